@@ -32,6 +32,10 @@ def main(argv: list[str]) -> None:
         from megatron.runtime import platform
 
         platform.install()
+        if config.parallelism.elastic:
+            from megatron.runtime.training.elastic import ElasticRun
+
+            ElasticRun(config, ending=ending, stop_requests=stop_requests).run()
         from megatron.runtime.launch.distributed_setup import join_world, leave_world
         from megatron.runtime.training.loop import train
         from megatron.runtime.training.resumption import resume

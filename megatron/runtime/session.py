@@ -59,6 +59,8 @@ class SessionOptions:
     """Have schedules (`reduce-by-layer`) that reduce gradients layer by layer."""
     shards_weights: bool = False
     """Share weights and gradients, too, among the ranks that hold the same ones (ZeRO-3), not only optimizer state."""
+    shares_optimizer_state: bool = True
+    """Share optimizer state among the ranks that hold the same weights (ZeRO-1); in float64 none do."""
     build_stage: Callable[..., UnitStage] | None = None
     """Builds a stage that stands in for a real one (`EmulatedStage`); called with `stage_index` and what UnitStage takes."""
 
@@ -120,11 +122,24 @@ class Session:
     def close(self) -> None:
         """Give up this rank's part, and its process groups."""
         dist.barrier()
-        self.stages, self.gradients, self.optimizers = {}, {}, {}
-        del self.executor, self.memberships
-        gc.collect()  # hooks and buffers refer to each other
+        self._drop()
         self._channel.close()
         self._groups.close()
+
+    def abandon(self) -> None:
+        """Give up this rank's part, without the others, who may be lost; `enter` follows, in a new world of ranks."""
+        self._drop()
+
+    def enter(self, plan: Plan) -> None:
+        """Build this rank's part of a plan, newly initialised, in a new world of ranks; collective. Raises PlanError."""
+        self._check_plan(plan)
+        self._build(plan)
+
+    def _drop(self) -> None:
+        self.stages, self.gradients, self.optimizers = {}, {}, {}
+        for name in ("executor", "memberships"):  # neither is there where building was cut short
+            self.__dict__.pop(name, None)
+        gc.collect()  # hooks and buffers refer to each other
 
     def forward_backward(self, step: Step) -> StepResult:
         """Run a step's schedule; gradients are what its global batch gives, once `finish_gradients` has been called."""
@@ -156,17 +171,25 @@ class Session:
 
         gathers_later: the next schedule gathers what a sharded optimizer updates.
         """
+        norm = self.gradient_norm()
+        self.step_optimizers(norm, gathers_later=gathers_later)
+        return norm
+
+    def gradient_norm(self) -> float:
+        """Return the global norm of the gradients, ready to be stepped with; once one rank knows it, all have all gradients."""
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
         counted = [(optimizer, self._counts_in_norm(unit)) for unit, optimizer in self.optimizers.items()]
-        norm = global_gradient_norm(counted, device=platform.device())
+        return global_gradient_norm(counted, device=platform.device())
+
+    def step_optimizers(self, norm: float, *, gathers_later: bool) -> None:
+        """Clip by the global norm and step; needs no other rank where what sharded optimizers update is gathered later."""
         if math.isfinite(norm):
             for unit, optimizer in self.optimizers.items():
                 if optimizer.config.clip_grad > 0:
                     clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=optimizer.config.clip_grad)
                 with self.gradients[unit].gathering_later() if gathers_later else nullcontext():
                     optimizer.step_with_ready_grads()
-        return norm
 
     def _counts_in_norm(self, unit: str) -> bool:
         is_sharded: bool = self.optimizers[unit].config.use_distributed_optimizer
@@ -218,7 +241,7 @@ class Session:
         return UnitGradients(
             own,
             membership=member,
-            is_sharded=self.options.build.precision.params_dtype != torch.float64,
+            is_sharded=self.options.shares_optimizer_state and self.options.build.precision.params_dtype != torch.float64,
             reduces_by_layer=self.options.reduces_by_layer,
         )
 

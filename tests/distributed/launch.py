@@ -54,7 +54,7 @@ def launch(
     torch and megatron-core, which saves seconds each.
     """
     start = time.monotonic()
-    port = _free_port()
+    port = free_port()
     environments = [
         {
             "RANK": str(rank),
@@ -139,7 +139,7 @@ def _run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str,
     run_rank(flags, environment, folder, output)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Below the ports that the system gives to whoever asks for any, which another run may be given before rank 0 listens."""
     while True:
         port = random.randrange(15000, 32000)

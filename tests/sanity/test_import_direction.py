@@ -21,6 +21,7 @@ ROOMS_BELOW = {
 RUNTIME_ROOMS_BELOW = {
     "platform": set(),
     "launch": set(),
+    "recovery": {"launch"},
     "communication": set(),
     "step": {"communication"},
     "gradients": {"communication"},
@@ -36,7 +37,7 @@ RUNTIME_ROOMS_BELOW = {
     "profiler": {"emulation", "session", "execution", "gradients", "step", "communication", "platform"},
     "training": {
         *("feed", "report", "profiler", "emulation", "flags", "checkpoint", "hugging_face"),
-        *("session", "execution", "gradients", "step", "launch", "platform"),
+        *("session", "execution", "gradients", "state", "step", "recovery", "launch", "platform"),
     },
     "drop_in": {"execution", "communication", "platform"},
     "patches": {"drop_in", "platform"},

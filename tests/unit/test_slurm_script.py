@@ -1,4 +1,4 @@
-"""`scripts/slurm/pretrain.sh` with stand-ins for Slurm's commands: what it starts must be flags that a run accepts."""
+"""`scripts/slurm/*.sh` with stand-ins for Slurm's commands: what they start must be flags that a run accepts."""
 
 import os
 import subprocess
@@ -7,6 +7,7 @@ import time
 import pytest
 
 from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.recovery.supervisor import read_flags
 from tests.sanity.repository import ROOT
 
 STAND_INS = {
@@ -74,3 +75,33 @@ def test_it_leaves_time_to_save_before_the_job_ends(submit, minutes_left, expect
     _, torchrun = submit(SLURM_JOB_END_TIME=str(int(time.time()) + 60 * minutes_left - 30))
     flags = flags_of(torchrun)
     assert int(flags[flags.index("--exit-duration-in-mins") + 1]) == expected
+
+
+def test_elastic_runs_have_a_keeper_and_a_supervisor_on_each_node(tmp_path, monkeypatch):
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name in ("srun", "scontrol"):
+        (commands / name).write_text(f'#!/usr/bin/env bash\necho "{name if name == "srun" else "node1"} $*"\n')
+        (commands / name).chmod(0o755)
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(tmp_path),
+        "SLURM_JOB_ID": "12",
+        "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_GPUS_ON_NODE": "8",
+        "BRAID": str(ROOT),
+        "IMAGE": "",
+        "CONFIG": "c.yaml",
+        "PLAN": "templates.yaml",
+        "MASTER_ADDR": "node1",
+        "PATH": f"{commands}:{os.environ['PATH']}",
+    }
+    script = [ROOT / "scripts" / "slurm" / "elastic.sh", "--lr", "0.1"]
+    lines = subprocess.run(script, env=slurm, check=True, capture_output=True, text=True).stdout.splitlines()
+    (ranks,) = (line.split() for line in lines if "--keeps-store" not in line)
+    assert {"--no-kill", "--kill-on-bad-exit=0"} <= set(ranks)
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    flags, command = read_flags(ranks[ranks.index("megatron.runtime.recovery.supervisor") + 1 :])
+    assert (flags.nodes, flags.node, flags.nodes_here, flags.nproc_per_node, flags.supervisors) == (2, 1, 1, 8, 2)
+    assert (flags.address, flags.port, flags.return_after, flags.keeps_store) == ("node1", 20012, 30.0, False)
+    assert command[:2] == [str(ROOT / "pretrain_mllm.py"), "--elastic"] and command[-2:] == ["--lr", "0.1"]

@@ -33,6 +33,11 @@ class StepClock:
         self.names_ranges = False
         """Whether profilers are told what runs: every span is a range with the action's text."""
 
+    @property
+    def num_spans(self) -> int:
+        """Actions that have been recorded since `start_step`."""
+        return len(self._spans)
+
     def start_step(self) -> None:
         """Forget the last step and count from now."""
         self._spans.clear()

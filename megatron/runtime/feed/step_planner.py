@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -192,7 +192,7 @@ class _ErrorsAsValues(Dataset[Step | BraidError]):
             return problem
 
 
-def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Iterator[Step]:
+def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Generator[Step, None, None]:
     """The steps in order; with `num_workers` 0 each is prepared when it is taken. Raises what planning or loading raised."""
     loader = DataLoader(
         _ErrorsAsValues(planner),
@@ -209,7 +209,7 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Itera
         yield loaded
 
 
-def load_steps_in_thread(planner: StepPlanner, steps: range) -> Iterator[Step]:
+def load_steps_in_thread(planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
     """The same in a thread of this process: for planners that talk to other ranks, as no forked worker can.
 
     Raises what planning or loading raised, at the step that failed. Decoding, the balancing kernels and messages release the

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.runtime.flags.configuration import GROUPS, ModelConfig, RunConfig
 from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled, ignored_flags
+from megatron.runtime.flags.elastic_templates import plan_of_start
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.schedule_checks import check_schedule
@@ -184,6 +185,8 @@ def build_plan(config: RunConfig, graph: ModelGraph, world_size: int, *, ranks_p
     sizes of 1 throughout can only be colocated, so that needs no flag. Raises PlanError when the plan does not fit.
     """
     parallelism = config.parallelism
+    if parallelism.plan is not None and parallelism.elastic:
+        return plan_of_start(config, graph, world_size)
     if parallelism.plan is not None:
         return read_plan(parallelism.plan, graph=graph, world_size=world_size)
     is_alone = world_size == 1 and all(

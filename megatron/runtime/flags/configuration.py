@@ -100,7 +100,13 @@ class ParallelismConfig:
     colocate_units: bool = False
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
     plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
-    """A whole plan (unit, replicas, stages, ranks, layers) instead of the size flags."""
+    """A whole plan (unit, replicas, stages, ranks, layers) instead of the size flags; with --elastic a set of templates."""
+    elastic: bool = False
+    """Go on without a restart when nodes are lost or return, by the templates of --plan; started by scripts/elastic.sh."""
+    elastic_timeout: float = field(default=30.0, metadata={"minimum": 1, "maximum": 10**6})
+    """--elastic: seconds after which a rank that gives no sign of life is taken for lost."""
+    fault_tolerance: int | None = field(default=None, metadata={"minimum": 0, "maximum": 2**20})
+    """--elastic: nodes that may be lost at once without loss of work; by default what the templates were planned for."""
 
     @property
     def num_overlapped_parts(self) -> int:

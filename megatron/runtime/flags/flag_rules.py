@@ -108,6 +108,29 @@ RULES: tuple[Rule, ...] = (
         "--use-pytorch-profiler has no place to write to; add --report-dir DIR",
     ),
     Rule(
+        lambda c: c.parallelism.elastic and c.parallelism.plan is None,
+        "--elastic needs templates to make plans of, for whatever nodes are there; write them with tools/plan.py --planner "
+        "oobleck --fault-tolerance F --output templates.yaml, and give --plan templates.yaml",
+    ),
+    Rule(
+        lambda c: c.parallelism.elastic and c.data.lengths_from == "decode",
+        "--elastic: samples that are exchanged once they are decoded (--lengths-from decode) would be lost with a rank; use "
+        "--lengths-from index",
+    ),
+    Rule(
+        lambda c: c.parallelism.elastic and c.training.emulate is not None,
+        "--emulate trains nothing that --elastic could keep; leave one of them out",
+    ),
+    Rule(
+        lambda c: c.parallelism.elastic and c.parallelism.shards_weights,
+        "--elastic needs whole weights on every replica, which --data-parallel-sharding-strategy optim_grads_params shares; use "
+        "--data-parallel-sharding-strategy optim",
+    ),
+    Rule(
+        lambda c: c.parallelism.elastic and c.checkpoint.async_save,
+        "--async-save would finish a checkpoint with ranks that may be lost meanwhile; leave it or --elastic out",
+    ),
+    Rule(
         lambda c: c.parallelism.shards_weights and c.training.emulate is not None,
         "--emulate has no weights to gather, so --data-parallel-sharding-strategy optim_grads_params would show nothing; leave "
         "one of them out",

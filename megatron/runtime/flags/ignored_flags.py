@@ -105,6 +105,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: not goes_by_durations(c),
         f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations; choose one or leave it out",
     ),
+    *(
+        IgnoredFlag(
+            name, ("elastic",), lambda c: not c.parallelism.elastic, "a lost process ends the run; add --elastic or leave it out"
+        )
+        for name in ("elastic_timeout", "fault_tolerance")
+    ),
     IgnoredFlag(
         "tp_comm_overlap_parts",
         ("tp_comm_overlap",),

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron.runtime.launch.failure import FAULTS, Ending, RanksLostError, end_process, shown_place_of_main_thread, store_keeper
 from megatron.runtime.launch.meeting import POLL_SECONDS, Meeting, open_meeting
@@ -222,10 +222,10 @@ class World:
         if self.rank == 0:
             self.meeting.store.set(f"{name}/0", "done")
 
-    def connect(self, *, backend: str | None) -> None:
-        """Initialise torch.distributed; collective, so every rank must have agreed."""
+    def connect(self, *, backend: str | None, store: Store | None = None) -> None:
+        """Initialise torch.distributed; collective, so every rank must have agreed. store: by default that of the meeting."""
         chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        store = PrefixStore("groups", self.meeting.store)
+        store = store or PrefixStore("groups", self.meeting.store)
         dist.init_process_group(chosen, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
 
 
@@ -239,8 +239,7 @@ def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> Wo
     place = find_rank_place(os.environ)
     for name, value in (("RANK", place.rank), ("WORLD_SIZE", place.size), ("LOCAL_RANK", place.local_rank)):
         os.environ.setdefault(name, str(value))
-    if torch.cuda.is_available():
-        torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
+    choose_device(place.local_rank)
     meeting = open_meeting(place, seconds=timeout.total_seconds())
     ending.meeting = meeting
     watch = RankWatch(meeting, ending=ending, timeout_seconds=timeout.total_seconds())
@@ -248,6 +247,12 @@ def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> Wo
     if place.rank == 0:
         meeting.say_first_is_here()
     return World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
+
+
+def choose_device(local_rank: int) -> None:
+    """Compute on the device that is this rank's."""
+    if torch.cuda.is_available():
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def leave_world(world: World) -> NoReturn:

@@ -46,6 +46,8 @@ class Ending:
     def __init__(self) -> None:
         self.meeting: Meeting | None = None
         """Set once the ranks have met."""
+        self.spares_others = False
+        """True in an elastic run: what a process alone suffers ends that process alone."""
         self._lock = threading.Lock()
 
     def fail(self, problem: BaseException) -> NoReturn:
@@ -55,6 +57,9 @@ class Ending:
         others learn of it and end with the same exit code. The thread that comes second waits here for the end of the process.
         """
         self._lock.acquire()
+        if self.spares_others and not isinstance(problem, (BraidError, InterruptedRunError)):
+            report(problem, _place_or_guess().rank)
+            end_process(1)
         exit_code = problem.exit_code if isinstance(problem, InterruptedRunError) else 2 if isinstance(problem, BraidError) else 1
         try:
             exit_code = (
@@ -211,6 +216,11 @@ def _shown_stack(stack: traceback.StackSummary) -> str:
 
 def _is_own(filename: str) -> bool:
     return any(f"{os.sep}{part}{os.sep}" in filename for part in ("runtime", "multimodal")) and "site-packages" not in filename
+
+
+def is_of_lost_ranks(problem: BaseException) -> bool:
+    """True if an error may come of ranks that are gone or do not come."""
+    return _says(problem, (*_LOST_PEER, *_WAITED_IN_VAIN)) or type(problem).__name__ in ("DistNetworkError", "DistStoreError")
 
 
 def _says(problem: BaseException, signs: tuple[str, ...]) -> bool:

@@ -20,9 +20,11 @@ class StopReason(IntEnum):
     """Reasons to stop a run before its last step; if ranks have several, all take the largest."""
 
     NONE = 0
-    DURATION = 1
-    SIGUSR1 = 2
-    SIGTERM = 3
+    JOIN = 1
+    """Only to go on with nodes that have joined an elastic run."""
+    DURATION = 2
+    SIGUSR1 = 3
+    SIGTERM = 4
 
     def describe(self) -> str:
         """Return the cause of the stop in words."""

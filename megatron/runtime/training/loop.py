@@ -3,7 +3,8 @@
 import os
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,9 +19,18 @@ from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
 from megatron.runtime.launch.stop_requests import StopReason
-from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, ConsoleReporter, EvaluationReport, Reporter, SilentReporter
+from megatron.runtime.recovery.member import NodesJoinError
+from megatron.runtime.report.reporting import (
+    LINES_PER_BALANCE_LINE,
+    ConsoleReporter,
+    EvaluationReport,
+    Reporter,
+    SilentReporter,
+    StepReport,
+)
 from megatron.runtime.report.step_profile import StepProfile
 from megatron.runtime.report.stragglers import Stragglers
+from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
 from megatron.runtime.training.paths import describe_paths
@@ -54,29 +64,38 @@ class RunSummary:
     """The reason for ending before the last step."""
 
 
-def train(run: Run) -> RunSummary:
-    """Train up to --train-iters, evaluating, saving and reporting on the way."""
-    reporter = _build_reporter(run)
-    try:
-        reporter.say(describe_run(run))
-        summary = _train(run, reporter)
-    finally:
-        reporter.close()
-        release(run)
-    reporter.say(describe_end(run, summary))
-    return summary
-
-
 @dataclass
-class _Progress:
+class Progress:
     """The progress of the training."""
 
+    first_step: int
+    """Steps that were done before the run started."""
     step: int
+    """Steps that are done."""
+    reported_step: int = 0
     saved_step: int | None = None
     evaluated_step: int | None = None
     evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
     peak_bytes: int = 0
     stop: StopReason = StopReason.NONE
+
+    @classmethod
+    def at(cls, step: int) -> "Progress":
+        """Return the progress of a run that starts with so many steps done."""
+        return cls(step, step, reported_step=step)
+
+
+def train(run: Run) -> RunSummary:
+    """Train up to --train-iters, evaluating, saving and reporting on the way."""
+    reporter = build_reporter(run, done_steps=run.done_steps)
+    try:
+        reporter.say(describe_run(run))
+        summary = train_on(run, reporter, Progress.at(run.done_steps))
+    finally:
+        reporter.close()
+        release(run)
+    reporter.say(describe_end(run, summary))
+    return summary
 
 
 class _StoppedError(Exception):
@@ -87,9 +106,9 @@ class _StoppedError(Exception):
         self.reason = reason
 
 
-def _train(run: Run, reporter: Reporter) -> RunSummary:
-    last_step = _last_step(run.config, run.done_steps)
-    progress = _Progress(run.done_steps)
+def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
+    """Train from wherever the run is: what its last step has left to do is done first."""
+    last_step = _last_step(run.config, progress.first_step)
     run.stop_requests.begin_training()
     try:
         if last_step > run.done_steps:
@@ -117,38 +136,69 @@ def _export(run: Run, reporter: Reporter) -> None:
         reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
 
 
-def _run_steps(run: Run, reporter: Reporter, progress: _Progress, *, last_step: int) -> None:
-    config, device = run.config, platform.device()
+def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: int) -> None:
+    config, device, first = run.config, platform.device(), progress.step
     name_actions = partial(setattr, run.session.executor.clock, "names_ranges")
     profile = StepProfile(config.logging, rank=run.world.rank, name_actions=name_actions)
     stragglers = Stragglers(run.session.plan)
-    steps = _load(run, _train_planner(run), range(run.done_steps, last_step))
-    for number, (step, wait_seconds) in enumerate(_timed(steps), run.done_steps + 1):
-        agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=_wish_to_stop(run), device=device)
-        if agreed.stop.is_signal or (agreed.stop and progress.step > run.done_steps):  # a short time has one step
-            raise _StoppedError(agreed.stop)
-        if run.background_save is not None:
-            run.background_save.check()
-        if number == run.done_steps + 1 and run.world.rank == 0:
-            _warn_of_worse_pair(run, reporter, step)
-        with profile.step(number):
-            report, events = run.trainer.train_step(step, number=number)
-        progress.step = number
-        reporter.step(number, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
-        if config.logging.log_straggler:
-            stragglers.add(run.trainer.gather_compute_seconds())
-            if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0:
-                reporter.say(stragglers.tell())
-        progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
-        if run.emulation:
-            _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
-        if _wants_timeline(config, number, last_step):
-            _report_timeline(run, reporter, number, events)
-        if config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval):
-            progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
-        if _is_multiple(number, config.checkpoint.steps_between_saves):
-            progress.saved_step = save(run, number)
+    if progress.step > progress.first_step:
+        _complete_step(run, reporter, progress)
+    with closing(_load(run, _train_planner(run), range(first, last_step))) as steps:
+        for number, (step, wait_seconds) in enumerate(_timed(steps), first + 1):
+            wish = run.wish_to_stop(can_leave=True)
+            agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
+            _stop_if(agreed.stop, progress)
+            if run.background_save is not None:
+                run.background_save.check()
+            if number == progress.first_step + 1 and run.world.rank == 0:
+                _warn_of_worse_pair(run, reporter, step)
+            with profile.step(number):
+                report, events = run.trainer.train_step(step, number=number)
+            progress.step = number
+            _report_step(run, reporter, progress, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
+            if config.logging.log_straggler:
+                stragglers.add(run.trainer.gather_compute_seconds())
+                if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0:
+                    reporter.say(stragglers.tell())
+            progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
+            if run.emulation:
+                _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
+            if _wants_timeline(config, number, last_step):
+                _report_timeline(run, reporter, number, events)
+            _evaluate_and_save(run, reporter, progress)
     profile.close()
+
+
+def _stop_if(agreed: StopReason, progress: Progress) -> None:
+    """Raise what ends the steps."""
+    if agreed is StopReason.JOIN:
+        raise NodesJoinError("nodes have joined")
+    if agreed.is_signal or (agreed and progress.step > progress.first_step):  # a short time has one step
+        raise _StoppedError(agreed)
+
+
+def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepReport, balance: BalanceReport) -> None:
+    reporter.step(progress.step, report, balance)
+    progress.reported_step = progress.step
+    if run.world.rank == 0:
+        run.note_reported(progress.step)
+
+
+def _complete_step(run: Run, reporter: Reporter, progress: Progress) -> None:
+    """Do what a step has left to do that was interrupted after its update."""
+    if progress.reported_step < progress.step and run.world.rank == 0:
+        report, step = run.trainer.last_report()
+        _report_step(run, reporter, progress, report, step.balance)
+    _evaluate_and_save(run, reporter, progress)
+
+
+def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None:
+    config, number = run.config, progress.step
+    is_due = config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval)
+    if is_due and progress.evaluated_step != number:
+        progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
+    if _is_multiple(number, config.checkpoint.steps_between_saves) and progress.saved_step != number:
+        progress.saved_step = save(run, number)
 
 
 def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
@@ -161,18 +211,14 @@ def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
             reporter.say(warning)
 
 
-def _save_last(run: Run, progress: _Progress) -> None:
-    if run.config.checkpoint.save and progress.saved_step != progress.step and progress.step > run.done_steps:
+def _save_last(run: Run, progress: Progress) -> None:
+    if run.config.checkpoint.save and progress.saved_step != progress.step and progress.step > progress.first_step:
         progress.saved_step = save(run, progress.step)
     if run.background_save is not None:
         run.background_save.finish()
 
 
-def _wish_to_stop(run: Run) -> StopReason:
-    return run.stop_requests.reason(exit_duration_minutes=run.config.training.exit_duration_in_mins)
-
-
-def _load(run: Run, planner: StepPlanner, steps: range) -> Iterator[Step]:
+def _load(run: Run, planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
     if run.exchanges is not None:
         return load_steps_in_thread(planner, steps)
     return load_steps(planner, steps, num_workers=run.config.data.num_workers)
@@ -350,17 +396,18 @@ def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
 def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
     """Steps of an evaluation, which is given up when ranks are to stop: what takes minutes would outlast a time limit."""
     for step in steps:
-        if reason := agree_to_stop(_wish_to_stop(run), device=platform.device()):
+        if reason := agree_to_stop(run.wish_to_stop(can_leave=False), device=platform.device()):
             raise _StoppedError(reason)
         yield step
 
 
-def _build_reporter(run: Run) -> Reporter:
+def build_reporter(run: Run, *, done_steps: int) -> Reporter:
+    """Return what reports on this rank of a run that goes on after so many steps."""
     if run.world.rank != 0:
         return SilentReporter()
     settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}
     train_iters = run.config.training.train_iters
-    return ConsoleReporter(run.config.logging, train_iters=train_iters, first_step=run.done_steps, run_config=settings)
+    return ConsoleReporter(run.config.logging, train_iters=train_iters, first_step=done_steps, run_config=settings)
 
 
 def _last_step(config: RunConfig, done_steps: int) -> int:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -39,28 +40,41 @@ class Start(NamedTuple):
     """The weights are in a folder of Hugging Face."""
 
 
-def resume(run: Run) -> None:
+def resume(run: Run, *, has_saved: bool = False) -> None:
     """Claim --save for this run, and load what the flags name; collective.
+
+    has_saved: this run has written to --save, and goes on from there.
 
     Raises CheckpointError when another run writes to --save, when there is no checkpoint (unless --save names the same folder),
     or when it does not belong to this run.
     """
     checkpoint = run.config.checkpoint
     if checkpoint.save is not None:
-        run.claim = _claim(checkpoint.save)
+        release(run)
+        run.claim = _claim(checkpoint.save, os.environ)
     try:
         if checkpoint.save or checkpoint.load:
             described = on_first_rank(lambda: describe_data(run.config, run.data), what="reading --data-path")
             run.described_data = {**described, **_describe_training(run)}
         start = on_first_rank(lambda: choose_start(checkpoint), what="looking for checkpoints")
+        if has_saved and checkpoint.save is not None:
+            start = Start(checkpoint.save, "--save", is_resumption=True)
         if start is not None:
             _load(run, start)
         elif run.emulation is None:
             load_units(run.session)
-        _warn_of_earlier_run(run)
+        if not has_saved:
+            _warn_of_earlier_run(run)
     except BaseException:
         release(run)
         raise
+
+
+def claim_folder(run: Run, *, attempt: int) -> None:
+    """Claim --save as a later attempt of the same run, whose rank 0 may be another process now; collective."""
+    assert run.config.checkpoint.save is not None
+    release(run)
+    run.claim = _claim(run.config.checkpoint.save, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(attempt)})
 
 
 def release(run: Run) -> None:
@@ -101,8 +115,8 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
     return None
 
 
-def _claim(folder: Path) -> FolderClaim:
-    claim = FolderClaim(folder, environ=os.environ)
+def _claim(folder: Path, environ: Mapping[str, str]) -> FolderClaim:
+    claim = FolderClaim(folder, environ=environ)
     while not on_first_rank(claim.try_to_take, what=f"writing to --save {folder}"):
         pass
     return claim

@@ -2,12 +2,14 @@
 
 import logging
 import os
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime.checkpoint.background_save import BackgroundSave
@@ -17,14 +19,14 @@ from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, 
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained, find_ranks_per_node
-from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.configuration import OptimizerSettings, RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
-from megatron.runtime.launch.distributed_setup import World
+from megatron.runtime.launch.distributed_setup import StartValues, World
 from megatron.runtime.launch.failure import Ending
-from megatron.runtime.launch.stop_requests import StopRequests
+from megatron.runtime.launch.stop_requests import StopReason, StopRequests
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
@@ -40,6 +42,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.values.errors import CheckpointError, ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,36 @@ class Run:
     """The description of its data that checkpoints hold."""
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
     """Requests to stop early."""
+    nodes_have_joined: Callable[[], bool] = lambda: False
+    """Whether nodes wait to be taken into an elastic run."""
+    note_reported: Callable[[int], None] = lambda step: None
+    """Told which step rank 0 has reported."""
+
+    def wish_to_stop(self, *, can_leave: bool) -> StopReason:
+        """Return this rank's reason to stop now; can_leave: to let nodes join would be one."""
+        reason = self.stop_requests.reason(exit_duration_minutes=self.config.training.exit_duration_in_mins)
+        return reason or (StopReason.JOIN if can_leave and self.nodes_have_joined() else StopReason.NONE)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a rank can make ready alone, before the others are needed."""
+
+    config: RunConfig
+    data: DataSets
+    options: SessionOptions
+    plan: Plan
+    """At the start."""
+    peak_tflops: float
+    emulation: EmulationTable | None = None
+
+    @property
+    def start_values(self) -> StartValues:
+        """What must be alike on all ranks."""
+        options = self.options
+        return collect_start_values(
+            self.config, graph=options.graph, plan=self.plan, data=self.data, vocab_size=options.vocab_size
+        )
 
 
 def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests) -> Run:
@@ -78,6 +111,14 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
 
     First the steps that this rank can take alone; then, once all ranks have agreed, the collective ones.
     """
+    prepared = prepare_alone(config, world)
+    world.agree(prepared.start_values)
+    world.connect(backend=config.training.distributed_backend)
+    return build_run(prepared, world, prepared.plan, stop_requests=stop_requests)
+
+
+def prepare_alone(config: RunConfig, world: World) -> Prepared:
+    """Do what needs no other rank, but for the order in which files are written."""
     if config.checkpoint.save:
         _check_writable(config.checkpoint.save)
     if world.rank == 0:
@@ -103,33 +144,33 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     vocab_size = padded_vocab_size(data.tokenizer, config, graph=graph)
     check_vocabulary(vocab_size, graph=graph, plan=plan)
     emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
-    world.agree(collect_start_values(config, graph=graph, plan=plan, data=data, vocab_size=vocab_size))
-    world.connect(backend=config.training.distributed_backend)
-    session = Session(
-        _session_options(config, graph, vocab_size=vocab_size, timeout=world.timeout, emulation=emulation), plan=plan
-    )
+    options = _session_options(config, graph, vocab_size=vocab_size, timeout=world.timeout, emulation=emulation)
+    peak_tflops = config.logging.peak_tflops or find_peak_tflops(getattr(torch, config.training.dtype))
+    return Prepared(config, data, options, plan, peak_tflops, emulation)
+
+
+def build_run(
+    prepared: Prepared, world: World, plan: Plan, *, stop_requests: StopRequests, check: Callable[[], None] = lambda: None
+) -> Run:
+    """Build this rank's part of a plan, newly initialised; collective. check: as for `Trainer`."""
+    config = prepared.config
+    session = Session(prepared.options, plan=plan)
     scheduler = build_scheduler(config.optimizer, session, train_iters=config.training.train_iters)
-    trainer = Trainer(
-        session,
-        scheduler=scheduler,
-        settings=config.optimizer,
-        peak_tflops=config.logging.peak_tflops or find_peak_tflops(getattr(torch, config.training.dtype)),
-    )
+    trainer = Trainer(session, scheduler=scheduler, settings=config.optimizer, peak_tflops=prepared.peak_tflops, check=check)
     exchanges = None
     if config.data.lengths_from == "decode":
-        build = partial(
-            SampleExchange, rank=world.rank, world_size=world.size, timeout=world.timeout, ranks_per_node=ranks_per_node
-        )
+        per_node = find_ranks_per_node(os.environ)
+        build = partial(SampleExchange, rank=world.rank, world_size=world.size, timeout=world.timeout, ranks_per_node=per_node)
         exchanges = build(), build()
     return Run(
         config,
         world,
-        data,
+        prepared.data,
         session,
         scheduler,
         trainer,
         exchanges=exchanges,
-        emulation=emulation,
+        emulation=prepared.emulation,
         background_save=BackgroundSave(world.timeout) if config.checkpoint.async_save else None,
         stop_requests=stop_requests,
     )
@@ -148,6 +189,7 @@ def _session_options(
 ) -> SessionOptions:
     settings, dtype = config.optimizer, getattr(torch, config.training.dtype)
     passes = passes_named(config.training.schedule_passes)
+    shares = not config.parallelism.elastic  # what one rank alone has would be lost with it
     is_engine, splits = config.model.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
     return SessionOptions(
         graph=graph,
@@ -169,21 +211,27 @@ def _session_options(
         vocab_size=vocab_size,
         seed=config.training.seed,
         timeout=timeout,
-        optimizer=build_optimizer_config(
-            lr=settings.lr,
-            min_lr=settings.min_lr,
-            weight_decay=settings.weight_decay,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            eps=settings.adam_eps,
-            clip_grad=settings.clip_grad,
-            dtype=dtype,
-        ),
+        optimizer=_optimizer_config(settings, dtype, shares_state=shares),
         builder=BUILDERS[config.training.schedule],
         passes=passes,
         reduces_by_layer=any(row.reduces_by_layer for row in passes),
         shards_weights=config.parallelism.shards_weights,
+        shares_optimizer_state=shares,
         build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
     )
+
+
+def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype, *, shares_state: bool) -> OptimizerConfig:
+    built = build_optimizer_config(
+        lr=settings.lr,
+        min_lr=settings.min_lr,
+        weight_decay=settings.weight_decay,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_eps,
+        clip_grad=settings.clip_grad,
+        dtype=dtype,
+    )
+    return built if shares_state else replace(built, use_distributed_optimizer=False)
 
 
 def _accumulates_in_products(config: RunConfig) -> bool:

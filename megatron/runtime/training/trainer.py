@@ -2,8 +2,9 @@
 
 import math
 import time
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,35 @@ from multimodal.values.plan import Plan
 from multimodal.values.timeline import TimelineEvent
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has come to, the same on all ranks; whoever knows it can update the weights without the others."""
+
+    number: int
+    loss: float
+    generator_loss: float
+    """The generators' part of it."""
+    grad_norm: float
+
+
+class _Executed(NamedTuple):
+    """A step of this rank whose gradients are reduced."""
+
+    step: Step
+    result: StepResult
+    learning_rate: float
+    start: float
+    """By `time.perf_counter`, as is the end of its schedule."""
+    end: float
+
+
 class Trainer:
-    """Steps of one rank. All methods are collective."""
+    """Steps of one rank. All methods are collective, but for `finish` and `last_report`."""
+
+    outcome: Outcome | None = None
+    """Of the last step that the weights of this rank were updated by."""
+    updates_alone = False
+    """Leave what a sharded optimizer updates to be gathered in the next step, so that an update needs no other rank."""
 
     def __init__(
         self,
@@ -31,30 +59,69 @@ class Trainer:
         scheduler: OptimizerParamScheduler,
         settings: OptimizerSettings,
         peak_tflops: float,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """peak_tflops: of this rank's device."""
+        """peak_tflops: of this rank's device; check: raises when what other ranks told is not to be trusted."""
         self.session, self.scheduler, self._settings = session, scheduler, settings
-        (self._world_peak_tflops,) = self._sum([peak_tflops])
+        self._peak_tflops, self._check = peak_tflops, check
         self._compute_seconds = 0.0
+        self._executed: _Executed | None = None
+        self._running: int | None = None
+        self.meet()
+
+    def meet(self) -> None:
+        """Learn of all ranks what reports need to know; after the session has entered a plan, too."""
+        (self._world_peak_tflops,) = self._sum([self._peak_tflops])
+        self.scheduler.step(increment=0)  # tells new optimizers the coming step's learning rate
 
     def train_step(self, step: Step, *, number: int) -> tuple[StepReport, tuple[TimelineEvent, ...]]:
-        """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events."""
+        """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events.
+
+        The norm is the last that ranks need of each other for the update: one that has it finishes the step, whoever is lost,
+        and others can when they are told it (`finish`).
+        """
         start = time.perf_counter()
-        result = self.session.forward_backward(step)
+        self._running, self._executed = number, None
+        try:
+            result = self.session.forward_backward(step)
+        finally:
+            self._running = None
         executed = time.perf_counter()
         self.session.finish_gradients()
+        losses = LossSums.of_step(step, result).means(self._sum)
         learning_rate = current_learning_rate(self.scheduler, self._settings)
-        norm = self.session.update(gathers_later=step.cuts.gathers_parameters)
-        if math.isfinite(norm):
-            self.scheduler.step(increment=1)
-        end = time.perf_counter()
-        report = self._report(step, result, seconds=(end - start, end - executed), norm=norm, learning_rate=learning_rate)
+        self._executed = _Executed(step, result, learning_rate, start, executed)
+        norm = self.session.gradient_norm()
+        self._check()
+        self.finish(Outcome(number, losses[0] + losses[1], losses[1], norm))
+        report = self._report(self._executed, end=time.perf_counter())
         if not (math.isfinite(report.loss) and math.isfinite(norm)):
             raise ConfigError(
                 f"step {number}: the loss is {report.loss} and the gradient norm {norm}; lower --lr (now {self._settings.lr}), "
                 "lengthen --lr-warmup-iters or set --clip-grad, and resume from the last checkpoint"
             )
         return report, result.events
+
+    def place_in_step(self) -> tuple[int, int] | None:
+        """Return the step that runs and its actions that are done, or None; another thread may ask."""
+        number, executor = self._running, self.session.__dict__.get("executor")
+        return None if number is None or executor is None else (number, executor.clock.num_spans)
+
+    def finish(self, outcome: Outcome) -> None:
+        """Update the weights by the gradients that this rank has; it has them once any rank knows the outcome."""
+        assert self._executed is not None
+        self.session.step_optimizers(outcome.grad_norm, gathers_later=self._gathers_later(self._executed.step))
+        if math.isfinite(outcome.grad_norm):
+            self.scheduler.step(increment=1)
+        self.outcome = outcome
+
+    def last_report(self) -> tuple[StepReport, Step]:
+        """Return what this rank alone can say of its last step, whose losses all know."""
+        assert self._executed is not None
+        return self._report(self._executed, end=self._executed.end, is_alone=True), self._executed.step
+
+    def _gathers_later(self, step: Step) -> bool:
+        return self.updates_alone or step.cuts.gathers_parameters
 
     def change_plan(self, plan: Plan) -> None:
         """Go on under another plan from the next step on; see `Session.change_plan`."""
@@ -84,21 +151,24 @@ class Trainer:
             answer_accuracy=right_answers / num_samples if num_samples else math.nan,
         )
 
-    def _report(
-        self, step: Step, result: StepResult, *, seconds: tuple[float, float], norm: float, learning_rate: float
-    ) -> StepReport:
+    def _report(self, done: _Executed, *, end: float, is_alone: bool = False) -> StepReport:
+        """end: of the step; is_alone: say what this rank knows by itself."""
+        assert self.outcome is not None
+        step, result = done.step, done.result
         split = seconds_by_resource(result.events)
         self._compute_seconds = split["compute"]
-        sums = self._sum([split["compute"], split["communication"], split["waiting"], seconds[1]])
-        step_seconds, peak_bytes = self._largest([seconds[0], float(result.peak_activation_bytes)])
-        means = [total / dist.get_world_size() for total in sums]
-        text_loss, generator_loss = LossSums.of_step(step, result).means(self._sum)
+        means = [split["compute"], split["communication"], split["waiting"], end - done.end]
+        largest = [end - done.start, float(result.peak_activation_bytes)]
+        if not is_alone:
+            means = [total / dist.get_world_size() for total in self._sum(means)]
+            largest = self._largest(largest)
+        step_seconds, peak_bytes = largest
         flops = step.flops or step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
         return StepReport(
-            loss=text_loss + generator_loss,
-            generator_loss=generator_loss,
-            grad_norm=norm,
-            learning_rate=learning_rate,
+            loss=self.outcome.loss,
+            generator_loss=self.outcome.generator_loss,
+            grad_norm=self.outcome.grad_norm,
+            learning_rate=done.learning_rate,
             num_samples=len(step.lengths),
             num_tokens=step.num_tokens,
             num_target_tokens=step.num_target_tokens,

@@ -12,18 +12,22 @@ from multimodal.plan.planners.templates.template_set import Instance, PipelineTe
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
 
-def plan_instances(templates: TemplateSet, instances: Sequence[Instance], *, llm: str) -> Plan:
-    """Return the plan of some replicas on nodes one after another; ranks count on from node to node.
+def plan_instances(
+    templates: TemplateSet, instances: Sequence[Instance], *, llm: str, places: Sequence[Sequence[int]] | None = None
+) -> Plan:
+    """Return the plan of some replicas; ranks count on from node to node.
+
+    places: the place of each replica's nodes among all nodes; by default they come one after another.
 
     A stage that holds layers of two units is one of both, on the same ranks. On a node, larger stages come first, so tensor
     parallel groups of one size lie side by side. llm: the unit whose replicas have the instances' shares of the batch.
     """
     replicas: dict[str, list[Replica]] = {unit.name: [] for unit in templates.chain}
-    first_rank = 0
-    for instance in instances:
+    count = iter(range(sum(instance.nodes for instance in instances)))
+    for index, instance in enumerate(instances):
         template = templates.template(instance.nodes)
-        ranks = _ranks(template, templates.gpus_per_node, first_rank)
-        first_rank += instance.nodes * templates.gpus_per_node
+        nodes = places[index] if places is not None else [next(count) for _ in range(instance.nodes)]
+        ranks = _ranks(template, [place * templates.gpus_per_node for place in nodes])
         first = 0
         for unit in templates.chain:
             layers = range(first, first + unit.num_layers)
@@ -52,13 +56,13 @@ def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planne
     return replace(run, passes=request.passes(run.plan), transformer_impl=request.implementation(run.schedule))
 
 
-def _ranks(template: PipelineTemplate, gpus_per_node: int, first_rank: int) -> list[tuple[int, ...]]:
-    """Return the ranks of every stage."""
+def _ranks(template: PipelineTemplate, first_ranks: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the ranks of every stage; first_ranks: of the template's nodes."""
     used = Counter[int]()
     found: list[tuple[int, ...]] = [()] * len(template.stages)
     for index in sorted(range(len(template.stages)), key=lambda index: (-template.stages[index].gpus, index)):
         stage = template.stages[index]
-        first = first_rank + stage.node * gpus_per_node + used[stage.node]
+        first = first_ranks[stage.node] + used[stage.node]
         found[index] = tuple(range(first, first + stage.gpus))
         used[stage.node] += stage.gpus
     return found

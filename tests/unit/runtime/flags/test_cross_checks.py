@@ -62,6 +62,8 @@ IGNORED = [
     ("--merge-encoders --balance orchmllm", "--merge-encoders would be ignored: only --balance entrain and auto group"),
     ("--num-workers 1 --lengths-from decode", "--num-workers would be ignored: --lengths-from decode loads in a thread"),
     ("--digits-samples 5 --data-path m.jsonl", "--digits-samples would be ignored: the samples come from a manifest"),
+    ("--elastic-timeout 9", "--elastic-timeout would be ignored: a lost process ends the run; add --elastic"),
+    ("--fault-tolerance 1", "--fault-tolerance would be ignored: a lost process ends the run; add --elastic"),
     ("--split 8,1,1", "--split would be ignored: --data-path digits holds out"),
     ("--allow-outside-paths", "--allow-outside-paths would be ignored: --data-path digits reads no image files"),
     ("--max-image-pixels 100", "--max-image-pixels would be ignored: --data-path digits reads no image files"),

@@ -1,0 +1,97 @@
+"""The connections of this process to other ranks, all of which can be cut at once, whatever a thread waits for on them.
+
+gloo cannot be told to give up (`abort` of its process groups does nothing): a rank would wait for peers that are alive but have
+left, up to the timeout. Shutting the sockets makes every call on them fail at once, in this process and at their other ends.
+NCCL's communicators are aborted by torch.
+"""
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from threading import Lock
+
+import torch.distributed as dist
+
+
+class CutError(RuntimeError):
+    """The connections to other ranks were cut, since some of them are lost."""
+
+
+class Connections:
+    """What was opened inside `opening` since `forget`."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._own: set[tuple[int, str]] = set()
+        self._before: set[tuple[int, str]] | None = None
+        self.is_cut = False
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Count the sockets that are opened inside as connections to ranks; raises CutError when they are cut meanwhile."""
+        with self._lock:
+            self._before = _open_sockets()
+        try:
+            self.check()
+            yield
+        finally:
+            with self._lock:
+                self._own |= _open_sockets() - self._before
+                self._before = None
+        self.check()
+
+    def check(self) -> None:
+        """Raise CutError if the connections are cut."""
+        if self.is_cut:
+            self.cut()
+            raise CutError("the connections to other ranks are cut")
+
+    def cut(self) -> None:
+        """Cut them, and those that are being opened; from any thread."""
+        self.is_cut = True
+        self.cut_new()
+        if dist.is_initialized() and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+
+    def cut_new(self) -> None:
+        """Cut what is open; once is not enough, as a thread that opens connections does not know yet that it is in vain."""
+        with self._lock:
+            own = self._own | (_open_sockets() - self._before if self._before is not None else set())
+            for descriptor, name in own & _open_sockets():
+                _shut(descriptor, name)
+
+    def forget(self) -> None:
+        """Everything is closed, and new connections may be opened."""
+        with self._lock:
+            self._own.clear()
+            self.is_cut = False
+
+
+def forget_groups() -> None:
+    """Take down all process groups of this process, without the other ranks.
+
+    torch names groups by a count; ranks that were cut short while they joined would go on with different ones.
+    """
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.distributed_c10d._world.group_count = 0
+
+
+def _open_sockets() -> set[tuple[int, str]]:
+    """Return the descriptors of this process's sockets, each with the socket's own number."""
+    found = set()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # closed meanwhile
+            if (name := os.readlink(f"/proc/self/fd/{entry}")).startswith("socket:"):
+                found.add((int(entry), name))
+    return found
+
+
+def _shut(descriptor: int, name: str) -> None:
+    with suppress(OSError):
+        copy = os.dup(descriptor)
+        with socket.socket(fileno=copy) as own:
+            listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo ends the process if these break
+            if os.readlink(f"/proc/self/fd/{copy}") == name and not listens:
+                own.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,203 @@
+"""Decides which nodes are in an elastic run: one process beside the ranks, which hears of deaths, silence and arrivals.
+
+A generation is a time in which the same nodes are in the run. It ends when one of them is lost (its ranks are told to leave at
+once) or another one arrives (they leave after the step). All that are left then arrive for the next generation, and it begins
+when everybody has whom the keeper does not know to be lost. What is lost meanwhile is simply not waited for.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, Ledger, Report, Verdict
+
+_LOOK_SECONDS = 0.05
+
+
+@dataclass
+class _Node:
+    """What is known of a node."""
+
+    incarnation: int
+    num_ranks: int
+    is_alive: bool = True
+    arrived: dict[int, Report] = field(default_factory=dict)
+    """By local rank: reports for the coming generation."""
+    beats: dict[int, tuple[str, float]] = field(default_factory=dict)
+    """By local rank: the last sign of life, and when it was new."""
+
+    @property
+    def is_here(self) -> bool:
+        """True if all of its ranks have arrived."""
+        return self.is_alive and len(self.arrived) == self.num_ranks
+
+
+class Keeper:
+    """Keeps the list of nodes; `step` handles what has happened since, and `run` does so until the run is over."""
+
+    def __init__(self, ledger: Ledger, *, num_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """num_nodes: that the run starts with, numbered from 0."""
+        self._ledger, self._num_nodes, self._clock = ledger, num_nodes, clock
+        self._nodes: dict[int, _Node] = {}
+        self._members: tuple[int, ...] = ()
+        self._generation = 0
+        """The last one with a verdict."""
+        self._is_ending = True
+        """The next generation is waited for."""
+        self._is_cut = False
+        self._num_signals = 0
+        self._next_event = 0
+        self._num_supervisors_left = 0
+        self._timeout_seconds = 30.0
+        self._seconds: dict[str, float] = {}
+        self._since = clock()
+        self.exit_code: int | None = None
+        """Set when the run is over."""
+
+    def run(self, *, num_supervisors: int) -> None:
+        """Decide until all supervisors have left."""
+        while self._num_supervisors_left < num_supervisors:
+            self.step(seconds=_LOOK_SECONDS)
+
+    def step(self, *, seconds: float = 0.0) -> None:
+        """Handle the next event, if it comes within `seconds`, and decide what follows."""
+        event = self._ledger.next_event(self._next_event, seconds=max(seconds, 0.001))
+        if event is not None:
+            self._next_event += 1
+            handle = getattr(self, f"_on_{event.pop('kind')}")
+            handle(**event)
+        self._look_for_silence()
+        self._look_for_failure()
+        self._decide()
+
+    def _on_started(self, *, node: int, incarnation: int, num_ranks: int) -> None:
+        self._nodes[node] = _Node(incarnation, num_ranks)
+
+    def _on_died(self, *, node: int, incarnation: int) -> None:
+        if node in self._nodes and self._nodes[node].incarnation == incarnation:
+            self._lose(node)
+
+    def _on_trouble(self, *, generation: int) -> None:
+        """Some rank lost a connection: whoever is lost will be known soon, and all others must leave in any case."""
+        if generation == self._generation and not self._is_cut:
+            self._end_generation(CUT)
+
+    def _on_arrived(self, *, node: int, incarnation: int, local_rank: int, generation: int, report: Mapping[str, Any]) -> None:
+        known = self._nodes.get(node)
+        if known is None or known.incarnation != incarnation or not known.is_alive:
+            return
+        arrived = Report(**{**report, "pipelines": tuple(report["pipelines"])})
+        known.arrived[local_rank] = arrived
+        self._timeout_seconds = arrived.timeout_seconds
+        if node in self._members and generation > self._generation:
+            if arrived.is_spare:
+                self._members = tuple(member for member in self._members if member != node)
+            elif not self._is_ending:
+                self._is_ending, self._since = True, self._clock()
+
+    def _on_finished(self, *, exit_code: int) -> None:
+        self._end_run(exit_code)
+
+    def _on_left(self) -> None:
+        self._num_supervisors_left += 1
+
+    def _on_recovered(self, **seconds: float) -> None:
+        """A figure for whoever reads the list later."""
+
+    def _lose(self, node: int) -> None:
+        self._nodes[node].is_alive = False
+        self._nodes[node].arrived.clear()
+        if node in self._members:
+            self._end_generation(CUT)
+
+    def _end_generation(self, signal: str) -> None:
+        if signal == CUT:
+            if self._is_cut:
+                return
+            self._is_cut = True
+            self._seconds = {"lost": time.time()}
+        self._is_ending, self._since = True, self._clock()
+        self._signal(signal)
+
+    def _signal(self, what: str) -> None:
+        self._ledger.signal(self._generation, self._num_signals, what)
+        self._num_signals += 1
+
+    def _look_for_silence(self) -> None:
+        """Declare nodes dead whose ranks give no sign of life, or do not arrive, for as long as the person set."""
+        now = self._clock()
+        for node, known in self._nodes.items():
+            if not known.is_alive:
+                continue
+            for local_rank in range(known.num_ranks):
+                beat = self._ledger.flag(f"beat/{node}/{known.incarnation}/{local_rank}")
+                if beat is not None and known.beats.get(local_rank, ("", 0.0))[0] != beat:
+                    known.beats[local_rank] = beat, now
+            is_late = (
+                self._is_ending and node in self._members and not known.is_here and now - self._since > self._timeout_seconds
+            )
+            if is_late or any(now - since > self._timeout_seconds for _, since in known.beats.values()):
+                self._ledger.set_flag(f"kill/{node}/{known.incarnation}")
+                self._lose(node)
+
+    def _look_for_failure(self) -> None:
+        code = self._ledger.flag("failed")
+        if code is not None and self.exit_code is None:
+            self._end_run(int(code))
+
+    def _end_run(self, exit_code: int) -> None:
+        if self.exit_code is None:
+            self.exit_code = exit_code
+            self._ledger.set_flag("over")
+            self._signal(f"{OVER}:{exit_code}")
+            for generation in (self._generation + 1, self._generation + 2):
+                self._ledger.publish(Verdict(generation, exit_code=exit_code))
+
+    def _decide(self) -> None:
+        if self.exit_code is not None:
+            return
+        newcomers = [node for node, known in sorted(self._nodes.items()) if node not in self._members and known.is_here]
+        if not self._is_ending:
+            if any(not report.is_spare for node in newcomers for report in self._nodes[node].arrived.values()):
+                self._end_generation(JOIN)
+            return
+        if not self._members and not self._is_start_complete():
+            return
+        survivors = [node for node in self._members if self._nodes[node].is_alive]
+        if not all(self._nodes[node].is_here for node in survivors):
+            return
+        present = [*survivors, *newcomers]
+        reports = [report for node in present for report in self._nodes[node].arrived.values()]
+        if not reports or all(report.waits for report in reports):
+            return
+        self._begin(present)
+
+    def _is_start_complete(self) -> bool:
+        """True if every node of the start has arrived or is lost."""
+        found = [self._nodes.get(node) for node in range(self._num_nodes)]
+        return all(known is not None and (known.is_here or not known.is_alive) for known in found)
+
+    def _begin(self, nodes: list[int]) -> None:
+        """Publish who is in the next generation."""
+        by_node = {node: list(self._nodes[node].arrived.values()) for node in nodes}
+        holding = [node for node in nodes if any(report.done_steps is not None for report in by_node[node])]
+        states = [report for node in holding for report in by_node[node] if report.done_steps is not None]
+        last = max(states, key=lambda report: report.done_steps or 0, default=Report())
+        self._generation += 1
+        self._ledger.publish(
+            Verdict(
+                self._generation,
+                tuple(nodes),
+                tuple(self._nodes[node].incarnation for node in nodes),
+                tuple(holding),
+                last.done_steps,
+                last.outcome,
+                max(states, key=lambda report: report.formed, default=Report()).pipelines,
+                seconds={**self._seconds, "decided": time.time()},
+            )
+        )
+        self._members = tuple(nodes)
+        self._seconds, self._num_signals, self._is_ending, self._is_cut = {}, 0, False, False
+        for node in nodes:
+            self._nodes[node].arrived.clear()

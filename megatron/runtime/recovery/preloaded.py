@@ -1,0 +1,18 @@
+"""What a rank imports, imported once before its node's ranks are forked: nodes start, and return, without that wait."""
+
+import ctypes
+import os
+import signal
+import warnings
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that has asked CUDA itself cannot be forked
+warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_supervisor() -> None:
+    """Let the system end this process when the one that forked it ends, as that does with the supervisor."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

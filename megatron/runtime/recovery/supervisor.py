@@ -1,0 +1,204 @@
+"""Starts the ranks of nodes, tells at once when one dies, and starts those of a lost node again, so that it can return.
+
+`python -m megatron.runtime.recovery.supervisor --nodes 4 --nproc-per-node 2 pretrain_mllm.py --elastic ...` plays four nodes on
+this machine and keeps the store; scripts/slurm/elastic.sh starts one supervisor on each node.
+"""
+
+import argparse
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
+from threading import Thread
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from megatron.runtime.recovery.keeper import Keeper
+from megatron.runtime.recovery.ledger import Ledger, connect, open_ledger
+
+_LOOK_SECONDS = 0.2
+_END_SECONDS = 30.0
+_WRONG_INPUT = 2
+_PRELOADED = (
+    "megatron.runtime.recovery.preloaded",  # first, as it says how much torch is to log
+    "megatron.runtime.training.elastic",
+)
+"""What ranks import, imported once before a node's are forked: nodes start, and return, without that wait."""
+
+
+@dataclass
+class _Node:
+    """A node's ranks, as often as they are started."""
+
+    number: int
+    incarnation: int = -1
+    processes: list[ForkServerProcess] = field(default_factory=list)
+    exit_code: int | None = None
+    """Set once all of its ranks have ended."""
+    return_at: float | None = None
+
+
+class Supervisor:
+    """The nodes that one process looks after."""
+
+    def __init__(self, flags: argparse.Namespace, command: Sequence[str]) -> None:
+        self._flags, self._command = flags, command
+        first = flags.node
+        self._nodes = [_Node(first + index) for index in range(flags.nodes_here)]
+        self._ledger = open_ledger(flags.address, flags.port)
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(list(_PRELOADED))
+
+    def run(self) -> int:
+        """Start all ranks and return when none is left and none will return; returns the exit code."""
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, self._pass_on)
+        for node in self._nodes:
+            self._start(node)
+        while any(node.exit_code is None or node.return_at is not None for node in self._nodes):
+            running = [process.sentinel for node in self._nodes for process in node.processes]
+            if running:
+                wait(running, timeout=_LOOK_SECONDS)
+            else:
+                time.sleep(_LOOK_SECONDS)
+            for node in self._nodes:
+                self._look_at(node)
+        codes = [node.exit_code or 0 for node in self._nodes]
+        with suppress(RuntimeError):
+            self._ledger.tell("left")
+        return 0 if 0 in codes else max(codes, default=0)
+
+    def _start(self, node: _Node) -> None:
+        node.incarnation += 1
+        node.exit_code = node.return_at = None
+        ranks = self._flags.nproc_per_node
+        self._ledger.tell("started", node=node.number, incarnation=node.incarnation, num_ranks=ranks)
+        environments = [self._environment(node, local_rank) for local_rank in range(ranks)]
+        node.processes = [self._context.Process(target=_run_rank, args=(list(self._command), each)) for each in environments]
+        for process in node.processes:
+            process.start()
+        pids = ",".join(str(process.pid) for process in node.processes)
+        self._ledger.set_flag(f"processes/{node.number}", f"{node.incarnation}:{pids}")
+
+    def _environment(self, node: _Node, local_rank: int) -> Mapping[str, str]:
+        flags = self._flags
+        return {
+            "RANK": str(node.number * flags.nproc_per_node + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(flags.nodes * flags.nproc_per_node),
+            "LOCAL_WORLD_SIZE": str(flags.nproc_per_node),
+            "MASTER_ADDR": flags.address,
+            "MASTER_PORT": str(flags.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RUN_ID": f"elastic-{flags.address}-{flags.port}",
+            "BRAID_NODE": str(node.number),
+            "BRAID_INCARNATION": str(node.incarnation),
+        }
+
+    def _look_at(self, node: _Node) -> None:
+        now = time.monotonic()
+        if node.exit_code is not None:
+            is_asked = self._ledger.flag(f"return/{node.number}/{node.incarnation}") is not None
+            if (is_asked or (node.return_at is not None and now >= node.return_at)) and not self._is_over():
+                self._start(node)
+            elif node.return_at is not None and self._is_over():
+                node.return_at = None
+            return
+        if self._ledger.flag(f"kill/{node.number}/{node.incarnation}") is not None:
+            self._lose(node, 128 + signal.SIGKILL)
+            return
+        codes = [process.exitcode for process in node.processes]
+        failed = [code for code in codes if code not in (None, 0)]
+        if failed:
+            self._lose(node, failed[0] if failed[0] > 0 else 128 - failed[0])
+        elif all(code == 0 for code in codes):
+            node.exit_code, node.processes = 0, []
+            self._ledger.tell("finished", exit_code=0)
+
+    def _lose(self, node: _Node, exit_code: int) -> None:
+        """A node is lost with any of its ranks."""
+        self._ledger.tell("died", node=node.number, incarnation=node.incarnation)
+        for process in node.processes:
+            process.kill()
+        for process in node.processes:
+            process.join()
+        node.exit_code, node.processes = exit_code, []
+        if self._flags.return_after is not None and exit_code != _WRONG_INPUT:
+            node.return_at = time.monotonic() + self._flags.return_after * 2 ** min(node.incarnation, 10)
+
+    def _is_over(self) -> bool:
+        return any(node.exit_code == 0 for node in self._nodes) or self._ledger.flag("over") is not None
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        for node in self._nodes:
+            node.return_at = None
+            for process in node.processes:
+                with suppress(OSError):
+                    os.kill(process.pid or 0, number)
+
+
+def _run_rank(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    from megatron.runtime.recovery.preloaded import die_with_supervisor
+
+    die_with_supervisor()
+    multiprocessing.set_start_method("fork", force=True)  # loader workers start as they do in a program of their own
+    os.environ.update(environment)
+    sys.argv = list(command)
+    sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
+    runpy.run_path(command[0], run_name="__main__")
+
+
+def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the supervisor's flags, and the program with its own."""
+    parser = argparse.ArgumentParser(prog="elastic.sh", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes that the run starts with")
+    parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a node, one for each GPU (1)")
+    parser.add_argument("--node", type=int, default=0, metavar="I", help="first node of this supervisor, from 0 (0)")
+    parser.add_argument("--node-from", metavar="NAME", help="environment variable that says which node it is")
+    parser.add_argument("--nodes-here", type=int, metavar="N", help="nodes of this supervisor (all)")
+    parser.add_argument("--address", default="127.0.0.1", help="where the store is (this machine)")
+    parser.add_argument("--port", type=int, default=29400, help="the store's port (29400)")
+    parser.add_argument("--keeps-store", action="store_true", help="keep the store, and decide who is in the run")
+    parser.add_argument(
+        "--return-after", type=float, metavar="S", help="start a lost node's ranks again after so many seconds (never)"
+    )
+    parser.add_argument("--supervisors", type=int, default=1, metavar="N", help="supervisors in all (1)")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="program and its flags; none: keep the store only")
+    flags = parser.parse_args(list(argv))
+    if flags.node_from is not None:
+        flags.node = int(os.environ[flags.node_from])
+    flags.nodes_here = flags.nodes if flags.nodes_here is None else flags.nodes_here
+    return flags, flags.command
+
+
+def keep_store(flags: argparse.Namespace) -> Thread:
+    """Keep the store in this process and decide in a thread, until all supervisors have left."""
+    store = connect(flags.address, flags.port, keeps=True)
+    keeper = Keeper(Ledger(PrefixStore("recovery", store)), num_nodes=flags.nodes)
+    thread = Thread(target=keeper.run, kwargs={"num_supervisors": flags.supervisors}, daemon=True)
+    thread.start()
+    return thread
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a supervisor; returns its exit code."""
+    flags, command = read_flags(argv)
+    keeper = keep_store(flags) if flags.keeps_store else None
+    code = Supervisor(flags, command).run() if command else 0
+    if keeper is not None:
+        keeper.join(_END_SECONDS if command else None)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,298 @@
+"""Training that goes on while nodes come and go: every generation of ranks takes over where the last one was."""
+
+import json
+import logging
+import os
+import time
+from dataclasses import asdict, replace
+from datetime import timedelta
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.elastic_templates import read_templates
+from megatron.runtime.launch.distributed_setup import RankWatch, StartValues, World, choose_device, describe_difference
+from megatron.runtime.launch.failure import Ending, end_process
+from megatron.runtime.launch.rank_place import find_rank_place
+from megatron.runtime.launch.stop_requests import StopRequests
+from megatron.runtime.recovery.connections import forget_groups
+from megatron.runtime.recovery.ledger import Report, Verdict
+from megatron.runtime.recovery.member import Member
+from megatron.runtime.report.reporting import Reporter
+from megatron.runtime.state.handover import hold_state, take_over
+from megatron.runtime.state.held_tensors import HeldTensor
+from megatron.runtime.training.loop import Progress, build_reporter, describe_end, describe_run, train_on
+from megatron.runtime.training.resumption import claim_folder, release, resume
+from megatron.runtime.training.run import Run, build_run, prepare_alone
+from megatron.runtime.training.trainer import Outcome
+from multimodal.plan.planners.templates.plan_nodes import NodesPlan, plan_nodes
+from multimodal.plan.planners.templates.reconfigure import Pipeline
+from multimodal.values.errors import CheckpointError, ConfigError, PlanError
+
+logger = logging.getLogger(__name__)
+_END_SECONDS = 10.0
+
+
+class ElasticRun:
+    """One process of the run, in one generation after another."""
+
+    def __init__(self, config: RunConfig, *, ending: Ending, stop_requests: StopRequests) -> None:
+        """Prepare what this process can alone; raises BraidErrors."""
+        if "BRAID_NODE" not in os.environ:
+            raise ConfigError("--elastic needs supervisors that outlive ranks; start the run by scripts/elastic.sh")
+        self._stop_requests, self._ending = stop_requests, ending
+        self._member = Member(os.environ, timeout_seconds=config.parallelism.elastic_timeout, ending=ending)
+        ending.spares_others = True
+        place = find_rank_place(os.environ)
+        choose_device(place.local_rank)
+        meeting = self._member.open_meeting(place)
+        if self._member.identity.incarnation == 0:
+            ending.meeting = meeting
+        timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
+        watch = RankWatch(meeting, ending=ending, timeout_seconds=timeout.total_seconds())
+        self._world = World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
+        self._prepared = prepare_alone(config, self._world)
+        self._templates = read_templates(config, self._prepared.options.graph)
+        self._compare(self._prepared.start_values)
+        self._run: Run | None = None
+        self._reporter: Reporter | None = None
+        self._progress: Progress | None = None
+        self._held: list[HeldTensor] | None = None
+        """The state, from when this rank has left a generation until all ranks of the next one have theirs."""
+        self._is_whole = False
+        """The session has the state."""
+        self._formed, self._pipelines = 0, tuple[Pipeline, ...]()
+        self._waits = self._is_spare = False
+        self._is_first = False
+        """The reporter is that of rank 0."""
+        self._times: dict[str, float] = {}
+
+    def run(self) -> NoReturn:
+        """Train to the end; ends the process."""
+        try:
+            while not self._take_part():
+                pass
+        except BaseException:
+            self._close()
+            raise
+        self._member.finish()
+        end_process(0)
+
+    def _take_part(self) -> bool:
+        """Be in a generation until it ends; returns whether training has ended."""
+        try:
+            verdict = self._member.arrive(self._report())
+            self._times = {"left": self._member.left_seconds, "agreed": time.time()}
+            self._finish_step(verdict)
+            plan = self._plan(verdict)
+            if plan is None:
+                return False
+            self._let_go()
+            with self._member.connections.opening():
+                self._form(verdict, plan)
+            self._train(verdict, plan)
+            return True
+        except Exception as problem:
+            self._member.leave(problem)
+            return False
+
+    def _compare(self, values: StartValues) -> None:
+        """Raise ConfigError if this process was told something else than the first one."""
+        first = json.loads(self._member.ledger.first_to_say("start", json.dumps([self._world.rank, values])))
+        if difference := describe_difference(first[1], there=values, rank=self._world.rank):
+            raise ConfigError(difference.replace("rank 0", f"rank {first[0]}"))
+
+    def _report(self) -> Report:
+        outcome = self._run.trainer.outcome if self._run else None
+        has_state = self._is_whole or self._held is not None
+        return Report(
+            done_steps=self._done_steps if has_state else None,
+            outcome=asdict(outcome) if outcome is not None else None,
+            formed=self._formed,
+            pipelines=tuple(asdict(each) for each in self._pipelines),
+            waits=self._waits,
+            is_spare=self._is_spare,
+            timeout_seconds=self._prepared.config.parallelism.elastic_timeout,
+        )
+
+    @property
+    def _done_steps(self) -> int:
+        outcome = self._run.trainer.outcome if self._run else None
+        assert self._progress is not None
+        return max(self._progress.step, outcome.number if outcome else 0)
+
+    def _finish_step(self, verdict: Verdict) -> None:
+        """Update the weights where others have begun to, and this rank has not."""
+        if self._run is not None and self._is_whole and verdict.done_steps == self._done_steps + 1:
+            assert verdict.outcome is not None
+            self._run.trainer.finish(Outcome(**verdict.outcome))
+
+    def _plan(self, verdict: Verdict) -> NodesPlan | None:
+        """Return the plan for the nodes that are there; None if this one has to wait."""
+        before = tuple(Pipeline(tuple(each["nodes"]), each["num_microbatches"]) for each in verdict.pipelines)
+        graph = self._prepared.options.graph
+        self._waits = self._is_spare = False
+        try:
+            found = plan_nodes(self._templates, verdict.nodes, graph=graph, before=before, holding=verdict.holding)
+        except PlanError as problem:
+            if len(verdict.nodes) >= self._templates.fewest_nodes:
+                raise
+            self._waits = True
+            self._say(f"waiting: {problem}")
+            return None
+        self._times["planned"] = time.time()
+        if self._member.identity.node not in found.nodes:
+            self._let_go()
+            self._held, self._is_spare = None, True
+            return None
+        return found
+
+    def _let_go(self) -> None:
+        """Leave the last generation's groups, with the state in host memory."""
+        if self._run is not None:
+            if self._is_whole:
+                self._held, self._is_whole = hold_state(self._run.session.state), False
+            self._run.session.abandon()
+        forget_groups()
+
+    def _form(self, verdict: Verdict, found: NodesPlan) -> None:
+        """Meet the ranks of this generation, and have this rank's part of the plan with the state in it."""
+        identity, gpus = self._member.identity, self._templates.gpus_per_node
+        rank = found.nodes.index(identity.node) * gpus + identity.local_rank
+        self._world = world = replace(self._world, rank=rank, size=len(found.nodes) * gpus)
+        store = PrefixStore(f"groups/{verdict.generation}", self._member.open_store())
+        world.connect(backend=self._prepared.config.training.distributed_backend, store=store)
+        self._ending.meeting = world.meeting
+        if self._run is None:
+            self._run = build_run(self._prepared, world, found.plan, stop_requests=self._stop_requests, check=self._member.check)
+            self._run.trainer.updates_alone = True
+            self._member.place_in_step = self._run.trainer.place_in_step
+            self._run.nodes_have_joined = lambda: self._member.nodes_have_joined
+            self._run.note_reported = lambda step: self._member.ledger.set_flag("reported", str(step))
+        else:
+            self._run.world = world
+            self._run.session.enter(found.plan)
+            self._run.trainer.meet()
+        self._times["formed"] = time.time()
+        if verdict.done_steps is None:
+            self._start(self._run)
+        else:
+            self._take_state(self._run, verdict)
+        dist.barrier()
+        self._held, self._is_whole = None, True
+        self._formed, self._pipelines = verdict.generation, found.pipelines
+        self._times["copied"] = time.time()
+
+    def _take_state(self, run: Run, verdict: Verdict) -> None:
+        """Take over weights, optimizer state and progress from those who have them."""
+        try:
+            take_over(self._held or [], run.session.state)
+        except CheckpointError as problem:
+            self._go_back(run, problem)
+            return
+        mine = None
+        if self._held is not None and self._progress is not None:
+            mine = asdict(self._progress), run.scheduler.state_dict(), run.described_data
+        told: list[Any] = [None] * self._world.size
+        dist.all_gather_object(told, mine)
+        progress, scheduler, run.described_data = next(each for each in told if each is not None)
+        if mine is None:
+            run.scheduler.num_steps = 0  # to which what is loaded adds
+            run.scheduler.load_state_dict(scheduler)
+            run.trainer.outcome = Outcome(**verdict.outcome) if verdict.outcome else None
+        evaluation = (None, None) if self._progress is None else self._progress.evaluation
+        self._progress = Progress(**{**progress, "step": verdict.done_steps, "evaluation": evaluation})
+        run.done_steps = self._progress.first_step
+        run.trainer.meet()
+        if run.config.checkpoint.save is not None:
+            claim_folder(run, attempt=verdict.generation)
+
+    def _go_back(self, run: Run, problem: CheckpointError) -> None:
+        """Begin again from the newest checkpoint, as part of the state is lost; all ranks come here together."""
+        told: list[Any] = [None] * self._world.size
+        dist.all_gather_object(told, self._progress.saved_step if self._progress else None)
+        self._held = self._progress = None
+        if self._world.rank == 0:
+            logger.warning("more nodes are lost than have copies of each other: going back to a checkpoint (%s)", problem)
+        self._close_reporter()
+        self._start(run, has_saved=any(each is not None for each in told))
+
+    def _start(self, run: Run, *, has_saved: bool = False) -> None:
+        """Begin as any run does, from new weights or from a checkpoint; has_saved: from one of this run's own."""
+        run.scheduler.num_steps = 0  # to which what is loaded adds
+        resume(run, has_saved=has_saved)
+        run.trainer.outcome = None
+        self._progress = Progress.at(run.done_steps)
+
+    def _train(self, verdict: Verdict, found: NodesPlan) -> None:
+        run, progress = self._run, self._progress
+        assert run is not None and progress is not None
+        reporter = self._open_reporter(run, progress)
+        if verdict.done_steps is None:
+            reporter.say(f"{describe_run(run)}\n{self._describe_tolerance(run, found)}")
+        elif run.world.rank == 0:
+            self._tell(reporter, verdict, found, progress.step)
+        summary = train_on(run, reporter, progress)
+        dist.barrier()
+        self._wait_for_all(verdict.generation)
+        self._close()
+        reporter.say(describe_end(run, summary))
+
+    def _open_reporter(self, run: Run, progress: Progress) -> Reporter:
+        """Report on rank 0; a new rank 0 goes on with the log where the last one was."""
+        is_first = run.world.rank == 0
+        if self._reporter is not None and self._is_first == is_first:
+            return self._reporter
+        self._close_reporter()
+        if is_first:
+            told = self._member.ledger.flag("reported")
+            progress.reported_step = min(progress.step, int(told)) if told else progress.reported_step
+        self._reporter, self._is_first = build_reporter(run, done_steps=progress.reported_step), is_first
+        return self._reporter
+
+    def _tell(self, reporter: Reporter, verdict: Verdict, found: NodesPlan, step: int) -> None:
+        """Say how long it took; the figures also go to whoever reads the keeper's list."""
+        times = {**verdict.seconds, **self._times}
+        left, agreed, planned, formed, copied = (times[name] for name in ("left", "agreed", "planned", "formed", "copied"))
+        reporter.say(
+            f"goes on after step {step} with {len(found.nodes)} nodes ({found.how}): agreed in {agreed - left:.2f} s, planned in "
+            f"{planned - agreed:.2f}, formed groups in {formed - planned:.2f}, copied in {copied - formed:.2f}"
+        )
+        self._member.ledger.tell("recovered", generation=verdict.generation, step=step, **times)
+
+    def _describe_tolerance(self, run: Run, found: NodesPlan) -> str:
+        """Say how many nodes may be lost, and what that costs."""
+        count, tolerated = len(found.pipelines), self._templates.fault_tolerance
+        trained = (each for stage in run.session.stages.values() for each in stage.parameters() if each.requires_grad)
+        state = sum(2 * each.numel() * each.element_size() for each in trained) / 2**20
+        kept = "replicas each keep" if count > 1 else "replica keeps"
+        return (
+            f"elastic: {tolerated} node{'s' * (tolerated != 1)} may be lost at once, down to {self._templates.fewest_nodes}; "
+            f"{count} {kept} all of the optimizer state: {state:.1f} MiB on rank 0, {state / count:.1f} if it were "
+            "shared"
+        )
+
+    def _wait_for_all(self, generation: int) -> None:
+        """Wait until every rank has come here, so that none sees a connection break."""
+        counter = f"done/{generation}"
+        deadline = time.monotonic() + _END_SECONDS
+        count = self._member.ledger.count(counter)
+        while count < self._world.size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            count = self._member.ledger.count(counter, by=0)
+
+    def _close_reporter(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close()
+            self._reporter = None
+
+    def _close(self) -> None:
+        self._close_reporter()
+        if self._run is not None:
+            release(self._run)
+
+    def _say(self, message: str) -> None:
+        if self._member.identity.local_rank == 0:
+            logger.warning("node %d: %s", self._member.identity.node, message)

@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Trains on Slurm, and goes on when nodes fail (docs/elasticity.md): one supervisor per node, and on the first node a process that
+# keeps the store in which all meet. Adapt the lines marked <>, then:
+#
+#   PLAN=templates.yaml CONFIG=my/config.yaml sbatch scripts/slurm/elastic.sh
+#
+# PLAN has the templates, for as many nodes as the job gets: tools/plan.py --planner oobleck --fault-tolerance F --output templates.yaml.
+# More flags of pretrain_mllm.py may follow the script's name. The job ends with the first node, on which the script itself runs:
+# then Slurm requeues it, and it resumes from the newest checkpoint in $RUN.
+
+#SBATCH --job-name=braid
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node=8
+#SBATCH --cpus-per-task=64
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --no-kill
+#SBATCH --open-mode=append
+#SBATCH --output=braid-%j.log
+
+set -euo pipefail
+
+RUN="${RUN:-$SLURM_SUBMIT_DIR/runs/slurm}"                                # <> on a file system that all nodes share
+BRAID="${BRAID:-/opt/braid}"                                              # <> where Braid is installed: this is the container's
+CONFIG="${CONFIG:?a configuration file}"                                  # <>
+PLAN="${PLAN:?a file of templates}"                                       # <>
+IMAGE="${IMAGE-$SLURM_SUBMIT_DIR/braid.sqsh}"                             # <> built from ./Dockerfile: enroot import dockerd://braid
+MOUNTS="${MOUNTS:-$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR,$RUN:$RUN}"         # <> add the data
+SAVE_INTERVAL="${SAVE_INTERVAL:-1000}"                                    # <> steps whose work more losses than templates allow for cost
+RETURN_AFTER="${RETURN_AFTER:-30}"                                        # <> seconds until a node whose ranks died starts them again
+
+mkdir -p "$RUN"
+MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
+MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+
+# These are pyxis's flags. IMAGE= (empty) leaves them out, where Braid is installed on the nodes themselves.
+container=()
+if [[ -n "$IMAGE" ]]; then
+    container=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$SLURM_SUBMIT_DIR")
+fi
+
+supervisor=(python -m megatron.runtime.recovery.supervisor --address "$MASTER_ADDR" --port "$MASTER_PORT"
+    --nodes "$SLURM_JOB_NUM_NODES" --supervisors "$SLURM_JOB_NUM_NODES")
+
+srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gpus-per-node=0 --nodelist="$(hostname)" \
+    ${container[@]+"${container[@]}"} "${supervisor[@]}" --keeps-store &
+keeper=$!
+trap 'kill "$keeper" 2>/dev/null || true' EXIT
+
+srun --no-kill --kill-on-bad-exit=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${container[@]+"${container[@]}"} \
+    "${supervisor[@]}" --node-from SLURM_PROCID --nodes-here 1 \
+    --nproc-per-node "$SLURM_GPUS_ON_NODE" --return-after "$RETURN_AFTER" \
+    "$BRAID/pretrain_mllm.py" --elastic --config "$CONFIG" --plan "$PLAN" \
+    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "$SAVE_INTERVAL" \
+    --tensorboard-dir "$RUN/tensorboard" --log-json "$RUN/log.jsonl" --report-dir "$RUN" "$@"

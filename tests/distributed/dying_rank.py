@@ -1,0 +1,64 @@
+"""pretrain_mllm.py, whose rank on a node kills itself at a place that no signal from outside could meet.
+
+`BRAID_TEST_DEATHS` names them as NODE:PLACE:STEP,...; only the first processes of a node die.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import pretrain_mllm
+from megatron.runtime.execution.running_step import RunningStep
+from megatron.runtime.gradients.gradients import UnitGradients
+from megatron.runtime.session import Session
+from megatron.runtime.training import elastic
+from megatron.runtime.training.trainer import Trainer
+
+PLACES: dict[str, tuple[Any, str]] = {
+    "forward": (RunningStep, "forward"),
+    "reduction": (UnitGradients, "start_reduction"),
+    "norm": (Session, "step_optimizers"),
+    "report": (Trainer, "_report"),
+    "groups": (Session, "enter"),
+    "copy": (elastic, "take_over"),
+}
+"""Where a rank dies just before; `groups` and `copy` are in a recovery."""
+current_step = 0
+
+
+def plant(place: str, step: int) -> None:
+    """Let this process die when it comes to a place in a step or after it."""
+    owner, name = PLACES[place]
+    original: Callable[..., Any] = getattr(owner, name)
+
+    def dying(*args: Any, **keywords: Any) -> Any:
+        if current_step >= step:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*args, **keywords)
+
+    setattr(owner, name, dying)
+
+
+def count_steps() -> None:
+    original = Trainer.train_step
+
+    def train_step(self: Trainer, *args: Any, number: int, **keywords: Any) -> Any:
+        global current_step
+        current_step = number
+        return original(self, *args, number=number, **keywords)
+
+    Trainer.train_step = train_step  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    count_steps()
+    for death in filter(None, os.environ["BRAID_TEST_DEATHS"].split(",")):
+        node, place, step = death.split(":")
+        if (os.environ["BRAID_NODE"], os.environ["BRAID_INCARNATION"]) == (node, "0"):
+            plant(place, int(step))
+    pretrain_mllm.main(sys.argv[1:])

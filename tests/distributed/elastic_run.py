@@ -1,0 +1,179 @@
+"""A small elastic run under its supervisor, whose ranks a test kills, and the losses that it logs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron.runtime.recovery.ledger import Ledger, open_ledger
+from multimodal.cost.layers.registry import read_model
+from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
+from tests.distributed.launch import REPOSITORY, free_port
+from tests.distributed.small_run import working_flags, write_working_files
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """What a run starts on."""
+
+    count: int
+    gpus: int = 1
+    fault_tolerance: int = 1
+    size: int = 1
+    """Nodes of a template."""
+
+
+def write_templates(path: Path, model: Path, nodes: Nodes, *, num_microbatches: int) -> None:
+    """Write templates of one size: one stage for each GPU, the first of which has the encoder and more."""
+    graph = read_model(model)
+    num_layers, num_stages = sum(len(unit.layers) for unit in graph.units), nodes.size * nodes.gpus
+    bounds = [0, *range(num_layers - num_stages, num_layers - 1), num_layers]
+    stages = tuple(
+        TemplateStage(first, end - 1, 1, index // nodes.gpus, 0.001, 0.002) for index, (first, end) in enumerate(pairwise(bounds))
+    )
+    count = nodes.count // nodes.size
+    share = num_microbatches // count
+    TemplateSet(
+        nodes.count,
+        nodes.gpus,
+        nodes.fault_tolerance,
+        1,
+        num_microbatches,
+        None,
+        tuple(ChainUnit(unit.name, len(unit.layers)) for unit in graph.units),
+        (1000,) * num_layers,
+        tuple(Instance(nodes.size, share) for _ in range(count)),
+        (PipelineTemplate(nodes.size, share, 0.01, stages),),
+    ).to_file(path)
+
+
+def read_losses(folder: Path) -> dict[int, float]:
+    """Return the losses that a run in this folder has logged; fails where a step is there twice."""
+    entries = _entries(folder)
+    assert len({entry["step"] for entry in entries}) == len(entries), "a step is logged twice"
+    return {entry["step"]: entry["loss"] for entry in entries}
+
+
+def _entries(folder: Path) -> list[dict[str, Any]]:
+    log = folder / "log.jsonl"
+    lines = log.read_text().splitlines(keepends=True) if log.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+class ElasticRun:
+    """A run that goes on in other processes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        nodes: Nodes,
+        *,
+        inputs: Path | None = None,
+        num_steps: int,
+        batch: int = 8,
+        flags: Sequence[object] = (),
+        program: Path = REPOSITORY / "pretrain_mllm.py",
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.folder, self.nodes = folder, nodes
+        given = inputs or folder
+        if not (given / "model.yaml").exists():
+            write_working_files(given)
+        write_templates(folder / "templates.yaml", given / "model.yaml", nodes, num_microbatches=batch)
+        values = {name: value for name, value in working_flags(given).items() if not name.endswith("-dp")}
+        values |= {"--plan": folder / "templates.yaml", "--global-batch-size": batch, "--train-iters": num_steps}
+        values |= {"--dtype": "float64", "--log-json": folder / "log.jsonl", "--log-interval": 1, "--elastic-timeout": 30}
+        values |= dict(zip(flags[::2], flags[1::2], strict=True))
+        self.port = free_port()
+        command = [sys.executable, "-m", "megatron.runtime.recovery.supervisor", "--keeps-store", "--port", self.port]
+        command += ["--nodes", nodes.count, "--nproc-per-node", nodes.gpus, program, "--elastic"]
+        command += [word for pair in values.items() for word in pair]
+        self._output = (folder / "output").open("w")
+        self._process = subprocess.Popen(
+            list(map(str, command)),
+            cwd=REPOSITORY,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(REPOSITORY),
+                "OMP_NUM_THREADS": "1",
+                "RES_OPTIONS": "timeout:1 attempts:1",
+                **(environment or {}),
+            },
+            stdout=self._output,
+            stderr=subprocess.STDOUT,
+        )
+        self._ledger: Ledger | None = None
+        self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in _entries(folder)}
+        self._recoveries: list[dict[str, float]] = []
+        self._num_events = 0
+
+    @property
+    def ledger(self) -> Ledger:
+        if self._ledger is None:
+            self._ledger = open_ledger("127.0.0.1", self.port)
+        return self._ledger
+
+    def processes(self, node: int) -> list[int]:
+        """Return the processes of a node."""
+        return [int(each) for each in (self.ledger.flag(f"processes/{node}") or ":").partition(":")[2].split(",")]
+
+    def kill(self, node: int, local_rank: int = 0, number: int = signal.SIGKILL) -> float:
+        """Send a signal to a rank; returns when."""
+        now = time.time()
+        with suppress(ProcessLookupError):
+            os.kill(self.processes(node)[local_rank], number)
+        return now
+
+    def let_return(self, node: int) -> None:
+        incarnation = (self.ledger.flag(f"processes/{node}") or ":").partition(":")[0]
+        self.ledger.set_flag(f"return/{node}/{incarnation}")
+
+    def losses(self) -> dict[int, float]:
+        """Return the losses logged so far."""
+        return read_losses(self.folder)
+
+    def step_times(self) -> list[tuple[float, float]]:
+        """Return when each step was first seen in the log, by this process, and its seconds."""
+        for entry in _entries(self.folder):
+            self._seen.setdefault(entry["step"], (time.time(), entry["step_seconds"]))
+        return list(self._seen.values())
+
+    def recoveries(self) -> list[dict[str, float]]:
+        """Return what was told of recoveries so far: when each phase ended."""
+        while (event := self.ledger.next_event(self._num_events, seconds=0.0)) is not None:
+            self._num_events += 1
+            if event.pop("kind") == "recovered":
+                self._recoveries.append(event)
+        return list(self._recoveries)
+
+    def wait_for_step(self, step: int, *, seconds: float = 120.0) -> None:
+        self.wait_until(lambda: max(self.losses(), default=0) >= step, f"step {step}", seconds=seconds)
+
+    def wait_until(self, has_happened: Callable[[], bool], what: str, *, seconds: float = 120.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not has_happened():
+            self.step_times()
+            assert self._process.poll() is None, f"ended with {self._process.returncode} before {what}:\n{self.output}"
+            assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s:\n{self.output}"
+            time.sleep(0.02)
+
+    def wait(self, *, seconds: float = 120.0) -> int:
+        """Wait for the end; returns the exit code."""
+        return self._process.wait(seconds)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._output.close()
+
+    @property
+    def output(self) -> str:
+        return (self.folder / "output").read_text()

@@ -1,0 +1,180 @@
+"""The keeper's decisions, told to it and read from it as supervisors and ranks do."""
+
+from dataclasses import asdict
+
+import pytest
+from torch.distributed import HashStore
+
+from megatron.runtime.recovery.keeper import Keeper
+from megatron.runtime.recovery.ledger import Ledger, Report, Verdict
+
+
+class Run:
+    """Nodes of two ranks and their keeper, whose clock the test moves."""
+
+    def __init__(self, num_nodes: int) -> None:
+        self.seconds = 0.0
+        self.ledger = Ledger(HashStore())
+        self.keeper = Keeper(self.ledger, num_nodes=num_nodes, clock=lambda: self.seconds)
+        self.incarnations = dict.fromkeys(range(num_nodes), 0)
+        self.count = 0
+
+    def tell(self, kind: str, **values: object) -> None:
+        self.ledger.tell(kind, **values)
+        self.keeper.step()
+
+    def start(self, node: int) -> None:
+        self.tell("started", node=node, incarnation=self.incarnations.setdefault(node, 0), num_ranks=2)
+
+    def arrive(self, node: int, generation: int, *, ranks: tuple[int, ...] = (0, 1), **report: object) -> None:
+        for rank in ranks:
+            values = {"node": node, "incarnation": self.incarnations[node], "local_rank": rank, "generation": generation}
+            self.tell("arrived", **values, report=asdict(Report(**report)))
+
+    def die(self, node: int) -> None:
+        self.tell("died", node=node, incarnation=self.incarnations[node])
+
+    def verdict(self, generation: int) -> Verdict | None:
+        return self.ledger.verdict(generation, seconds=0.01)
+
+    def signals(self, generation: int) -> list[str]:
+        found = (self.ledger.next_signal(generation, index, seconds=0.01) for index in range(3))
+        return [signal for signal in found if signal is not None]
+
+    def beat(self, node: int, rank: int) -> None:
+        self.count += 1
+        self.ledger.set_flag(f"beat/{node}/{self.incarnations[node]}/{rank}", str(self.count))
+
+
+@pytest.fixture
+def run() -> Run:
+    """Return three nodes in their first generation."""
+    started = Run(3)
+    for node in range(3):
+        started.start(node)
+    for node in (2, 0):
+        started.arrive(node, 1)
+    assert started.verdict(1) is None, "node 1 is not there"
+    started.arrive(1, 1)
+    return started
+
+
+def test_the_first_generation_has_all_nodes_in_order(run: Run) -> None:
+    verdict = run.verdict(1)
+    assert verdict is not None
+    assert (verdict.nodes, verdict.holding, verdict.done_steps) == ((0, 1, 2), (), None)
+
+
+def test_a_death_cuts_and_the_others_go_on_with_the_step_that_some_have_finished(run: Run) -> None:
+    run.die(0)
+    assert run.signals(1) == ["cut"]
+    outcome = {"number": 5, "loss": 2.0, "generator_loss": 0.0, "grad_norm": 1.5}
+    run.arrive(1, 2, done_steps=4, formed=1, pipelines=({"nodes": [0], "num_microbatches": 2},))
+    assert run.verdict(2) is None
+    run.arrive(2, 2, ranks=(0,), done_steps=4, formed=1)
+    run.arrive(2, 2, ranks=(1,), done_steps=5, formed=1, outcome=outcome)
+    verdict = run.verdict(2)
+    assert verdict is not None
+    assert (verdict.nodes, verdict.holding, verdict.done_steps, verdict.outcome) == ((1, 2), (1, 2), 5, outcome)
+    assert verdict.pipelines == ({"nodes": [0], "num_microbatches": 2},)
+
+
+def test_a_second_death_is_not_waited_for_before_and_starts_anew_after_the_verdict(run: Run) -> None:
+    run.die(0)
+    run.arrive(1, 2, done_steps=3)
+    run.die(2)
+    verdict = run.verdict(2)
+    assert verdict is not None and verdict.nodes == (1,)
+    run.die(1)
+    assert run.signals(2) == ["cut"]
+    assert run.verdict(3) is None
+
+
+def test_a_node_that_returns_is_let_in_after_the_step_and_has_nothing(run: Run) -> None:
+    run.die(0)
+    for node in (1, 2):
+        run.arrive(node, 2, done_steps=3)
+    run.incarnations[0] = 1
+    run.start(0)
+    run.arrive(0, 1, ranks=(0,))
+    assert run.signals(2) == [], "one of its ranks is not ready"
+    run.arrive(0, 1, ranks=(1,))
+    assert run.signals(2) == ["join"]
+    for node in (2, 1):
+        run.arrive(node, 3, done_steps=7)
+    verdict = run.verdict(3)
+    assert verdict is not None
+    assert (verdict.nodes, verdict.incarnations, verdict.holding, verdict.done_steps) == ((1, 2, 0), (0, 0, 1), (1, 2), 7)
+
+
+def test_a_death_while_nodes_join_cuts_those_that_are_still_in_the_step(run: Run) -> None:
+    run.die(0)
+    for node in (1, 2):
+        run.arrive(node, 2, done_steps=3)
+    run.incarnations[0] = 1
+    run.start(0)
+    run.arrive(0, 1)
+    run.die(1)
+    assert run.signals(2) == ["join", "cut"]
+    run.arrive(2, 3, done_steps=3)
+    verdict = run.verdict(3)
+    assert verdict is not None and verdict.nodes == (2, 0)
+
+
+def test_a_silent_rank_is_lost_and_a_beating_one_is_not(run: Run) -> None:
+    for second in range(40):
+        run.seconds = float(second)
+        for node in range(3):
+            for rank in range(2):
+                if (node, rank) != (1, 1) or second < 5:
+                    run.beat(node, rank)
+        run.keeper.step()
+    assert run.ledger.flag("kill/1/0") is not None
+    assert run.ledger.flag("kill/0/0") is None and run.ledger.flag("kill/2/0") is None
+    assert run.signals(1) == ["cut"]
+
+
+def test_a_survivor_that_never_arrives_is_left_out(run: Run) -> None:
+    run.die(0)
+    run.arrive(1, 2, done_steps=3)
+    run.seconds = 29.0
+    run.keeper.step()
+    assert run.verdict(2) is None
+    run.seconds = 31.0
+    run.keeper.step()
+    verdict = run.verdict(2)
+    assert verdict is not None and verdict.nodes == (1,)
+
+
+def test_too_few_nodes_wait_for_one_to_return(run: Run) -> None:
+    run.die(0)
+    run.die(1)
+    run.arrive(2, 2, done_steps=3)
+    run.arrive(2, 3, done_steps=3, waits=True)
+    assert run.verdict(3) is None
+    run.incarnations[0] = 1
+    run.start(0)
+    run.arrive(0, 1)
+    verdict = run.verdict(3)
+    assert verdict is not None and verdict.nodes == (2, 0)
+
+
+def test_a_node_without_a_place_does_not_end_generations(run: Run) -> None:
+    run.die(0)
+    for node in (1, 2):
+        run.arrive(node, 2, done_steps=3)
+    run.arrive(2, 3, is_spare=True)
+    run.seconds = 100.0
+    run.keeper.step()
+    assert run.signals(2) == [] and run.ledger.flag("kill/1/0") is None
+    run.die(1)
+    verdict = run.verdict(3)
+    assert verdict is not None and verdict.nodes == (2,)
+
+
+def test_what_all_fail_for_ends_those_that_wait(run: Run) -> None:
+    run.ledger.set_flag("failed", "2")
+    run.keeper.step()
+    assert run.signals(1) == ["over:2"]
+    verdict = run.verdict(2)
+    assert verdict is not None and verdict.exit_code == 2
