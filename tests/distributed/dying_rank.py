@@ -1,11 +1,13 @@
 """pretrain_mllm.py, whose rank on a node kills itself at a place that no signal from outside could meet.
 
-`BRAID_TEST_DEATHS` names them as NODE:PLACE:STEP,...; only the first processes of a node die.
+`BRAID_TEST_DEATHS` names them as NODE:PLACE:STEP,...; only the first processes of a node die. Every step takes a little longer,
+so that nodes have the time to return.
 """
 
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "copy": (elastic, "take_over"),
 }
 """Where a rank dies just before; `groups` and `copy` are in a recovery."""
+STEP_SECONDS = 0.3
 current_step = 0
 
 
@@ -50,6 +53,7 @@ def count_steps() -> None:
     def train_step(self: Trainer, *args: Any, number: int, **keywords: Any) -> Any:
         global current_step
         current_step = number
+        time.sleep(STEP_SECONDS)
         return original(self, *args, number=number, **keywords)
 
     Trainer.train_step = train_step  # type: ignore[method-assign]
@@ -57,7 +61,7 @@ def count_steps() -> None:
 
 if __name__ == "__main__":
     count_steps()
-    for death in filter(None, os.environ["BRAID_TEST_DEATHS"].split(",")):
+    for death in filter(None, os.environ.get("BRAID_TEST_DEATHS", "").split(",")):
         node, place, step = death.split(":")
         if (os.environ["BRAID_NODE"], os.environ["BRAID_INCARNATION"]) == (node, "0"):
             plant(place, int(step))

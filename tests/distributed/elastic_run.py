@@ -27,20 +27,17 @@ class Nodes:
     count: int
     gpus: int = 1
     fault_tolerance: int = 1
-    size: int = 1
-    """Nodes of a template."""
+    sizes: tuple[int, ...] = (1,)
+    """Nodes of each template."""
+    replicas: tuple[int, ...] = ()
+    """Nodes of each replica at the start; by default all of the first template."""
 
 
 def write_templates(path: Path, model: Path, nodes: Nodes, *, num_microbatches: int) -> None:
-    """Write templates of one size: one stage for each GPU, the first of which has the encoder and more."""
+    """Write templates of one stage for each GPU, the first of which has the encoder and more."""
     graph = read_model(model)
-    num_layers, num_stages = sum(len(unit.layers) for unit in graph.units), nodes.size * nodes.gpus
-    bounds = [0, *range(num_layers - num_stages, num_layers - 1), num_layers]
-    stages = tuple(
-        TemplateStage(first, end - 1, 1, index // nodes.gpus, 0.001, 0.002) for index, (first, end) in enumerate(pairwise(bounds))
-    )
-    count = nodes.count // nodes.size
-    share = num_microbatches // count
+    num_layers = sum(len(unit.layers) for unit in graph.units)
+    replicas = nodes.replicas or nodes.sizes[:1] * (nodes.count // nodes.sizes[0])
     TemplateSet(
         nodes.count,
         nodes.gpus,
@@ -50,9 +47,17 @@ def write_templates(path: Path, model: Path, nodes: Nodes, *, num_microbatches: 
         None,
         tuple(ChainUnit(unit.name, len(unit.layers)) for unit in graph.units),
         (1000,) * num_layers,
-        tuple(Instance(nodes.size, share) for _ in range(count)),
-        (PipelineTemplate(nodes.size, share, 0.01, stages),),
+        tuple(Instance(size, num_microbatches // len(replicas)) for size in replicas),
+        tuple(PipelineTemplate(size, 1, 0.01, stages_of(size, nodes.gpus, num_layers)) for size in nodes.sizes),
     ).to_file(path)
+
+
+def stages_of(num_nodes: int, gpus: int, num_layers: int) -> tuple[TemplateStage, ...]:
+    num_stages = num_nodes * gpus
+    bounds = [0, *range(num_layers - num_stages, num_layers - 1), num_layers]
+    return tuple(
+        TemplateStage(first, end - 1, 1, index // gpus, 0.001, 0.002) for index, (first, end) in enumerate(pairwise(bounds))
+    )
 
 
 def read_losses(folder: Path) -> dict[int, float]:

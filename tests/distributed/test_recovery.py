@@ -79,10 +79,28 @@ def test_a_node_of_two_ranks_dies_as_one_and_returns(folder: Path, inputs: Path)
     assert "1 node may be lost at once, down to 2; 3 replicas each keep all of the optimizer state" in output
 
 
+def test_replicas_that_differ_become_alike_and_differ_again(folder: Path, inputs: Path) -> None:
+    """Pipelines of two and three nodes; without one node there are two of two."""
+    nodes = Nodes(5, sizes=(2, 3), replicas=(2, 3))
+    run = ElasticRun(folder, nodes, num_steps=NUM_STEPS, batch=BATCH, inputs=inputs, program=DYING)
+    try:
+        run.wait_for_step(3)
+        run.kill(4)
+        run.wait_for_step(5)
+        run.let_return(4)
+        run.wait_until(lambda: "with 5 nodes" in run.output, "return of the node")
+    except BaseException:
+        run.close()
+        raise
+    assert "with 4 nodes" in check(run, inputs)
+
+
 def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(folder: Path, inputs: Path) -> None:
     """One replica over two nodes: half of the state is lost with either, and nothing can be done without both."""
     flags = ("--save", folder / "saved", "--save-interval", 4)
-    run = ElasticRun(folder, Nodes(2, fault_tolerance=0, size=2), num_steps=NUM_STEPS, batch=BATCH, inputs=inputs, flags=flags)
+    run = ElasticRun(
+        folder, Nodes(2, fault_tolerance=0, sizes=(2,)), num_steps=NUM_STEPS, batch=BATCH, inputs=inputs, flags=flags
+    )
     try:
         run.wait_for_step(6)
         run.kill(0)
