@@ -38,7 +38,7 @@ def plan_nodes(
     """Return the plan for these nodes, a pure function: all ranks decide alike.
 
     nodes: in the order in which their ranks are to be numbered. before: the replicas that the run had; holding: the nodes that
-    still hold what these gave them. Where replicas that differ cannot be run, all get the same template, and nodes that are left
+    still hold what these gave them. Where the nodes cannot all be used, all replicas get one template, and nodes that are left
     over stay out. Raises PlanError where there are too few nodes for f + 1 replicas.
     """
     reconfigurer = Reconfigurer(templates, BYTES_PER_SECOND)
