@@ -74,7 +74,9 @@ class StepInputs:
 
     def _arrived(self, key: Hashable) -> Parcel:
         if key not in self._coming:
-            return self._step.parcels[key]
+            parcel = self._step.parcels[key]
+            # A buffer of its own, as on a device: what is kept of a microbatch is counted by storages.
+            return parcel._replace(buffer=parcel.buffer.clone())
         parcel, copied = self._coming.pop(key)
         computing = torch.cuda.current_stream()
         computing.wait_event(copied)
