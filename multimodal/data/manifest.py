@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from multimodal.data.audio.audio_files import read_audio, read_audio_length
-from multimodal.data.audio.audio_processing import audio_grid, audio_to_patches
+from multimodal.data.audio.audio_files import read_audio_length
+from multimodal.data.audio.audio_processing import audio_grid
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.conversation import (
     Conversation,
@@ -21,10 +21,11 @@ from multimodal.data.conversation import (
 )
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import EMBEDDED, AudioSegment, ImageSegment, SegmentedSample
-from multimodal.data.image_files import ManifestPaths, check_image_size, read_image, read_image_size
+from multimodal.data.image_files import ManifestPaths, check_image_size, read_image_size
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
+from multimodal.data.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
@@ -55,6 +56,7 @@ class ManifestSource:
         max_image_pixels: int = DEFAULT_MAX_PIXELS,
         chat: ChatFormat | None = None,
         cache: IndexCache | None = None,
+        decoder: ItemDecoder | None = None,
     ) -> None:
         """Index `path`, data of one of the forms that `open_sample_files` knows; O(bytes of it), unless `cache` has the index.
 
@@ -66,6 +68,7 @@ class ManifestSource:
         max_image_pixels: the largest image (width x height of its file) that is decoded.
         chat: writes conversations by a model's template; None: in turns of Braid's own.
         cache: keeps indices; None: the index is built, and not kept.
+        decoder: decodes items; None: this process does, when they are asked for.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
         too large or in a place where they may not be, and for images behind text where that is not allowed; ModelError for units
@@ -74,6 +77,7 @@ class ManifestSource:
         self._files = open_sample_files(path)
         self._graph = graph
         _check_channels(graph)
+        self._decoder = decoder or ItemReader(item_inputs(graph), embedded=self._files.embedded)
         self._tokenizer = tokenizer
         self._chat = chat
         self._seq_length = seq_length
@@ -106,16 +110,18 @@ class ManifestSource:
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Decode one item; raises DataError when its file is damaged or not of the size that was indexed."""
-        item, where = self._samples.item(index, item_index), self._samples.where(index)
-        found = _input_of(self._graph.unit(item.unit))
-        if isinstance(found, AudioInput):
-            return audio_to_patches(read_audio(item.path, num_samples=item.size[0], where=where), audio=found)
-        name, content = self._opened(item.path)
-        return read_image(name, content=content, size=item.size, image_input=found, where=where, tile=item.tile)
+        return self._decoder.read(self._wanted(index, item_index))
+
+    def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
+        """Tell which items will be asked for next."""
+        self._decoder.expect([self._wanted(*each) for each in items])
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
         """(rows, columns) of patches of one image, (frames, 1) of a clip."""
         return self._samples.item(index, item_index).grid
+
+    def _wanted(self, index: int, item_index: int) -> WantedItem:
+        return WantedItem(self._samples.item(index, item_index), self._samples.where(index))
 
     def _facts(self, options: tuple[object, ...]) -> list[str]:
         """Spell everything that the index depends on, beside the tokenizer."""

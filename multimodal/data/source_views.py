@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.audio.audio_processing import SILENCE
+from multimodal.data.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
@@ -43,6 +44,15 @@ class SourceView(ABC):
         """(rows, columns) of patches of one item."""
         source, position = self._at(index)
         return source.item_grid(position, item_index)
+
+    def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
+        """Tell the sources which items will be asked for next."""
+        of_source: dict[int, tuple[SampleSource, list[tuple[int, int]]]] = {}
+        for index, item_index in items:
+            source, position = self._at(index)
+            of_source.setdefault(id(source), (source, []))[1].append((position, item_index))
+        for source, positions in of_source.values():
+            expect_items(source, positions)
 
 
 class SourceSubset(SourceView):
@@ -119,6 +129,12 @@ class BlankImages(SourceView):
         grid, is_sound = self._source.item_grid(index, item_index), isinstance(found, AudioInput)
         shape = found.num_tokens(grid) if is_sound else grid[0] * grid[1], found.num_patch_values
         return ItemPixels(np.full(shape, SILENCE if is_sound else 0, dtype=np.float32), grid)
+
+    def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
+        """Tell the source which items that are not empty will be asked for next."""
+        expect_items(
+            self._source, [each for each in items if self._source.lengths(each[0]).items[each[1]].unit not in self._inputs]
+        )
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
         return self._source, index

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
+from megatron.runtime.feed.producers.wire import read_token
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
@@ -20,6 +22,7 @@ from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
+from multimodal.data.item_reader import ItemReader, item_inputs
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import InterleavedSource, JoinedSources, SourceSubset
@@ -44,7 +47,7 @@ class DataSets:
 
 
 def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
-    """Open `--data-path`; raises DataError or ConfigError when it cannot be used.
+    """Open `--data-path`; raises DataError or ConfigError when it, or a producer, cannot be used.
 
     in_turn: lets one rank of a node index the data, and then the others, who find its index; None: nobody waits.
     """
@@ -80,6 +83,7 @@ def _manifest(
         allows_outside_paths=config.data.allow_outside_paths,
         max_image_pixels=config.data.max_image_pixels,
         chat=chat,
+        decoder=_find_producers(path, config, graph),
         cache=IndexCache(" ".join(map(str, (*tokenizer_digests(config).values(), *_versions())))),
     )
     for reason, count in source.skipped.items():
@@ -87,6 +91,21 @@ def _manifest(
     if source.num_cut:
         logger.info("%s: cut %d samples to %d tokens (--seq-length)", path, source.num_cut, config.data.seq_length)
     return source
+
+
+def _find_producers(path: str, config: RunConfig, graph: ModelGraph) -> ProducedItems | None:
+    """Return the decoder of a run with producers, all of which are there."""
+    token_path = config.data.producer_token
+    if not config.data.producers or token_path is None:
+        return None
+    found = ProducedItems(
+        config.data.producers,
+        token=read_token(token_path),
+        data_set=describe_data_set(graph, path),
+        local=ItemReader(item_inputs(graph), embedded=open_sample_files(path).embedded),
+    )
+    found.check()
+    return found
 
 
 def _tokenizer(config: RunConfig) -> tuple[Tokenizer, ChatFormat | None]:

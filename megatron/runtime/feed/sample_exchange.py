@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from multimodal.balance.batch_work import list_items
+from multimodal.data.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import Role
@@ -101,7 +102,9 @@ class SampleExchange:
         own: dict[int, _Described] = {}
         failure: str | None = None
         try:
-            for sample_id, index in list(source_index.items())[self._rank :: self._world_size]:
+            share = list(source_index.items())[self._rank :: self._world_size]
+            expect_items(source, [(index, item) for _, index in share for item in range(len(source.lengths(index).items))])
+            for sample_id, index in share:
                 lengths = replace(source.lengths(index), sample_id=sample_id)
                 texts[sample_id] = source.text(index)
                 for item_index in range(len(lengths.items)):

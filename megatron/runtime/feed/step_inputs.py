@@ -2,11 +2,14 @@
 
 import dataclasses
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
 from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_lengths import ItemSpan
+from multimodal.balance.batch_work import list_items
+from multimodal.data.item_reader import expect_items
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.inputs.prepared_input import prepare_input
@@ -59,6 +62,7 @@ def load_inputs(
         sizes = unit_plan.tensor_size(stage), unit_plan.context_parallel_size
         return prepare_input(found, InputContext(step.graph, unit, options, *sizes))
 
+    expect_items(source, _needed_items(step, rank=rank, source_index=source_index, source=source))
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
@@ -91,6 +95,27 @@ def load_inputs(
                     inputs[place] = own(whole, place)
                     target_samples[place] = _held(samples, whole, inputs[place])
     return LoadedInputs(inputs, target_samples, subset_inputs)
+
+
+def _needed_items(step: StepGraph, *, rank: int, source_index: Mapping[int, int], source: SampleSource) -> list[tuple[int, int]]:
+    """(index in the source, item) of everything that this rank will have decoded, in the order of its microbatches."""
+    found: list[tuple[int, int]] = []
+    for name, unit_plan in step.plan.units.items():
+        role = step.graph.unit(name).role
+        at = {Role.ENCODER: 0, Role.GENERATOR: -1}.get(role)
+        for replica_index, replica in enumerate(unit_plan.replicas if at is not None else ()):
+            if rank not in replica.virtual_stages[at or 0].ranks:
+                continue
+            for microbatch in range(step.num_microbatches(name, replica_index)):
+                atoms = step.assignment.atoms(MicrobatchPlace(name, replica_index, microbatch))
+                items = atoms if role is Role.ENCODER else _items_of(atoms, name, source=source, source_index=source_index)
+                found += ((source_index[atom.sample_id], atom.item_index) for atom in items)
+    return found
+
+
+def _items_of(samples: Microbatch, unit: str, *, source: SampleSource, source_index: Mapping[int, int]) -> Microbatch:
+    """Return the items of samples that a unit takes or makes, sample by sample."""
+    return list_items(samples, unit=unit, lengths_by_sample={at: source.lengths(source_index[at]) for at, _ in samples})
 
 
 def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tuple[int, ...]:
@@ -126,17 +151,9 @@ def _generator_input(
     with_pixels: bool,
 ) -> PackedInput:
     """Every image that the unit makes of the microbatch's samples is a sequence; the LLM hands over a row for each, by route."""
-
-    def items_of(samples: Microbatch) -> list[Atom]:
-        return [
-            Atom(atom.sample_id, index)
-            for atom in samples
-            for index, item in enumerate(source.lengths(source_index[atom.sample_id]).items)
-            if item.unit == unit.name
-        ]
-
+    items_of = partial(_items_of, unit=unit.name, source=source, source_index=source_index)
     items = items_of(step.assignment.atoms(place))
-    packed = _encoder_input(source, unit, tuple(items), source_index, with_pixels=with_pixels)
+    packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
     handed_over = [item for route in step.routes.to_target[place] for item in items_of(route.atoms)]
     row_of_item = {item: row for row, item in enumerate(handed_over)}
     rows = torch.tensor([row_of_item[item] for item in items])

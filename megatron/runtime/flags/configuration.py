@@ -273,6 +273,10 @@ class DataConfig:
     """Proportions of training, validation and test samples of a manifest."""
     num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 256})
     """Processes per rank that load and decode ahead; 0 loads in the training process."""
+    producers: tuple[str, ...] = field(default=(), metadata={"metavar": "HOST:PORT"})
+    """Processes that decode images and sound in place of --num-workers, which then only pack (tools/producer.py)."""
+    producer_token: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE"})
+    """A file with the secret that producers were started with."""
     digits_samples: int = field(default=10000, metadata=A_COUNT)
     """--data-path digits: number of training samples."""
 

@@ -1,0 +1,155 @@
+"""A producer: decodes the items that ranks ask for, ahead of their need, in processes of its own.
+
+A connection belongs to one reading process of a rank. It first says which data set and model it reads for, so one producer
+serves any run; then it sends lists of items, which come back in that order, a few decoded ahead of what has been sent. Tensor and
+context parallel ranks want the same items: each is decoded once and kept for the others, as far as memory allows.
+"""
+
+import json
+import logging
+import multiprocessing
+import socket
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
+from itertools import islice
+from typing import Any
+
+from megatron.runtime.feed.producers.wire import (
+    WireError,
+    describe_pixels,
+    prove_token,
+    receive_frame,
+    send_frame,
+    unpack_wanted,
+)
+from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.item_reader import ItemReader, WantedItem, item_inputs
+from multimodal.data.sample_source import ItemPixels
+from multimodal.values.errors import BraidError
+from multimodal.values.model_graph import ModelGraph
+
+SILENCE_SECONDS = 10.0
+"""A peer that has connected proves its token, and says what it reads, within this time."""
+ITEMS_AHEAD = 2
+"""Items of a connection that are decoded ahead of what was sent, per process that decodes."""
+MOST_DATA_SETS = 8
+logger = logging.getLogger(__name__)
+
+
+class Producer:
+    """Serves ranks until it is closed."""
+
+    def __init__(self, *, token: bytes, num_workers: int, cache_bytes: int) -> None:
+        """num_workers: processes that decode; cache_bytes: most bytes of items that are kept after they were sent."""
+        self._token, self._num_workers = token, num_workers
+        self._pool = self._make_pool()
+        self._lock = threading.Lock()
+        self._items: OrderedDict[tuple[str, WantedItem], Future[ItemPixels]] = OrderedDict()
+        self._cache_bytes, self._kept_bytes = cache_bytes, 0
+
+    def serve(self, listener: socket.socket) -> None:
+        """Accept connections, a thread for each, until the listener is closed."""
+        while True:
+            try:
+                connection, address = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve_peer, args=(connection, address), daemon=True).start()
+
+    def close(self) -> None:
+        """End the processes that decode."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _make_pool(self) -> ProcessPoolExecutor:
+        # Not forked: this process has threads, and what it forked would share its connections.
+        return ProcessPoolExecutor(self._num_workers, mp_context=multiprocessing.get_context("spawn"))
+
+    def _serve_peer(self, connection: socket.socket, address: Sequence[Any]) -> None:
+        pool = self._pool
+        with connection:
+            try:
+                connection.settimeout(SILENCE_SECONDS)
+                prove_token(connection, self._token, is_producer=True)
+                data_set, _ = receive_frame(connection)
+                send_frame(connection, _check_data_set(str(data_set)))
+                connection.settimeout(None)
+                while True:
+                    said, _ = receive_frame(connection)
+                    pool = self._pool
+                    self._send_items(connection, str(data_set), unpack_wanted(said))
+            except (WireError, OSError) as problem:
+                logger.info("%s:%s: left (%s)", *address[:2], problem)
+            except (BrokenProcessPool, CancelledError):
+                logger.warning("a process that decodes was killed; the ranks that waited for it decode by themselves")
+                self._replace(pool)
+
+    def _send_items(self, connection: socket.socket, data_set: str, wanted: Sequence[WantedItem]) -> None:
+        remaining = iter(wanted)
+        decoding = deque(self._decode(data_set, each) for each in islice(remaining, ITEMS_AHEAD * self._num_workers))
+        while decoding:
+            try:
+                pixels = decoding.popleft().result()
+                send_frame(connection, describe_pixels(pixels), pixels.patches.tobytes())
+            except BraidError as problem:
+                send_frame(connection, {"error": str(problem)})
+            decoding.extend(self._decode(data_set, each) for each in islice(remaining, 1))
+
+    def _decode(self, data_set: str, item: WantedItem) -> "Future[ItemPixels]":
+        key = data_set, item
+        with self._lock:
+            found = self._items.get(key)
+            if found is not None:
+                self._items.move_to_end(key)
+                return found
+            future = self._pool.submit(decode_item, data_set, item)
+            self._items[key] = future
+        future.add_done_callback(lambda done: self._keep(key, done))
+        return future
+
+    def _keep(self, key: tuple[str, WantedItem], done: "Future[ItemPixels]") -> None:
+        with self._lock:
+            if done.cancelled() or done.exception() is not None:
+                self._items.pop(key, None)  # asked for again, it may be there
+                return
+            self._kept_bytes += done.result().patches.nbytes
+            for each, future in [*self._items.items()]:
+                if self._kept_bytes <= self._cache_bytes:
+                    return
+                if future.done() and not future.exception():
+                    self._kept_bytes -= future.result().patches.nbytes
+                    del self._items[each]
+
+    def _replace(self, pool: ProcessPoolExecutor) -> None:
+        """Start new processes in place of those that are broken, once for all that were waiting for them."""
+        with self._lock:
+            if self._pool is pool:
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._pool = self._make_pool()
+                self._items.clear()
+                self._kept_bytes = 0
+
+
+def decode_item(data_set: str, item: WantedItem) -> ItemPixels:
+    """Decode one item of a data set, as `_open_data_set` describes it; in a process that decodes."""
+    return _open_data_set(data_set).read(item)
+
+
+def _check_data_set(data_set: str) -> Mapping[str, str]:
+    try:
+        _open_data_set(data_set)
+    except BraidError as problem:
+        return {"error": str(problem)}
+    except (KeyError, TypeError, ValueError) as problem:
+        raise WireError(f"a data set that is none ({problem})") from problem
+    return {}
+
+
+@lru_cache(maxsize=MOST_DATA_SETS)
+def _open_data_set(data_set: str) -> ItemReader:
+    """data_set: as `describe_data_set` wrote it."""
+    said = json.loads(data_set)
+    return ItemReader(item_inputs(ModelGraph.from_dict(said["model"])), embedded=open_sample_files(said["data_path"]).embedded)

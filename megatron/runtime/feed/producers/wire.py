@@ -1,0 +1,132 @@
+"""What ranks and producers say to each other: frames of JSON and plain numbers over TCP, between peers that know one token.
+
+Nothing that is received is ever executed or unpickled. The token is proven, not sent: each side answers the other's random
+challenge with an HMAC. What follows is neither encrypted nor signed, so producers belong into the run's own network.
+"""
+
+import hmac
+import json
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from multimodal.data.index.sample_index import IndexedItem
+from multimodal.data.item_reader import WantedItem
+from multimodal.data.sample_source import ItemPixels
+from multimodal.values.errors import ConfigError
+
+MOST_JSON_BYTES, MOST_PIXEL_BYTES = 64 * 2**20, 2**32
+LEAST_TOKEN_BYTES = 16
+_CHALLENGE_BYTES = 32
+_SIZES = struct.Struct("!IQ")
+_DTYPES = ("uint8", "float32")
+
+
+class WireError(Exception):
+    """The peer has gone, does not know the token, or says what nobody should."""
+
+
+def read_token(path: Path) -> bytes:
+    """Return the token in a file; raises ConfigError."""
+    try:
+        token = path.read_bytes().strip()
+    except OSError as problem:
+        raise ConfigError(
+            f"{path}: the token of the producers cannot be read ({problem.strerror}); write one, as with "
+            f"python -c 'import secrets; print(secrets.token_hex())' > {path}, and give it to producers and the run"
+        ) from problem
+    if len(token) < LEAST_TOKEN_BYTES:
+        raise ConfigError(
+            f"{path}: the token has {len(token)} characters, expected at least {LEAST_TOKEN_BYTES}; make a longer one"
+        )
+    return token
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Return host and port of HOST:PORT; raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"'{text}' is no address of a producer; expected HOST:PORT, such as cpu-node-1:7070")
+    return host.strip("[]"), int(port)
+
+
+def prove_token(connection: socket.socket, token: bytes, *, is_producer: bool) -> None:
+    """Prove the token to each other; raises WireError where the peer does not know it."""
+    own, roles = os.urandom(_CHALLENGE_BYTES), (b"producer", b"rank")
+    mine, other = roles if is_producer else roles[::-1]
+    connection.sendall(own)
+    theirs = receive_bytes(connection, _CHALLENGE_BYTES)
+    connection.sendall(hmac.digest(token, mine + theirs, "sha256"))
+    if not hmac.compare_digest(receive_bytes(connection, 32), hmac.digest(token, other + own, "sha256")):
+        raise WireError("it has another token")
+
+
+def send_frame(connection: socket.socket, said: Any, payload: bytes = b"") -> None:
+    """Send JSON, and numbers behind it; raises OSError."""
+    text = json.dumps(said).encode()
+    connection.sendall(_SIZES.pack(len(text), len(payload)) + text)
+    if payload:
+        connection.sendall(payload)
+
+
+def receive_frame(connection: socket.socket) -> tuple[Any, bytearray]:
+    """Receive what `send_frame` sent; raises WireError or OSError."""
+    num_json_bytes, num_bytes = _SIZES.unpack(receive_bytes(connection, _SIZES.size))
+    if num_json_bytes > MOST_JSON_BYTES or num_bytes > MOST_PIXEL_BYTES:
+        raise WireError(f"a message of {num_json_bytes + num_bytes} bytes, which is no message of this protocol")
+    try:
+        return json.loads(receive_bytes(connection, num_json_bytes)), receive_bytes(connection, num_bytes)
+    except ValueError as problem:
+        raise WireError(f"a message that is no JSON ({problem})") from problem
+
+
+def receive_bytes(connection: socket.socket, count: int) -> bytearray:
+    """Receive exactly so many bytes; raises WireError when the peer closes before, OSError."""
+    received = bytearray(count)
+    view, done = memoryview(received), 0
+    while done < count:
+        found = connection.recv_into(view[done:])
+        if not found:
+            raise WireError("the connection was closed")
+        done += found
+    return received
+
+
+def pack_wanted(wanted: Sequence[WantedItem]) -> list[dict[str, Any]]:
+    """Return items as JSON has them."""
+    return [{**asdict(each.item), "where": each.where} for each in wanted]
+
+
+def unpack_wanted(said: Sequence[Mapping[str, Any]]) -> list[WantedItem]:
+    """Return what `pack_wanted` was given; raises WireError."""
+    try:
+        return [_unpack_item(**each) for each in said]
+    except (TypeError, ValueError) as problem:
+        raise WireError(f"items that are none ({problem})") from problem
+
+
+def _unpack_item(*, unit: str, path: str, size: Sequence[int], grid: Sequence[int], tile: int, where: str) -> WantedItem:
+    (width, height), (rows, columns) = map(int, size), map(int, grid)
+    return WantedItem(IndexedItem(str(unit), str(path), (width, height), (rows, columns), int(tile)), str(where))
+
+
+def describe_pixels(pixels: ItemPixels) -> dict[str, Any]:
+    """Return what must be known to read an item's values."""
+    return {"dtype": str(pixels.patches.dtype), "shape": pixels.patches.shape, "grid": pixels.grid}
+
+
+def build_pixels(said: Mapping[str, Any], payload: bytearray) -> ItemPixels:
+    """Return the item of what `describe_pixels` said and of its values; raises WireError."""
+    try:
+        dtype, shape, (rows, columns) = said["dtype"], [int(size) for size in said["shape"]], map(int, said["grid"])
+        if dtype not in _DTYPES:
+            raise ValueError(f"values of type {dtype}")
+        return ItemPixels(np.frombuffer(payload, dtype).reshape(shape), (rows, columns))
+    except (KeyError, TypeError, ValueError) as problem:
+        raise WireError(f"an item that is none ({problem})") from problem

@@ -1,0 +1,73 @@
+"""Decoding of single items: what a data set on disk knows of an item is all that this takes, wherever it happens."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from multimodal.data.audio.audio_files import read_audio
+from multimodal.data.audio.audio_processing import audio_to_patches
+from multimodal.data.forms.segments import EMBEDDED
+from multimodal.data.image_files import read_image
+from multimodal.data.index.sample_index import IndexedItem
+from multimodal.data.sample_source import ItemPixels, SampleSource
+from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph
+
+
+class WantedItem(NamedTuple):
+    """An item to decode."""
+
+    item: IndexedItem
+    where: str
+    """Where its sample is from, for messages."""
+
+
+class ItemDecoder(Protocol):
+    """Decodes items of one data set."""
+
+    def expect(self, wanted: Sequence[WantedItem]) -> None:
+        """Be told what will be asked for next; what was expected before is not asked for any more."""
+        ...
+
+    def read(self, wanted: WantedItem) -> ItemPixels:
+        """Decode one item; raises DataError when its file is damaged or not of the size that was indexed."""
+        ...
+
+
+class ItemReader:
+    """Decodes items in this process, one when it is asked for."""
+
+    def __init__(self, inputs: Mapping[str, ItemInput], *, embedded: Callable[[str], bytes]) -> None:
+        """inputs: unit -> what it takes or makes; embedded: the bytes of an image in a data set, by its path."""
+        self._inputs, self._embedded = inputs, embedded
+
+    def expect(self, wanted: Sequence[WantedItem]) -> None:
+        """Do nothing: an item is decoded when it is asked for."""
+
+    def read(self, wanted: WantedItem) -> ItemPixels:
+        """Decode one item."""
+        item, where = wanted
+        found = self._inputs[item.unit]
+        if isinstance(found, AudioInput):
+            return audio_to_patches(read_audio(item.path, num_samples=item.size[0], where=where), audio=found)
+        is_embedded = item.path.startswith(EMBEDDED)
+        name, content = ("its image", self._embedded(item.path)) if is_embedded else (item.path, None)
+        return read_image(name, content=content, size=item.size, image_input=found, where=where, tile=item.tile)
+
+
+def item_inputs(graph: ModelGraph) -> dict[str, ItemInput]:
+    """Return unit -> what it takes or makes, of the units that have items."""
+    return {unit.name: unit.item_input for unit in graph.units if unit.item_input is not None}
+
+
+@runtime_checkable
+class ExpectsItems(Protocol):
+    """A data set that gains by knowing which items will be asked for next."""
+
+    def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
+        """items: (index of the sample, index of the item in it)."""
+        ...
+
+
+def expect_items(source: SampleSource, items: Sequence[tuple[int, int]]) -> None:
+    """Tell a data set which items will be asked for next, if that is of use to it."""
+    if isinstance(source, ExpectsItems):
+        source.expect_items(items)
