@@ -32,6 +32,10 @@ _ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.work
 
 RULES: tuple[Rule, ...] = (
     Rule(
+        lambda c: bool(c.data.producers) and c.data.producer_token is None,
+        "--producers decode for those who know their token; add --producer-token FILE, the one that they were started with",
+    ),
+    Rule(
         lambda c: c.training.micro_batch_size > c.training.global_batch_size,
         "--micro-batch-size {c.training.micro_batch_size} is larger than --global-batch-size {c.training.global_batch_size}; "
         "lower the former or raise the latter",

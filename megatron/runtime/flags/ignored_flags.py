@@ -141,6 +141,14 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: c.data.allow_outside_paths and c.data.is_digits,
         _NO_MANIFEST,
     ),
+    IgnoredFlag("producers", ("data_path",), lambda c: bool(c.data.producers) and c.data.is_digits, _NO_MANIFEST),
+    IgnoredFlag("producers", ("emulate",), lambda c: bool(c.data.producers) and c.training.emulate is not None, _EMULATED),
+    IgnoredFlag(
+        "producer_token",
+        ("producers",),
+        lambda c: not c.data.producers,
+        "nothing is decoded elsewhere; add --producers HOST:PORT or leave it out",
+    ),
     IgnoredFlag("max_image_pixels", ("data_path",), lambda c: c.data.is_digits, _NO_MANIFEST),
     IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
     IgnoredFlag(

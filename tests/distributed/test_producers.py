@@ -1,0 +1,90 @@
+"""Runs whose images are decoded by tools/producer.py: the same losses as without, also when a producer is killed."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import REPOSITORY, Launched, launch
+from tests.distributed.small_run import working_flags, write_working_files
+
+NUM_RANKS, NUM_STEPS = 3, 24
+TENSOR_PARALLEL = ("--vision-tp", 2, "--balance", "orchmllm")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """What a run needs, and a token."""
+    write_working_files(tmp_path)
+    (tmp_path / "token").write_text("a secret of these tests")
+    return tmp_path
+
+
+class _Process:
+    """A producer in a process of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        command = [sys.executable, REPOSITORY / "tools" / "producer.py", "--listen", "127.0.0.1:0", "--num-workers", "1"]
+        self.process = subprocess.Popen([*map(str, command), "--token", folder / "token"], stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        said = self.process.stdout.readline()
+        assert "producer listens at" in said
+        self.address = said.split()[3].rstrip(",")
+
+
+@contextmanager
+def producer(folder: Path) -> Iterator[_Process]:
+    """Start one, and end it."""
+    found = _Process(folder)
+    try:
+        yield found
+    finally:
+        found.process.terminate()
+        found.process.wait(30)
+
+
+def train(folder: Path, name: str, *flags: object, **options: object) -> Launched:
+    """Train in float64; `losses` reads what it logged."""
+    common = {**working_flags(folder), "--train-iters": NUM_STEPS, "--dtype": "float64", "--log-json": folder / name}
+    pairs = [item for pair in common.items() for item in pair]
+    return launch([*pairs, *TENSOR_PARALLEL, *flags], num_ranks=NUM_RANKS, timeout_seconds=240, **options)  # type: ignore[arg-type]
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    """By step."""
+    lines = (folder / name).read_text().rpartition("\n")[0].splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_losses_are_the_same_with_producers_and_when_they_are_killed(folder: Path) -> None:
+    """Two serve; one is killed after some steps, the other some steps later."""
+    alone = train(folder, "alone.jsonl")
+    assert not any(alone.exit_codes), alone.output
+    with ExitStack() as stack:
+        first, second = (stack.enter_context(producer(folder)) for _ in range(2))
+
+        def kill(processes: Sequence[int]) -> None:
+            for count, each in ((3, first), (9, second)):
+                deadline = time.monotonic() + 100
+                while not (folder / "log.jsonl").exists() or len(losses(folder, "log.jsonl")) < count:
+                    assert time.monotonic() < deadline, "training did not go on"
+                    time.sleep(0.02)
+                each.process.kill()
+
+        named = ("--producers", f"{first.address},{second.address}", "--producer-token", folder / "token", "--num-workers", 1)
+        found = train(folder, "log.jsonl", *named, meanwhile=kill)
+    assert not any(found.exit_codes), found.output
+    assert found.output.count(f"producer {second.address} is done without") >= 1
+    assert losses(folder, "log.jsonl") == pytest.approx(losses(folder, "alone.jsonl"), rel=0, abs=1e-12)
+    assert len(losses(folder, "log.jsonl")) == NUM_STEPS
+
+
+def test_a_run_without_its_producer_ends_at_the_start(folder: Path) -> None:
+    found = train(folder, "log.jsonl", "--producers", "127.0.0.1:9", "--producer-token", folder / "token")
+    assert all(found.exit_codes)
+    assert "--producers 127.0.0.1:9: " in found.output and "start it with python tools/producer.py --listen" in found.output

@@ -1,0 +1,284 @@
+"""Items that producers decode are those that a rank decodes, whatever happens to producers."""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron.runtime.feed.producers import produced_items, producer, wire
+from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
+from megatron.runtime.feed.producers.producer import Producer
+from multimodal.data.index.sample_index import IndexedItem
+from multimodal.data.item_reader import ItemReader, WantedItem, item_inputs
+from multimodal.data.sample_source import ItemPixels
+from multimodal.values.errors import ConfigError, DataError
+from multimodal.values.model_graph import ModelGraph
+
+TOKEN = b"0123456789abcdef"
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
+IMAGE = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
+GRAPH = ModelGraph.from_dict(
+    {"units": {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "llm": {"role": "backbone", **SHAPE}}}
+)
+
+
+class _Serving:
+    """A producer in this process, whose decoding threads a test may hold."""
+
+    def __init__(self, token: bytes = TOKEN, cache_bytes: int = 2**20) -> None:
+        self.producer = Producer(token=token, num_workers=2, cache_bytes=cache_bytes)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self.producer.serve, args=(self.listener,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Accept nobody any more."""
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()
+
+
+@pytest.fixture(autouse=True)
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[WantedItem]:
+    """All that producers decode, in threads in place of processes."""
+    found: list[WantedItem] = []
+    decode = producer.decode_item
+
+    def counted(data_set: str, item: WantedItem) -> ItemPixels:
+        found.append(item)
+        return decode(data_set, item)
+
+    monkeypatch.setattr(producer, "decode_item", counted)
+    monkeypatch.setattr(Producer, "_make_pool", lambda self: ThreadPoolExecutor(self._num_workers))
+    return found
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., _Serving]]:
+    """Start producers."""
+    started: list[_Serving] = []
+
+    def start(**options: Any) -> _Serving:
+        started.append(_Serving(**options))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.producer.close()
+
+
+@pytest.fixture
+def wanted(tmp_path: Path) -> list[WantedItem]:
+    """Twelve pictures of different sizes."""
+    drawn, found = np.random.default_rng(0), []
+    for number in range(12):
+        size = 16 + 8 * (number % 4), 24
+        Image.fromarray(drawn.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)).save(tmp_path / f"{number}.png")
+        item = IndexedItem("vision", str(tmp_path / f"{number}.png"), size, (size[1] // 4, size[0] // 4))
+        found.append(WantedItem(item, f"line {number}"))
+    return found
+
+
+def _local() -> ItemReader:
+    return ItemReader(item_inputs(GRAPH), embedded=lambda address: b"")
+
+
+def _open(tmp_path: Path, *producers: _Serving, token: bytes = TOKEN) -> ProducedItems:
+    (tmp_path / "manifest.jsonl").touch()
+    data_set = describe_data_set(GRAPH, tmp_path / "manifest.jsonl")
+    return ProducedItems([each.address for each in producers], token=token, data_set=data_set, local=_local())
+
+
+def _check(found: ProducedItems, wanted: list[WantedItem]) -> None:
+    for each in wanted:
+        expected, pixels = _local().read(each), found.read(each)
+        assert pixels.grid == expected.grid and pixels.patches.dtype == expected.patches.dtype
+        np.testing.assert_array_equal(pixels.patches, expected.patches)
+
+
+def test_items_come_in_any_order_and_each_is_decoded_once(
+    serve: Callable[..., _Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
+) -> None:
+    first, second = serve(), serve()
+    ranks = [_open(tmp_path, first, second) for _ in range(2)]
+    ranks[0].check()
+    for rank in ranks:
+        rank.expect(wanted)
+    for rank in ranks:
+        _check(rank, wanted[::-1])
+    assert len(decoded) == len(wanted) and set(decoded) == set(wanted)
+
+
+def test_what_was_expected_before_may_be_left(serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
+    found = _open(tmp_path, serve())
+    found.expect(wanted[:6])
+    found.read(wanted[3])
+    found.expect(wanted[6:])
+    _check(found, [*wanted[6:], wanted[0]])
+
+
+def test_a_small_cache_lets_items_go(
+    serve: Callable[..., _Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
+) -> None:
+    found = _open(tmp_path, serve(cache_bytes=0))
+    for _ in range(2):
+        found.expect(wanted)
+        _check(found, wanted)
+    assert len(decoded) == 2 * len(wanted)
+
+
+def test_a_lost_producer_s_items_come_from_the_other(
+    serve: Callable[..., _Serving],
+    wanted: list[WantedItem],
+    decoded: list[WantedItem],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It closes its connection in the middle of a step."""
+    failing, other = serve(), serve()
+    sent, send, port = [0], wire.send_frame, failing.listener.getsockname()[1]
+
+    def send_two(connection: socket.socket, said: Any, payload: bytes = b"") -> None:
+        if connection.getsockname()[1] == port:
+            sent[0] += 1
+            if sent[0] > 3:  # it has accepted the data set, and sent two items
+                failing.stop()
+                raise wire.WireError("planted")
+        send(connection, said, payload)
+
+    monkeypatch.setattr(producer, "send_frame", send_two)
+    found = _open(tmp_path, failing, other)
+    for _ in range(2):
+        found.expect(wanted)
+        _check(found, wanted)
+    assert sent[0] > 3
+    assert set(decoded) == set(wanted)
+
+
+def test_without_producers_a_rank_decodes_until_one_is_back(
+    serve: Callable[..., _Serving],
+    wanted: list[WantedItem],
+    decoded: list[WantedItem],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(produced_items, "ABSENCE_SECONDS", 0.0)
+    lost, back = serve(), serve()
+    found = _open(tmp_path, lost)
+    lost.stop()
+    found.expect(wanted)
+    _check(found, wanted)
+    assert not decoded
+    found._addresses[lost.address] = wire.parse_address(back.address)
+    found.expect(wanted)
+    _check(found, wanted)
+    assert set(decoded) == set(wanted)
+
+
+def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It decodes for ever."""
+    monkeypatch.setattr(produced_items, "SILENCE_SECONDS", 0.3)
+    hanging = _Serving()
+    monkeypatch.setattr(hanging.producer, "_decode", lambda data_set, item: Future())
+    found = _open(tmp_path, hanging)
+    start = time.monotonic()
+    found.expect(wanted)
+    _check(found, wanted)
+    assert 0.3 <= time.monotonic() - start < 20
+
+
+def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
+    serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path
+) -> None:
+    Path(wanted[1].item.path).write_bytes(b"no picture")
+    found = _open(tmp_path, serve())
+    found.expect(wanted)
+    with pytest.raises(DataError) as here:
+        _local().read(wanted[1])
+    with pytest.raises(DataError) as there:
+        found.read(wanted[1])
+    assert str(there.value) == str(here.value)
+    _check(found, [wanted[0], *wanted[2:]])
+
+
+def test_both_sides_refuse_another_token(serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
+    found = _open(tmp_path, serve(token=b"another token, as long"))
+    with pytest.raises(ConfigError, match="--producers 127.0.0.1:.*: it has another token; start it with"):
+        found.check()
+
+
+def test_a_producer_that_does_not_find_the_data_set_says_so(serve: Callable[..., _Serving], tmp_path: Path) -> None:
+    data_set = describe_data_set(GRAPH, tmp_path / "elsewhere.jsonl")
+    with pytest.raises(ConfigError, match="elsewhere.jsonl"):
+        ProducedItems([serve().address], token=TOKEN, data_set=data_set, local=_local()).check()
+
+
+def test_nobody_there(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+    (tmp_path / "manifest.jsonl").touch()
+    data_set = describe_data_set(GRAPH, tmp_path / "manifest.jsonl")
+    with pytest.raises(ConfigError, match=f"--producers {address}: .*refused.*; start it with"):
+        ProducedItems([address], token=TOKEN, data_set=data_set, local=_local()).check()
+
+
+@pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 200, b"\xff" * 200])
+def test_noise_ends_a_connection_and_nothing_else(
+    noise: bytes, serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path
+) -> None:
+    serving = serve()
+    with socket.create_connection(wire.parse_address(serving.address), timeout=10) as connection:
+        connection.sendall(noise)
+        connection.shutdown(socket.SHUT_WR)
+        with suppress(ConnectionResetError):  # it did not read all of it
+            while connection.recv(1024):
+                pass
+    found = _open(tmp_path, serving)
+    found.expect(wanted)
+    _check(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"dtype": "object", "shape": [1, 1], "grid": [1, 1]},
+        {"dtype": "uint8", "shape": [3], "grid": [1, 1]},
+        {"dtype": "uint8", "shape": [1, 1], "grid": [1]},
+        {"shape": [1, 1], "grid": [1, 1]},
+        [],
+    ],
+)
+def test_items_that_are_none_are_refused(said: Any) -> None:
+    with pytest.raises(wire.WireError, match="an item that is none"):
+        wire.build_pixels(said, bytearray(1))
+
+
+@pytest.mark.parametrize(
+    "said", [[{}], [1], [{"unit": "vision", "path": "a", "size": [1], "grid": [1, 1], "tile": 0, "where": ""}], 3]
+)
+def test_requests_that_are_none_are_refused(said: Any) -> None:
+    with pytest.raises(wire.WireError, match="items that are none"):
+        wire.unpack_wanted(said)
+
+
+@pytest.mark.parametrize("text", ["host", ":1", "host:", "host:x", "host:99999"])
+def test_addresses_are_checked(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected HOST:PORT"):
+        wire.parse_address(text)
+
+
+def test_tokens_are_read(tmp_path: Path) -> None:
+    (tmp_path / "token").write_bytes(TOKEN + b"\n")
+    assert wire.read_token(tmp_path / "token") == TOKEN
+    (tmp_path / "short").write_bytes(b"123")
+    with pytest.raises(ConfigError, match="has 3 characters, expected at least 16"):
+        wire.read_token(tmp_path / "short")
+    with pytest.raises(ConfigError, match="cannot be read .*; write one"):
+        wire.read_token(tmp_path / "missing")
