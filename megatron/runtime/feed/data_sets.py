@@ -99,7 +99,7 @@ def _find_producers(path: str, config: RunConfig, graph: ModelGraph) -> Produced
     if not config.data.producers or token_path is None:
         return None
     found = ProducedItems(
-        config.data.producers,
+        [address for several in config.data.producers for address in several.split(",") if address],
         token=read_token(token_path),
         data_set=describe_data_set(graph, path),
         local=ItemReader(item_inputs(graph), embedded=open_sample_files(path).embedded),

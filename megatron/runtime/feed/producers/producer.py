@@ -8,6 +8,7 @@ context parallel ranks want the same items: each is decoded once and kept for th
 import json
 import logging
 import multiprocessing
+import os
 import socket
 import threading
 from collections import OrderedDict, deque
@@ -66,7 +67,8 @@ class Producer:
 
     def _make_pool(self) -> ProcessPoolExecutor:
         # Not forked: this process has threads, and what it forked would share its connections.
-        return ProcessPoolExecutor(self._num_workers, mp_context=multiprocessing.get_context("spawn"))
+        context = multiprocessing.get_context("spawn")
+        return ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_end_with_parent)
 
     def _serve_peer(self, connection: socket.socket, address: Sequence[Any]) -> None:
         pool = self._pool
@@ -136,6 +138,18 @@ class Producer:
 def decode_item(data_set: str, item: WantedItem) -> ItemPixels:
     """Decode one item of a data set, as `_open_data_set` describes it; in a process that decodes."""
     return _open_data_set(data_set).read(item)
+
+
+def _end_with_parent() -> None:
+    """Let a process that decodes end when the producer is killed."""
+    parent = multiprocessing.parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, name="producer", daemon=True).start()
 
 
 def _check_data_set(data_set: str) -> Mapping[str, str]:
