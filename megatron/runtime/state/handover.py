@@ -66,25 +66,59 @@ _Holders = Mapping[str, Mapping[Box, list[int]]]
 
 
 def _find_holders(held: Iterable[HeldTensor]) -> _Holders:
-    """Gather who holds what; collective.
-
-    Copies count where they are cut like what they are copies of, or hold what nobody else does.
-    """
+    """Gather who holds what; collective."""
     originals = _boxes_by_key(tensor for tensor in held if not tensor.is_copy)
     told: list[tuple[_Boxes, _Boxes]] = _gather((originals, _boxes_by_key(tensor for tensor in held if tensor.is_copy)))
+    return _join_holders([own for own, _ in told], [copies for _, copies in told])
+
+
+def _join_holders(originals: Sequence[_Boxes], copies: Sequence[_Boxes]) -> _Holders:
+    """Join what each rank holds, originals before copies, which do not overlap.
+
+    A copy may be cut otherwise than what it is a copy of, as where replicas differ: its rank holds all rectangles inside of it,
+    and what of it nobody else is left to hold makes more of them.
+    """
     found: dict[str, dict[Box, list[int]]] = {}
-    for rank, (boxes_by_key, _) in enumerate(told):
+    for rank, boxes_by_key in enumerate(originals):
         for key, boxes in boxes_by_key.items():
             for box in boxes:
                 found.setdefault(key, {}).setdefault(box, []).append(rank)
-    for rank, (_, boxes_by_key) in enumerate(told):
+    for rank, boxes_by_key in enumerate(copies):
         for key, boxes in boxes_by_key.items():
+            of_key = found.setdefault(key, {})
             for box in boxes:
-                of_key = found.setdefault(key, {})
-                if box in of_key or not any(_intersection(box, other) for other in of_key):
-                    ranks = of_key.setdefault(box, [])
+                inside = [box] if box in of_key else [other for other in of_key if _intersection(box, other) == other]
+                rest = () if box in of_key else _without(box, of_key)
+                for held in (*inside, *rest):
+                    ranks = of_key.setdefault(held, [])
                     ranks += [rank] * (rank not in ranks)
     return found
+
+
+def _without(box: Box, others: Iterable[Box]) -> tuple[Box, ...]:
+    """Cut a rectangle up into what none of the others covers."""
+    rest = [box]
+    for other in others:
+        rest = [part for each in rest for part in _outside(each, other)]
+    return tuple(rest)
+
+
+def _outside(box: Box, other: Box) -> Iterator[Box]:
+    """Yield what of a rectangle another one does not cover, dimension by dimension."""
+    common = _intersection(box, other)
+    if common is None:
+        yield box
+        return
+    offsets, sizes = list(box.offsets), list(box.sizes)
+    for dimension, (start, size) in enumerate(zip(*common, strict=True)):
+        end = offsets[dimension] + sizes[dimension]
+        for first, stop in ((offsets[dimension], start), (start + size, end)):
+            if first < stop:
+                yield Box(
+                    (*offsets[:dimension], first, *offsets[dimension + 1 :]),
+                    (*sizes[:dimension], stop - first, *sizes[dimension + 1 :]),
+                )
+        offsets[dimension], sizes[dimension] = start, size
 
 
 def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: _Holders) -> None:
@@ -92,17 +126,20 @@ def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: 
     rank = dist.get_rank()
     told: list[_Boxes] = _gather(_boxes_by_key(wanted))
     _check_held(told[rank], holders)
-    sources = {(tensor.key, piece.box): piece.values for tensor in held for piece in tensor.pieces}
+    sources: dict[str, list[Piece]] = {}
+    for tensor in held:
+        sources.setdefault(tensor.key, []).extend(tensor.pieces)
     targets: dict[str, list[Piece]] = {}
     for tensor in wanted:
         targets.setdefault(tensor.key, []).extend(tensor.pieces)
     for kind in sorted({_kind(key) for boxes in told for key in boxes}):
         outgoing: list[list[Tensor]] = [[] for _ in told]
         for receiver, boxes in enumerate(told):
-            for part, source in _parts(boxes, holders, kind=kind, receiver=receiver):
+            for part in _parts(boxes, holders, kind=kind, receiver=receiver):
                 if part.holder == rank:
-                    outgoing[receiver].append(_view(sources[part.key, source], source, part.box))
-        incoming = [part for part, _ in _parts(told[rank], holders, kind=kind, receiver=rank)]
+                    source = next(each for each in sources[part.key] if _intersection(each.box, part.box) == part.box)
+                    outgoing[receiver].append(_view(source.values, source.box, part.box))
+        incoming = list(_parts(told[rank], holders, kind=kind, receiver=rank))
         for part, values in _exchange(outgoing, incoming, dtypes={tensor.key: tensor.dtype for tensor in wanted}):
             for target in targets[part.key]:
                 if _intersection(target.box, part.box) == part.box:
@@ -128,15 +165,15 @@ def _check_held(wanted: _Boxes, holders: _Holders) -> None:
             )
 
 
-def _parts(boxes: _Boxes, holders: _Holders, *, kind: str, receiver: int) -> Iterator[tuple[_Part, Box]]:
-    """Yields what one rank gets, in an order that it and the holders share, each with the rectangle that it is cut from."""
+def _parts(boxes: _Boxes, holders: _Holders, *, kind: str, receiver: int) -> Iterator[_Part]:
+    """Yield what one rank gets, in an order that it and the holders share."""
     for key, wanted in boxes.items():
         if _kind(key) != kind:
             continue
         for box in wanted:
             for source, ranks in holders[key].items():
                 if common := _intersection(box, source):
-                    yield _Part(key, common, receiver if receiver in ranks else ranks[receiver % len(ranks)]), source
+                    yield _Part(key, common, receiver if receiver in ranks else ranks[receiver % len(ranks)])
 
 
 def _exchange(
