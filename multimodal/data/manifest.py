@@ -24,8 +24,8 @@ from multimodal.data.forms.segments import EMBEDDED, AudioSegment, ImageSegment,
 from multimodal.data.image_files import ManifestPaths, check_image_size, read_image_size
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.index.index_cache import IndexCache
+from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex, build_index
-from multimodal.data.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError

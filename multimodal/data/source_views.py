@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.data.audio.audio_processing import SILENCE
-from multimodal.data.item_reader import expect_items
+from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.sample_lengths import SampleLengths

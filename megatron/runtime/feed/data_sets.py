@@ -22,7 +22,7 @@ from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
-from multimodal.data.item_reader import ItemReader, item_inputs
+from multimodal.data.index.item_reader import ItemReader, item_inputs
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import InterleavedSource, JoinedSources, SourceSubset

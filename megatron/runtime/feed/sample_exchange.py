@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from multimodal.balance.batch_work import list_items
-from multimodal.data.item_reader import expect_items
+from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import Role

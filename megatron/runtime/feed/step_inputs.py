@@ -9,7 +9,7 @@ import torch
 from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.batch_work import list_items
-from multimodal.data.item_reader import expect_items
+from multimodal.data.index.item_reader import expect_items
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.inputs.prepared_input import prepare_input

@@ -23,7 +23,7 @@ from megatron.runtime.feed.producers.wire import (
     receive_frame,
     send_frame,
 )
-from multimodal.data.item_reader import ItemReader, WantedItem
+from multimodal.data.index.item_reader import ItemReader, WantedItem
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph

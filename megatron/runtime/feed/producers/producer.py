@@ -28,7 +28,7 @@ from megatron.runtime.feed.producers.wire import (
     unpack_wanted,
 )
 from multimodal.data.forms.sample_files import open_sample_files
-from multimodal.data.item_reader import ItemReader, WantedItem, item_inputs
+from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph

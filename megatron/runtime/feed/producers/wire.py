@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from multimodal.data.index.item_reader import WantedItem
 from multimodal.data.index.sample_index import IndexedItem
-from multimodal.data.item_reader import WantedItem
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError
 

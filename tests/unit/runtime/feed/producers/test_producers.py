@@ -16,8 +16,8 @@ from PIL import Image
 from megatron.runtime.feed.producers import produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
 from megatron.runtime.feed.producers.producer import Producer
+from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedItem
-from multimodal.data.item_reader import ItemReader, WantedItem, item_inputs
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
