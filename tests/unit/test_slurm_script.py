@@ -66,7 +66,7 @@ def test_flags_after_the_script_and_the_environment_reach_the_run(submit):
     config = ROOT / "examples" / "corpus" / "config.yaml"
     srun, torchrun = submit("--data-path", "my/manifest.jsonl", CONFIG=str(config), SAVE_INTERVAL="7", IMAGE="")
     assert srun == ["--kill-on-bad-exit=1", "--cpus-per-task=64"]
-    assert parse(torchrun).data.data_path == "my/manifest.jsonl"
+    assert parse(torchrun).data.data_path == ("my/manifest.jsonl",)
     assert parse(torchrun).checkpoint.save_interval == 7
 
 

@@ -14,6 +14,7 @@ from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Re
 from multimodal.values.dependencies import dependencies
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
+from tests.unit.schedule.schedule_cases import reduced_together
 
 COMPUTE_STREAM = "compute"
 POOL_SIZE = 32
@@ -146,8 +147,9 @@ def _peers(rank: int, action: Action, step: StepGraph) -> list[tuple[int, Action
     if resource is Resource.COMPUTE:  # tensor and context parallel collectives
         return [(peer, action) for peer in _ranks_of(action.place, step)]
     if resource is Resource.COLLECTIVE:
-        replicas = range(step.plan.units[action.unit].data_parallel_size)
-        others = [action._replace(replica=replica) for replica in replicas]
+        others = reduced_together(action, step)
+        if step.plan.units[action.unit].is_unlike:  # one collective for each part of a matrix, between some of these ranks
+            return [(peer, other) for other in others for peer in _ranks_of(other.place, step)]
         stages = [step.plan.virtual_stage(action.unit, each.replica, action.stage).ranks for each in others]
         position = stages[action.replica].index(rank)
         return [(peers[position], other) for peers, other in zip(stages, others, strict=True)]

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.zb_v import is_v_shaped
+from multimodal.values.action import Action, LayerRange
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
@@ -187,6 +188,29 @@ def built_cases(draw: st.DrawFn) -> tuple[StepGraph, str]:
     case = draw(cases())
     builder = draw(st.sampled_from(builders_for(case)))
     return placed_for(builder, case), builder
+
+
+def all_alike(case: StepGraph) -> bool:
+    """True if no unit has replicas that differ."""
+    return not any(unit.is_unlike for unit in case.plan.units.values())
+
+
+def reduced_together(action: Action, step: StepGraph) -> list[Action]:
+    """A collective over replicas and the others that it is one with: where these differ, those of the same layers."""
+    held = step.plan.units[action.unit]
+    if not held.is_unlike:
+        return [action._replace(replica=replica) for replica in range(held.data_parallel_size)]
+    covers, found = action.covers, []
+    if not isinstance(covers, LayerRange):
+        return [action]  # no collective of such replicas
+    first = step.plan.virtual_stage(*action[1:4]).layers.start
+    for unit, replica, stage in step.stages:
+        if unit == action.unit:
+            start = first - step.plan.virtual_stage(unit, replica, stage).layers.start
+            other = LayerRange(covers.first + start, covers.end + start)
+            if other in step.reductions(unit, replica, stage):
+                found.append(action._replace(replica=replica, stage=stage, covers=other))
+    return found
 
 
 def golden_cases() -> dict[str, StepGraph]:

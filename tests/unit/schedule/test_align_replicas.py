@@ -14,7 +14,7 @@ from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.schedule_rewrites import CutMicrobatches
-from tests.unit.schedule.schedule_cases import build_case, build_graph, cases
+from tests.unit.schedule.schedule_cases import all_alike, build_case, build_graph, cases
 
 LLM = build_graph()
 
@@ -82,7 +82,7 @@ def test_encoders_without_an_item_on_one_replica():
 
 @settings(max_examples=60, derandomize=True, database=None)
 @given(
-    case=cases().filter(lambda case: not any(unit.is_unlike for unit in case.plan.units.values())),
+    case=cases().filter(all_alike),
     builder=st.sampled_from(["1f1b", "gpipe", "zb-h1", "eager-1f1b"]),
 )
 def test_replicas_make_one_sequence_of_computations(case: StepGraph, builder: str):

@@ -22,6 +22,8 @@ def test_the_order_is_that_of_the_simulation(case: StepGraph, seed: int, builder
     settled = settle_fillers(lowered, costs)
     validate_schedule(settled)
     assert not any(lane.fillers for lane in settled.lanes)
-    assert [sorted(lane.actions) for lane in settled.lanes] == [sorted(lane.actions) for lane in lowered.lanes]
+    assert [sorted(lane.actions, key=repr) for lane in settled.lanes] == [
+        sorted(lane.actions, key=repr) for lane in lowered.lanes
+    ]
     before, after = (simulate_schedule(each, costs).iteration_seconds for each in (lowered, settled))
     assert after == pytest.approx(before, rel=1e-9)
