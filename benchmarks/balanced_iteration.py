@@ -113,22 +113,32 @@ def measure(samples: Sequence[SampleLengths], *, schedule: str, passes: str, num
     return {name: {key: value for key, value in each.items() if key != "steps"} for name, each in found.items()}
 
 
+def build_parser(description: str | None, *, num_batches: int) -> argparse.ArgumentParser:
+    """Return the parser of a benchmark that measures this model on every lengths file."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR")
+    parser.add_argument("--num-batches", type=int, default=num_batches, metavar="N")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def read_lengths(folder: Path) -> Mapping[str, Sequence[SampleLengths]]:
+    """Return the lengths of each file of a folder by name, or generated ones where there are none."""
+    graph = ModelGraph.from_dict({"units": MODEL})
+    files = sorted(folder.glob("*.csv.gz")) if folder.is_dir() else []
+    found = {path.name.removesuffix(".csv.gz"): read_length_table(path, graph=graph) for path in files}
+    return found or {"long-tailed, generated": long_tailed()}
+
+
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR")
-    parser.add_argument("--num-batches", type=int, default=2, metavar="N")
+    parser = build_parser(__doc__, num_batches=2)
     parser.add_argument("--schedule", choices=tuple(BUILDERS), default="eager-1f1b")
     parser.add_argument("--schedule-passes", default="", metavar="A,B")
-    parser.add_argument("--json", action="store_true")
     given = parser.parse_args(argv)
-    graph = ModelGraph.from_dict({"units": MODEL})
-    files = sorted(given.lengths.glob("*.csv.gz")) if given.lengths.is_dir() else []
-    data = {path.name.removesuffix(".csv.gz"): read_length_table(path, graph=graph) for path in files}
-    data = data or {"long-tailed, generated": long_tailed()}
     table = {
         name: measure(samples, schedule=given.schedule, passes=given.schedule_passes, num_batches=given.num_batches)
-        for name, samples in data.items()
+        for name, samples in read_lengths(given.lengths).items()
     }
     print(json.dumps(table)) if given.json else print_table(table, title=given.schedule)
     return 0

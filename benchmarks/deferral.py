@@ -8,7 +8,6 @@ has room for (`eager-1f1b-memory`); under ZB-H1 and `zb-memory`. Columns `K_eff`
 Run `python benchmarks/deferral.py [--lengths DIR] [--num-batches N] [--json]`.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -19,14 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from balanced_iteration import (
     GLOBAL_BATCH_SIZE,
-    LENGTHS,
     MODEL,
     NUM_MICROBATCHES,
     NUM_REPLICAS,
     ROOT,
     SIZES,
     VOCAB_SIZE,
-    long_tailed,
+    build_parser,
+    read_lengths,
 )
 from rich.console import Console
 from rich.table import Table
@@ -35,7 +34,6 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
-from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
@@ -82,18 +80,8 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, and say whether the claim holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR")
-    parser.add_argument("--num-batches", type=int, default=1, metavar="N")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(argv)
-    graph = ModelGraph.from_dict({"units": MODEL})
-    files = sorted(given.lengths.glob("*.csv.gz")) if given.lengths.is_dir() else []
-    data = {path.name.removesuffix(".csv.gz"): read_length_table(path, graph=graph) for path in files}
-    rows = {
-        name: measure(samples, num_batches=given.num_batches)
-        for name, samples in (data or {"long-tailed, generated": long_tailed()}).items()
-    }
+    given = build_parser(__doc__, num_batches=1).parse_args(argv)
+    rows = {name: measure(samples, num_batches=given.num_batches) for name, samples in read_lengths(given.lengths).items()}
     pairs = ("eager-1f1b-memory", "1f1b"), ("zb-memory", "zb-h1"), ("predicted", "eager-1f1b-memory")
     holds = all(
         row[far][0] <= row[plain][0] * (1 + 1e-9) and row[far][1] <= max(PLANNED_GB, row[plain][1])

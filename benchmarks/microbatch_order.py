@@ -8,7 +8,6 @@ has the simulated seconds of a step over those of `given`, and of `chosen` the s
 Run `python benchmarks/microbatch_order.py [--lengths DIR] [--num-batches N] [--json]`.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -18,7 +17,16 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from balanced_iteration import GLOBAL_BATCH_SIZE, LENGTHS, MODEL, NUM_MICROBATCHES, NUM_REPLICAS, ROOT, VOCAB_SIZE, long_tailed
+from balanced_iteration import (
+    GLOBAL_BATCH_SIZE,
+    MODEL,
+    NUM_MICROBATCHES,
+    NUM_REPLICAS,
+    ROOT,
+    VOCAB_SIZE,
+    build_parser,
+    read_lengths,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -26,7 +34,6 @@ from multimodal.balance.balance_options import BalanceOptions, Prediction
 from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
-from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
@@ -73,18 +80,8 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, and say whether the claim holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR")
-    parser.add_argument("--num-batches", type=int, default=2, metavar="N")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(argv)
-    graph = ModelGraph.from_dict({"units": MODEL})
-    files = sorted(given.lengths.glob("*.csv.gz")) if given.lengths.is_dir() else []
-    data = {path.name.removesuffix(".csv.gz"): read_length_table(path, graph=graph) for path in files}
-    rows = {
-        name: measure(samples, num_batches=given.num_batches)
-        for name, samples in (data or {"long-tailed, generated": long_tailed()}).items()
-    }
+    given = build_parser(__doc__, num_batches=2).parse_args(argv)
+    rows = {name: measure(samples, num_batches=given.num_batches) for name, samples in read_lengths(given.lengths).items()}
     holds = all(row["chosen"] <= min(row.values()) for schedules in rows.values() for row in schedules.values())
     if given.json:
         print(json.dumps({"seconds": rows, "holds": holds}))

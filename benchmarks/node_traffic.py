@@ -8,7 +8,6 @@ gradients, and with `decode` of raw images as well, without and with --rearrange
 Run `python benchmarks/node_traffic.py [--lengths DIR] [--num-batches N] [--json]`.
 """
 
-import argparse
 import json
 import statistics
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from balanced_iteration import LENGTHS, MODEL, ROOT, VOCAB_SIZE, long_tailed
+from balanced_iteration import MODEL, ROOT, VOCAB_SIZE, build_parser, read_lengths
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +26,6 @@ from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
-from multimodal.data.length_table import read_length_table
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
@@ -66,18 +64,11 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
 
 def main(argv: Sequence[str]) -> None:
     """Measure, print, and say whether the claim holds."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--lengths", type=Path, default=LENGTHS, metavar="DIR")
-    parser.add_argument("--num-batches", type=int, default=1, metavar="N")
-    parser.add_argument("--json", action="store_true")
-    given = parser.parse_args(argv)
-    graph = ModelGraph.from_dict({"units": MODEL})
-    files = sorted(given.lengths.glob("*.csv.gz")) if given.lengths.is_dir() else []
-    data = {path.name.removesuffix(".csv.gz"): read_length_table(path, graph=graph) for path in files}
-    data = {name: samples for name, samples in data.items() if any(sample.items for sample in samples)}
+    given = build_parser(__doc__, num_batches=1).parse_args(argv)
     rows = {
         name: measure(samples, num_batches=given.num_batches)
-        for name, samples in (data or {"long-tailed, generated": long_tailed()}).items()
+        for name, samples in read_lengths(given.lengths).items()
+        if any(sample.items for sample in samples)
     }
     holds = all(
         row[f"orchmllm, {source}"]["mb_after"] < row[f"orchmllm, {source}"]["mb_before"]
