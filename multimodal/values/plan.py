@@ -87,7 +87,7 @@ class UnitPlan:
         """Number of replicas."""
         return len(self.replicas)
 
-    @property
+    @cached_property
     def num_virtual_stages(self) -> int:
         """Layer ranges that a microbatch passes through: the same for every replica, or the most where they are not alike."""
         return max(len(replica.virtual_stages) for replica in self.replicas)
