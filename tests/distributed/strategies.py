@@ -39,7 +39,7 @@ def gradient_cases(draw: st.DrawFn, *, has_unlike_replicas: bool | None = None) 
 
     has_unlike_replicas: True: in the LLM or another unit; False: in none.
     """
-    graph = draw(graphs())
+    graph = draw(graphs(divisor=draw(st.sampled_from([2, 2, 3]))))
     plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas))
     source = RandomSource(graph, draw(samples((*graph.encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
@@ -77,7 +77,8 @@ def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
 @st.composite
 def inside_cases(draw: st.DrawFn) -> GradientCase:
     """Encoders on the LLM's ranks, with sizes of their own, that run inside its waits for tensor parallel collectives."""
-    graph = draw(graphs(encoders=[("vision",), ("vision", "audio")], generators=[()]))
+    divisor = draw(st.sampled_from([2, 2, 3]))
+    graph = draw(graphs(encoders=[("vision",), ("vision", "audio")], generators=[()], divisor=divisor))
     plan = draw(plans_on_shared_ranks(graph))
     source = RandomSource(graph, draw(samples(graph.encoders)), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
@@ -98,16 +99,17 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
 
 @st.composite
 def plans_on_shared_ranks(draw: st.DrawFn, graph: ModelGraph) -> Plan:
-    """The LLM with TP 2 or 4, PP 1-4, V 1-2 on up to 8 ranks; on these, encoders with TP 1-2 and a PP that divides it."""
+    """The LLM with TP 2-4, PP 1-4, V 1-2 on up to 8 ranks; on these, encoders with a TP and a PP that divide its."""
     llm = graph.backbone
-    sizes = [2, 4] if _divides(4, llm) else [2]
+    sizes = [size for size in (2, 3, 4) if _divides(size, llm)]
     shapes = [(size, count) for size in sizes for count in range(1, 5) if size * count <= 8 and count <= len(llm.layers)]
     llm_size, num_stages = draw(st.sampled_from(shapes))
     groups = [tuple(range(first, first + llm_size)) for first in range(0, llm_size * num_stages, llm_size)]
     units: dict[str, UnitPlan] = {}
     for unit in graph.units:
         is_encoder = unit.role is Role.ENCODER
-        size = draw(st.sampled_from([1, 2])) if is_encoder else llm_size
+        own_sizes = [size for size in (1, 2, 3) if llm_size % size == 0 and _divides(size, unit)]
+        size = draw(st.sampled_from(own_sizes)) if is_encoder else llm_size
         counts = [count for count in range(1, num_stages + 1) if num_stages % count == 0 and count <= len(unit.layers)]
         pipeline_size = draw(st.sampled_from(counts)) if is_encoder else num_stages
         ranges = draw(layer_ranges(len(unit.layers), pipeline_size))
@@ -130,8 +132,12 @@ def graphs(
     *,
     encoders: Sequence[tuple[str, ...]] = (("vision",), (), ("vision", "audio")),
     generators: Sequence[tuple[str, ...]] = ((), (), ("painter",), ("painter", "engraver")),
+    divisor: int = 2,
 ) -> ModelGraph:
-    """The LLM alone, or behind one or two encoders, or before one or two generators, or all; anything frozen, but not all."""
+    """The LLM alone, or behind one or two encoders, or before one or two generators, or all; anything frozen, but not all.
+
+    divisor: a tensor parallel size that all units can have.
+    """
     names, generator_names = draw(st.sampled_from(encoders)), draw(st.sampled_from(generators))
     frozen = {name: draw(st.booleans()) for name in (*names, "llm", *generator_names)}
     frozen_projectors = {name: draw(st.booleans()) for name in (*names, *generator_names)}
@@ -142,7 +148,7 @@ def graphs(
         Unit(
             name,
             Role.ENCODER,
-            draw(transformers(channels=(4, 8), has_rotary_positions=name != "audio")),
+            draw(transformers(channels=(4, 8), divisor=divisor, has_rotary_positions=name != "audio")),
             ImageInput(patch_size=2, in_channels=1, merge_size=draw(st.sampled_from([1, 2]))) if name != "audio" else None,
             draw(sounds()) if name == "audio" else None,
             **draw(
@@ -157,7 +163,7 @@ def graphs(
     llm = Unit(
         "llm",
         Role.BACKBONE,
-        draw(transformers(channels=(2, 4, 6))),
+        draw(transformers(channels=(2, 4, 6), divisor=divisor)),
         untie_embeddings_and_output_weights=draw(st.booleans()),
         lora=adapters["llm"],
         freeze_module=frozen["llm"],
@@ -166,7 +172,7 @@ def graphs(
         Unit(
             name,
             Role.GENERATOR,
-            draw(transformers(channels=(4, 8))),
+            draw(transformers(channels=(4, 8), divisor=divisor)),
             ImageInput(patch_size=draw(st.sampled_from([1, 3])), in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
             lora=adapters[name],
             freeze_module=frozen[name],
@@ -218,16 +224,16 @@ def loras(draw: st.DrawFn, unit: str) -> Lora | None:
 
 
 @st.composite
-def transformers(draw: st.DrawFn, *, channels: Sequence[int], has_rotary_positions: bool = True) -> Transformer:
-    """Any small shape that tensor parallel size 2 divides."""
-    num_heads = draw(st.sampled_from([2, 4]))
+def transformers(draw: st.DrawFn, *, channels: Sequence[int], divisor: int = 2, has_rotary_positions: bool = True) -> Transformer:
+    """Any small shape that a tensor parallel size divides."""
+    num_heads = draw(st.sampled_from([divisor, 2 * divisor]))
     head_channels = draw(st.sampled_from(channels))
     return Transformer(
         num_layers=draw(st.integers(1, 4)),
-        hidden_size=draw(st.sampled_from([num_heads * head_channels, 8, 20])),
+        hidden_size=draw(st.sampled_from([num_heads * head_channels, 4 * divisor, 10 * divisor])),
         num_attention_heads=num_heads,
-        ffn_hidden_size=draw(st.sampled_from([8, 14])),
-        num_query_groups=draw(st.sampled_from([None, 2])),
+        ffn_hidden_size=draw(st.sampled_from([4 * divisor, 7 * divisor])),
+        num_query_groups=draw(st.sampled_from([None, divisor])),
         kv_channels=head_channels,
         normalization=draw(st.sampled_from(["RMSNorm", "LayerNorm"])),
         activation=draw(st.sampled_from(["swiglu", "gelu"])),
@@ -275,8 +281,9 @@ def plans_with_copies(draw: st.DrawFn, graph: ModelGraph) -> Plan:
         whole = ((0, len(unit.layers)),)
         replicas = tuple(Replica((Stage(ranks, whole),)) for ranks in draw(st.permutations(stages)))
         llm = units[graph.backbone.name]
-        sizes = llm.tensor_parallel_size, llm.context_parallel_size
-        units[unit.name] = UnitPlan(replicas, *(draw(st.permutations(sizes)) if max(sizes) <= 2 else sizes))
+        tp, cp = llm.tensor_parallel_size, llm.context_parallel_size
+        sizes = [pair for pair in ((tp, cp), (cp, tp), (1, tp * cp)) if _divides(pair[0], unit)]
+        units[unit.name] = UnitPlan(replicas, *draw(st.sampled_from(sizes)))
     for unit in graph.generators:
         units[unit.name] = draw(unit_plans(unit, draw(st.permutations(range(MAX_RANKS))), MAX_RANKS))
     return _renumber({name: units[name] for name in graph.unit_names})
@@ -284,9 +291,10 @@ def plans_with_copies(draw: st.DrawFn, graph: ModelGraph) -> Plan:
 
 @st.composite
 def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
-    """TP 1-2, CP 1-4, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual
+    """TP 1-3, CP 1-4, PP 1-3, DP 1-3 within `budget` ranks, from the front of `ranks`; layers cut anywhere, and into virtual
     stages."""
-    grid = itertools.product((1, 2, 3), (1, 2, 3), (1, 2), draw(st.sampled_from([(1,), (1, 2, 3, 4)])))
+    allowed = [1, *(size for size in (2, 3) if _divides(size, unit))]
+    grid = itertools.product((1, 2, 3), (1, 2, 3), allowed, draw(st.sampled_from([(1,), (1, 2, 3, 4)])))
     sizes = [(dp, pp, tp, cp) for dp, pp, tp, cp in grid if dp * pp * tp * cp <= budget and pp <= len(unit.layers)]
     dp, pp, tp, cp = draw(st.sampled_from(sizes))
     ranges = draw(layer_ranges(len(unit.layers), pp))
@@ -298,11 +306,11 @@ def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -
 
 @st.composite
 def unlike_unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
-    """Two or three replicas within `budget` ranks, each with PP 1-3, and stages of TP 1, 2 or 4, cut anywhere; CP 1-2."""
+    """Two or three replicas within `budget` ranks, each with PP 1-3, and stages of TP 1-4, cut anywhere; CP 1-2."""
     shape = unit.transformer
     allowed = [
         size
-        for size in (1, 2, 4)
+        for size in (1, 2, 3, 4)
         if not any(each % size for each in (shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size))
     ]
     cp = draw(st.sampled_from([1, 1, 1, 2])) if budget >= 6 else 1
