@@ -160,7 +160,7 @@ def test_no_room_of_the_runtime_is_crowded():
     assert {room: len(found) for room, found in files.items() if len(found) - 1 > LARGEST_ROOM} == {}
 
 
-@pytest.mark.parametrize("room", ["attention", "balance", "cost", "data", "model", "values"])
+@pytest.mark.parametrize("room", ["attention", "balance", "cost", "data", "model", "plan", "values"])
 def test_no_room_that_decides_is_crowded(room):
     folders = [ROOT / "multimodal" / room, *(path for path in (ROOT / "multimodal" / room).rglob("*") if path.is_dir())]
     sizes = {folder.name: len([path for path in folder.glob("*.py") if path.name != "__init__.py"]) for folder in folders}

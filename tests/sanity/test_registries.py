@@ -13,7 +13,8 @@ REGISTRIES = {
     f"multimodal/{folder}/__init__.py" for folder in ("balance", "plan/planners", "schedule/builders", "schedule/passes")
 }
 CHOOSING = {
-    *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "encoders_colocated", "encoders_replicated", "optimus")),
+    *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "optimus")),
+    *(f"multimodal/plan/planners/baselines/{name}.py" for name in ("encoders_colocated", "encoders_replicated")),
     "multimodal/plan/planners/planning_request.py",
     "multimodal/plan/planners/templates/template_plan.py",
     "tools/draw_passes.py",

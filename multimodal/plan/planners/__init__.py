@@ -4,16 +4,16 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from multimodal.plan.planners.baselines.encoders_colocated import plan_encoders_colocated
+from multimodal.plan.planners.baselines.encoders_replicated import plan_encoders_replicated
+from multimodal.plan.planners.baselines.flops_ratio import plan_flops_ratio
+from multimodal.plan.planners.baselines.megatron import plan_megatron
+from multimodal.plan.planners.baselines.megatron_balanced import plan_megatron_balanced
 from multimodal.plan.planners.braid import plan_braid
 from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_cornstarch_unaware
 from multimodal.plan.planners.disttrain import plan_disttrain
-from multimodal.plan.planners.encoders_colocated import plan_encoders_colocated
-from multimodal.plan.planners.encoders_replicated import plan_encoders_replicated
 from multimodal.plan.planners.entrain import plan_entrain
-from multimodal.plan.planners.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
-from multimodal.plan.planners.megatron import plan_megatron
-from multimodal.plan.planners.megatron_balanced import plan_megatron_balanced
 from multimodal.plan.planners.optimus import plan_optimus
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest

@@ -7,10 +7,10 @@ from itertools import product
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.shared_sizes import largest_fitting
 from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
 from multimodal.plan.planners.estimate.unit_options import infeasible
-from multimodal.plan.planners.megatron import largest_fitting
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.search.partitions import best_partition

@@ -11,15 +11,7 @@ import numpy as np
 
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight, num_nodes
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import (
-    LengthSpread,
-    exposed_reduction_seconds,
-    reduction_seconds,
-    replicas_seconds,
-)
-from multimodal.plan.planners.megatron_balanced import (
+from multimodal.plan.planners.estimate.grid import (
     Grid,
     GridShape,
     Piece,
@@ -29,6 +21,14 @@ from multimodal.plan.planners.megatron_balanced import (
     grid_fits,
     grid_seconds,
     list_shapes,
+)
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.step_estimate import (
+    LengthSpread,
+    exposed_reduction_seconds,
+    reduction_seconds,
+    replicas_seconds,
 )
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
+from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
 from multimodal.plan.planners.estimate.unit_layout import fold_stages
-from multimodal.plan.planners.megatron import micro_batch_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import has_virtual_stages

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.run_bound import least_step_seconds
-from multimodal.plan.planners.megatron import micro_batch_sizes
+from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first

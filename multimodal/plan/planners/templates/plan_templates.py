@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.megatron import micro_batch_sizes
+from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.templates.chain import Chain, list_chain

@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 
+from multimodal.plan.planners.baselines.megatron import plan_megatron
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain
 from multimodal.plan.planners.estimate.allocation_search import rank_allocations, search_allocation
 from multimodal.plan.planners.estimate.unit_options import pareto_rows
-from multimodal.plan.planners.megatron import plan_megatron
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run

@@ -3,6 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from multimodal.plan.planners.baselines.flops_ratio import proportional_gpus
 from multimodal.plan.planners.entrain import (
     LARGEST_BATCH,
     gpu_block,
@@ -12,7 +13,6 @@ from multimodal.plan.planners.entrain import (
     sample_work,
     stable_batch_size,
 )
-from multimodal.plan.planners.flops_ratio import proportional_gpus
 from multimodal.plan.planners.planning_request import FixedSizes
 from tests.unit.plan.planners.planning_cases import TWO, frozen, request, with_memory
 

@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid, grid_run
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread
 from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.planners.megatron_balanced import GridShape, chain_pieces, cut_grid, grid_run
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.prediction import predict_run

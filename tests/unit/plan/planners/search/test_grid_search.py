@@ -2,10 +2,10 @@
 
 import pytest
 
+from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid, grid_run
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread
-from multimodal.plan.planners.megatron_balanced import GridShape, chain_pieces, cut_grid, grid_run
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
 from multimodal.plan.planners.search.grid_search import best_grids, chain_fits, grid_estimate
 from multimodal.plan.planners.search.prediction import predict_run

@@ -1,15 +1,14 @@
-"""Megatron-LM balanced: encoder and LLM layers as one chain over the virtual stages of one grid (Optimus, Appendix B)."""
+"""One chain of all layers over the virtual stages of one grid: its sizes, its cuts, its seconds and whether it fits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import groupby, product
 from typing import NamedTuple
 
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, samples_in_flight
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import LengthSpread, choose, reduction_seconds
+from multimodal.plan.planners.estimate.shared_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
+from multimodal.plan.planners.estimate.step_estimate import LengthSpread, reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import (
     Range,
     UnitLayout,
@@ -17,12 +16,8 @@ from multimodal.plan.planners.estimate.unit_layout import (
     partition_layers,
     unit_pieces,
 )
-from multimodal.plan.planners.megatron import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
-
-VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
-"""Layer ranges per pipeline stage that are tried; Optimus' tables have 6 and 12."""
 
 
 class Piece(NamedTuple):
@@ -82,35 +77,11 @@ class Grid:
         return self.num_stages * self.shape.size.tensor * self.shape.size.context * self.shape.data_parallel_size
 
 
-def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
-    """Plan one grid whose slowest virtual stage is as fast as the order of layers allows.
-
-    The layers of all units, in the graph's order, are one chain, which F(l, m) = min_j max(F(j, m - 1), t_{j+1} + ... + t_l) cuts
-    into pp x V virtual stages; stage s runs virtual stages s, s + pp, ... The paper leaves several encoders out; here they stand
-    one after another in the chain. tp, cp, pp, V and dp are those with the shortest expected step.
-    Raises PlanError when nothing fits.
-    """
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
-    grid, seconds = choose(request, list_grids(times), seconds=partial(grid_seconds, request), fits=partial(grid_fits, memory))
-    return grid_run(request, grid, seconds=seconds)
-
-
 def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> PlannedRun:
     """Deal ranks to a grid."""
     layout = grid.layouts[request.graph.backbone.name]
     plan = lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=layout)
     return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
-
-
-def list_grids(times: PlanningTimes) -> Iterator[Grid]:
-    """Yield the grid of every tp, cp, dp, pp and V."""
-    request = times.request
-    fixed = request.fixed(request.graph.backbone.name).virtual_stages
-    for size, shapes in groupby(list_shapes(request), key=lambda shape: shape.size):
-        pieces = chain_pieces(times, size)
-        for shape, virtual_stages in product(shapes, (fixed,) if fixed else VIRTUAL_STAGES):
-            if shape.can_hold(virtual_stages):
-                yield cut_grid(pieces, shape, virtual_stages=virtual_stages)
 
 
 def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.shared_sizes import shared_stage_sizes, with_replicas
 from multimodal.plan.planners.estimate.step_estimate import choose_candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
-from multimodal.plan.planners.megatron import shared_stage_sizes, with_replicas
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.builders import simulated_only

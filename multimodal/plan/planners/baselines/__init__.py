@@ -1,0 +1,1 @@
+"""Planners of the systems and strawmen that papers compare theirs with."""
