@@ -12,9 +12,10 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.search.layout_search import Layout, best_layouts
 from multimodal.plan.planners.search.partitions import other_partitions
-from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, describe, has_virtual_stages
+from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, describe
 from multimodal.plan.planners.search.run_variants import (
     Form,
+    Placed,
     first_balances,
     fitting_schedules,
     formed,
@@ -120,13 +121,15 @@ class PlanSearch:
             self._look_at_layouts(self.request.changed(memory_scale=scale * self.request.memory_scale))
             if self.best(1):
                 break
-        for each in self.trials.fitting(QUICK)[:NUM_OVERLAPPED]:
+        for each in self.trials.corrected()[:NUM_OVERLAPPED]:
             for variant in overlapped(each.run, self.request):
                 self._glance(variant)
-        for each in self.trials.fitting(QUICK)[:NUM_RANKED]:
-            if self.trials.fitting(RANKING) and self.trials.budget.left(RANKED_UNTIL) < 0:
+        for _ in range(NUM_RANKED):
+            waiting = (each for each in self.trials.corrected() if (each.run.key, RANKING) not in self.trials.found)
+            chosen = next(waiting, None)
+            if chosen is None or (self.trials.fitting(RANKING) and self.trials.budget.left(RANKED_UNTIL) < 0):
                 return
-            self.trials.try_run(each.run, RANKING)
+            self.trials.try_run(chosen.run, RANKING)
 
     def _look_at_layouts(self, request: PlanningRequest) -> None:
         """Simulate layouts quickly.
@@ -138,7 +141,7 @@ class PlanSearch:
         self.num_estimated += sum(map(len, kinds))
         position = dict.fromkeys(range(len(kinds)), 0)
         ratios: dict[int, list[float]] = {}
-        forms: dict[tuple[object, ...], Form] = {}
+        forms: dict[Placed, Form] = {}
         penalties = dict.fromkeys(position, 1.0)
         best = math.inf
         while position and self.trials.budget.left(LAYOUTS_UNTIL) > 0:
@@ -156,17 +159,25 @@ class PlanSearch:
             if expected[index] > FAR * best:
                 break
             layout = kinds[index][position[index]]
-            ranked = self._try_layout(layout, forms, best)
-            if ranked:
-                best = min(best, ranked.prediction.iteration_seconds)
-                ratios.setdefault(index, []).append(ranked.prediction.iteration_seconds / layout.seconds)
+            found = self._try_layout(layout, forms, best)
+            if found:
+                seconds = self._corrected_seconds(found, best)
+                best = min(best, seconds)
+                ratios.setdefault(index, []).append(seconds / layout.seconds)
             else:
                 penalties[index] *= PENALTY
             position[index] += 1
             if position[index] == len(kinds[index]):
                 del position[index]
 
-    def _try_layout(self, layout: Layout, forms: dict[tuple[object, ...], Form], best: float) -> PredictedRun | None:
+    def _corrected_seconds(self, found: PredictedRun, best: float) -> float:
+        """Return what a run is expected to take; the first of its kind that seems the best is looked at closer."""
+        kind, seconds = self.trials.placed(found.run), found.prediction.iteration_seconds
+        if seconds < best and kind not in self.trials.corrections():
+            self.trials.try_run(found.run, RANKING)
+        return self.trials.corrections().get(kind, 1.0) * seconds
+
+    def _try_layout(self, layout: Layout, forms: dict[Placed, Form], best: float) -> PredictedRun | None:
         """Simulate a layout quickly with the best form of its placement, unless its bound is above the best.
 
         The first layout of a placement, and one that does not fit with that form, is tried with each that suits it.
@@ -174,11 +185,11 @@ class PlanSearch:
         run = layout.to_run()
         if self.trials.least_step_seconds(run) > best:
             return None
-        placed = *placements(run, self.request), has_virtual_stages(run)
-        known = self._best_of_forms(run, (forms[placed],)) if placed in forms else None
+        kind = self.trials.placed(run)
+        known = self._best_of_forms(run, (forms[kind],)) if kind in forms else None
         found = known or self._best_of_forms(run, self._forms(run))
         if found:
-            forms.setdefault(placed, (found.run.schedule, found.run.balance))
+            forms.setdefault(kind, (found.run.schedule, found.run.balance))
         return found
 
     def _best_of_forms(self, run: PlannedRun, forms: Iterable[Form]) -> PredictedRun | None:
@@ -242,6 +253,8 @@ class PlanSearch:
             if run is None:
                 return
             varied.add(run.key)
+            if self.trials.try_run(run, RANKING) is None:
+                continue
             forms = (overlapped, other_sizes, other_balances, other_schedules)
             for kind in (*forms, self._other_layouts, other_passes, other_partitions):
                 glances = []
@@ -249,7 +262,8 @@ class PlanSearch:
                     if budget.spent_seconds > until:
                         return
                     glances.append(self._glance(variant))
-                self._look_closer(run, filter(None, glances))
+                better = self._look_closer(run, filter(None, glances))
+                run = better.run if better else run
 
     def _other_layouts(self, run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
         """Yield the best runs of other plans with the schedule and balancer of the best run, which a variant may have found."""
@@ -265,22 +279,26 @@ class PlanSearch:
                 if changed is not None and changed != other.run:
                     yield changed
 
-    def _look_closer(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> None:
-        """Simulate the best variants of a run more closely, unless at a glance they are no better, and as good only by chance."""
+    def _look_closer(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> PredictedRun | None:
+        """Simulate the best variants of a run more closely, unless at a glance they are no better, and as good only by chance.
+
+        Returns the best of them if it is better than the run.
+        """
         known = self._glance(run)
         seconds = known.prediction.iteration_seconds if known else math.inf
         near = (each for each in glances if each.prediction.iteration_seconds <= CHANCE * seconds)
         better = [each for each in near if each.prediction != (known and known.prediction)]
-        for each in sorted(better, key=lambda each: each.key)[:NUM_CLOSER]:
-            self.trials.try_run(each.run, RANKING)
+        closer = [self.trials.try_run(each.run, RANKING) for each in sorted(better, key=lambda each: each.key)[:NUM_CLOSER]]
+        ranked = self.trials.found.get((run.key, RANKING))
+        found = min(filter(None, closer), key=lambda each: each.key, default=None)
+        return found if found and ranked and found.key < ranked.key else None
 
     def best(self, count: int) -> list[PredictedRun]:
         """Return the best runs that could train of those simulated so far, the more closely simulated ones first."""
         found: dict[str, PredictedRun] = {}
-        for fidelity in (RANKING, QUICK):
-            for each in self.trials.fitting(fidelity):
-                if len(found) < count and BUILDERS[each.run.schedule].can_train:
-                    found.setdefault(each.run.key, each)
+        for each in (*self.trials.fitting(RANKING), *self.trials.corrected()):
+            if len(found) < count and BUILDERS[each.run.schedule].can_train:
+                found.setdefault(each.run.key, each)
         return list(found.values())
 
     def choose(self) -> PredictedRun:

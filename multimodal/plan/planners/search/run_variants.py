@@ -14,11 +14,18 @@ from multimodal.schedule.passes import PASSES, Need
 
 Form = tuple[str, str]
 """A schedule and a balancer."""
+Placed = tuple[tuple[Placement, ...], bool]
+"""The placements of a plan's units, and whether some stage holds several layer ranges."""
 
 
 def placements(run: PlannedRun, request: PlanningRequest) -> tuple[Placement, ...]:
     """Return how the units that have work to do are placed."""
     return placements_of([unit for name, unit in run.plan.units.items() if name not in request.idle_units])
+
+
+def placed(run: PlannedRun, request: PlanningRequest) -> Placed:
+    """Return the kind of a run's plan."""
+    return placements(run, request), has_virtual_stages(run)
 
 
 def first_balances(placement: Placement, request: PlanningRequest) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
@@ -13,8 +14,11 @@ from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, Plannin
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.search.prediction import FILLING, KEPT_REPLICAS, Prediction, nominal_seconds, predict_run
+from multimodal.plan.planners.search.run_variants import Placed, placed
 from multimodal.values.errors import BraidError
 
+MISFIT = 1.1
+"""Factor of what glances say of runs of a kind for each of them that turns out not to fit."""
 OVERHEAD = 1.15
 """Nominal seconds of the whole search over those of its simulations."""
 
@@ -67,6 +71,7 @@ class Trials:
     """Most computations of a final simulation; None simulates whole steps."""
     found: dict[tuple[str, Fidelity], PredictedRun | None] = field(default_factory=dict)
     """None: a run that is impossible, or does not fit the memory."""
+    _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
     _times: dict[tuple[int, Recompute | None, bool], PlanningTimes] = field(default_factory=dict, repr=False)
 
     def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
@@ -123,6 +128,28 @@ class Trials:
         """Return the runs that fit, as they were simulated; the shortest step first."""
         fitting = (each for (_, found_at), each in self.found.items() if found_at == fidelity and each is not None)
         return sorted(fitting, key=lambda each: each.key)
+
+    def placed(self, run: PlannedRun) -> Placed:
+        """Return the kind of a run's plan: glances are off by about as much for all of a kind."""
+        if run.key not in self._placed:
+            self._placed[run.key] = placed(run, self.request)
+        return self._placed[run.key]
+
+    def corrections(self) -> dict[Placed, float]:
+        """Return, for each kind of plan, the mean ratio of closer simulations to glances of the same runs."""
+        ratios: dict[Placed, list[float]] = {}
+        for (key, fidelity), ranked in self.found.items():
+            glance = self.found.get((key, QUICK)) if fidelity == RANKING else None
+            if glance is not None:
+                ratio = ranked.prediction.iteration_seconds / glance.prediction.iteration_seconds if ranked else MISFIT
+                ratios.setdefault(self.placed(glance.run), []).append(ratio)
+        return {kind: fmean(found) for kind, found in ratios.items()}
+
+    def corrected(self) -> list[PredictedRun]:
+        """Return the runs that fit at a glance and have not been found not to fit, by their corrected seconds."""
+        factors = self.corrections()
+        glances = (each for each in self.fitting(QUICK) if self.found.get((each.run.key, RANKING), each) is not None)
+        return sorted(glances, key=lambda each: factors.get(self.placed(each.run), 1.0) * each.prediction.iteration_seconds)
 
     def least_seconds(self, fidelity: Fidelity) -> float:
         """Return the shortest step of those."""

@@ -21,6 +21,9 @@ SECONDS_PER_PLANNED_GPU = 0.0005
 FAR, PROMISING = 1.4, 1.2
 """Plans that seem this many times as long as a known run are not tried with other balancers; of these, only the best one is
 simulated more closely: a glance may be that far off."""
+HOPELESS, SLOWLY = 2.0, 0.8
+"""Beyond this many times a known run, nothing is simulated more closely, and the next microbatch size is looked at only where the
+last one brought steps down to this share."""
 
 
 class HopelessError(BraidError):
@@ -57,13 +60,14 @@ def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> li
         found[size], seconds[size] = _runs_of_size(planner, trials, size, below)
         return seconds[size]
 
-    _climb(sizes, look_at, first=sizes.index(efficient_first(trials.request, sizes)[0]))
+    climb(sizes, look_at, first=sizes.index(efficient_first(trials.request, sizes)[0]), below=below)
     best = min((each for runs in found.values() for each in runs), key=lambda each: each.key, default=None)
     if best and best.prediction.iteration_seconds <= FAR * below:
         others = (trials.try_run(run, QUICK) for run in other_balances(best.run, trials.request))
         found[0] = list(filter(None, others))
     ordered = sorted((each for runs in found.values() for each in runs), key=lambda each: each.key)
-    promising = [each for each in ordered[:NUM_RANKED] if each.prediction.iteration_seconds <= PROMISING * below] or ordered[:1]
+    near = [each for each in ordered[:NUM_RANKED] if each.prediction.iteration_seconds <= PROMISING * below] or ordered[:1]
+    promising = (each for each in near if each.prediction.iteration_seconds <= HOPELESS * below)
     closer = filter(None, (trials.try_run(each.run, RANKING) for each in promising))
     return sorted(closer, key=lambda each: each.key)
 
@@ -75,14 +79,14 @@ def judge_tuned(planner: Planner, tuned: Sequence[PredictedRun], trials: Trials)
     return found or plan_to_fit(planner, trials.request, predict=trials.at(FINAL))
 
 
-def _climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int) -> None:
-    """Look at the sizes beside the best one, larger ones first, while they are better."""
+def climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int, below: float) -> None:
+    """Look at the sizes beside the best one, larger ones first, while they are better, and not hopelessly far above `below`."""
     best = look_at(sizes[first])
     larger, smaller = sizes[first + 1 :], sizes[:first][::-1]
     for direction in (larger, smaller):
         for size in direction:
             seconds = look_at(size)
-            if seconds > best:
+            if seconds > (best if best <= HOPELESS * below else SLOWLY * best):
                 break
             best = seconds
 

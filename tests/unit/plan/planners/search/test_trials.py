@@ -15,9 +15,10 @@ from multimodal.plan.planners.estimate.step_estimate import (
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import other_passes, other_sizes
-from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.trials import FINAL, MISFIT, QUICK, RANKING, SearchBudget, Trials
 from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, frozen, request, with_memory
 
@@ -76,6 +77,24 @@ def test_what_does_not_fit_is_remembered_as_that():
     small = with_memory(asked, 0.01)
     search = Trials(small, SearchBudget(1.0), small.max_actions)
     assert search.try_run(run, QUICK) is None and search.fitting(QUICK) == [] and search.least_seconds(QUICK) == float("inf")
+
+
+def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_closely():
+    asked = request(TWO)
+    apart, chain = (PLANNERS[name](asked) for name in ("disttrain", "megatron-balanced"))
+    search = Trials(asked, SearchBudget(1.0), asked.max_actions)
+    assert search.placed(apart) != search.placed(chain)
+    prediction = predict_run(apart, asked)
+    for run, glance, ranked in ((apart, 3.0, 6.0), (replace(apart, schedule="gpipe"), 3.5, None), (chain, 5.0, None)):
+        search.keep(PredictedRun(run, replace(prediction, iteration_seconds=glance)), QUICK)
+        if ranked:
+            search.keep(PredictedRun(run, replace(prediction, iteration_seconds=ranked)), RANKING)
+    assert search.corrections() == {search.placed(apart): 2.0}
+    assert [each.prediction.iteration_seconds for each in search.fitting(QUICK)] == [3.0, 3.5, 5.0]
+    assert [each.prediction.iteration_seconds for each in search.corrected()] == [5.0, 3.0, 3.5]
+    search.found[chain.key, RANKING] = None
+    assert [each.prediction.iteration_seconds for each in search.corrected()] == [3.0, 3.5], "the chain does not fit after all"
+    assert search.corrections()[search.placed(chain)] == MISFIT
 
 
 def test_a_changed_request_is_a_new_one_that_knows_its_data():
