@@ -91,7 +91,7 @@ def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int, wo
     return float(simulate_events(replace(arrays, seconds=seconds)).end_seconds.max())
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=64)
 def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
     """Number the forwards of all ranges, their backwards, then the gatherings and the reductions; without their seconds."""
     num_ranges = num_lanes * chunks

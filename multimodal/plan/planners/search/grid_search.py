@@ -30,6 +30,7 @@ from multimodal.plan.planners.estimate.step_estimate import (
     reduction_seconds,
     replicas_seconds,
 )
+from multimodal.plan.planners.estimate.unit_layout import Range
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 
@@ -47,6 +48,8 @@ MEAN_MOVED = 4
 SEED = 0
 
 ScoredGrid = tuple[float, Grid]
+KnownRanges = dict[tuple[int, str, Range, str, Range], ChainRange]
+"""Lane, and unit and layers of the first and the last piece -> range; of one shape, so that moved cuts cost what they change."""
 
 
 def best_grids(
@@ -77,6 +80,7 @@ class _GridSearch:
     memory: MemoryEstimate
     spread: LengthSpread
     known_seconds: float
+    _ranges: dict[GridShape, KnownRanges] = field(default_factory=dict)
     _pieces: dict[StageSize, tuple[Piece, ...]] = field(default_factory=dict)
     _seconds: dict[StageSize, float] = field(default_factory=dict)
 
@@ -88,6 +92,9 @@ class _GridSearch:
         if shape.size not in self._pieces:
             self._pieces[shape.size] = chain_pieces(self.times, shape.size)
         return self._pieces[shape.size]
+
+    def estimate(self, grid: Grid) -> float:
+        return grid_estimate(self.spread, grid, known=self._ranges.setdefault(grid.shape, {}))
 
     def look_at(self, shapes: Sequence[GridShape], numbers: Iterable[int]) -> list[ScoredGrid]:
         """Return the best grids with these numbers of ranges per stage, looking first at those that even ranges make shortest."""
@@ -101,7 +108,7 @@ class _GridSearch:
                 break
             grid = cut_grid(self.pieces(shape), shape, virtual_stages=number)
             if _least_seconds(self.request, grid) <= BOUND_SLACK * least and self.fits(grid):
-                found.append((grid_estimate(self.spread, grid), grid))
+                found.append((self.estimate(grid), grid))
                 least = min(least, found[-1][0])
         return _several_shapes(each for each in sorted(found, key=lambda each: each[0]) if each[0] <= SLACK * least)
 
@@ -132,7 +139,7 @@ class _GridSearch:
             if moved[first] == moved[first - 1] or moved[end] == moved[end - 1]:
                 continue
             other = build_grid(pieces, tuple(pairwise(moved)), shape=shape)
-            seconds = grid_estimate(self.spread, other)
+            seconds = self.estimate(other)
             if seconds <= best and self.fits(other):
                 best, grid, cuts = seconds, other, moved
         return best, grid
@@ -161,12 +168,15 @@ def _num_microbatches(request: PlanningRequest, grid: Grid) -> int:
     return -(-request.num_microbatches // grid.shape.data_parallel_size)
 
 
-def grid_estimate(spread: LengthSpread, grid: Grid) -> float:
-    """Return the expected step of a grid, with gatherings and reductions hidden as far as they can."""
+def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None = None) -> float:
+    """Return the expected step of a grid, with gatherings and reductions hidden as far as they can.
+
+    known: remembers the ranges of grids of the same shape.
+    """
     request = spread.request
     if grid.virtual_stages == 1:
         return _pipeline_estimate(spread, grid)
-    ranges = [_chain_range(request, grid, position) for position in range(len(grid.ranges))]
+    ranges = _chain_ranges(request, grid, {} if known is None else known)
     count = _num_microbatches(request, grid)
     seconds = chain_seconds(ranges, num_lanes=grid.num_stages, num_microbatches=count)
     chunks = grid.virtual_stages
@@ -212,6 +222,16 @@ def _pipeline_estimate(spread: LengthSpread, grid: Grid) -> float:
     )
     through_all = sum(grid.stage_seconds)  # however few microbatches there are, one passes all stages
     return max(grid_seconds(request, grid, spread=spread) - whole, through_all) + exposed
+
+
+def _chain_ranges(request: PlanningRequest, grid: Grid, known: KnownRanges) -> list[ChainRange]:
+    ranges = []
+    for position, pieces in enumerate(grid.ranges):
+        key = position % grid.num_stages, pieces[0].unit, pieces[0].layers, pieces[-1].unit, pieces[-1].layers
+        if key not in known:
+            known[key] = _chain_range(request, grid, position)
+        ranges.append(known[key])
+    return ranges
 
 
 def _chain_range(request: PlanningRequest, grid: Grid, position: int) -> ChainRange:
