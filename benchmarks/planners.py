@@ -46,6 +46,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TOKENS_PER_GPU, LEAST_SAMPLES, MOST_SAMPLES = 32_768, 16, 512
 """Of a global batch: 2 million tokens on 64 GPUs, as a language model's. With 16 short samples each, GPUs exchange gradients for
 longer than they compute."""
+FILE_GPUS = 64
+"""For the lengths files, unless `--num-gpus` says otherwise."""
 SPEECH = ("common_voice", "fsdd", "librispeech")
 """Parts of the names of lengths files that hold speech."""
 
@@ -73,14 +75,17 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         model = "qwen2.5-omni-7b" if any(part in path.name for part in SPEECH) else "qwen2.5-vl-7b"
         graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
         lengths = read_length_table(path, graph=graph)
-        batch = arguments.num_gpus * (arguments.samples_per_gpu or samples_per_gpu(graph, lengths))
+        num_gpus = arguments.num_gpus or FILE_GPUS
+        batch = num_gpus * (arguments.samples_per_gpu or samples_per_gpu(graph, lengths))
         yield Case(
-            f"{path.name.removesuffix('.csv.gz')}: {model}, {arguments.num_gpus} H100, batch {batch}",
-            _request(graph, "h100", arguments.num_gpus, batch, lengths, arguments),
+            f"{path.name.removesuffix('.csv.gz')}: {model}, {num_gpus} H100, batch {batch}",
+            _request(graph, "h100", num_gpus, batch, lengths, arguments),
         )
-    for name, draw, model, num_gpus, batch in DRAWN:
+    for name, draw, model, drawn_gpus, drawn_batch in DRAWN:
         graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
         lengths = drawn_lengths(graph, draw())
+        num_gpus = arguments.num_gpus or drawn_gpus
+        batch = num_gpus * (arguments.samples_per_gpu or drawn_batch // drawn_gpus)
         yield Case(
             f"{name}: {model}, {num_gpus} H100, batch {batch}", _request(graph, "h100", num_gpus, batch, lengths, arguments)
         )
@@ -220,8 +225,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--lengths-folder", type=Path, default=ROOT.parent / "shared" / "data" / "lengths", metavar="DIR")
-    parser.add_argument("--num-gpus", type=int, default=64, help="for the lengths files (64)")
-    parser.add_argument("--samples-per-gpu", type=int, help="of a global batch of the lengths files (by their tokens)")
+    parser.add_argument("--num-gpus", type=int, help="for files and drawn lengths (64, and what each drawn case says)")
+    parser.add_argument("--samples-per-gpu", type=int, help="of their global batches (by tokens, and what each drawn case says)")
     parser.add_argument("--time-budget", type=float, default=30.0, help="seconds for braid and each case (30)")
     parser.add_argument("--only", default="", help="leave out cases whose name has none of these texts, with commas between")
     parser.add_argument(
