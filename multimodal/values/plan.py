@@ -61,7 +61,7 @@ class Replica:
             for position, (first, last, index) in enumerate(ranges)
         )
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """All ranks of this replica, stage by stage."""
         return tuple(rank for stage in self.stages for rank in stage.ranks)

@@ -110,9 +110,8 @@ class ComputationSeconds:
         """[2, num_stages, num_microbatches] seconds of forward and backward together, and of these the waits inside layers."""
         placed, seconds = self.step.assignment.placed[unit], self.of_unit(unit)
         has_backward = np.zeros((seconds.shape[2], placed.num_replicas), bool)
-        for name, replica, stage in self.step.stages:
-            if name == unit:
-                has_backward[stage, replica] = self.step.backward_need(name, replica, stage).has_backward
+        for stage, where in self.stages.alike(unit):
+            has_backward[where] = self.step.backward_need(*stage).has_backward
         has_backward = has_backward[:, placed.replica_of_microbatch]
         found: Floats = np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
         return found
