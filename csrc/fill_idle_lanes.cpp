@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <numeric>
 #include <queue>
 #include <utility>
@@ -19,7 +20,7 @@ class Filling {
           num_lanes_(lanes.line_starts.size - 1),
           num_queues_(lanes.queue_starts.size - 1),
           is_filler_(num_pieces_, 0),
-          before_(num_pieces_),
+          before_starts_(num_pieces_ + 1, 0),
           user_starts_(num_pieces_ + 1, 0),
           num_missing_(num_pieces_, 0),
           arrived_at_(num_pieces_, 0),
@@ -32,24 +33,25 @@ class Filling {
           carrier_of_lane_(num_lanes_, -1),
           left_(num_lanes_, 0),
           started_(num_lanes_, 0) {
-        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
-            line_heads_.push_back(in_.line_starts[lane]);
-            for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
-                before_[in_.line[at]].push_back(in_.line[at - 1]);
-        }
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) line_heads_.push_back(in_.line_starts[lane]);
         for (std::int64_t queue = 0; queue < num_queues_; ++queue) queue_heads_.push_back(in_.queue_starts[queue]);
         for (std::int64_t at = 0; at < in_.queues.size; ++at) is_filler_[in_.queues[at]] = 1;
         for (std::int64_t queue = 0; queue < num_queues_; ++queue)
-            if (queue_head(queue) >= 0 && any_goes_inside(queue))
+            if (queue_head(queue) >= 0)
                 queues_of_lane_[in_.lanes[in_.lane_starts[queue_head(queue)]]].push_back(queue);
+        for (std::int64_t piece = 0; piece < num_pieces_; ++piece) any_goes_inside_ |= in_.goes_inside[piece] > 0;
         result_.carriers.assign(num_pieces_, -1);
         result_.waits.assign(num_pieces_, -1);
+        link_lines();
         link_users();
         measure_tails();
     }
 
-    FilledLanes run() {
-        while (static_cast<std::int64_t>(result_.order.size()) < num_pieces_) {
+    // Ends at once where it turns out not to be over before `most`.
+    FilledLanes run(std::int64_t tolerance, std::int64_t most) {
+        tolerance_ = tolerance;
+        most_ = most;
+        while (static_cast<std::int64_t>(result_.order.size()) < num_pieces_ && result_.end < most_) {
             while (begin_filler(true, true) || begin_line()) {
             }
             // Nothing runs and nothing fits: the most urgent filler goes on, one whose holder is full only if there is no other.
@@ -59,6 +61,19 @@ class Filling {
     }
 
    private:
+    void link_lines() {
+        const auto each_pair = [&](const auto& take) {
+            for (std::int64_t lane = 0; lane < num_lanes_; ++lane)
+                for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
+                    take(in_.line[at - 1], in_.line[at]);
+        };
+        each_pair([&](std::int64_t, std::int64_t piece) { ++before_starts_[piece + 1]; });
+        std::partial_sum(before_starts_.begin(), before_starts_.end(), before_starts_.begin());
+        before_.resize(before_starts_.back());
+        Numbers next(before_starts_.begin(), before_starts_.end() - 1);
+        each_pair([&](std::int64_t earlier, std::int64_t piece) { before_[next[piece]++] = earlier; });
+    }
+
     void link_users() {
         for (std::int64_t piece = 0; piece < num_pieces_; ++piece) {
             num_missing_[piece] = in_.need_starts[piece + 1] - in_.need_starts[piece];
@@ -77,7 +92,7 @@ class Filling {
         Numbers num_users(num_pieces_, 0), ready;
         for (std::int64_t piece = 0; piece < num_pieces_; ++piece) {
             num_users[piece] += user_starts_[piece + 1] - user_starts_[piece];
-            for (const std::int64_t earlier : before_[piece]) ++num_users[earlier];
+            for (std::int64_t at = before_starts_[piece]; at < before_starts_[piece + 1]; ++at) ++num_users[before_[at]];
         }
         for (std::int64_t piece = 0; piece < num_pieces_; ++piece)
             if (num_users[piece] == 0) ready.push_back(piece);
@@ -92,7 +107,7 @@ class Filling {
             };
             for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at)
                 lengthen(in_.needs[at], in_.delays[at]);
-            for (const std::int64_t earlier : before_[piece]) lengthen(earlier, 0);
+            for (std::int64_t at = before_starts_[piece]; at < before_starts_[piece + 1]; ++at) lengthen(before_[at], 0);
         }
     }
 
@@ -132,12 +147,15 @@ class Filling {
 
     bool begin_filler(bool must_fit, bool needs_room) {
         std::int64_t chosen = -1;
-        for (std::int64_t queue = 0; queue < num_queues_; ++queue) {
-            const std::int64_t piece = queue_head(queue);
-            if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && (!needs_room || has_room(piece)) &&
-                (!must_fit || fits(piece))) {
-                chosen = piece;
-                chosen_queue_ = queue;
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
+            if (free_at_[lane] > now_) continue;
+            for (const std::int64_t queue : queues_of_lane_[lane]) {
+                const std::int64_t piece = queue_head(queue);
+                if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && (!needs_room || has_room(piece)) &&
+                    (!must_fit || fits(piece))) {
+                    chosen = piece;
+                    chosen_queue_ = queue;
+                }
             }
         }
         if (chosen < 0) return false;
@@ -218,7 +236,7 @@ class Filling {
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
             const std::int64_t lane = in_.lanes[at];
             if (carrier_of_lane_[lane] != carrier || left_[lane] <= 0) return false;
-            if ((100 - in_.tolerance) * duration > 100 * left_[lane]) return false;
+            if ((100 - tolerance_) * duration > 100 * left_[lane]) return false;
         }
         return true;
     }
@@ -241,18 +259,12 @@ class Filling {
                           lanes + in_.lane_starts[other + 1]);
     }
 
-    bool any_goes_inside(std::int64_t queue) const {
-        for (std::int64_t at = in_.queue_starts[queue]; at < in_.queue_starts[queue + 1]; ++at)
-            if (in_.goes_inside[in_.queues[at]]) return true;
-        return false;
-    }
-
     bool fits(std::int64_t piece) {
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
             const std::int64_t next = line_head(in_.lanes[at]);
             if (next < 0 || tails_[piece] > tails_[next]) continue;
             const std::int64_t idle = expected_start(next) - now_;
-            if (idle <= 0 || (100 - in_.tolerance) * in_.durations[piece] > 100 * idle) return false;
+            if (idle <= 0 || (100 - tolerance_) * in_.durations[piece] > 100 * idle) return false;
         }
         return true;
     }
@@ -278,7 +290,7 @@ class Filling {
                 }
             };
             for (std::int64_t at = in_.need_starts[top]; at < in_.need_starts[top + 1]; ++at) follow(in_.needs[at], in_.delays[at]);
-            for (const std::int64_t earlier : before_[top]) follow(earlier, 0);
+            for (std::int64_t at = before_starts_[top]; at < before_starts_[top + 1]; ++at) follow(before_[at], 0);
             if (stack_.size() > height) continue;
             expected_[top] = start;
             looked_up_[top] = epoch_;
@@ -292,6 +304,8 @@ class Filling {
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) free_at_[in_.lanes[at]] = end;
         keep_and_release(piece);
         end_at(piece, end);
+        // What comes behind it takes as long as its tail, unless it runs inside other pieces.
+        if (!any_goes_inside_) result_.end = std::max(result_.end, now_ + tails_[piece]);
     }
 
     void keep_and_release(std::int64_t piece) {
@@ -325,7 +339,7 @@ class Filling {
     const LanesToFill& in_;
     const std::int64_t num_pieces_, num_lanes_, num_queues_;
     std::vector<char> is_filler_;
-    std::vector<Numbers> before_;  // Per piece those right before it in its lanes' orders.
+    Numbers before_starts_, before_;  // Per piece those right before it in its lanes' orders.
     Numbers user_starts_;
     std::vector<std::pair<std::int64_t, std::int64_t>> users_;  // Per piece those that need it, and after which delay.
     Numbers tails_, num_missing_, arrived_at_;
@@ -334,16 +348,26 @@ class Filling {
     Numbers expected_, looked_up_, stack_;
     Numbers num_kept_;  // Per holder.
     Numbers inside_;  // Of the carrier that is being filled.
-    std::vector<Numbers> queues_of_lane_;  // Those whose pieces may run inside others, by their first lane.
+    std::vector<Numbers> queues_of_lane_;  // By the first lane of their pieces.
     Numbers carrier_of_lane_;  // The last one that was filled.
     Numbers left_, started_;  // Per lane: of the wait that is being filled, and of collectives that start behind it.
-    std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0;
+    std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0, tolerance_ = 0, most_ = 0;
+    bool any_goes_inside_ = false;
     std::priority_queue<std::int64_t, Numbers, std::greater<std::int64_t>> moments_;
     FilledLanes result_;
 };
 
 }  // namespace
 
-FilledLanes fill_idle_lanes(const LanesToFill& lanes) { return Filling(lanes).run(); }
+FilledLanes fill_idle_lanes(const LanesToFill& lanes) {
+    const Filling to_fill(lanes);
+    FilledLanes best;
+    best.end = std::numeric_limits<std::int64_t>::max();
+    for (std::int64_t index = 0; index < lanes.tolerances.size; ++index) {
+        FilledLanes found = Filling(to_fill).run(lanes.tolerances[index], best.end);
+        if (found.end < best.end) best = std::move(found);
+    }
+    return best;
+}
 
 }  // namespace braid

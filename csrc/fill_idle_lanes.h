@@ -23,7 +23,7 @@ struct LanesToFill {
     View<std::int64_t> wait_starts, waits;    // Per piece: times in which it only waits, one after another.
     View<std::uint8_t> goes_inside;           // Per piece: it may run in another one's waits; 2: it ends with a collective.
     View<std::int64_t> behind;                // Per piece: the part of its duration that is this collective.
-    std::int64_t tolerance;                   // Percent of a filling piece that may stick out of the idle time it is put in.
+    View<std::int64_t> tolerances;            // Percent of a filling piece that may stick out of the idle time it is put in.
 };
 
 struct FilledLanes {
@@ -32,6 +32,7 @@ struct FilledLanes {
     std::int64_t end = 0;             // When the last one ends.
 };
 
+// The way that ends first, of one for each tolerance; of equals the first.
 FilledLanes fill_idle_lanes(const LanesToFill& lanes);
 
 }  // namespace braid

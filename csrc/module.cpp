@@ -95,11 +95,11 @@ py::tuple fill_idle_lanes(const Array<std::int64_t>& durations, const Array<std:
                           const Array<std::int64_t>& holders, const Array<std::int64_t>& releases,
                           const Array<std::int64_t>& limits, const Array<std::int64_t>& wait_starts,
                           const Array<std::int64_t>& waits, const Array<std::uint8_t>& goes_inside,
-                          const Array<std::int64_t>& behind, std::int64_t tolerance) {
+                          const Array<std::int64_t>& behind, const Array<std::int64_t>& tolerances) {
     const braid::LanesToFill to_fill{view(durations),   view(lane_starts),  view(lanes),  view(need_starts), view(needs),
                                      view(delays),      view(line_starts),  view(line),   view(queue_starts), view(queues),
                                      view(holders),     view(releases),     view(limits), view(wait_starts), view(waits),
-                                     view(goes_inside), view(behind), tolerance};
+                                     view(goes_inside), view(behind),      view(tolerances)};
     braid::FilledLanes filled;
     {
         py::gil_scoped_release release;
@@ -323,7 +323,7 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("fill_idle_lanes", &fill_idle_lanes, py::kw_only(), py::arg("durations"), py::arg("lane_starts"), py::arg("lanes"),
                py::arg("need_starts"), py::arg("needs"), py::arg("delays"), py::arg("line_starts"), py::arg("line"),
                py::arg("queue_starts"), py::arg("queues"), py::arg("holders"), py::arg("releases"), py::arg("limits"),
-               py::arg("wait_starts"), py::arg("waits"), py::arg("goes_inside"), py::arg("behind"), py::arg("tolerance"));
+               py::arg("wait_starts"), py::arg("waits"), py::arg("goes_inside"), py::arg("behind"), py::arg("tolerances"));
     module.def("list_schedule", &list_schedule, py::kw_only(), py::arg("lane_starts"), py::arg("lanes"), py::arg("costs"),
                py::arg("microbatches"), py::arg("groups"), py::arg("flags"), py::arg("follower_starts"), py::arg("followers"),
                py::arg("release_starts"), py::arg("releases"), py::arg("phases"), py::arg("forward_limits"),

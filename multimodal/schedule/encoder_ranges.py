@@ -62,9 +62,14 @@ def cut_finely(step: StepGraph, units: Collection[str], *, lanes: Collection[int
     return step.with_cuts(replace(step.cuts, segments=segments))
 
 
-def count_fine_pieces(step: StepGraph, units: Collection[str], *, lanes: Collection[int]) -> int:
-    """Return how many pieces `cut_finely` makes of the computations of these units in these lanes."""
-    return sum(2 * num_segments for _, num_segments in _places(step, units, lanes))
+def count_fine_pieces(step: StepGraph, units: Collection[str]) -> dict[int, int]:
+    """Return how many pieces `cut_finely` makes of the computations of these units, by the first lane of their replicas."""
+    counts: dict[int, int] = defaultdict(int)
+    for name in units:
+        for replica, each in enumerate(step.plan.units[name].replicas):
+            num_segments = sum(count_segments(step.graph.unit(name), stage.layers) for stage in each.virtual_stages)
+            counts[step.lanes_of(name, replica, 0)[0]] += 2 * num_segments * step.num_microbatches(name, replica)
+    return counts
 
 
 def _places(step: StepGraph, units: Collection[str], lanes: Collection[int]) -> Iterator[tuple[Place, int]]:

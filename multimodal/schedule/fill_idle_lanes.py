@@ -1,7 +1,10 @@
 """Fit work into the idle time of lanes that run other work in a given order, on a clock of real durations."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+
+import numpy as np
 
 from multimodal.kernels import kernels
 from multimodal.schedule.fill_idle_lanes_reference import fill_idle_lanes_reference
@@ -55,12 +58,14 @@ class LanesToFill:
     behind: Integers
     """[num_pieces] the part of their durations that is this collective."""
 
-    def fill(self, *, tolerance: int) -> FilledLanes:
-        """Run all pieces, each lane's own in their order and the filling ones where they fit.
+    def fill(self, *, tolerances: Sequence[int]) -> FilledLanes:
+        """Run all pieces, each lane's own in their order and the filling ones where they fit; with the best of some tolerances.
+
+        That is the first of those with which all is over first.
 
         A piece starts when its needs have arrived and all its lanes are free. At every moment the ready piece with the longest
         tail goes first: the longest way from its start to the end of all, over needs and orders. A filler goes before the next
-        piece of a lane's order if its tail is longer, or if it fits: all but `tolerance` percent of it is over by the time at
+        piece of a lane's order if its tail is longer, or if it fits: all but the tolerance (percent) of it is over by the time at
         which that piece could start; but not while its holder is full. Where nothing runs and nothing fits, the filler with the
         longest tail goes on, and one whose holder is full only if there is no other.
 
@@ -68,7 +73,7 @@ class LanesToFill:
         same tolerance; the piece gets longer by what sticks out, and by what collectives behind a wait take beyond the interval
         that is computed there. What they need is there, or runs before them inside the same piece; what they give is there when
         that piece ends.
-        O(pieces x (lanes + queues)).
+        O(tolerances x pieces x (lanes + queues)).
         """
         run = fill_idle_lanes_reference if kernels is None else kernels.fill_idle_lanes
-        return FilledLanes(*run(**vars(self), tolerance=tolerance))
+        return FilledLanes(*run(**vars(self), tolerances=np.array(tolerances, np.int64)))

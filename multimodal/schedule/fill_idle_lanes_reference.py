@@ -1,6 +1,7 @@
 """The kernel of `fill_idle_lanes` in Python: csrc/fill_idle_lanes.cpp, step by step."""
 
 import heapq
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
@@ -29,10 +30,11 @@ def fill_idle_lanes_reference(
     waits: Integers,
     goes_inside: Bytes,
     behind: Integers,
-    tolerance: int,
+    tolerances: Integers,
 ) -> tuple[Integers, Integers, Integers, int]:
-    """Return all pieces by their start, the piece and the wait in which each runs, and when the last one ends."""
-    run = _Run(
+    """Return all pieces by their start, the piece and the wait in which each runs, and when the last one ends, which is first."""
+    build = partial(
+        _Run,
         durations=durations.tolist(),
         lanes=_rows(lane_starts, lanes),
         needs=_rows(need_starts, needs),
@@ -45,9 +47,11 @@ def fill_idle_lanes_reference(
         waits=_rows(wait_starts, waits),
         goes_inside=goes_inside.tolist(),
         behind=behind.tolist(),
-        tolerance=tolerance,
     )
-    run.run()
+    runs = [build(tolerance=tolerance) for tolerance in tolerances.tolist()]
+    for each in runs:
+        each.run()
+    run = min(runs, key=lambda each: each.end)
     return np.array(run.order, np.int64), np.array(run.carriers, np.int64), np.array(run.inside_waits, np.int64), run.end
 
 

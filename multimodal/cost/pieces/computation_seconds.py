@@ -38,7 +38,7 @@ class ComputationSeconds:
             seconds, waiting = _between(before[:, action.covers.first], before[:, action.covers.end]).tolist()
             return ComputeCost(seconds, waiting)
         found = self.of_unit(action.unit, of_subsets=action.subset >= 0)
-        waits = self._waits(action[1:4], action.kind)[:, row] if action.subset < 0 else np.zeros(0)
+        waits = self._waits(self._alike(action[1:4]), action.kind)[:, row] if action.subset < 0 else np.zeros(0)
         seconds, waiting = found[:, kind, action.stage, row].tolist()
         return ComputeCost(seconds, waiting, tuple(waits.tolist()))
 
@@ -77,28 +77,31 @@ class ComputationSeconds:
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
         """Seconds of the waits of whole computations for tensor parallel ranks: rows (starts, seconds)."""
-        blocks, rows = work.blocks[pieces], work.pieces.numbers_in_unit[pieces]
-        different, which = np.unique(blocks, return_inverse=True)
-        known = [self._waits(work.stages[each // len(KINDS)], KINDS[each % len(KINDS)]) for each in different.tolist()]
-        starts = row_starts([len(known[each]) for each in which.tolist()])
+        rows = work.pieces.numbers_in_unit[pieces]
+        blocks, which = np.unique(work.blocks[pieces], return_inverse=True)
+        sorts = [(self._alike(work.stages[each // len(KINDS)]), KINDS[each % len(KINDS)]) for each in blocks.tolist()]
+        numbers = {sort: number for number, sort in enumerate(dict.fromkeys(sorts))}
+        which = np.array([numbers[sort] for sort in sorts], np.int64)[which.ravel()]
+        known = [self._waits(*sort) for sort in numbers]
+        starts = row_starts(np.array(list(map(len, known)), np.int64)[which])
         found = np.zeros(int(starts[-1]))
         for number, waits in enumerate(known):
             chosen = np.flatnonzero(which == number)
             found[starts[chosen][:, None] + np.arange(len(waits))] = waits[:, rows[chosen]].T
         return starts, found
 
-    def _waits(self, stage: StageKey, kind: ActionKind) -> Floats:
-        """[num_waits, num_microbatches of the unit] seconds of the waits of a stage's computations, where one replica has it."""
+    def _alike(self, stage: StageKey) -> StageKey:
+        """Return the stage that stands for all that are like this one."""
         unit, replica, index = stage
+        return next(key for key, where in self.stages.alike(unit) if where[index, replica])
+
+    def _waits(self, stage: StageKey, kind: ActionKind) -> Floats:
+        """[num_waits, num_microbatches of the unit] seconds of the waits of computations like a stage's."""
         if (*stage, kind) not in self._known_waits:
-            rows, replicas = self._rows(unit, False), self.step.assignment.placed[unit].replica_of_microbatch
-            key = next(key for key, where in self.stages.alike(unit) if where[index, replica])
-            chosen = np.flatnonzero(replicas == replica)
-            own = self._of_rows(rows, chosen, lambda load: np.array(self.stages.waits(key, kind, load)))
-            found = np.zeros((len(own), len(replicas)))
-            if own.size:
-                found[:, chosen] = own
-            self._known_waits[*stage, kind] = found
+            count = self.step.assignment.placed[stage[0]].num_microbatches
+            seconds = partial(self.stages.waits, stage, kind)
+            found = self._of_rows(self._rows(stage[0], False), np.arange(count), lambda load: np.array(seconds(load)))
+            self._known_waits[*stage, kind] = found if found.size else np.zeros((len(found), count))
         return self._known_waits[*stage, kind]
 
     def of_replicas(self, unit: str) -> Floats:

@@ -102,9 +102,9 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
     options = costs.options or MOST_COLLECTIVES
     if not units or step.cuts.segments or options.hides_waits or options.zero_stage >= 3:
         return None
-    lanes, num_segments = set[int](), 0
+    lanes, num_segments, counts = set[int](), 0, count_fine_pieces(step, units)
     for pipeline in pipelines:
-        count = count_fine_pieces(step, units, lanes=set(pipeline.tolist()))
+        count = sum(counts.get(lane, 0) for lane in pipeline.tolist())
         if num_segments + count <= MOST_SEGMENTS:
             lanes, num_segments = lanes | set(pipeline.tolist()), num_segments + count
     cut = cut_finely(step, units, lanes=lanes)
@@ -145,6 +145,8 @@ class _Filling:
         """Per piece of the uncut step: encoders, generators, weight gradients."""
         self.fills |= uncut.kinds == _WEIGHT_GRADIENT
         self.waiting_forwards, self.awaited = (self.parts.first[each] for each in weights_before_forwards(in_line, llm))
+        self._known: dict[int, LanesToFill] = {}
+        """Of the first pipeline of each group that `alike_pipelines` found, by its first lane."""
         self._time(costs, inside, lanes)
 
     def _time(self, costs: StepCosts, inside: Collection[str], lanes: Collection[int] | None) -> None:
@@ -188,8 +190,11 @@ class _Filling:
         found: dict[bytes, list[Integers]] = {}
         for pipeline in map(np.array, self.cut.once(connected_lanes)):
             pieces = self._pieces_of(pipeline)
-            arrays = *vars(self._lanes_to_fill(pieces, pipeline)).values(), self.waiting[pieces]
-            found.setdefault(b"".join(array.tobytes() for array in arrays), []).append(pipeline)
+            to_fill = self._lanes_to_fill(pieces, pipeline)
+            group = found.setdefault(b"".join(array.tobytes() for array in (*vars(to_fill).values(), self.waiting[pieces])), [])
+            if not group:
+                self._known[int(pipeline[0])] = to_fill
+            group.append(pipeline)
         return list(found.values())
 
     def moved(self, placed: "Sequence[PlacedParts]", source: Integers, target: Integers) -> "Sequence[PlacedParts]":
@@ -214,13 +219,12 @@ class _Filling:
     def fill(self, pipeline: Integers) -> "_FilledPipeline | None":
         """Fill a pipeline, or none that is too large."""
         pieces = self._pieces_of(pipeline)
-        to_fill = self._lanes_to_fill(pieces, pipeline)
+        to_fill = self._known.get(int(pipeline[0])) or self._lanes_to_fill(pieces, pipeline)
         size = len(pieces) * (len(to_fill.queue_starts) - 1)
         if size > MOST_WORK:
             return None
         tolerances = self.tolerances[: max(1, MOST_WORK // max(1, size))]
-        best = min((to_fill.fill(tolerance=each) for each in tolerances), key=lambda filled: filled.end)
-        return _FilledPipeline(self, len(pipeline), pieces, to_fill, best)
+        return _FilledPipeline(self, len(pipeline), pieces, to_fill, to_fill.fill(tolerances=tolerances))
 
     def place(self, filled: "_FilledPipeline") -> list[PlacedParts]:
         """Return the work of a pipeline's lanes."""
