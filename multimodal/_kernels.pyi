@@ -79,7 +79,7 @@ def fill_idle_lanes(
     waits: NDArray[np.int64],
     goes_inside: NDArray[np.uint8],
     behind: NDArray[np.int64],
-    tolerance: int,
+    tolerances: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]: ...
 def list_schedule(
     *,

@@ -253,8 +253,7 @@ class PlanSearch:
             if run is None:
                 return
             varied.add(run.key)
-            if self.trials.try_run(run, RANKING) is None:
-                continue
+            self.trials.try_run(run, RANKING)
             forms = (overlapped, other_sizes, other_balances, other_schedules)
             for kind in (*forms, self._other_layouts, other_passes, other_partitions):
                 glances = []
@@ -282,7 +281,7 @@ class PlanSearch:
     def _look_closer(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> PredictedRun | None:
         """Simulate the best variants of a run more closely, unless at a glance they are no better, and as good only by chance.
 
-        Returns the best of them if it is better than the run.
+        Returns the best of them if it is better than the run, or the run does not fit.
         """
         known = self._glance(run)
         seconds = known.prediction.iteration_seconds if known else math.inf
@@ -291,7 +290,7 @@ class PlanSearch:
         closer = [self.trials.try_run(each.run, RANKING) for each in sorted(better, key=lambda each: each.key)[:NUM_CLOSER]]
         ranked = self.trials.found.get((run.key, RANKING))
         found = min(filter(None, closer), key=lambda each: each.key, default=None)
-        return found if found and ranked and found.key < ranked.key else None
+        return found if found and (ranked is None or found.key < ranked.key) else None
 
     def best(self, count: int) -> list[PredictedRun]:
         """Return the best runs that could train of those simulated so far, the more closely simulated ones first."""

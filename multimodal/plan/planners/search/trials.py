@@ -18,7 +18,7 @@ from multimodal.plan.planners.search.run_variants import Placed, placed
 from multimodal.values.errors import BraidError
 
 MISFIT = 1.1
-"""Factor of what glances say of runs of a kind for each of them that turns out not to fit."""
+"""Factor of what a glance says of a run that turns out not to fit; it counts for others of its kind, too."""
 OVERHEAD = 1.15
 """Nominal seconds of the whole search over those of its simulations."""
 
@@ -146,10 +146,18 @@ class Trials:
         return {kind: fmean(found) for kind, found in ratios.items()}
 
     def corrected(self) -> list[PredictedRun]:
-        """Return the runs that fit at a glance and have not been found not to fit, by their corrected seconds."""
+        """Return the runs that fit at a glance, by their corrected seconds.
+
+        Those that turned out not to fit are among them, as if they took longer: a variant of theirs may fit.
+        """
         factors = self.corrections()
-        glances = (each for each in self.fitting(QUICK) if self.found.get((each.run.key, RANKING), each) is not None)
-        return sorted(glances, key=lambda each: factors.get(self.placed(each.run), 1.0) * each.prediction.iteration_seconds)
+
+        def seconds(glance: PredictedRun) -> float:
+            is_misfit = self.found.get((glance.run.key, RANKING), glance) is None
+            factor = factors.get(self.placed(glance.run), 1.0) * (MISFIT if is_misfit else 1.0)
+            return factor * glance.prediction.iteration_seconds
+
+        return sorted(self.fitting(QUICK), key=seconds)
 
     def least_seconds(self, fidelity: Fidelity) -> float:
         """Return the shortest step of those."""
