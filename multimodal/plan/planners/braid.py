@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from statistics import fmean
 
 from multimodal.balance import Placement
@@ -121,11 +122,11 @@ class PlanSearch:
             self._look_at_layouts(self.request.changed(memory_scale=scale * self.request.memory_scale))
             if self.best(1):
                 break
-        for each in self.trials.corrected()[:NUM_OVERLAPPED]:
+        for each in self.trials.expected()[:NUM_OVERLAPPED]:
             for variant in overlapped(each.run, self.request):
                 self._glance(variant)
         for _ in range(NUM_RANKED):
-            waiting = (each for each in self.trials.corrected() if (each.run.key, RANKING) not in self.trials.found)
+            waiting = (each for each in self.trials.expected() if (each.run.key, RANKING) not in self.trials.found)
             chosen = next(waiting, None)
             if chosen is None or (self.trials.fitting(RANKING) and self.trials.budget.left(RANKED_UNTIL) < 0):
                 return
@@ -293,12 +294,8 @@ class PlanSearch:
         return found if found and (ranked is None or found.key < ranked.key) else None
 
     def best(self, count: int) -> list[PredictedRun]:
-        """Return the best runs that could train of those simulated so far, the more closely simulated ones first."""
-        found: dict[str, PredictedRun] = {}
-        for each in (*self.trials.fitting(RANKING), *self.trials.corrected()):
-            if len(found) < count and BUILDERS[each.run.schedule].can_train:
-                found.setdefault(each.run.key, each)
-        return list(found.values())
+        """Return the best runs that could train of those simulated so far, by what they are expected to take."""
+        return list(islice((each for each in self.trials.expected() if BUILDERS[each.run.schedule].can_train), count))
 
     def choose(self) -> PredictedRun:
         """Judge the best as every planner's plan is judged in the end, and return the best plan of all that fit.
@@ -344,7 +341,7 @@ class PlanSearch:
     def _judge_next(self) -> bool:
         """Judge the best of the search that has not been; False where none is left that may be better than the best judged."""
         waiting = (each for each in self.best(len(self.trials.found)) if each.run.key not in self.judged)
-        found = next(waiting, None)
+        found = min(waiting, key=lambda each: self.trials.found.get((each.run.key, RANKING)) is None, default=None)
         if found is None or found.prediction.iteration_seconds > CLOSE * self.trials.least_seconds(FINAL):
             return False
         self.judged.add(found.run.key)

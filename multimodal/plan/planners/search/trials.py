@@ -145,19 +145,21 @@ class Trials:
                 ratios.setdefault(self.placed(glance.run), []).append(ratio)
         return {kind: fmean(found) for kind, found in ratios.items()}
 
-    def corrected(self) -> list[PredictedRun]:
-        """Return the runs that fit at a glance, by their corrected seconds.
+    def expected(self) -> list[PredictedRun]:
+        """Return the runs that fit, as they were ranked or else at a glance, by what they are expected to take.
 
         Those that turned out not to fit are among them, as if they took longer: a variant of theirs may fit.
         """
-        factors = self.corrections()
+        factors, ranked = self.corrections(), {each.run.key: each for each in self.fitting(RANKING)}
 
         def seconds(glance: PredictedRun) -> float:
             is_misfit = self.found.get((glance.run.key, RANKING), glance) is None
             factor = factors.get(self.placed(glance.run), 1.0) * (MISFIT if is_misfit else 1.0)
             return factor * glance.prediction.iteration_seconds
 
-        return sorted(self.fitting(QUICK), key=seconds)
+        glances = (each for each in self.fitting(QUICK) if each.run.key not in ranked)
+        found = [(each.prediction.iteration_seconds, each) for each in ranked.values()]
+        return [each for _, each in sorted([*found, *((seconds(each), each) for each in glances)], key=lambda entry: entry[0])]
 
     def least_seconds(self, fidelity: Fidelity) -> float:
         """Return the shortest step of those."""
