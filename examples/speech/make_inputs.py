@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.signal import resample_poly
 
 import multimodal
 
@@ -30,8 +31,11 @@ LONGEST_SECONDS = 8.0
 NUM_HELD_OUT = 40
 NUM_MERGED = 6
 """Tokens of Whisper, of 20 ms each, that become one of the LLM."""
-NUM_JOINED = 400
-"""Samples that are made of several short prompts, as Asterisk itself makes sentences of them."""
+NUM_JOINED = 2400
+"""Samples that are made of several prompts, as Asterisk itself makes sentences of them: what comes next is only to be heard."""
+LONGEST_JOINED_SECONDS = 5.0
+SPEEDS = (9, 10, 11)
+"""In tenths, of what is joined: the same words, never the same sound."""
 RATE = 8000
 PAUSE = np.zeros(RATE // 5, dtype=np.int16)
 Prompt = tuple[str, str, np.ndarray]
@@ -219,15 +223,22 @@ def write_data(prompts: list[Prompt], folder: Path) -> None:
     held_out = {prompt[1].lower() for prompt in random.sample(candidates, NUM_HELD_OUT)}
     train = [prompt for prompt in prompts if prompt[1].lower() not in held_out]
     chosen = [prompt for prompt in prompts if prompt[1].lower() in held_out]
-    short = [prompt for prompt in train if len(prompt[2]) < 2 * RATE]
-    for index in range(NUM_JOINED):
-        parts = random.sample(short, random.choice((2, 3, 4)))
-        sound = np.concatenate([each for _, _, samples in parts for each in (samples, PAUSE)])
-        train.append((f"joined/{index}", " ".join(text for _, text, _ in parts), sound))
+    train += [join(train, f"joined/{index}") for index in range(NUM_JOINED)]
     for name, samples in (("train", train), ("held_out", chosen)):
         with open(folder / f"{name}.jsonl", "w") as file:
             for sample in samples:
                 file.write(json.dumps(conversation(sample, folder)) + "\n")
+
+
+def join(prompts: list[Prompt], name: str) -> Prompt:
+    """Return one to four prompts, one behind the other and at some speed, in no more than some seconds."""
+    parts: list[Prompt] = []
+    for prompt in random.sample(prompts, random.choice((1, 2, 3, 4))):
+        if not parts or sum(len(samples) for _, _, samples in (*parts, prompt)) <= LONGEST_JOINED_SECONDS * RATE:
+            parts.append(prompt)
+    sound = np.concatenate([each for _, _, samples in parts for each in (samples, PAUSE)])
+    faster = resample_poly(sound.astype(np.float32), 10, random.choice(SPEEDS))
+    return name, " ".join(text for _, text, _ in parts), faster.clip(-32768, 32767).astype(np.int16)
 
 
 def conversation(prompt: Prompt, folder: Path) -> dict[str, Any]:

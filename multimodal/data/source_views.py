@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.audio.audio_processing import SILENCE
+from multimodal.data.audio.audio_processing import silence_of
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.model_graph import AudioInput, ModelGraph
@@ -126,9 +126,12 @@ class BlankImages(SourceView):
         found = self._inputs.get(self._source.lengths(index).items[item_index].unit)
         if found is None:
             return self._source.item(index, item_index)
-        grid, is_sound = self._source.item_grid(index, item_index), isinstance(found, AudioInput)
-        shape = found.num_tokens(grid) if is_sound else grid[0] * grid[1], found.num_patch_values
-        return ItemPixels(np.full(shape, SILENCE if is_sound else 0, dtype=np.float32), grid)
+        grid = self._source.item_grid(index, item_index)
+        if isinstance(found, AudioInput):
+            num_tokens, value = found.num_tokens(grid), silence_of(found)
+        else:
+            num_tokens, value = grid[0] * grid[1], 0.0
+        return ItemPixels(np.full((num_tokens, found.num_patch_values), value, dtype=np.float32), grid)
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
         """Tell the source which items that are not empty will be asked for next."""

@@ -4,12 +4,14 @@ Cornstarch, section 5.1: modules stay as they are, and what they need of each ot
 file, which pretrain_mllm.py and all tools read.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.processors import read_processors, with_processors
 from multimodal.hugging_face.registry import CONFIG_NAME, is_known_encoder, read_encoder, read_graph
+from multimodal.hugging_face.whisper import SAMPLING_RATE
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping, write_mapping
 from multimodal.values.model_graph import ModelGraph, Role
@@ -29,7 +31,17 @@ PROJECTORS: Mapping[str, _Projector] = {"mlp": _Projector("none", True), "merger
 _TOWERS = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel", "chinese_clip": "ChineseCLIPVisionModel"}
 """Classes of the part of a model that sees, by the model_type of a model that reads, too."""
 _OF_PROJECTOR = ".projector"
-_NAMES = {"num_layers": "num_hidden_layers", "hidden_size": "hidden_size", "num_attention_heads": "num_attention_heads"}
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "num_layers": ("num_hidden_layers", "encoder_layers"),
+    "hidden_size": ("hidden_size", "d_model"),
+    "num_attention_heads": ("num_attention_heads", "encoder_attention_heads"),
+    "ffn_hidden_size": ("intermediate_size", "encoder_ffn_dim"),
+}
+"""The shape of a unit, by the names that a config.json may have for it."""
+_MOST_TOKENS = 6000
+"""Tokens of the longest clip of a module that takes any: two minutes."""
+_PARTS = {"whisper": "encoder"}
+"""The part of a model that hears, by its model_type."""
 
 
 def compose(
@@ -45,10 +57,10 @@ def compose(
     """Write a model file of an LLM behind encoders, and return its graph. Weights stay in their folders, which runs read.
 
     llm: the folder of a text model that can be trained here; encoders: a unit's name -> the folder of a Whisper, or of an encoder
-    of images of one size, which is taken as it is; projector: one of `PROJECTORS`; merge_size: merge_size x merge_size patches
-    become one token, and so many neighbours of sound; of all encoders, or by unit; freeze: units whose module is not trained, or
-    `<unit>.projector`; callbacks: unit -> one of `CALLBACKS` -> the function, as `package.module:function`. Raises ModelError
-    where the parts do not fit.
+    of images of one size or of sound, which is taken as it is; projector: one of `PROJECTORS`; merge_size: merge_size x
+    merge_size patches become one token, and so many neighbours of sound; of all encoders, or by unit; freeze: units whose module
+    is not trained, or `<unit>.projector`; callbacks: unit -> one of `CALLBACKS` -> the function, as `package.module:function`.
+    Raises ModelError where the parts do not fit.
     """
     if projector not in PROJECTORS:
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
@@ -96,16 +108,20 @@ def _with_merging(unit: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
 
 
 def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: str) -> dict[str, Any]:
-    """Return an encoder of images that is taken as it is."""
+    """Return an encoder of images or sound that is taken as it is."""
     config = whole.get("vision_config", whole)
-    missing = [key for key in (*_NAMES.values(), "image_size", "patch_size") if not isinstance(config.get(key), int)]
+    item = _item(config, merge_size)
+    shape = {ours: next((config[key] for key in keys if key in config), None) for ours, keys in _NAMES.items()}
+    if shape["ffn_hidden_size"] is None and shape["hidden_size"] is not None:
+        shape["ffn_hidden_size"] = int(config.get("mlp_ratio", 4) * shape["hidden_size"])
+    values = {_NAMES[key][0]: value for key, value in shape.items()}
+    values |= {key: value for each in item.values() for key, value in each.items() if key in ("image_size", "patch_size")}
+    missing = [key for key, value in values.items() if not isinstance(value, int)]
     if missing:
         raise ModelError(
-            f"{where}: {missing[0]} is {config.get(missing[0])!r}, expected an integer; take an encoder of images of one size"
+            f"{where}: {missing[0]} is {values[missing[0]]!r}, expected an integer; take an encoder of images of one size, or of "
+            "sound"
         )
-    shape = {ours: config[theirs] for ours, theirs in _NAMES.items()}
-    image = {key: config[key] for key in ("image_size", "patch_size")}
-    image |= {"in_channels": config.get("num_channels", 3), "merge_size": merge_size}
     module = {"directory": str(folder.absolute())}
     if config is not whole:
         if whole.get("model_type") not in _TOWERS:
@@ -113,18 +129,40 @@ def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: s
                 f"{where}: model_type {whole.get('model_type')!r} has no tower that is known; expected {', '.join(_TOWERS)}"
             )
         module["class"] = _TOWERS[whole["model_type"]]
+    if whole.get("model_type") in _PARTS:
+        module["part"] = _PARTS[whole["model_type"]]
     return {
         "role": "encoder",
         **shape,
-        "ffn_hidden_size": config.get("intermediate_size", int(config.get("mlp_ratio", 4) * config["hidden_size"])),
         "has_rotary_positions": False,
-        "image": image,
+        **item,
         "module": module,
         "normalization": "LayerNorm",
         "activation": "gelu",
         "add_bias_linear": True,
         "layernorm_epsilon": config.get("layer_norm_eps", 1e-6),
     }
+
+
+def _item(config: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
+    """Return what an encoder takes: samples where convolutions make tokens of them, a spectrogram, or else images."""
+    widths, steps, channels = (_whole_numbers(config, key) for key in ("conv_kernel", "conv_stride", "conv_dim"))
+    if widths and steps and channels:
+        waveform = {"widths": widths, "steps": steps, "channels": max(channels), "is_normalised": True}
+        rate = max(1, SAMPLING_RATE // max(1, math.prod(steps)))
+        audio = {"waveform": waveform, "tokens_per_second": rate, "max_tokens": _MOST_TOKENS}
+    elif isinstance(config.get("num_mel_bins"), int) and isinstance(config.get("max_source_positions"), int):
+        audio = {"num_mel_bins": config["num_mel_bins"], "max_tokens": config["max_source_positions"]}
+    else:
+        image = {key: config.get(key) for key in ("image_size", "patch_size")}
+        return {"image": {**image, "in_channels": config.get("num_channels", 3), "merge_size": merge_size}}
+    return {"audio": {**audio, "merge": "joined", "merge_factor": merge_size}}
+
+
+def _whole_numbers(config: Mapping[str, Any], key: str) -> list[int]:
+    """Return a list of integers; an empty one where config.json has something else."""
+    value = config.get(key)
+    return value if isinstance(value, list) and all(isinstance(each, int) for each in value) else []
 
 
 def _unit(units: Mapping[str, dict[str, Any]], name: str, argument: str) -> dict[str, Any]:

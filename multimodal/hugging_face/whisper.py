@@ -29,14 +29,18 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "scale_embedding": (False,),
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"), (0, 0.0, None)),
 }
+SAMPLING_RATE = 16000
+"""Samples a second that encoders of sound are given."""
 FEATURES: Mapping[str, tuple[Any, ...]] = {
-    "sampling_rate": (16000,),
+    "sampling_rate": (SAMPLING_RATE,),
     "hop_length": (160,),
     "n_fft": (400,),
     "dither": (0, 0.0, None),
     "do_normalize": (False, None),
 }
 """What a feature extractor computes here."""
+_SAMPLES: Mapping[str, tuple[Any, ...]] = {"sampling_rate": (SAMPLING_RATE,), "feature_size": (1,)}
+"""The same of one that leaves samples as they are."""
 
 
 def audio_names(prefix: str, *, last_norm: str, product: str | None = None) -> UnitNames:
@@ -114,6 +118,10 @@ def with_features(unit: dict[str, Any], features: Config) -> dict[str, Any]:
     Raises ModelError for one that does something else.
     """
     audio = unit["audio"]
+    if audio.get("waveform") is not None:
+        require(features, _SAMPLES, where="the feature extractor's ")
+        waveform = {**audio["waveform"], "is_normalised": bool(features.get("do_normalize", True))}
+        return {**unit, "audio": {**audio, "waveform": waveform}}
     require(features, {**FEATURES, "feature_size": (audio["num_mel_bins"],)}, where="the feature extractor's ")
     seconds = features.get("chunk_length")
     if audio.get("chunk_tokens") is None or seconds is None:

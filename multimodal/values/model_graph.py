@@ -11,7 +11,7 @@ from typing import Any, Literal, NoReturn
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain, check_fields
-from multimodal.values.units.items import AudioInput, ImageInput, ItemInput, problem_of_image
+from multimodal.values.units.items import AudioInput, ImageInput, ItemInput, problem_of_image, problem_of_waveform
 from multimodal.values.units.lora import Lora
 from multimodal.values.units.opaque import Opaque
 from multimodal.values.units.transformer import Transformer, up_to
@@ -71,8 +71,8 @@ class Unit:
     """Adapters of the module's linear layers, and of the projector's, where they are named. All that is not an adapter is frozen
     in the module then, and in a projector that has some."""
     module: Opaque | None = None
-    """Encoders of images of one size: a module of transformers in place of all layers but the projector. `num_layers` and the
-    rest of the shape say what it costs, as long as it is not measured."""
+    """Encoders of images of one size, or of sound: a module of transformers in place of all layers but the projector.
+    `num_layers` and the rest of the shape say what it costs, as long as it is not measured."""
     weights: str | None = None
     """A folder of Hugging Face that the unit starts from, but for its projector; in a model file relative to that, too."""
     layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
@@ -349,8 +349,14 @@ def _check_edge(graph: ModelGraph, index: int) -> None:
 
 
 def _problem_of_module(unit: Unit) -> str:
-    if unit.role is not Role.ENCODER or unit.image is None or unit.image.image_size is None or unit.image.num_frames > 1:
-        return "module belongs to encoders of images of one size; give the unit an image with image_size, or leave module out"
+    image, audio = unit.image, unit.audio
+    takes_images = image is not None and image.image_size is not None and image.num_frames == 1
+    takes_sound = audio is not None and audio.chunk_tokens is None
+    if unit.role is not Role.ENCODER or not (takes_images or takes_sound):
+        return (
+            "module belongs to encoders of images of one size, or of sound in one piece; give the unit an image with image_size "
+            "or audio without chunk_tokens, or leave module out"
+        )
     if unit.deepstack_layers:
         return "module is one layer; leave deepstack_layers out"
     if unit.layer_kinds is not None:
@@ -376,6 +382,11 @@ def _check_unit(unit: Unit) -> None:
         )
     if unit.module is not None and (problem := _problem_of_module(unit)):
         fail("module", problem)
+    if unit.audio is not None and unit.audio.waveform is not None:
+        if problem := problem_of_waveform(unit.audio.waveform):
+            fail("audio", f"waveform: {problem}")
+        if unit.module is None:
+            fail("audio", "waveform is what modules of transformers take; give the unit a module, or leave it out")
     if shape.kv_channels is None and shape.hidden_size % shape.num_attention_heads:
         fail(
             "hidden_size",

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.audio.audio_processing import frames_to_patches
+from multimodal.data.audio.audio_processing import frames_to_patches, samples_to_patches
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -15,7 +15,7 @@ from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 class SampleShape:
     """What a random sample looks like: its items as (unit, merged rows, merged columns), its text and target tokens.
 
-    A clip of sound is (unit, frames, 1). What a generator makes has no tokens in the LLM.
+    A clip of sound is (unit, frames, 1), or (unit, samples, 1). What a generator makes has no tokens in the LLM.
     """
 
     items: tuple[tuple[str, int, int], ...]
@@ -69,6 +69,8 @@ class RandomSource:
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         grid, found = self.item_grid(index, item_index), self._input(self.shapes[index].items[item_index][0])
+        if isinstance(found, AudioInput) and found.waveform is not None:
+            return samples_to_patches(self._numbers(index, item_index, grid[:1]), audio=found)
         if isinstance(found, AudioInput):
             return frames_to_patches(self.frames(index, item_index), grid, audio=found)
         size = (grid[0] * grid[1], found.num_patch_values)
@@ -90,5 +92,5 @@ class RandomSource:
         assert found is not None
         return found
 
-    def _numbers(self, index: int, item_index: int, size: tuple[int, int]) -> npt.NDArray[np.float32]:
+    def _numbers(self, index: int, item_index: int, size: tuple[int, ...]) -> npt.NDArray[np.float32]:
         return np.random.default_rng((self.seed, index, item_index)).standard_normal(size).astype(np.float32)

@@ -137,11 +137,11 @@ def test_what_cannot_be_is_said(graph: ModelGraph, tmp_path: Path) -> None:
         ({"module": {"directory": "nowhere"}}, "there is no config.json in nowhere"),
         ({"module": {"directory": "dinov2", "class": "Trainer"}}, "has no model 'Trainer'"),
         ({"module": {"directory": "dinov2", "part": "tower"}}, "cannot be built from"),
-        ({"hidden_size": 32}, r"gives \[17, 16\] for an image, but the unit has 16 patches of hidden_size 32"),
+        ({"hidden_size": 32}, r"gives \[17, 16\] for an image, but the unit has 16 tokens of hidden_size 32"),
     ],
 )
 def test_a_wrong_module_is_said_when_it_is_built(graph: ModelGraph, tmp_path: Path, change: Any, message: str) -> None:
-    from multimodal.model.layers.opaque import build_module, find_unused
+    from multimodal.model.layers.opaque_module import build_module, find_unused
 
     unit = describe(tmp_path, **change).unit("vision")
     assert unit.module is not None and unit.image is not None

@@ -85,12 +85,13 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
 
 def _check_layers_can_be_built(graph: ModelGraph) -> None:
     for unit in graph.units:
-        if unit.audio is not None and unit.audio.tokens_per_second != 50:
+        audio = unit.audio if unit.module is None else None
+        if audio is not None and audio.tokens_per_second != 50:
             raise ModelError(
-                f"unit '{unit.name}': tokens_per_second {unit.audio.tokens_per_second} can be planned and simulated but not "
+                f"unit '{unit.name}': tokens_per_second {audio.tokens_per_second} can be planned and simulated but not "
                 "trained; set it to 50, two frames of 10 ms a token"
             )
-        if unit.audio is not None and unit.transformer.has_rotary_positions:
+        if audio is not None and unit.transformer.has_rotary_positions:
             raise ModelError(
                 f"unit '{unit.name}' takes audio, to which its first layer adds positions; set has_rotary_positions: false"
             )

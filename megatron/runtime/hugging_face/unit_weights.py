@@ -13,7 +13,7 @@ from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
 from multimodal.hugging_face.registry import read_config, read_encoder
 from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.model.adapter import is_adapter
-from multimodal.model.layers.opaque import rename_keys
+from multimodal.model.layers.opaque_module import rename_keys
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 

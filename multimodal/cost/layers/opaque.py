@@ -1,14 +1,52 @@
 """A module of transformers as one layer: costs as of the layers that the unit's shape describes, until they are measured."""
 
-from multimodal.cost.layers.encoder_ends import PatchEmbeddingLayer
+import math
+
+from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbeddingLayer
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role, Unit
+from multimodal.values.units.items import Waveform
+
+
+class _WaveformLayer(PatchEmbeddingLayer):
+    """Convolutions over samples, and a product that gives the hidden size."""
+
+    @property
+    def num_weights(self) -> int:
+        """Those of all convolutions, the first of which sees one channel, and of the product."""
+        return sum(self._weights) + self._channels * self.unit.transformer.hidden_size
+
+    @property
+    def num_vector_entries(self) -> int:
+        """One bias or norm for each convolution."""
+        return len(self._weights) * self._channels
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """A convolution is computed as often for a token as those behind it step over."""
+        steps = self._waveform.steps
+        times = (math.prod(steps[index + 1 :]) for index in range(len(steps)))
+        convolutions = sum(weights * count for weights, count in zip(self._weights, times, strict=True))
+        return LayerFlops(2.0 * load.num_tokens * (convolutions + self._channels * self.unit.transformer.hidden_size))
+
+    @property
+    def _waveform(self) -> Waveform:
+        assert self.unit.audio is not None and self.unit.audio.waveform is not None
+        return self.unit.audio.waveform
+
+    @property
+    def _channels(self) -> int:
+        return self._waveform.channels
+
+    @property
+    def _weights(self) -> list[int]:
+        sizes = (1, *[self._channels] * len(self._waveform.widths))
+        return [size * width * self._channels for size, width in zip(sizes, self._waveform.widths, strict=False)]
 
 
 class OpaqueLayer(Layer):
-    """Embeds patches, and then computes as many transformer layers as the shape says."""
+    """Embeds patches or sound, and then computes as many transformer layers as the shape says."""
 
     position = "first"
     roles = (Role.ENCODER,)
@@ -22,7 +60,7 @@ class OpaqueLayer(Layer):
 
     @property
     def num_weights(self) -> int:
-        """Those of patches and of all layers."""
+        """Those of patches or sound and of all layers."""
         return self._embedding.num_weights + self._num_layers * self._layer.num_weights
 
     @property
@@ -32,15 +70,25 @@ class OpaqueLayer(Layer):
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Sum over the layers. Images have one size, so that attention is linear in tokens, too."""
-        image, shape = self.unit.image, self.unit.transformer
-        assert image is not None
-        linear = self._layer.forward_flops(load).linear
+        image, load = self.unit.image, self._padded(load)
+        embedding, layer = self._embedding.forward_flops(load), self._layer.forward_flops(load)
+        if image is None:
+            return LayerFlops(embedding.linear + self._num_layers * layer.linear, self._num_layers * layer.attention)
+        shape = self.unit.transformer
         attention = 4.0 * shape.num_attention_heads * shape.head_channels * image.grid_size**2 * load.num_tokens
-        return LayerFlops(self._embedding.forward_flops(load).linear + self._num_layers * (linear + attention))
+        return LayerFlops(embedding.linear + self._num_layers * (layer.linear + attention))
+
+    def _padded(self, load: UnitLoad) -> UnitLoad:
+        """Return what is computed: a module that takes spectrograms takes them in one length alone."""
+        audio = self.unit.audio
+        if audio is None or audio.waveform is not None:
+            return load
+        most = audio.max_tokens
+        return load._replace(num_tokens=load.num_sequences * most, num_squared=load.num_sequences * most**2)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Those of torch's layers; nothing of them is computed again."""
-        kept = self._layer.saved_bytes(load, case._replace(implementation="local", recompute=None))
+        kept = self._layer.saved_bytes(self._padded(load), case._replace(implementation="local", recompute=None))
         return ActivationBytes(*(self._num_layers * part for part in kept))
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
@@ -57,4 +105,6 @@ class OpaqueLayer(Layer):
 
     @property
     def _embedding(self) -> Layer:
-        return PatchEmbeddingLayer(self.graph, self.unit, self.vocab_size)
+        audio = self.unit.audio
+        kind = PatchEmbeddingLayer if audio is None else _WaveformLayer if audio.waveform is not None else AudioEmbeddingLayer
+        return kind(self.graph, self.unit, self.vocab_size)

@@ -3,6 +3,8 @@
 A clip of n samples at 16 kHz has ceil(n / 160) frames: logarithms of the energy in bands of the mel scale, every 10 ms. Two
 convolutions make a token of two frames; it depends on five. Those before a clip are zero; behind it comes silence, of which the
 last token sees one or two frames, as it does where clips are padded to 30 s. At the ends of chunks everything is zero.
+
+Modules that take samples (wav2vec 2.0) get, for every token, those that it is made of.
 """
 
 from functools import lru_cache
@@ -24,6 +26,7 @@ _FRAMES_BEFORE = 2
 """Frames of a token before its own two."""
 SILENCE = -1.5
 """All bands of a frame of a clip that has no sound."""
+_SMALLEST_VARIANCE = 1e-7
 NOT_IN_OUTPUT = -1
 """In place of a token's place in the output, where it is left over by merging."""
 _Frames = npt.NDArray[np.float32]
@@ -34,7 +37,7 @@ def audio_grid(num_samples: int, *, audio: AudioInput) -> tuple[int, int]:
 
     Raises DataError for a clip of which no token would be left, or of more tokens than the encoder takes.
     """
-    grid = -(-num_samples // HOP), 1
+    grid = (-(-num_samples // HOP) if audio.waveform is None else num_samples), 1
     if audio.num_output_tokens(grid) < 1:
         raise DataError(
             f"a clip of {num_samples} samples at 16 kHz gives {audio.num_tokens(grid)} tokens, fewer than the "
@@ -51,10 +54,27 @@ def audio_grid(num_samples: int, *, audio: AudioInput) -> tuple[int, int]:
 def audio_to_patches(samples: npt.NDArray[np.float32], *, audio: AudioInput) -> ItemPixels:
     """Return what every token of a clip is made of; samples: [num_samples] at 16 kHz, from -1 to 1."""
     grid = audio_grid(len(samples), audio=audio)
+    if audio.waveform is not None:
+        return samples_to_patches(samples, audio=audio)
     most = 2 * audio.max_tokens
     num_shown = min(grid[0] + _FRAMES_BEFORE, most)
     frames = log_mel(samples, num_frames=num_shown, most_samples=most * HOP, num_mel_bins=audio.num_mel_bins)
     return frames_to_patches(frames, grid, audio=audio)
+
+
+def samples_to_patches(samples: npt.NDArray[np.float32], *, audio: AudioInput) -> ItemPixels:
+    """Return the samples of every token; they overlap."""
+    waveform, grid = audio.waveform, (len(samples), 1)
+    assert waveform is not None
+    if waveform.is_normalised:
+        samples = (samples - samples.mean()) / np.sqrt(samples.var() + _SMALLEST_VARIANCE)
+    windows = np.lib.stride_tricks.sliding_window_view(samples, waveform.samples_seen)[:: waveform.samples_per_token]
+    return ItemPixels(np.ascontiguousarray(windows, dtype=np.float32), grid)
+
+
+def silence_of(audio: AudioInput) -> float:
+    """Return the value of all numbers of a clip that has no sound."""
+    return SILENCE if audio.waveform is None else 0.0
 
 
 def frames_to_patches(frames: _Frames, grid: tuple[int, int], *, audio: AudioInput) -> ItemPixels:

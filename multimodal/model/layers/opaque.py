@@ -1,9 +1,6 @@
-"""A module of Hugging Face's transformers as one layer: images in, the hidden states of their patches out."""
+"""A module of Hugging Face's transformers as one layer: images or sound in, the hidden states of their tokens out."""
 
 import hashlib
-import importlib
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +9,24 @@ from torch.nn import Module
 
 from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
-from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ImageInput, Opaque, Unit
+from multimodal.model.layers.opaque_module import argument_of, build_module, find_callback, find_unused
+from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput, Opaque
+from multimodal.values.units.items import FRAMES_PER_TOKEN
+
+_DYNAMIC_RANGE = 2.0
+"""From the largest value of a spectrogram to the least, which is that of silence (Whisper)."""
 
 
 class OpaqueEncoder(torch.nn.Module):
-    """Puts patches back into images, and takes the hidden states of patches in their order. Dropout is off."""
+    """Puts tokens back into items, and takes the hidden states of tokens in their order. Dropout is off."""
 
     unused: frozenset[str]
     """Parameters that no output depends on, which are never trained."""
 
-    def __init__(self, module: Module, *, described: Opaque, image: ImageInput, unused: frozenset[str]) -> None:
+    def __init__(self, module: Module, *, described: Opaque, item: ItemInput, unused: frozenset[str]) -> None:
         """unused: by their names in the module."""
         super().__init__()
-        self.module, self._image = module, image
+        self.module, self._item = module, item
         self.unused = frozenset(f"module.{name}" for name in unused)
         self._before, self._after = find_callback(described.before_encoder), find_callback(described.after_encoder)
 
@@ -35,56 +36,93 @@ class OpaqueEncoder(torch.nn.Module):
         self.module.eval()
         return self
 
-    def forward(self, patches: Tensor, places: Tensor, image_of_token: Tensor, num_images: int) -> Tensor:
-        """patches: [num_tokens, channels x patch_size^2]; places: [num_tokens, 2], negative where a token is no patch.
+    def forward(self, patches: Tensor, places: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        """patches: [num_tokens, values of a token]; places: [num_tokens, ...]; lengths: tokens of each item.
 
-        image_of_token: [num_tokens], ascending. Returns [num_tokens, 1, hidden_size].
+        Returns [num_tokens, 1, hidden_size].
         """
-        size, patch = self._image.grid_size, self._image.patch_size
+        if isinstance(self._item, ImageInput):
+            return self._see(patches, places, lengths, image=self._item)[:, None]
+        values = patches.to(next(self.module.parameters()).dtype)
+        # One clip after another, as its norms and attention reach over all of it, and none is padded to another's length.
+        return torch.cat([self._hear(clip, audio=self._item) for clip in values.split(lengths)])[:, None]
+
+    def _hear(self, clip: Tensor, *, audio: AudioInput) -> Tensor:
+        """clip: [num_tokens, values of a token]; returns [num_tokens, hidden_size]."""
+        given = samples_of(clip, audio) if audio.waveform is not None else frames_of(clip, audio)
+        hidden: Tensor = self._run(given[None])[0, : len(clip)]
+        return hidden
+
+    def _run(self, given: Tensor) -> Tensor:
+        hidden: Tensor = self._after(self.module(**{argument_of(self._item): self._before(given)}).last_hidden_state)
+        return hidden
+
+    def _see(self, patches: Tensor, places: Tensor, lengths: tuple[int, ...], *, image: ImageInput) -> Tensor:
+        """places: [num_tokens, 2], negative where a token is no patch; all images at once."""
+        size, patch, num_images = image.grid_size, image.patch_size, len(lengths)
+        counts = torch.tensor(lengths, device=patches.device)
+        image_of_token = torch.arange(num_images, device=counts.device).repeat_interleave(counts, output_size=len(patches))
         is_patch = places[:, 0] >= 0
         index = torch.where(is_patch, places[:, 0] * size + places[:, 1], 0)
-        values = normalised_patches(patches, self._image).to(next(self.module.parameters()).dtype)
+        values = normalised_patches(patches, image).to(next(self.module.parameters()).dtype)
         rows = values.new_zeros((num_images * size**2 + 1, values.shape[1]))  # the last one is of tokens that are no patches
         rows[torch.where(is_patch, image_of_token * size**2 + index, num_images * size**2)] = values
         pixels = rows[:-1].view(num_images, size, size, -1, patch, patch).permute(0, 3, 1, 4, 2, 5)
         pixels = pixels.reshape(num_images, -1, size * patch, size * patch)
-        hidden = self._after(self.module(pixel_values=self._before(pixels)).last_hidden_state)
+        hidden = self._run(pixels)
         first_patch = hidden.shape[1] - size**2
         of_token = torch.where(is_patch, index + first_patch, 0)
-        found: Tensor = hidden[image_of_token, of_token]
-        return found[:, None]
+        return hidden[image_of_token, of_token]
+
+
+def samples_of(clip: Tensor, audio: AudioInput) -> Tensor:
+    """Return the samples of a clip, whose tokens see some of each other's; clip: [num_tokens, samples_seen]."""
+    assert audio.waveform is not None
+    return torch.cat((clip[:-1, : audio.waveform.samples_per_token].flatten(), clip[-1]))
+
+
+def frames_of(clip: Tensor, audio: AudioInput) -> Tensor:
+    """Return a clip's spectrogram with silence behind it, [num_mel_bins, frames of the longest clip].
+
+    clip: [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], of which the third and fourth frame are a token's own.
+    """
+    windows, num_frames = clip.unflatten(1, (FRAMES_PER_TOKEN, -1)), 2 * audio.max_tokens
+    frames = torch.cat((windows[:, 2:4].flatten(0, 1), windows[-1:, 4]))[:num_frames]
+    silence = (frames.max() - _DYNAMIC_RANGE).expand(num_frames - len(frames), frames.shape[1])
+    return torch.cat((frames, silence)).t()
 
 
 class OpaqueKind(LayerKind):
-    """Reads `batch.patches`, `batch.positions` and the lengths of images."""
+    """Reads `batch.patches`, `batch.positions` and the lengths of items."""
 
     takes_hidden = False
     initialises_itself = True
 
     def build(self, context: LayerContext, index: int) -> OpaqueEncoder:
         """Build the module from its config.json, with values as transformers draws them, alike on all ranks."""
-        described, image = context.unit.module, context.unit.image
-        assert described is not None and image is not None
+        described, item = context.unit.module, context.unit.item_input
+        assert described is not None and item is not None
         seed = int.from_bytes(hashlib.sha256(context.unit.name.encode()).digest()[:7], "little")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             module = build_module(context.unit, described)
-        unused = find_unused(context.unit, described, image)
+        unused = find_unused(context.unit, described, item)
         device, dtype = torch.cuda.current_device(), context.options.precision.params_dtype
-        return OpaqueEncoder(module.to(device=device, dtype=dtype), described=described, image=image, unused=unused)
+        return OpaqueEncoder(module.to(device=device, dtype=dtype), described=described, item=item, unused=unused)
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Compute all images at once."""
-        batch = given.batch
-        assert batch.patches is not None
-        lengths = torch.tensor(batch.lengths, device=batch.patches.device)
-        images = torch.arange(len(lengths), device=lengths.device)
-        images = images.repeat_interleave(lengths, output_size=len(batch.patches))
-        output: Tensor = layer(batch.patches, batch.positions, images, len(batch.lengths))
+        """Compute all items."""
+        assert given.batch.patches is not None
+        output: Tensor = layer(given.batch.patches, given.batch.positions, given.batch.lengths)
         return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """Images, of the last of which some patches may be missing: it takes as long as a whole one."""
+        """Images, of the last of which some patches may be missing: it takes as long as a whole one; or clips."""
+        if context.unit.audio is not None:
+            most = context.unit.audio.max_tokens
+            whole, rest = divmod(num_tokens // num_sequences, most)
+            lengths = ((most,) * whole + ((rest,) if rest else ())) * num_sequences
+            return {"patches": context.random(num_tokens, context.patch_channels), "lengths": lengths}, None
         assert context.unit.image is not None
         size, device = context.unit.image.grid_size, torch.cuda.current_device()
         num_images, rest = divmod(num_tokens, size**2)
@@ -95,76 +133,3 @@ class OpaqueKind(LayerKind):
             "lengths": (size**2,) * num_images + ((rest,) if rest else ()),
         }
         return given, None
-
-
-def find_callback(name: str | None) -> Callable[[Tensor], Tensor]:
-    """Import `package.module:function`; without a name, the function that changes nothing. Raises ModelError."""
-    if name is None:
-        return lambda values: values
-    module, _, function = name.partition(":")
-    try:
-        found: Callable[[Tensor], Tensor] = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError, ValueError) as problem:
-        raise ModelError(f"callback {name}: cannot be imported ({problem}); correct it, or put it on PYTHONPATH") from problem
-    return found
-
-
-def build_module(unit: Unit, described: Opaque) -> Module:
-    """Build the module; raises ModelError where transformers knows no such class, part or config.json."""
-    where = f"unit '{unit.name}', module"
-    try:
-        import transformers
-    except ImportError as problem:
-        raise ModelError(f"{where}: needs the package 'transformers'; install it with: pip install 'braid[hf]'") from problem
-    if not (Path(described.directory) / "config.json").is_file():
-        raise ModelError(f"{where}, directory: there is no config.json in {described.directory}; give the folder of a model")
-    name = described.class_name or "AutoModel"
-    kind = getattr(transformers, name, None)
-    is_model = isinstance(kind, type) and (name == "AutoModel" or issubclass(kind, transformers.PreTrainedModel))
-    if kind is None or not is_model:
-        raise ModelError(f"{where}, class: transformers {transformers.__version__} has no model '{name}'; correct it")
-    try:
-        config = getattr(kind, "config_class", None) or transformers.AutoConfig
-        read = config.from_pretrained(described.directory)
-        module = transformers.AutoModel.from_config(read) if name == "AutoModel" else kind(read)
-        part: Module = module.get_submodule(described.part or "")
-    except Exception as problem:  # of whatever a config.json may say
-        raise ModelError(f"{where}: {name} cannot be built from {described.directory}/config.json ({problem})") from problem
-    return part
-
-
-def find_unused(unit: Unit, described: Opaque, image: ImageInput) -> frozenset[str]:
-    """Return the parameters that get no gradient, such as those of poolers; nothing is computed for it.
-
-    Raises ModelError where the module does not do with images what an encoder must.
-    """
-    where = f"unit '{unit.name}', module"
-    before, after = find_callback(described.before_encoder), find_callback(described.after_encoder)
-    with torch.device("meta"):
-        module = build_module(unit, described).eval()
-        pixels = torch.zeros(1, image.in_channels, image.grid_size * image.patch_size, image.grid_size * image.patch_size)
-        try:
-            hidden = after(module(pixel_values=before(pixels)).last_hidden_state)
-        except Exception as problem:
-            raise ModelError(f"{where}: does not take images of {tuple(pixels.shape[1:])} ({problem})") from problem
-    if hidden.dim() != 3 or hidden.shape[2] != unit.transformer.hidden_size or hidden.shape[1] < image.grid_size**2:
-        raise ModelError(
-            f"{where}: gives {list(hidden.shape[1:])} for an image, but the unit has {image.grid_size**2} patches of hidden_size "
-            f"{unit.transformer.hidden_size}; correct hidden_size, image_size and patch_size"
-        )
-    hidden.sum().backward()
-    return frozenset(name for name, parameter in module.named_parameters() if parameter.grad is None)
-
-
-def rename_keys(unit: Unit, keys: Iterable[str]) -> Mapping[str, str]:
-    """Return the names that a module gives the tensors of a file -> those in the file, which versions of transformers rename."""
-    assert unit.module is not None
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightRenaming, rename_source_key
-    except ImportError:  # older ones do not
-        return {key: key for key in keys}
-    with torch.device("meta"):
-        module = build_module(unit, unit.module)
-    renamings = [each for each in get_model_conversion_mapping(module) if isinstance(each, WeightRenaming)]
-    return {rename_source_key(key, renamings, [])[0]: key for key in keys}

@@ -12,7 +12,7 @@ from torch.nn import Module
 from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
-from multimodal.model.layers.opaque import find_callback
+from multimodal.model.layers.opaque_module import find_callback
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits

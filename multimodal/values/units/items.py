@@ -1,5 +1,6 @@
 """The images or clips of sound that an encoder takes, or that a generator makes."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -92,10 +93,34 @@ FRAMES_PER_TOKEN = 5
 
 
 @dataclass(frozen=True)
+class Waveform:
+    """Sound as samples at 16 kHz, of which the convolutions of a module make tokens (wav2vec 2.0)."""
+
+    widths: tuple[int, ...] = field(metadata={**up_to(2**10), "min_entries": 1})
+    """Of the convolutions, first to last."""
+    steps: tuple[int, ...] = field(metadata={**up_to(2**10), "min_entries": 1})
+    """Likewise; together they are the samples from one token to the next."""
+    channels: int = field(default=512, metadata=up_to(2**20))
+    """That every convolution gives; for costs."""
+    is_normalised: bool = False
+    """Clips are given a mean of 0 and a variance of 1."""
+
+    @property
+    def samples_per_token(self) -> int:
+        """Samples from one token to the next."""
+        return math.prod(self.steps)
+
+    @property
+    def samples_seen(self) -> int:
+        """Samples that a token is made of."""
+        return 1 + sum((width - 1) * math.prod(self.steps[:index]) for index, width in enumerate(self.widths))
+
+
+@dataclass(frozen=True)
 class AudioInput:
     """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves).
 
-    The grid of a clip is (frames of its spectrogram, 1).
+    The grid of a clip is (frames of its spectrogram, 1); where the encoder takes samples (samples, 1).
     """
 
     num_mel_bins: int = field(default=128, metadata=up_to(2**16))
@@ -110,11 +135,13 @@ class AudioInput:
     chunk_tokens: int | None = field(default=None, metadata=up_to(2**24))
     """Clips are cut into chunks of so many tokens (Qwen2.5-Omni): convolutions and attention do not look beyond, and positions,
     which are sines and cosines, begin anew; None: tokens attend to the whole clip."""
+    waveform: Waveform | None = None
+    """Modules of transformers that take samples, not a spectrogram; what is behind a clip's last whole token is left out."""
 
     @property
     def num_patch_values(self) -> int:
         """Numbers that a token is made of."""
-        return FRAMES_PER_TOKEN * self.num_mel_bins
+        return FRAMES_PER_TOKEN * self.num_mel_bins if self.waveform is None else self.waveform.samples_seen
 
     @property
     def tokens_per_window(self) -> int | None:
@@ -127,7 +154,9 @@ class AudioInput:
         return 0 if self.chunk_tokens is not None else self.max_tokens
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
-        """Tokens inside an encoder of a clip of that many frames."""
+        """Tokens inside an encoder of a clip of that many frames, or samples."""
+        if self.waveform is not None:
+            return max(0, (grid[0] - self.waveform.samples_seen) // self.waveform.samples_per_token + 1)
         return (grid[0] - 1) // 2 + 1
 
     def num_output_tokens(self, grid: tuple[int, int]) -> int:
@@ -162,4 +191,13 @@ def problem_of_image(image: ImageInput) -> str:
         return f"deepstack_layers {list(image.deepstack_layers)} must increase; correct them"
     if image.class_token == "kept" and image.merge_size > 1:
         return "class_token kept is a token that nothing can be merged with; use merge_size 1, or class_token dropped"
+    return ""
+
+
+def problem_of_waveform(waveform: Waveform) -> str:
+    """Say what contradicts itself in a description of samples; empty when nothing does."""
+    if len(waveform.widths) != len(waveform.steps):
+        return f"widths has {len(waveform.widths)} numbers and steps {len(waveform.steps)}, expected one of each convolution"
+    if waveform.samples_seen < waveform.samples_per_token:
+        return f"a token sees {waveform.samples_seen} samples of {waveform.samples_per_token}; correct widths or steps"
     return ""

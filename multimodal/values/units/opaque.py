@@ -14,10 +14,11 @@ class Opaque:
     part: str | None = None
     """The submodule to take, such as `vision_model`; None: all of it."""
     before_encoder: str | None = None
-    """A function `package.module:function` of the images, [num_images, channels, height, width], which returns what the module
-    takes instead. Runs import it only where that is allowed."""
+    """A function `package.module:function` of the images, [num_images, channels, height, width], or of one clip, [1, samples] or
+    [1, num_mel_bins, frames], which returns what the module takes instead. Runs import it only where that is allowed."""
     after_encoder: str | None = None
-    """The same of the module's hidden states, [num_images, num_tokens, hidden_size]; the last tokens must be the patches."""
+    """The same of the module's hidden states, [num_images, num_tokens, hidden_size]; the last tokens must be the patches,
+    or the first ones those of the clip."""
     after_projector: str | None = None
     """The same of the projector's output, [num_tokens, hidden_size of the LLM]."""
 

@@ -8,7 +8,8 @@ from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners import PLANNERS
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import ImageInput, ModelGraph, Opaque
+from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Opaque
+from multimodal.values.units.items import Waveform
 from tests.unit.plan.planners.planning_cases import TWO, request
 
 GRAPH = replace(
@@ -52,3 +53,25 @@ def test_a_fixed_cut_is_refused() -> None:
 
     with pytest.raises(PlanError, match="tensor parallel size 2 is fixed, but it must divide"):
         request(GRAPH, fixed_sizes={ENCODER.name: FixedSizes(tensor_parallel_size=2)}).tensor_parallel_sizes(ENCODER.name)
+
+
+SOUND = Waveform(widths=(10, 3, 2), steps=(5, 2, 2), channels=8)
+
+
+def test_a_module_that_takes_samples_counts_its_convolutions() -> None:
+    unit = replace(ENCODER, image=None, audio=AudioInput(waveform=SOUND))
+    layer = describe_layer(GRAPH, unit, "opaque", vocab_size=0)
+    transformer = describe_layer(GRAPH, unit, "transformer", vocab_size=0)
+    count, hidden = unit.transformer.num_layers, unit.transformer.hidden_size
+    load = UnitLoad(10, 60, 5, 2)
+    # Of the first two convolutions there are four and two times as many places as tokens.
+    convolutions = 4 * 10 * 8 + 2 * 3 * 8 * 8 + 2 * 8 * 8 + 8 * hidden
+    assert layer.num_weights == 10 * 8 + 3 * 8 * 8 + 2 * 8 * 8 + 8 * hidden + count * transformer.num_weights
+    expected = 2 * 10 * convolutions + count * sum(transformer.forward_flops(load))
+    assert sum(layer.forward_flops(load)) == pytest.approx(expected)
+
+
+def test_a_module_that_takes_spectrograms_takes_the_longest_one_for_each_clip() -> None:
+    unit = replace(ENCODER, image=None, audio=AudioInput(num_mel_bins=4, max_tokens=12))
+    layer = describe_layer(GRAPH, unit, "opaque", vocab_size=0)
+    assert layer.forward_flops(UnitLoad(5, 13, 5, 2)) == layer.forward_flops(UnitLoad(24, 288, 5, 2))

@@ -17,6 +17,7 @@ from multimodal.data.audio.audio_processing import SILENCE, audio_grid, audio_po
 from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ModelGraph
+from multimodal.values.units.items import Waveform
 
 CORPUS = Path(__file__).resolve().parents[5] / "shared" / "data" / "corpus"
 WHISPER = AudioInput(num_mel_bins=80)
@@ -30,6 +31,28 @@ def noise(num_samples: int, seed: int = 0) -> Any:
 def extractor() -> Any:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
     return transformers.WhisperFeatureExtractor(feature_size=80)
+
+
+SAMPLES = AudioInput(
+    waveform=Waveform(widths=(10, 3, 3, 3, 3, 2, 2), steps=(5, 2, 2, 2, 2, 2, 2), is_normalised=True), max_tokens=6000
+)
+"""As wav2vec 2.0 has it: 400 samples a token, every 320."""
+
+
+def test_samples_and_their_tokens_are_those_of_transformers() -> None:
+    """Of 1,000 random durations; samples as the feature extractor normalises them."""
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
+    shape = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8, "conv_dim": (8,) * 7}
+    model = transformers.Wav2Vec2Model(transformers.Wav2Vec2Config(**shape, num_conv_pos_embedding_groups=1))
+    lengths = np.random.default_rng(1).integers(400, 1_900_000, size=1000)
+    expected = model._get_feat_extract_output_lengths(torch.from_numpy(lengths))
+    assert [SAMPLES.num_tokens((int(length), 1)) for length in lengths] == expected.tolist()
+    found = audio_to_patches(noise(4000), audio=SAMPLES).patches
+    (whole,) = transformers.Wav2Vec2FeatureExtractor()(noise(4000), sampling_rate=16000)["input_values"]
+    assert found.shape == (12, 400)
+    np.testing.assert_allclose(found, [whole[320 * index : 320 * index + 400] for index in range(12)], atol=1e-6)
+    with pytest.raises(DataError, match="a clip of 399 samples at 16 kHz gives 0 tokens"):
+        audio_grid(399, audio=SAMPLES)
 
 
 @pytest.mark.parametrize("num_samples", [1, 160, 161, 16001, 479_841, 480_000])
