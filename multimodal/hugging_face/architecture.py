@@ -1,12 +1,12 @@
 """A family of Hugging Face's models: what its config.json says, as a model graph and back, and how its weights are called."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.weight_names import UnitNames
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Unit
 
 Config = Mapping[str, Any]
 """A config.json, or one of the configurations inside it."""
@@ -43,7 +43,7 @@ class Architecture:
     """From a config.json to the plain form of a model graph; raises ModelError for what cannot be computed here."""
     to_config: Callable[[ModelGraph], dict[str, Any]] | None
     """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back. None for models
-    that are written like another folder only: some have weights that nothing is computed with, which are copied."""
+    that are written like another folder only, with parts that are not trained here."""
     names: tuple[UnitNames, ...]
     """Of every unit, in the order of the model graph."""
     is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
@@ -51,10 +51,24 @@ class Architecture:
     config.json."""
     spellings: tuple[tuple[tuple[str, str], ...], ...] = ((),)
     """Ways in which the names are spelled: each replaces beginnings of names by others, the first being (none)."""
+    written_spelling: tuple[tuple[str, str], ...] = ()
+    """The one of what is written without a folder to follow: that of transformers."""
     module_spelling: tuple[tuple[str, str], ...] = ()
     """The one of modules inside transformers."""
     tied_copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
     """Tensors that some files have beside those that they are copies of, where word embeddings are tied."""
+    to_processor: Callable[[ModelGraph], dict[str, Any]] = lambda graph: {}
+    """From a model graph to a preprocessor_config.json; empty where there is none."""
+    shapes: Callable[[ModelGraph], Mapping[str, tuple[int, ...]]] = lambda graph: {}
+    """Shapes of the tensors that are neither vectors nor matrices, and of those that transformers has and computes nothing with:
+    these are zero where there is no folder to copy them from."""
+    placeholders: Mapping[str, str] = field(default_factory=dict)
+    """What config.json calls the tokens that stand for images and sound, and some around them: the tokenizer's name -> key."""
+
+    @property
+    def items(self) -> list[str]:
+        """What its encoders take, in the order of units: image, audio."""
+        return [kind for kind in self.placeholders if kind in ("image", "audio")]
 
 
 @dataclass(frozen=True)
@@ -74,6 +88,14 @@ def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:
     """Return the fields of a unit that a config.json gives."""
     found = {key.ours: key.default if config.get(key.theirs) is None else config[key.theirs] for key in keys}
     return {name: value for name, value in found.items() if value is not None}
+
+
+def write_keys(keys: tuple[Key, ...], unit: Unit) -> dict[str, Any]:
+    """Return what a config.json has of a unit's own fields and of those of its shape and its items."""
+    fields = {**asdict(unit.transformer), "vocab_size": unit.vocab_size}
+    fields |= {"num_query_groups": unit.transformer.query_groups, "kv_channels": unit.transformer.head_channels}
+    fields |= asdict(unit.item_input) if unit.item_input is not None else {}
+    return {key.theirs: list(value) if isinstance(value := fields[key.ours], tuple) else value for key in keys}
 
 
 def with_defaults(given: Config, defaults: Config) -> dict[str, Any]:

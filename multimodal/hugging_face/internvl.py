@@ -1,12 +1,15 @@
 """InternVL3: an InternViT of 300 million parameters, four patches of which become one token, before a Qwen2, Qwen3 or Llama."""
 
+from functools import partial
 from typing import Any
 
-from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, read_keys, require, with_defaults
-from multimodal.hugging_face.llava import SPELLINGS
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit
+from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, read_keys, require, with_defaults, write_keys
+from multimodal.hugging_face.llava import SPELLINGS, patch_shape
+from multimodal.hugging_face.processors import write_image_processor
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_inner_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
 from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
 
 _DEFAULTS = {
     "hidden_size": 1024,
@@ -103,6 +106,40 @@ def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     }
 
 
+def write_internvl(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json."""
+    (vision,), image = graph.encoders, graph.encoders[0].image
+    assert image is not None
+    return {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "text_config": write_inner_text(graph.backbone),
+        "vision_config": {
+            **{key: values[0] for key, values in _COMPUTED.items()},
+            **write_keys(VIT_KEYS, vision),
+            "image_size": [image.image_size, image.image_size],
+            "patch_size": [image.patch_size, image.patch_size],
+            "num_channels": image.in_channels,
+            "model_type": "internvl_vision",
+        },
+        **{key: values[0] for key, values in _COMPUTED_OUTSIDE.items()},
+        "image_seq_length": image.num_output_tokens((image.grid_size,) * 2) if image.image_size else None,
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
+def internvl_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return those of patches, class token and positions."""
+    (vision,) = graph.encoders
+    assert vision.image is not None
+    size, place = vision.transformer.hidden_size, "vision_tower.embeddings."
+    return {
+        f"{place}patch_embeddings.projection.weight": patch_shape(vision),
+        f"{place}cls_token": (1, 1, size),
+        f"{place}position_embeddings": (1, vision.image.num_positions, size),
+    }
+
+
 def _side(vision: Config, key: str) -> Any:
     """Return a length that is given once, or for height and width."""
     value = vision[key]
@@ -117,9 +154,12 @@ INTERNVL = Architecture(
     "InternVLForConditionalGeneration",
     "internvl",
     read_internvl,
-    None,
+    write_internvl,
     (VISION, decoder_names("language_model.")),
     spellings=SPELLINGS,
     module_spelling=SPELLINGS[2],
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+    to_processor=partial(write_image_processor, kind="GotOcr2ImageProcessor"),
+    shapes=internvl_shapes,
+    placeholders={"image": "image_token_id"},
 )

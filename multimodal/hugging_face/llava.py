@@ -4,11 +4,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, Key, read_keys, require
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit
+from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, Key, read_keys, require, write_keys
+from multimodal.hugging_face.processors import write_image_processor
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_inner_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Unit
 
 
 class Tower(NamedTuple):
@@ -47,6 +48,7 @@ TOWERS = {
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _IMAGE_KEYS = (Key("image_size", "image_size"), Key("patch_size", "patch_size"), Key("num_channels", "in_channels"))
 _COMPUTED = {"projector_hidden_act": ("gelu",), "multimodal_projector_bias": (True,)}
+_NORMS, _PRODUCTS = ("layer_norm1", "layer_norm2"), tuple(f"self_attn.{part}_proj" for part in ("q", "k", "v", "out"))
 
 TOWER = UnitNames(
     first=(
@@ -137,6 +139,62 @@ def _class_token(config: Config, tower: Tower) -> str | None:
     return "dropped" if strategy == "default" else "kept"
 
 
+def write_llava(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json of towers all of whose layers are used, but for a last one that has a norm behind it."""
+    (vision,), image = graph.encoders, graph.encoders[0].image
+    assert image is not None
+    name, tower = _tower_of(vision)
+    text = write_inner_text(graph.backbone)
+    activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    return {
+        "architectures": ["LlavaForConditionalGeneration"],
+        "model_type": "llava",
+        "text_config": text,
+        "vision_config": {
+            **tower.defaults,
+            **write_keys((*VIT_KEYS, *_IMAGE_KEYS), vision),
+            "model_type": name,
+            "num_hidden_layers": vision.transformer.num_layers + tower.has_last_norm,
+            "hidden_act": activations.get(vision.transformer.activation),
+            "vision_use_head": False,
+        },
+        "projector_hidden_act": "gelu",
+        "multimodal_projector_bias": True,
+        "image_seq_length": image.num_output_tokens((image.grid_size,) * 2) if image.image_size else None,
+        "vision_feature_layer": -1 - tower.has_last_norm,
+        "vision_feature_select_strategy": "default" if image.class_token == "dropped" else "full",
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
+def _tower_of(vision: Unit) -> tuple[str, Tower]:
+    name = "clip_vision_model" if vision.image is not None and vision.image.has_pre_norm else "siglip_vision_model"
+    return name, TOWERS[name]
+
+
+def llava_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return those of the patches, and of what follows the layer whose output is taken."""
+    vision = graph.encoders[0]
+    _, tower = _tower_of(vision)
+    size, inner = vision.transformer.hidden_size, vision.transformer.ffn_hidden_size
+    unused: dict[str, tuple[int, ...]] = {"post_layernorm": (size,)}
+    if tower.has_last_norm:
+        layer = dict.fromkeys(_NORMS, (size,)) | dict.fromkeys(_PRODUCTS, (size, size))
+        layer |= {"mlp.fc1": (inner, size), "mlp.fc2": (size, inner)}
+        unused |= {f"encoder.layers.{vision.transformer.num_layers}.{name}": shape for name, shape in layer.items()}
+    shapes = {f"vision_tower.{key}.weight": shape for key, shape in unused.items()}
+    shapes |= {f"vision_tower.{key}.bias": shape[:1] for key, shape in unused.items()}
+    return {**shapes, "vision_tower.embeddings.patch_embedding.weight": patch_shape(vision)}
+
+
+def patch_shape(vision: Unit) -> tuple[int, ...]:
+    """Return the shape of what embeds patches: of pixels, or of pixels in frames."""
+    image = vision.image
+    assert image is not None
+    frames = (image.num_frames,) if image.num_frames > 1 else ()
+    return (vision.transformer.hidden_size, image.in_channels, *frames, image.patch_size, image.patch_size)
+
+
 _LAYER = re.compile(r"vision_tower\.(?:vision_model\.)?encoder\.layers\.(\d+)\.")
 _UNUSED = re.compile(r"vision_tower\.(?:vision_model\.)?(?:post_layernorm|head|embeddings\.position_ids)\b|rotary_emb\.inv_freq$")
 
@@ -152,10 +210,13 @@ LLAVA = Architecture(
     "LlavaForConditionalGeneration",
     "llava",
     read_llava,
-    None,
+    write_llava,
     (TOWER, decoder_names("language_model.")),
     is_unused=is_unused,
     spellings=SPELLINGS,
     module_spelling=SPELLINGS[2],
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+    to_processor=write_image_processor,
+    shapes=llava_shapes,
+    placeholders={"image": "image_token_index"},
 )

@@ -1,15 +1,17 @@
 """The image processor and the feature extractor of a Hugging Face folder: how pixels and sound are treated."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import require
-from multimodal.hugging_face.whisper import with_features
+from multimodal.hugging_face.whisper import FEATURES, with_features
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_mapping
+from multimodal.values.model_graph import ModelGraph
 
-_NAMES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_NAME = "preprocessor_config.json"
+_NAMES = (PROCESSOR_NAME, "processor_config.json")
 _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "do_pad": (False, None),
     "resample": (3, None),
@@ -36,13 +38,18 @@ class Processors(NamedTuple):
 def read_processors(folder: str | Path) -> Processors:
     """Return what a folder says of its image processor and its feature extractor, in one file or in two."""
     files = [read_mapping(path, error=ModelError) for name in _NAMES if (path := Path(folder) / name).is_file()]
+    return processors_of(*files)
+
+
+def processors_of(*files: Mapping[str, Any]) -> Processors:
+    """Return what the contents of such files say."""
     return Processors(_find(files, "image_processor", "image_mean"), _find(files, "feature_extractor", "feature_size"))
 
 
-def _find(files: list[dict[str, Any]], name: str, key: str) -> Mapping[str, Any] | None:
+def _find(files: Sequence[Mapping[str, Any]], name: str, key: str) -> Mapping[str, Any] | None:
     """Return the first description with a key, which stands by itself or under a name."""
     inner = (found.get(name, found) for found in files)
-    return next((each for each in inner if isinstance(each, dict) and key in each), None)
+    return next((each for each in inner if isinstance(each, Mapping) and key in each), None)
 
 
 def with_processors(plain: dict[str, Any], processors: Processors) -> dict[str, Any]:
@@ -79,3 +86,37 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[
         bounds = processor.get("min_pixels", sides.get("shortest_edge")), processor.get("max_pixels", sides.get("longest_edge"))
         values |= {key: bound for key, bound in zip(("min_pixels", "max_pixels"), bounds, strict=True) if bound is not None}
     return {**unit, "image": {**image, **values}}
+
+
+def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[str, Any]:
+    """Return a preprocessor_config.json that treats the images of a graph's encoder as it does; empty for sound.
+
+    kind: the class of transformers; None: that of CLIP where images are cut, else that of SigLIP.
+    """
+    image = next((unit.image for unit in graph.encoders if unit.image is not None), None)
+    if image is None:
+        return {}
+    switches = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+    values = {"mean": image.mean, "std": image.std}
+    written: dict[str, Any] = {**switches, "rescale_factor": 1 / 255, "resample": 3}
+    written |= {f"image_{key}": list(value) * (image.in_channels // len(value)) for key, value in values.items()}
+    if image.image_size is None:
+        sizes = {theirs: getattr(image, ours) for theirs, ours in _PATCHES.items()}
+        bounds = {"min_pixels": image.min_pixels, "max_pixels": image.max_pixels}
+        size = {"shortest_edge": image.min_pixels, "longest_edge": image.max_pixels}
+        return {**written, **sizes, **bounds, "size": size, "image_processor_type": kind or "Qwen2VLImageProcessor"}
+    square = dict.fromkeys(("height", "width"), image.image_size)
+    if image.fit == "crop":
+        sizes = {"size": {"shortest_edge": image.image_size}, "crop_size": square, "do_center_crop": True}
+        return {**written, **sizes, "image_processor_type": kind or "CLIPImageProcessor"}
+    tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": image.max_tiles} if image.max_tiles > 1 else {}
+    return {**written, **tiles, "size": square, "image_processor_type": kind or "SiglipImageProcessor"}
+
+
+def write_feature_extractor(graph: ModelGraph) -> dict[str, Any]:
+    """Return the same of a graph with sound."""
+    audio = next(unit.audio for unit in graph.encoders if unit.audio is not None)
+    written = {key: values[0] for key, values in FEATURES.items() if key != "do_normalize"} | {"feature_size": audio.num_mel_bins}
+    seconds = audio.max_tokens // 50
+    written |= {"chunk_length": seconds, "n_samples": 16000 * seconds, "nb_max_frames": 100 * seconds}
+    return {**written, "feature_extractor_type": "WhisperFeatureExtractor", "padding_side": "right", "padding_value": 0.0}

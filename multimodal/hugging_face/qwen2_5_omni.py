@@ -3,10 +3,17 @@
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config
-from multimodal.hugging_face.qwen2_5_vl import read_native_vision, read_placed_text, vision_names
-from multimodal.hugging_face.text_models import decoder_names
+from multimodal.hugging_face.processors import write_feature_extractor, write_image_processor
+from multimodal.hugging_face.qwen2_5_vl import (
+    patch_shapes,
+    read_native_vision,
+    read_placed_text,
+    vision_names,
+    write_native_vision,
+)
+from multimodal.hugging_face.text_models import decoder_names, write_placed_text
 from multimodal.hugging_face.weight_names import Weight, grouped_qkv
-from multimodal.hugging_face.whisper import audio_names, read_audio_unit
+from multimodal.hugging_face.whisper import audio_names, convolution_shapes, read_audio_unit, write_audio_unit
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 
@@ -32,6 +39,13 @@ _INSIDE = (
 SPELLINGS = ((), tuple((part, f"thinker.{part}") for part in _PARTS), _INSIDE)
 """The thinker alone, and in a whole model; what transformers calls it inside."""
 
+_TOKENS = {
+    "image": "image_token_index",
+    "audio": "audio_token_index",
+    **{name: f"{name}_token_id" for name in ("vision_start", "vision_end", "audio_start", "audio_end")},
+}
+"""What the tokenizer calls a token -> what config.json does."""
+
 
 def read_thinker(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
@@ -49,17 +63,48 @@ def read_thinker(config: Config) -> dict[str, Any]:
     return {"units": {"vision": vision, "audio": audio, "llm": llm}}
 
 
+def write_thinker(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json of the thinker alone."""
+    (vision, audio), llm = graph.encoders, graph.backbone
+    chunks = {"n_window": audio.audio.chunk_tokens if audio.audio is not None else None}
+    return {
+        "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+        "model_type": "qwen2_5_omni_thinker",
+        "text_config": write_placed_text(llm, "qwen2_5_omni_text"),
+        "vision_config": {**write_native_vision(vision, llm), "model_type": "qwen2_5_omni_vision_encoder"},
+        "audio_config": {
+            **write_audio_unit(audio),
+            **chunks,
+            "model_type": "qwen2_5_omni_audio_encoder",
+            "output_dim": llm.transformer.hidden_size,
+        },
+        "tie_word_embeddings": llm.ties_embeddings,
+    }
+
+
+def thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return those of patches and convolutions, and of the embeddings of the ends of sound, which nothing uses."""
+    ends = {"audio_tower.audio_bos_eos_token.weight": (2, graph.backbone.transformer.hidden_size)}
+    return {**patch_shapes(graph), **convolution_shapes(graph.encoders[1], "audio_tower."), **ends}
+
+
+def write_processor(graph: ModelGraph) -> dict[str, Any]:
+    """Return what says both how images and how sound are treated, without the key that means another thing of each."""
+    both = {**write_image_processor(graph), **write_feature_extractor(graph)}
+    return {key: value for key, value in both.items() if key != "do_normalize"}
+
+
 def _is_unused(key: str, graph: ModelGraph) -> bool:
     """True for the embeddings of the ends of sound, which nothing uses, and for what makes speech."""
     return key.endswith("audio_tower.audio_bos_eos_token.weight") or key.startswith(("talker.", "token2wav."))
 
 
-def _architecture(name: str, model_type: str) -> Architecture:
+def _architecture(name: str, model_type: str, *, is_alone: bool = False) -> Architecture:
     return Architecture(
         name,
         model_type,
         read_thinker,
-        None,
+        write_thinker if is_alone else None,
         (
             vision_names(Weight("self_attention.linear_qkv", ("attn.q", "attn.k", "attn.v"), grouped_qkv)),
             audio_names("audio_tower.", last_norm="audio_tower.ln_post", product="audio_tower.proj"),
@@ -67,11 +112,14 @@ def _architecture(name: str, model_type: str) -> Architecture:
         ),
         is_unused=_is_unused,
         spellings=SPELLINGS,
+        to_processor=write_processor,
+        shapes=thinker_shapes,
+        placeholders=_TOKENS,
     )
 
 
 QWEN2_5_OMNI = (
-    _architecture("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker"),
+    _architecture("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", is_alone=True),
     _architecture("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni"),
     _architecture("Qwen2_5OmniModel", "qwen2_5_omni"),
 )

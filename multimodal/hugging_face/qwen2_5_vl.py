@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
+from multimodal.hugging_face.llava import patch_shape
+from multimodal.hugging_face.processors import write_image_processor
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_placed_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv, stacked
 from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph, Unit
 
 _TEXT_DEFAULTS = {
     "vocab_size": 152064,
@@ -79,6 +82,9 @@ def vision_names(qkv: Weight) -> UnitNames:
 SPELLINGS = ((), (("visual.", "model.visual."), ("model.", "model.language_model.")))
 """As transformers saves, and what it calls them inside."""
 
+IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_id", "vision_end": "vision_end_token_id"}
+"""What the tokenizer calls a token -> what config.json does."""
+
 
 def read_qwen2_5_vl(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
@@ -121,6 +127,29 @@ def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
     }
 
 
+def write_qwen2_5_vl(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json."""
+    return {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
+        "model_type": "qwen2_5_vl",
+        "text_config": write_placed_text(graph.backbone, "qwen2_5_vl_text"),
+        "vision_config": {**write_native_vision(graph.encoders[0], graph.backbone), "model_type": "qwen2_5_vl"},
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
+def write_native_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
+    """Return the configuration of the encoder."""
+    channels = {"in_channels": vision.image.in_channels} if vision.image is not None else {}
+    written = {**write_keys((*_VISION_KEYS, *_IMAGE_KEYS), vision), **channels, "hidden_act": "silu"}
+    return {**written, "out_hidden_size": llm.transformer.hidden_size}
+
+
+def patch_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return that of the patches' embedding."""
+    return {"visual.patch_embed.proj.weight": patch_shape(next(unit for unit in graph.encoders if unit.image is not None))}
+
+
 def check_output_size(found: int, text_size: int) -> None:
     """Raise ModelError where an encoder says that it speaks to another LLM."""
     if found != text_size:
@@ -131,8 +160,11 @@ QWEN2_5_VL = Architecture(
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2_5_vl",
     read_qwen2_5_vl,
-    None,
+    write_qwen2_5_vl,
     (vision_names(Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)), decoder_names()),
     spellings=SPELLINGS,
     module_spelling=SPELLINGS[1],
+    to_processor=write_image_processor,
+    shapes=patch_shapes,
+    placeholders=IMAGE_TOKENS,
 )

@@ -3,8 +3,10 @@
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit
-from multimodal.hugging_face.whisper import audio_names, read_audio_unit
+from multimodal.hugging_face.processors import write_feature_extractor
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_inner_text
+from multimodal.hugging_face.whisper import audio_names, convolution_shapes, read_audio_unit, write_audio_unit
+from multimodal.values.model_graph import ModelGraph
 
 _SPELLINGS = (
     (),
@@ -25,15 +27,29 @@ def read_qwen2_audio(config: Config) -> dict[str, Any]:
     return {"units": {"audio": read_audio_unit(config.get("audio_config") or {}), "llm": llm}}
 
 
+def write_qwen2_audio(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json."""
+    return {
+        "architectures": ["Qwen2AudioForConditionalGeneration"],
+        "model_type": "qwen2_audio",
+        "text_config": write_inner_text(graph.backbone),
+        "audio_config": {**write_audio_unit(graph.encoders[0]), "model_type": "qwen2_audio_encoder"},
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
 QWEN2_AUDIO = Architecture(
     "Qwen2AudioForConditionalGeneration",
     "qwen2_audio",
     read_qwen2_audio,
-    None,
+    write_qwen2_audio,
     (
         audio_names("audio_tower.", last_norm="audio_tower.layer_norm", product="multi_modal_projector.linear"),
         decoder_names("language_model."),
     ),
     spellings=_SPELLINGS,
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+    to_processor=write_feature_extractor,
+    shapes=lambda graph: convolution_shapes(graph.encoders[0], "audio_tower."),
+    placeholders={"audio": "audio_token_index"},
 )

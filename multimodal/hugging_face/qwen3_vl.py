@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults
-from multimodal.hugging_face.qwen2_5_vl import SPELLINGS, check_output_size, read_placed_text
-from multimodal.hugging_face.text_models import decoder_names
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
+from multimodal.hugging_face.processors import write_image_processor
+from multimodal.hugging_face.qwen2_5_vl import IMAGE_TOKENS, SPELLINGS, check_output_size, patch_shapes, read_placed_text
+from multimodal.hugging_face.text_models import decoder_names, write_placed_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv
 from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
 
 _TEXT_DEFAULTS = {
     "vocab_size": 151936,
@@ -118,12 +120,37 @@ def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     }
 
 
+def write_qwen3_vl(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json."""
+    (vision,) = graph.encoders
+    image, activations = vision.image, {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
+    assert image is not None
+    return {
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "model_type": "qwen3_vl",
+        "text_config": write_placed_text(graph.backbone, "qwen3_vl_text"),
+        "vision_config": {
+            **write_keys((*_VISION_KEYS, *_IMAGE_KEYS), vision),
+            "model_type": "qwen3_vl",
+            "hidden_act": activations.get(vision.transformer.activation),
+            "num_position_embeddings": (image.position_grid or 0) ** 2,
+            "deepstack_visual_indexes": list(image.deepstack_layers),
+            "out_hidden_size": graph.backbone.transformer.hidden_size,
+        },
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
 QWEN3_VL = Architecture(
     "Qwen3VLForConditionalGeneration",
     "qwen3_vl",
     read_qwen3_vl,
-    None,
+    write_qwen3_vl,
     (VISION, decoder_names()),
     spellings=SPELLINGS,
+    written_spelling=SPELLINGS[1],
     module_spelling=SPELLINGS[1],
+    to_processor=write_image_processor,
+    shapes=patch_shapes,
+    placeholders=IMAGE_TOKENS,
 )

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from multimodal.hugging_face.architecture import Architecture, Encoder
 from multimodal.hugging_face.internvl import INTERNVL
 from multimodal.hugging_face.llava import LLAVA
-from multimodal.hugging_face.processors import read_processors, with_processors
+from multimodal.hugging_face.processors import processors_of, read_processors, with_processors
 from multimodal.hugging_face.qwen2_5_omni import QWEN2_5_OMNI
 from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
@@ -40,6 +40,10 @@ _FREE = frozenset(
     ("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels", "max_tiles")
 )
 """What a unit may have whatever the family."""
+
+
+_OF_CHANNELS = ("mean", "std")
+"""Numbers of every channel, or one of all."""
 
 
 def read_config(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
@@ -105,11 +109,7 @@ def architecture_of(graph: ModelGraph) -> Architecture:
     for architecture in ARCHITECTURES.values():
         if len(architecture.names) != len(graph.units):
             continue
-        if architecture.to_config is None:
-            differences.append(f"{architecture.name} is written like another folder alone, which --load-hf or --like names")
-            continue
-        described = ModelGraph.from_dict(architecture.to_graph(architecture.to_config(graph)))
-        difference = _first_difference(graph, described)
+        difference = _difference_from(architecture, graph)
         if difference is None:
             return architecture
         differences.append(f"for {architecture.name} {difference}")
@@ -117,6 +117,23 @@ def architecture_of(graph: ModelGraph) -> Architecture:
         "the model is none that Hugging Face's transformers has: "
         f"{'; '.join(differences) or 'no family has as many units'}; it can be saved with --save alone"
     )
+
+
+def _difference_from(architecture: Architecture, graph: ModelGraph) -> str | None:
+    """Return in what a model graph is not of a family that can be written; None if it is."""
+    if architecture.to_config is None:
+        return "a folder must be named, like which it is written: --load-hf, or --like"
+    expected, found = architecture.items, ["image" if unit.audio is None else "audio" for unit in graph.encoders]
+    if expected != found:
+        return f"its encoders would have to take {' and '.join(expected) or 'nothing'}, found {' and '.join(found) or 'none'}"
+    if module := next((unit.name for unit in graph.encoders if unit.module is not None), None):
+        return f"unit '{module}' would need layers, found a module of transformers"
+    try:
+        plain = architecture.to_graph(architecture.to_config(graph))
+        described = ModelGraph.from_dict(with_processors(plain, processors_of(architecture.to_processor(graph))))
+    except BraidError as problem:
+        return str(problem)
+    return _first_difference(graph, described)
 
 
 def with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -147,4 +164,6 @@ def _comparable(unit: Unit) -> dict[str, Any]:
         found |= value if isinstance(value, dict) else {key: value}
     found["num_query_groups"], found["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
     found["add_qkv_bias"] |= found["add_bias_linear"]
+    if unit.image is not None:
+        found |= {key: value * (unit.image.in_channels // len(value)) for key in _OF_CHANNELS if (value := found[key])}
     return {key: value for key, value in found.items() if key not in _FREE}

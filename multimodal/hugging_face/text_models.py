@@ -1,10 +1,9 @@
 """Llama, Qwen2 and Qwen3: RMSNorm, SwiGLU, rotary positions, grouped queries; what they differ in is one row each."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, write_keys
 from multimodal.hugging_face.weight_names import UnitNames, Weight, grouped_qkv, stacked, vocabulary
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -143,9 +142,7 @@ def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
 
 def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
     """Return the configuration of an LLM, as a config.json has it."""
-    fields = {**asdict(unit.transformer), "vocab_size": unit.vocab_size}
-    fields["num_query_groups"], fields["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
-    config = {key.theirs: fields[key.ours] for key in _KEYS}
+    config = write_keys(_KEYS, unit)
     if unit.transformer.rotary_scaling:
         values = dict(zip(_SCALING, unit.transformer.rotary_scaling, strict=True))
         config |= {"rope_scaling": {**values, "rope_type": "llama3", _SCALING[3]: int(values[_SCALING[3]])}}
@@ -159,6 +156,22 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
         "rope_theta": unit.transformer.rotary_base,
         "tie_word_embeddings": unit.ties_embeddings,
     }
+
+
+def write_inner_text(unit: Unit) -> dict[str, Any]:
+    """Return the configuration of an LLM inside of another model, of the one family that it can be of."""
+    name = "qwen3" if unit.transformer.qk_layernorm else "qwen2" if unit.transformer.add_qkv_bias else "llama"
+    return write_text_unit(TEXT_FAMILIES[name], unit)
+
+
+def write_placed_text(unit: Unit, model_type: str) -> dict[str, Any]:
+    """Return that of an LLM whose tokens have a time, rows and columns."""
+    rotary = {"rope_type": "default", "rope_theta": unit.transformer.rotary_base}
+    rotary |= {"mrope_section": list(unit.transformer.rotary_sections)}
+    if unit.transformer.has_interleaved_sections:
+        rotary["mrope_interleaved"] = True
+    config = {key: value for key, value in write_inner_text(unit).items() if key not in ("architectures", "rope_theta")}
+    return {**config, "model_type": model_type, "rope_parameters": rotary}
 
 
 def text_architecture(family: TextFamily) -> Architecture:

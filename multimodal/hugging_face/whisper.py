@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from multimodal.hugging_face.architecture import Config, Encoder, Key, read_keys, require, with_defaults
+from multimodal.hugging_face.architecture import Config, Encoder, Key, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv_without_key_bias
 from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import Unit
 
 _DEFAULTS = {
     "num_mel_bins": 128,
@@ -97,6 +98,20 @@ def read_audio_unit(given: Config, *, audio: Mapping[str, Any] | None = None) ->
             **(audio or {}),
         },
     }
+
+
+def write_audio_unit(unit: Unit) -> dict[str, Any]:
+    """Return the configuration of an encoder, as a config.json has it."""
+    assert unit.audio is not None
+    num_positions = unit.audio.num_positions or _DEFAULTS["max_source_positions"]
+    sizes = {"num_mel_bins": unit.audio.num_mel_bins, "max_source_positions": num_positions}
+    return {**{key: values[0] for key, values in _COMPUTED.items()}, **write_keys(_KEYS, unit), **sizes}
+
+
+def convolution_shapes(unit: Unit, prefix: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of both convolutions."""
+    size, num_bins = unit.transformer.hidden_size, unit.audio.num_mel_bins if unit.audio is not None else 0
+    return {f"{prefix}conv1.weight": (size, num_bins, 3), f"{prefix}conv2.weight": (size, size, 3)}
 
 
 def read_whisper(config: Config) -> dict[str, Any]:

@@ -81,8 +81,16 @@ def gradients_here(run: FromFolder, case: GradientCase, theirs: Mapping[str, np.
 
 
 def logits_here(run: FromFolder, case: GradientCase) -> list[np.ndarray]:
-    """Logits of the targets of every microbatch of a case on one rank, in order."""
+    """Logits of the targets of every microbatch of a case on one rank, in order.
+
+    Where the run has a target, the model is written there as its family has it, and not like the folder, of which it
+    has the special tokens alone.
+    """
     session, logits = run.session(case), []
+    if run.target is not None:
+        architecture, config = read_config(run.folder)
+        tokens = {name: config[key] for name, key in architecture.placeholders.items() if key in config}
+        save_hugging_face(run.target, session=session, special_tokens=tokens)
     (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == case.graph.backbone.name]
     head: torch.nn.Module = stage.layers[str(len(stage.unit.layers) - 1)].output_layer  # type: ignore[union-attr, assignment]
     head.register_forward_hook(lambda module, inputs, output: logits.append(output[0][:, 0].detach().numpy()))

@@ -1,7 +1,7 @@
 """Holds a tiny model of transformers against Braid: logits and gradients in one process and under plans, and what is written."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,10 @@ def compare_logits(
     inputs: Inputs = only_text,
     marks: Marks = (),
 ) -> Comparison:
-    """Build a model and hold the logits of all target tokens and all gradients against Braid's in one process, within 1e-12."""
+    """Build a model and hold the logits of all target tokens and all gradients against Braid's in one process, within 1e-12.
+
+    What Braid writes without a folder to follow, transformers load as the same model.
+    """
     model = build_wide_model(make, folder, max_shard_size="10KB")
     graph = read_model(folder)
     sizes: dict[str, Any] = {unit.name: (1, 1, 1) for unit in graph.units}
@@ -75,13 +78,25 @@ def compare_logits(
     alone, run = case_of(graph, shapes, sizes, marks=marks), FromFolder(folder)
     assert isinstance(alone.source, PaddedSource)
     logits, loss_sum = run_transformers(model, alone.source, inputs)
-    (found,) = ranks.run(logits_here, run, alone, world_size=1)
+    target = folder.parent / "written alone"
+    (found,) = ranks.run(logits_here, replace(run, target=target), alone, world_size=1)
+    assert_loads(target, type(model), alone.source, inputs, expected=logits)
     for mine, theirs in zip(found, logits, strict=True):
         assert np.abs(mine[:, :VOCABULARY] - theirs).max() < 1e-12
     (gradients,) = ranks.run(gradients_here, run, alone, gradients_by_key(model), world_size=1)
     comparison = Comparison(folder, graph, shapes, marks, RankGradients({"llm": loss_sum}, gradients, {}))
     comparison.assert_under_plans({"alone": (sizes, {})}, ranks, tolerance=1e-12)
     return comparison
+
+
+def assert_loads(folder: Path, kind: Any, source: PaddedSource, inputs: Inputs, *, expected: list[np.ndarray]) -> None:
+    """Transformers loads a folder, finds all weights and no others, and computes the same."""
+    with double_precision():
+        model, info = kind.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not any(info.values()), info
+    logits, _ = run_transformers(model.train(), source, inputs)
+    for mine, theirs in zip(logits, expected, strict=True):
+        assert np.abs(mine - theirs).max() < 1e-12
 
 
 def case_of(

@@ -65,9 +65,14 @@ def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: 
     return _lay_out({**found, **grown}, metadata, names)
 
 
-def cut_into_files(names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str]) -> FileLayout:
-    """Return a layout of files of at most MOST_BYTES, in the order of names; is_vector: tensors with one dimension."""
-    shapes = _shapes(names, is_vector)
+def cut_into_files(
+    names: NamedWeights, dtype: torch.dtype, *, is_vector: Iterable[str], given: Mapping[str, tuple[int, ...]] | None = None
+) -> FileLayout:
+    """Return a layout of files of at most MOST_BYTES, in the order of names.
+
+    is_vector: tensors with one dimension; given: shapes of tensors with more than two, and of some that `names` does not have.
+    """
+    shapes = {**_shapes(names, is_vector), **(given or {})}
     groups = list(_cut(shapes, dtype))
     count = len(groups)
     files = [SINGLE_NAME] if count == 1 else [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]

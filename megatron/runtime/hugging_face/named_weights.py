@@ -101,11 +101,11 @@ def _in_adapter(key: str, half: str) -> str:
     return f"{key.removesuffix('weight')}{half}.weight"
 
 
-def as_modules(names: NamedWeights, architecture: Architecture, *, prefix: str) -> NamedWeights:
-    """Return the same under the names that transformers' modules have, after a prefix."""
+def as_spelled(names: NamedWeights, spelling: tuple[tuple[str, str], ...], *, prefix: str = "") -> NamedWeights:
+    """Return the same in another spelling, such as that of transformers' modules, after a prefix."""
 
     def named(key: str) -> str:
-        return prefix + _spelled(key, architecture.module_spelling)
+        return prefix + spelled(key, spelling)
 
     rows = {key: tuple(part._replace(key=named(part.key)) for part in parts) for key, parts in names.rows.items()}
     return NamedWeights(rows, {named(key): shape for key, shape in names.shapes.items()})
@@ -114,10 +114,10 @@ def as_modules(names: NamedWeights, architecture: Architecture, *, prefix: str) 
 def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Iterable[str]) -> NamedWeights:
     """Return the same under the names that files have, with the copies of tied embeddings that they have; found: their names."""
     known = set(found)
-    spelling = max(architecture.spellings, key=lambda each: sum(_spelled(key, each) in known for key in names.shapes))
-    rows = {key: tuple(part._replace(key=_spelled(part.key, spelling)) for part in parts) for key, parts in names.rows.items()}
-    shapes = {_spelled(key, spelling): shape for key, shape in names.shapes.items()}
-    for copy, original in ((_spelled(copy, spelling), _spelled(own, spelling)) for copy, own in architecture.tied_copies):
+    spelling = max(architecture.spellings, key=lambda each: sum(spelled(key, each) in known for key in names.shapes))
+    rows = {key: tuple(part._replace(key=spelled(part.key, spelling)) for part in parts) for key, parts in names.rows.items()}
+    shapes = {spelled(key, spelling): shape for key, shape in names.shapes.items()}
+    for copy, original in ((spelled(copy, spelling), spelled(own, spelling)) for copy, own in architecture.tied_copies):
         if copy in known and copy not in shapes and original in shapes:
             shapes[copy] = shapes[original]
             # Copies come first, so that reading ends with the original.
@@ -129,7 +129,8 @@ def _renamed(parts: Iterable[Rows], key: str, new_key: str) -> Iterator[Rows]:
     return (part._replace(key=new_key) for part in parts if part.key == key)
 
 
-def _spelled(key: str, spelling: tuple[tuple[str, str], ...]) -> str:
+def spelled(key: str, spelling: tuple[tuple[str, str], ...]) -> str:
+    """Return a name in another spelling."""
     for ours, theirs in spelling:
         if key.startswith(ours):
             return theirs + key.removeprefix(ours)

@@ -10,16 +10,11 @@ from typing import Any
 
 from megatron.runtime.checkpoint.all_ranks import on_first_rank
 from megatron.runtime.hugging_face.file_layout import in_one_file
-from megatron.runtime.hugging_face.named_weights import NamedWeights, as_modules, name_weights
-from megatron.runtime.hugging_face.save_weights import (
-    Export,
-    check_hugging_face_target,
-    name_vectors,
-    projectors_export,
-    write_folder,
-)
+from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, name_weights
+from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, name_vectors, projectors_export
 from megatron.runtime.hugging_face.unit_weights import is_composed
 from megatron.runtime.hugging_face.weight_files import ADAPTER_NAME
+from megatron.runtime.hugging_face.write_folder import Export, write_folder
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
 from multimodal.hugging_face.architecture import Architecture
@@ -91,7 +86,8 @@ def _prepare(
     base: Path | None,
     what: str,
 ) -> Export:
-    names = as_modules(name_weights(tensors, graph=graph, architecture=architecture, what=what), architecture, prefix=_PREFIX)
+    names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
+    names = as_spelled(names, architecture.module_spelling, prefix=_PREFIX)
     dtype = session.options.build.precision.params_dtype
     layout = in_one_file(ADAPTER_NAME, names, dtype, is_vector=name_vectors(tensors, names, what=what))
     return Export(names, layout, adapter_config(names, graph=graph, base=base), CONFIG_NAME)

@@ -5,7 +5,7 @@ import statistics
 import time
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -47,6 +47,7 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
+from multimodal.data.tokenizer import MISSING
 from multimodal.kernels import describe_kernels
 from multimodal.values.timeline import TimelineEvent
 
@@ -128,12 +129,16 @@ def _export(run: Run, reporter: Reporter) -> None:
     flags = run.config.checkpoint
     if flags.save_hf:
         like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
-        save_hugging_face(flags.save_hf, session=run.session, like=like)
+        save_hugging_face(flags.save_hf, session=run.session, like=like, special_tokens=_special_tokens(run))
         reporter.say(f"the model is in {flags.save_hf}, as Hugging Face's transformers load it")
     if flags.save_adapter:
         like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
         save_adapter(flags.save_adapter, session=run.session, like=like)
         reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
+
+
+def _special_tokens(run: Run) -> dict[str, int]:
+    return {name: token for name, token in asdict(run.data.tokenizer.special).items() if token != MISSING}
 
 
 def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: int) -> None:

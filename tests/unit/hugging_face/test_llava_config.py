@@ -1,12 +1,14 @@
 """config.json and image processor of LLaVA-1.5: as a model graph, and what is refused."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from multimodal.cost.layers.registry import read_model
+from multimodal.hugging_face.llava import LLAVA as LLAVA_FAMILY
 from multimodal.hugging_face.llava import is_unused
 from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.planners import PLANNERS
@@ -105,6 +107,39 @@ def test_weights_that_nothing_is_computed_with_are_known(tmp_path: Path) -> None
         assert not any(is_unused(prefix + name, graph) for name in ("encoder.layers.22.mlp.fc1.bias", "pre_layrnorm.weight"))
 
 
-def test_it_is_written_only_like_a_folder_that_has_them(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="LlavaForConditionalGeneration is written like another folder alone"):
-        architecture_of(read(tmp_path))
+def written(graph: ModelGraph) -> dict[str, Any]:
+    to_config = architecture_of(graph).to_config
+    assert to_config is not None
+    return to_config(graph)
+
+
+def test_it_is_written_with_the_layers_that_are_used(tmp_path: Path) -> None:
+    graph = read(tmp_path)
+    config = written(graph)
+    assert (config["vision_config"]["num_hidden_layers"], config["vision_feature_layer"]) == (23, -1)
+    assert (config["vision_feature_select_strategy"], config["image_seq_length"]) == ("default", 576)
+    assert "vision_tower.post_layernorm.weight" in LLAVA_FAMILY.shapes(graph)
+
+
+def test_a_tower_with_a_norm_behind_it_is_written_with_one_more_layer(tmp_path: Path) -> None:
+    vision = {**CLIP, "model_type": "siglip_vision_model", "num_hidden_layers": 27}
+    graph = read(tmp_path, vision_config=vision, vision_feature_select_strategy="full")
+    config = written(graph)
+    assert (config["vision_config"]["num_hidden_layers"], config["vision_feature_layer"]) == (27, -2)
+    shapes = LLAVA_FAMILY.shapes(graph)
+    assert shapes["vision_tower.encoder.layers.26.mlp.fc1.weight"] == (4096, 1024)
+    assert shapes["vision_tower.embeddings.patch_embedding.weight"] == (1024, 3, 14, 14)
+
+
+def test_a_model_that_is_none_of_transformers_is_said(tmp_path: Path) -> None:
+    graph = read(tmp_path)
+    (vision,) = graph.encoders
+    merged = replace(vision, projector_norm="merged")
+    with pytest.raises(
+        ModelError, match="for LlavaForConditionalGeneration unit 'vision' would need projector_norm none, found merged"
+    ):
+        architecture_of(replace(graph, units=(merged, graph.backbone)))
+    units = (vision, replace(vision, name="other"), graph.backbone)
+    twice = replace(graph, units=units, edges=(("vision", "llm"), ("other", "llm")))
+    with pytest.raises(ModelError, match="Omni.* would have to take image and audio, found image and image"):
+        architecture_of(twice)

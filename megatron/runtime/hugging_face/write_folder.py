@@ -1,0 +1,203 @@
+"""Writes a Hugging Face folder: every rank its own rectangles, at once, into files of the final size.
+
+The folder is written under a hidden name beside its own and then renamed, so whatever moment a process dies at, there is no
+folder that could be loaded by half.
+"""
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.runtime.checkpoint.all_ranks import on_first_rank, on_this_rank
+from megatron.runtime.checkpoint.folder import hidden_folder, remove_dead_folders, sync_folder
+from megatron.runtime.gradients.sharded_unit import ShardedUnit
+from megatron.runtime.hugging_face.file_layout import FileLayout, PlacedWeight
+from megatron.runtime.hugging_face.named_weights import NamedWeights, Part, parts_of
+from megatron.runtime.hugging_face.weight_files import INDEX_NAME, WeightFiles
+from megatron.runtime.session import Session
+from megatron.runtime.state.held_tensors import HeldTensor, Piece
+from multimodal.hugging_face.processors import PROCESSOR_NAME
+from multimodal.hugging_face.registry import CONFIG_NAME
+from multimodal.values.errors import CheckpointError
+
+_COPIED = (".json", ".txt", ".model", ".jinja", ".md")
+"""Endings of the files that go with weights: tokenizer, templates, image processor, licence. No programs."""
+_LARGEST_COPY = 256 * 2**20
+
+
+class Export(NamedTuple):
+    """What a folder gets."""
+
+    names: NamedWeights
+    layout: FileLayout
+    config: dict[str, Any]
+    config_name: str = CONFIG_NAME
+    like: Path | None = None
+    """The folder whose other files and tensors are copied."""
+    processor: Mapping[str, Any] = MappingProxyType({})
+    """The content of preprocessor_config.json, where there is no folder to copy it from."""
+
+
+def write_folder(folder: Path, export: Export, *, session: Session, tensors: Iterable[HeldTensor]) -> None:
+    """Write all ranks' tensors into the files of a new folder; collective.
+
+    Raises CheckpointError on every rank when it fails on
+    any; there is then no folder.
+    """
+    what = f"saving to {folder}"
+    partial = on_first_rank(lambda: _open_partial(folder, export.layout), what=what)
+    try:
+        on_this_rank(lambda: _write(partial, _own_tensors(tensors, session), export), what=what)
+        on_first_rank(lambda: _complete(partial, folder, export), what=what)
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            with suppress(OSError):
+                shutil.rmtree(partial)
+        raise
+
+
+def _open_partial(folder: Path, layout: FileLayout) -> Path:
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    remove_dead_folders(folder.parent, name=re.escape(folder.name))
+    partial = hidden_folder(folder, "partial")
+    partial.mkdir()
+    for name, header in layout.headers.items():
+        with open(partial / name, "wb") as file:
+            file.write(header)
+            file.truncate(layout.sizes[name])
+    return partial
+
+
+def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None:
+    """Write this rank's part. A failure waits for the end, since other ranks wait for this one's columns."""
+    problem: OSError | None = None
+    with _OpenFiles(partial) as files:
+        for tensor in tensors:
+            try:
+                for part in parts_of(tensor, export.names) if problem is None else ():
+                    place = export.layout.weights[part.key]
+                    _write_part(files.descriptor(place.file), part, place)
+            except OSError as failure:
+                problem = failure
+        if problem is not None:
+            raise problem
+        _copy_unused(files, export)
+        files.sync()
+
+
+class _OpenFiles(ExitStack):
+    """The files of a folder that this rank writes into, open until the end of a `with`."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._descriptors: dict[str, int] = {}
+
+    def descriptor(self, name: str) -> int:
+        """Return that of a file."""
+        if name not in self._descriptors:
+            self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
+            self.callback(os.close, self._descriptors[name])
+        return self._descriptors[name]
+
+    def sync(self) -> None:
+        """Have what was written on the disk."""
+        for descriptor in self._descriptors.values():
+            os.fsync(descriptor)
+
+
+def _copy_unused(files: _OpenFiles, export: Export) -> None:
+    """Copy this rank's turn of the tensors that no parameter is made of."""
+    unused = sorted(export.layout.weights.keys() - export.names.shapes.keys())[dist.get_rank() :: dist.get_world_size()]
+    if export.like is None or not unused:
+        return
+    with WeightFiles(export.like) as source:
+        for key in unused:
+            place = export.layout.weights[key]
+            _write_at(files.descriptor(place.file), _bytes_of(source.read_whole(key)), place.start)
+
+
+def _write_part(descriptor: int, part: Part, place: PlacedWeight) -> None:
+    values = part.piece.values.narrow(0, part.first_row, len(part.rows)).to(place.dtype)
+    is_whole = len(part.columns) == place.row_size
+    for row, content in zip(part.rows, [values] if is_whole else values, strict=False):
+        _write_at(descriptor, _bytes_of(content), place.position(row, part.columns.start))
+
+
+def _write_at(descriptor: int, content: memoryview, position: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, position)
+        content, position = content[count:], position + count
+
+
+def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[HeldTensor]:
+    """Yield the tensors that this rank writes: its turn of what replicas hold alike; whole rows in place of columns."""
+    for tensor in tensors:
+        member = session.memberships[tensor.key.split(".")[1]]
+        groups = member.groups
+        if isinstance(session.gradients[member.unit], ShardedUnit):
+            if not tensor.is_copy:
+                yield tensor
+            continue
+        if member.is_unlike and not member.is_first_holder:
+            continue
+        replicas = groups.dp_cp
+        if zlib.crc32(tensor.key.encode()) % replicas.size() != replicas.rank():
+            continue
+        rows = _rows_instead_of_columns(tensor, groups.tp)
+        if not rows.is_copy:
+            yield rows
+
+
+def _rows_instead_of_columns(tensor: HeldTensor, group: dist.ProcessGroup) -> HeldTensor:
+    """Trade a block of columns for one of whole rows with the tensor parallel group, which writes in one stroke."""
+    piece = tensor.pieces[0]
+    if len(tensor.pieces) != 1 or piece.values.dim() != 2 or piece.values.shape[1] == tensor.shape[1]:
+        return tensor
+    shares = [torch.empty_like(piece.values) for _ in range(group.size())]
+    dist.all_gather(shares, piece.values.contiguous(), group=group)
+    size = -(-tensor.shape[0] // group.size())
+    start = min(group.rank() * size, tensor.shape[0])
+    whole = torch.cat(shares, dim=1)[start : start + size]
+    return HeldTensor(tensor.key, tensor.shape, tensor.dtype, (Piece((start, 0), whole),), is_copy=False)
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+
+
+def _complete(partial: Path, folder: Path, export: Export) -> None:
+    if export.like is not None:
+        for path in sorted(export.like.iterdir()):
+            is_wanted = path.suffix in _COPIED and path.name not in (CONFIG_NAME, INDEX_NAME) and path.is_file()
+            if is_wanted and path.stat().st_size <= _LARGEST_COPY and not path.name.endswith(".index.json"):
+                shutil.copyfile(path, partial / path.name)
+    _write_json(partial / export.config_name, export.config)
+    if export.processor:
+        _write_json(partial / PROCESSOR_NAME, export.processor)
+    if export.layout.index is not None:
+        _write_json(partial / INDEX_NAME, export.layout.index)
+    sync_folder(partial)
+    if folder.is_dir():
+        folder.rmdir()  # it is empty
+    partial.rename(folder)
+    sync_folder(folder.parent)
+
+
+def _write_json(path: Path, value: object) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
