@@ -4,6 +4,7 @@ python tools/convert.py --load-hf DIR --save CHECKPOINTS      what --pretrained-
 python tools/convert.py --load CHECKPOINTS --save-hf DIR      what transformers load (--like DIR: as that has it)
 python tools/convert.py --load CHECKPOINTS --save-adapter DIR --like DIR   its adapters apart, as PEFT loads them
 python tools/convert.py --load-hf DIR --save-hf DIR           the same weights, written anew
+    --load-adapter DIR                                        with the adapters of a folder of PEFT added
 
 One process holds the whole model, in the type that it has where it is read. A run converts without that, on all its ranks:
 pretrain_mllm.py --load-hf, --save-hf.
@@ -30,12 +31,15 @@ from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from megatron.runtime.checkpoint.index import read_index
 from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target, save_adapter
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, save_hugging_face
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session, SessionOptions
-from multimodal.cost.layers.registry import read_model
+from multimodal.cost.layers.adapters import adapt_units
+from multimodal.cost.layers.registry import linear_layers, read_model
+from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.colocated import plan_colocated
@@ -60,6 +64,7 @@ def build_parser() -> Parser:
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument("--load-hf", type=Path, metavar="DIR", help="Folder of Hugging Face to read.")
     sources.add_argument("--load", type=Path, metavar="CHECKPOINTS", help="Folder of a run, or one of its checkpoints, to read.")
+    parser.add_argument("--load-adapter", type=Path, metavar="DIR", help="--load-hf: folder of PEFT whose adapters are added.")
     targets = parser.add_mutually_exclusive_group(required=True)
     targets.add_argument("--save-hf", type=Path, metavar="DIR", help="New folder of Hugging Face to write.")
     targets.add_argument("--save-adapter", type=Path, metavar="DIR", help="New folder for the adapters of a run, as PEFT has it.")
@@ -82,6 +87,10 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError("--like would be ignored: it says what --save-hf and --save-adapter write; leave it out")
     if flags.save_adapter is not None and flags.load is None:
         raise ConfigError("--save-adapter: a folder of Hugging Face has no adapters; give a run's checkpoints with --load")
+    if flags.load_adapter is not None and (flags.load_hf is None or flags.save_hf is None):
+        raise ConfigError(
+            "--load-adapter is added to the weights of --load-hf and written by --save-hf; give both, or leave it out"
+        )
     source = _read_hugging_face(flags) if flags.load_hf is not None else _read_checkpoint(flags.load)
     like = flags.like or flags.load_hf
     if flags.save_hf is not None:
@@ -91,6 +100,8 @@ def run(argv: Sequence[str]) -> None:
     with _session(source) as session:
         if flags.load_hf is not None:
             load_hugging_face(flags.load_hf, session=session)
+            if flags.load_adapter is not None:
+                load_adapter(flags.load_adapter, session=session, base=flags.load_hf)
         else:
             load_checkpoint(flags.load, session=session, load_optimizer=False, load_rng=False)
         if flags.save_hf is not None:
@@ -110,6 +121,9 @@ def _check_adapters(target: Path, graph: ModelGraph, checkpoint: Path, *, like: 
 
 def _read_hugging_face(flags: Any) -> _Source:
     graph = read_model(flags.load_hf)
+    if flags.load_adapter is not None:
+        found = read_peft_adapter(flags.load_adapter, graph=graph, base=flags.load_hf)
+        graph = adapt_units(graph, linear_layers(graph), rank=found.rank, alpha=found.alpha, targets=found.targets)
     with WeightFiles(flags.load_hf) as files:
         dtype = max((weight.dtype for weight in files.weights.values()), key=lambda dtype: dtype.itemsize)
     multiple = flags.make_vocab_size_divisible_by

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from multimodal.hugging_face.weight_names import UnitNames
+from multimodal.hugging_face.weight_names import Spelling, UnitNames
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
@@ -49,11 +49,11 @@ class Architecture:
     is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
     """True for tensors that no parameter here is made of, and which are copied: older versions saved some that follow from the
     config.json."""
-    spellings: tuple[tuple[tuple[str, str], ...], ...] = ((),)
+    spellings: tuple[Spelling, ...] = ((),)
     """Ways in which the names are spelled: each replaces beginnings of names by others, the first being (none)."""
-    written_spelling: tuple[tuple[str, str], ...] = ()
+    written_spelling: Spelling = ()
     """The one of what is written without a folder to follow: that of transformers."""
-    module_spelling: tuple[tuple[str, str], ...] = ()
+    module_spelling: Spelling = ()
     """The one of modules inside transformers."""
     tied_copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
     """Tensors that some files have beside those that they are copies of, where word embeddings are tied."""

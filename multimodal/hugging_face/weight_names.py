@@ -22,6 +22,8 @@ class Rows(NamedTuple):
     num_rows: int
 
 
+Spelling = tuple[tuple[str, str], ...]
+"""Each pair replaces the beginning of a name by another, the first that fits being the one."""
 Merge = Callable[[Unit, Sequence[str], int], Iterator[Rows]]
 """From a unit, the names of their tensors and the parameter's number of rows to what makes up the parameter."""
 
@@ -117,3 +119,11 @@ def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> t
             keys = [f"{prefix}{theirs.format(number)}.{tensor}" for theirs in entry.theirs]
             return tuple(entry.merge(unit, keys, num_rows))
     return ()
+
+
+def spelled(key: str, spelling: Spelling) -> str:
+    """Return a name in another spelling."""
+    for ours, theirs in spelling:
+        if key.startswith(ours):
+            return theirs + key.removeprefix(ours)
+    return key

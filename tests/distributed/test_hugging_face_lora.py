@@ -13,21 +13,25 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.nn.utils import parametrize
 
 from megatron.runtime.checkpoint.checkpoint import save_checkpoint
+from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
+from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.hugging_face.registry import read_config
 from multimodal.hugging_face.weight_names import rows_of
+from multimodal.values.errors import ConfigError
 from tests.distributed.gradient_case import GradientCase, RankGradients, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Plans, case_of, only_text, run_transformers
-from tests.distributed.rank_pool import RankPool
+from tests.distributed.rank_pool import RankError, RankPool
+from tests.distributed.test_hugging_face_llava import clip_and_llama, samples
 from tests.distributed.test_hugging_face_text import SAMPLES, llama
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tools import convert
@@ -45,9 +49,14 @@ PLANS: Plans = {
 class WithAdapters(FromFolder):
     """Also writes adapters, and the model with what they add, into folders of `target`."""
 
+    adapter: Path | None = None
+    """The folder that adapters start from."""
+
     def __call__(self, case: GradientCase) -> RankGradients:
         session = self.session(case)
         assert self.target is not None
+        if self.adapter is not None:
+            load_adapter(self.adapter, session=session, base=self.folder)
         save_adapter(self.target / "adapter", session=session, like=self.folder)
         save_hugging_face(self.target / "merged", session=session, like=self.folder)
         save_checkpoint(self.target / "run", step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
@@ -57,12 +66,13 @@ class WithAdapters(FromFolder):
 class Added(torch.nn.Module):
     """W + alpha / r x B A."""
 
-    def __init__(self, down: torch.Tensor, up: torch.Tensor) -> None:
+    def __init__(self, down: torch.Tensor, up: torch.Tensor, scale: float = ALPHA / RANK) -> None:
         super().__init__()
+        self.scale = scale
         self.down, self.up = torch.nn.Parameter(down), torch.nn.Parameter(up)
 
     def forward(self, weight: torch.Tensor) -> torch.Tensor:
-        return weight + ALPHA / RANK * self.up @ self.down
+        return weight + self.scale * self.up @ self.down
 
 
 @contextmanager
@@ -133,5 +143,121 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
     )
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (converted / name).read_bytes() == (tmp_path / "alone" / "adapter" / name).read_bytes()
+    again = WithAdapters(folder, tmp_path / "from files", tmp_path / "alone" / "adapter")
+    ranks.run(again, case_of(graph, SAMPLES, PLANS["tp 2, pp 2"][0], sequence_parallel=True), world_size=8)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        mine, theirs_again = ((tmp_path / each / "adapter" / name).read_bytes() for each in ("from files", "alone"))
+        assert mine == theirs_again, "adapters come back as they were written"
     plain = replace(graph, units=(replace(graph.backbone, lora=None),))
     assert read_model(tmp_path / "alone" / "merged") == plain
+
+
+def write_peft(model: Any, folder: Path) -> dict[str, Added]:
+    """Adapters as PEFT saves them: each with an A of its own, of two ranks, some with another alpha, none in the last layer.
+
+    Returns them by module.
+    """
+    folder.mkdir()
+    generator, tensors, found = torch.Generator().manual_seed(8), {}, {}
+    for layer in range(2):
+        for name, rank, alpha in (("self_attn.q_proj", 2, 8.0), ("self_attn.v_proj", 3, 4.0), ("mlp.down_proj", 2, 8.0)):
+            module = f"model.layers.{layer}.{name}"
+            outputs, inputs = model.get_submodule(module).weight.shape
+            halves = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((rank, inputs), (outputs, rank))]
+            found[module] = Added(*halves, scale=alpha / rank)
+            tensors |= {f"{PREFIX}{module}.lora_{half}.weight": value for half, value in zip("AB", halves, strict=True)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "bias": "none"}
+    config |= {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 4}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return found
+
+
+def test_adapters_of_peft_are_trained_on_and_merged(ranks: RankPool, tmp_path: Path) -> None:
+    folder, adapter = tmp_path / "model", tmp_path / "peft"
+    model = build_wide_model(llama, folder)
+    theirs = write_peft(model, adapter)
+    graph = read_model(folder)
+    read = read_peft_adapter(adapter, graph=graph, base=folder)
+    assert (read.rank, read.alpha) == (5, 20.0)
+    assert read.targets == ("llm.transformer.linear_fc2", "llm.transformer.linear_qkv")
+    adapted_graph = adapt_units(graph, linear_layers(graph), rank=read.rank, alpha=read.alpha, targets=read.targets)
+    for name, added in theirs.items():
+        parametrize.register_parametrization(model.get_submodule(name), "weight", added)
+    alone = case_of(adapted_graph, SAMPLES, ALONE)
+    logits, _ = run_transformers(model, alone.source, only_text)
+    for name, (sizes, options) in {"alone": (ALONE, {}), **PLANS}.items():
+        case = case_of(adapted_graph, SAMPLES, sizes, **options)
+        ranks.run(WithAdapters(folder, tmp_path / name, adapter), case, world_size=case.plan.num_ranks)
+    assert convert.main(["--load-hf", str(folder), "--load-adapter", str(adapter), "--save-hf", str(tmp_path / "converted")]) == 0
+    for merged in (*(tmp_path / name / "merged" for name in ("alone", *PLANS)), tmp_path / "converted"):
+        with double_precision():
+            found = type(model).from_pretrained(merged, dtype=torch.float64)
+        for mine, expected in zip(run_transformers(found, alone.source, only_text)[0], logits, strict=True):
+            assert np.abs(mine - expected).max() < 1e-12, merged
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"peft_type": "IA3"}, {}, "peft_type is 'IA3', and only 'LORA' can be trained here"),
+        ({"use_dora": True}, {}, "use_dora is True"),
+        ({"lora_alpha": None}, {}, "lora_alpha is None, expected a number"),
+        ({}, {"model.embed_tokens.lora_A.weight": (2, 24)}, "model.embed_tokens is no linear layer of the model|has no lora_B"),
+        ({}, {"model.layers.0.mlp.up_proj.lora_A.weight": (2, 24)}, "model.layers.0.mlp.up_proj has no lora_B.weight"),
+    ],
+)
+def test_adapters_that_are_no_lora_of_the_model_are_refused(
+    config: Any, tensors: Mapping[str, tuple[int, ...]], message: str, tmp_path: Path
+) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "model")
+    write_peft(model, tmp_path / "peft")
+    described = json.loads((tmp_path / "peft" / "adapter_config.json").read_text())
+    (tmp_path / "peft" / "adapter_config.json").write_text(json.dumps(described | config))
+    added = {PREFIX + key: torch.zeros(shape) for key, shape in tensors.items()}
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    save_file(load_file(path) | added, path)
+    with pytest.raises(ConfigError, match=message):
+        read_peft_adapter(tmp_path / "peft", graph=read_model(tmp_path / "model"), base=tmp_path / "model")
+
+
+def test_a_folder_without_adapters_is_refused(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no adapter_config.json; give a folder that save_pretrained of PEFT"):
+        read_peft_adapter(tmp_path, graph=read_model(tmp_path), base=tmp_path)
+
+
+def test_adapters_of_a_model_of_another_size_are_refused(ranks: RankPool, tmp_path: Path) -> None:
+    folder, adapter = tmp_path / "model", tmp_path / "peft"
+    write_peft(build_wide_model(llama, folder), adapter)
+    path = adapter / "adapter_model.safetensors"
+    halves = load_file(path).items()
+    save_file({key: value[:, :-1].contiguous() if "lora_A" in key else value for key, value in halves}, path)
+    graph = read_model(folder)
+    read = read_peft_adapter(adapter, graph=graph, base=folder)
+    graph = adapt_units(graph, linear_layers(graph), rank=read.rank, alpha=read.alpha, targets=read.targets)
+    with pytest.raises(RankError, match=r"(?s)rank 0.*has shape \[\d, \d+\], expected \d+ columns.*rank 1.*expected \d+ columns"):
+        case = case_of(graph, SAMPLES, {"llm": (2, 1, 1)})
+        ranks.run(WithAdapters(folder, tmp_path / "none", adapter), case, world_size=2)
+
+
+def test_projectors_beside_adapters_come_back(ranks: RankPool, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    build_wide_model(clip_and_llama, folder)
+    graph = read_model(folder)
+    graph = replace(graph, units=(replace(graph.unit("vision"), freeze_module=True), graph.backbone))
+    graph = adapt_units(graph, linear_layers(graph), rank=RANK, alpha=ALPHA, targets=())
+    sizes = {"vision": (1, 1, 1), "llm": (2, 1, 1)}
+    case = case_of(graph, samples(1), sizes)
+    ranks.run(WithAdapters(folder, tmp_path / "first"), case, world_size=3)
+    path = tmp_path / "first" / "adapter" / "adapter_model.safetensors"
+    changed = {key: value + 1 for key, value in load_file(path).items()}
+    save_file(changed, path)
+    assert any("multi_modal_projector.linear_1.bias" in key for key in changed)
+    ranks.run(WithAdapters(folder, tmp_path / "second", path.parent), case, world_size=3)
+    found = load_file(tmp_path / "second" / "adapter" / "adapter_model.safetensors")
+    assert found.keys() == changed.keys() and all(torch.equal(found[key], changed[key]) for key in found)
+    save_file(changed | {f"{PREFIX}model.tower.weight": torch.zeros(2)}, path)
+    with pytest.raises(RankError, match="the model has nothing that is called base_model.model.model.tower.weight"):
+        ranks.run(WithAdapters(folder, tmp_path / "third", path.parent), case, world_size=3)

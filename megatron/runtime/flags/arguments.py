@@ -20,6 +20,7 @@ from megatron.runtime.flags.schedule_checks import check_schedule
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
+from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
@@ -109,6 +110,8 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
     values = {**from_file, **from_command_line}
     if "load_hf" in values:
         values = {**_taken_from(Path(values["load_hf"]), values), **values}
+    if "load_adapter" in values and graph is not None:
+        values |= _adapters_of(Path(values["load_adapter"]), values, graph)
     required = [flag for group in GROUPS.values() for flag in field_flags(group) if flag.is_required]
     if missing := [f"{flag.flag} {flag.metavar}" for flag in required if flag.name not in values]:
         raise ConfigError(
@@ -131,6 +134,18 @@ def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
     if "tokenizer_type" in values or "tokenizer_model" in values or not tokenizer.is_file():
         return {"model": folder}
     return {"model": folder, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
+
+
+def _adapters_of(folder: Path, values: Mapping[str, Any], graph: ModelGraph) -> dict[str, Any]:
+    """Return the flags of the adapters that a folder of --load-adapter has; raises ConfigError where others are asked for."""
+    if given := [name for name in ("lora_rank", "lora_alpha", "lora_targets") if name in values]:
+        flag = "--" + given[0].replace("_", "-")
+        raise ConfigError(
+            f"{flag} would be ignored: --load-adapter {folder} says which adapters there are; leave one of them out"
+        )
+    base = values.get("load_hf") or values.get("model")
+    adapter = read_peft_adapter(folder, graph=graph, base=base)
+    return {"lora_rank": adapter.rank, "lora_alpha": adapter.alpha, "lora_targets": adapter.targets}
 
 
 def _build_config(values: Mapping[str, Any], *, graph: ModelGraph) -> RunConfig:

@@ -147,7 +147,9 @@ DEVICE_RULES: tuple[Rule, ...] = (
         "--data-parallel-sharding-strategy optim",
     ),
     Rule(
-        lambda c: c.checkpoint.load_hf is not None and importlib.util.find_spec("safetensors") is None,
-        "--load-hf needs the package 'safetensors'; install it (pip install 'braid[hf]') or leave it out",
+        lambda c: (
+            (c.checkpoint.load_hf or c.checkpoint.load_adapter) is not None and importlib.util.find_spec("safetensors") is None
+        ),
+        "--load-hf and --load-adapter need the package 'safetensors'; install it (pip install 'braid[hf]') or leave it out",
     ),
 )

@@ -149,11 +149,11 @@ RULES: tuple[Rule, ...] = (
             c.training.emulate is not None
             and (
                 bool(c.checkpoint.save or c.checkpoint.load or c.checkpoint.pretrained_checkpoint or c.evaluation.eval_iters)
-                or bool(c.checkpoint.load_hf or c.checkpoint.save_hf or c.checkpoint.save_adapter)
+                or bool(c.checkpoint.load_hf or c.checkpoint.load_adapter or c.checkpoint.save_hf or c.checkpoint.save_adapter)
             )
         ),
         "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load, "
-        "--pretrained-checkpoint, --load-hf, --save-hf, --save-adapter and --eval-iters",
+        "--pretrained-checkpoint, --load-hf, --load-adapter, --save-hf, --save-adapter and --eval-iters",
     ),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and bool(c.checkpoint.load_hf or c.checkpoint.save_hf),

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 
 from megatron.runtime.hugging_face.named_weights import NamedWeights
-from megatron.runtime.hugging_face.weight_files import ADAPTER_NAME, DTYPES, SINGLE_NAME, SavedWeight
+from megatron.runtime.hugging_face.weight_files import DTYPES, SINGLE_NAME, SavedWeight
+from multimodal.hugging_face.adapter_files import ADAPTER_WEIGHTS
 
 MOST_BYTES = 5 * 10**9
 """Of a file, where no other folder says how tensors are dealt out."""
@@ -45,7 +46,7 @@ class FileLayout:
     @property
     def index(self) -> dict[str, object] | None:
         """The content of the index file; None where there is one file with the name that needs none."""
-        if list(self.headers) in ([SINGLE_NAME], [ADAPTER_NAME]):
+        if list(self.headers) in ([SINGLE_NAME], [ADAPTER_WEIGHTS]):
             return None
         size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
         metadata = {"total_parameters": self.num_parameters, "total_size": size}

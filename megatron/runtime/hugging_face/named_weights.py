@@ -11,7 +11,7 @@ from megatron.runtime.checkpoint.all_ranks import on_all_ranks
 from megatron.runtime.hugging_face.weight_files import SavedWeight
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.architecture import Architecture
-from multimodal.hugging_face.weight_names import Rows, rows_of
+from multimodal.hugging_face.weight_names import Rows, Spelling, rows_of, spelled
 from multimodal.model.adapter import UP, is_adapter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
@@ -101,7 +101,7 @@ def _in_adapter(key: str, half: str) -> str:
     return f"{key.removesuffix('weight')}{half}.weight"
 
 
-def as_spelled(names: NamedWeights, spelling: tuple[tuple[str, str], ...], *, prefix: str = "") -> NamedWeights:
+def as_spelled(names: NamedWeights, spelling: Spelling, *, prefix: str = "") -> NamedWeights:
     """Return the same in another spelling, such as that of transformers' modules, after a prefix."""
 
     def named(key: str) -> str:
@@ -127,14 +127,6 @@ def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Itera
 
 def _renamed(parts: Iterable[Rows], key: str, new_key: str) -> Iterator[Rows]:
     return (part._replace(key=new_key) for part in parts if part.key == key)
-
-
-def spelled(key: str, spelling: tuple[tuple[str, str], ...]) -> str:
-    """Return a name in another spelling."""
-    for ours, theirs in spelling:
-        if key.startswith(ours):
-            return theirs + key.removeprefix(ours)
-    return key
 
 
 def check_weights(

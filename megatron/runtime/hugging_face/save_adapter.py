@@ -13,19 +13,15 @@ from megatron.runtime.hugging_face.file_layout import in_one_file
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, name_weights
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, name_vectors, projectors_export
 from megatron.runtime.hugging_face.unit_weights import is_composed
-from megatron.runtime.hugging_face.weight_files import ADAPTER_NAME
 from megatron.runtime.hugging_face.write_folder import Export, write_folder
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from multimodal.hugging_face.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN_ENDING, PREFIX, UP_ENDING
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.registry import architecture_of, read_config
 from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import Lora, ModelGraph, Role
-
-CONFIG_NAME = "adapter_config.json"
-_PREFIX = "base_model.model."
-_ENDINGS = (".lora_A.weight", ".lora_B.weight")
 
 
 def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
@@ -87,10 +83,10 @@ def _prepare(
     what: str,
 ) -> Export:
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
-    names = as_spelled(names, architecture.module_spelling, prefix=_PREFIX)
+    names = as_spelled(names, architecture.module_spelling, prefix=PREFIX)
     dtype = session.options.build.precision.params_dtype
-    layout = in_one_file(ADAPTER_NAME, names, dtype, is_vector=name_vectors(tensors, names, what=what))
-    return Export(names, layout, adapter_config(names, graph=graph, base=base), CONFIG_NAME)
+    layout = in_one_file(ADAPTER_WEIGHTS, names, dtype, is_vector=name_vectors(tensors, names, what=what))
+    return Export(names, layout, adapter_config(names, graph=graph, base=base), ADAPTER_CONFIG)
 
 
 def adapter_config(names: NamedWeights, *, graph: ModelGraph, base: Path | None) -> dict[str, Any]:
@@ -127,8 +123,8 @@ def _modules(keys: Iterable[str]) -> Sequence[str]:
     """Return the modules of transformers that have these tensors, each once."""
     found: dict[str, None] = {}
     for key in keys:
-        ending = next((each for each in _ENDINGS if key.endswith(each)), f".{key.rpartition('.')[2]}")
-        found[key.removeprefix(_PREFIX).removesuffix(ending)] = None
+        ending = next((each for each in (DOWN_ENDING, UP_ENDING) if key.endswith(each)), f".{key.rpartition('.')[2]}")
+        found[key.removeprefix(PREFIX).removesuffix(ending)] = None
     return list(found)
 
 

@@ -13,7 +13,6 @@ from megatron.runtime.hugging_face.named_weights import (
     check_weights,
     name_tensors,
     name_weights,
-    spelled,
 )
 from megatron.runtime.hugging_face.unit_weights import check_units, is_composed, is_of_projector, name_unit
 from megatron.runtime.hugging_face.weight_files import SINGLE_NAME, WeightFiles
@@ -21,7 +20,7 @@ from megatron.runtime.hugging_face.write_folder import Export, write_folder
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, model_tensors
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
-from multimodal.hugging_face.weight_names import Rows
+from multimodal.hugging_face.weight_names import Rows, spelled
 from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.file_form import read_mapping

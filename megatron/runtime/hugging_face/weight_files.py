@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 SINGLE_NAME = "model.safetensors"
-ADAPTER_NAME = "adapter_model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -46,13 +45,16 @@ class WeightFiles:
     metadata: Mapping[str, Mapping[str, str]]
     """Entries of a file's header beside tensors, by file."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read all headers; raises CheckpointError when a file is missing or damaged, or holds what cannot be trained."""
+    def __init__(self, folder: Path, *, single: str = SINGLE_NAME) -> None:
+        """Read all headers; raises CheckpointError when a file is missing or damaged, or holds what cannot be trained.
+
+        single: the name of the file where there is no index.
+        """
         self._folder, self._files = folder, ExitStack()
         self._open: dict[str, safe_open] = {}
         weights: dict[str, SavedWeight] = {}
         metadata: dict[str, Mapping[str, str]] = {}
-        for name, keys in _list_files(folder).items():
+        for name, keys in _list_files(folder, single=single).items():
             file = self._open_file(name)
             metadata[name] = file.metadata() or {}
             for key in file.keys():  # noqa: SIM118  # the file is no mapping
@@ -117,10 +119,10 @@ class WeightFiles:
         return SavedWeight(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
 
 
-def _list_files(folder: Path) -> dict[str, set[str]]:
+def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:
     """List the files with weights, and the tensors that an index says each has."""
-    if (folder / SINGLE_NAME).is_file():
-        return {SINGLE_NAME: set()}
+    if (folder / single).is_file():
+        return {single: set()}
     if not (folder / INDEX_NAME).is_file():
         other = sorted(path.name for path in folder.glob("*") if path.suffix in (".bin", ".pt", ".gguf", ".h5", ".msgpack"))
         hint = f" ({other[0]} is of a form that is not read)" if other else ""

@@ -19,6 +19,7 @@ from megatron.runtime.checkpoint.folder import damaged, step_of
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import find_phase
 from megatron.runtime.flags.configuration import CheckpointConfig, OptimizerSettings, RunConfig
+from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
 from megatron.runtime.training.run import Run
@@ -63,6 +64,10 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             _load(run, start)
         elif run.emulation is None:
             load_units(run.session)
+        if checkpoint.load_adapter is not None and not (start is not None and start.is_resumption):
+            base = checkpoint.load_hf or (run.config.model.model if run.config.model.model.is_dir() else None)
+            load_adapter(checkpoint.load_adapter, session=run.session, base=base)
+            logger.info("starting from the adapters of %s", checkpoint.load_adapter)
         if not has_saved:
             _warn_of_earlier_run(run)
     except BaseException:

@@ -80,3 +80,31 @@ def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
         ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"
     ):
         with_vocabulary(read_model(folder), ByteTokenizer())
+
+
+def write_adapter(folder: Path) -> Path:
+    """PEFT's files of one adapter of rank 2, by hand."""
+    folder.mkdir()
+    name = "base_model.model.model.layers.1.self_attn.o_proj"
+    entries = {
+        f"{name}.lora_A.weight": {"dtype": "F32", "shape": [2, 32], "data_offsets": [0, 256]},
+        f"{name}.lora_B.weight": {"dtype": "F32", "shape": [32, 2], "data_offsets": [256, 512]},
+    }
+    header = json.dumps(entries).encode()
+    content = len(header).to_bytes(8, "little") + header + bytes(512)
+    (folder / "adapter_model.safetensors").write_bytes(content)
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 8}))
+    return folder
+
+
+def test_adapters_say_what_is_trained(folder: Path, tmp_path: Path) -> None:
+    adapter = write_adapter(tmp_path / "adapter")
+    model = parse(f"--load-hf {folder} --load-adapter {adapter}").model
+    assert (model.lora_rank, model.lora_alpha, model.lora_targets) == (2, 8.0, ("llm.transformer.linear_proj",))
+    with pytest.raises(ConfigError, match=r"--lora-rank would be ignored: --load-adapter .* says which adapters there are"):
+        parse(f"--load-hf {folder} --load-adapter {adapter} --lora-rank 4")
+    (adapter / "adapter_model.safetensors").write_bytes(b"not a file of tensors")
+    with pytest.raises(ConfigError, match="adapter_model.safetensors: is no safetensors file"):
+        parse(f"--load-hf {folder} --load-adapter {adapter}")
+    with pytest.raises(ConfigError, match=r"nowhere: there is no adapter_config.json; give a folder that save_pretrained of PEFT"):
+        parse(f"--load-hf {folder} --load-adapter {tmp_path / 'nowhere'}")

@@ -1,0 +1,149 @@
+"""Starts adapters from a folder of Hugging Face's PEFT: every rank keeps its part of them."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.runtime.checkpoint.all_ranks import on_this_rank
+from megatron.runtime.hugging_face.load_weights import fill
+from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_tensors, name_weights
+from megatron.runtime.hugging_face.unit_weights import is_composed, is_of_projector
+from megatron.runtime.hugging_face.weight_files import WeightFiles
+from megatron.runtime.session import Session
+from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
+from multimodal.hugging_face.adapter_files import (
+    ADAPTER_WEIGHTS,
+    DOWN_ENDING,
+    PREFIX,
+    UP_ENDING,
+    OwnModule,
+    PeftAdapter,
+    PeftModule,
+    all_spellings,
+    read_peft_adapter,
+)
+from multimodal.hugging_face.weight_names import Rows, rows_of
+from multimodal.model.adapter import UP, is_adapter
+from multimodal.values.errors import CheckpointError, ConfigError
+
+_PROJECTORS = "projectors"
+
+
+def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
+    """Fill the adapters that a folder has, and the projectors beside them; collective.
+
+    base: the folder that the model's weights are from, if they are from one. Adapters that `folder` lacks, and rows of A beyond
+    its rank, stay as they were initialised; their B is zero. Raises CheckpointError on every rank when something is missing,
+    damaged or of another model.
+    """
+    what = f"loading {folder}"
+    adapter = on_this_rank(lambda: _read(folder, session, base), what=what)
+    tensors = model_tensors(session.state)
+    own = [tensor for tensor in tensors if is_adapter(tensor.key)]
+
+    def read() -> None:
+        with WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
+            for tensor in own:
+                _fill_half(tensor, files, adapter, session)
+
+    on_this_rank(read, what=what)
+    plain = [tensor for tensor in tensors if not is_adapter(tensor.key)]
+    if adapter.others:
+        _fill_others(plain, adapter, session, what=what)
+    elif (folder / _PROJECTORS).is_dir() and is_composed(session.graph):
+        _fill_projectors(plain, folder / _PROJECTORS, session, what=what)
+    for optimizer in session.optimizers.values():
+        optimizer.reload_model_params()
+
+
+def _read(folder: Path, session: Session, base: Path | None) -> PeftAdapter:
+    try:
+        return read_peft_adapter(folder, graph=session.graph, base=base)
+    except ConfigError as problem:
+        raise CheckpointError(str(problem)) from problem
+
+
+@torch.no_grad()
+def _fill_half(tensor: HeldTensor, files: WeightFiles, adapter: PeftAdapter, session: Session) -> None:
+    """Fill what this rank holds of A or of B."""
+    module, _, half = tensor.key.rpartition(".")
+    _, name, _, layer, path = module.split(".", 4)
+    unit = session.graph.unit(name)
+    assert unit.lora is not None
+    for piece in tensor.pieces if half == UP else ():
+        piece.values.zero_()
+    for part, start in adapter.columns(OwnModule(name, int(layer), unit.layers[int(layer)], path)):
+        if half == UP:
+            values = _read_half(files, f"{PREFIX}{part.name}{UP_ENDING}", columns=part.rank)
+            values = values if part.scale == unit.lora.scale else values.double() * (part.scale / unit.lora.scale)
+            for rows in rows_of(adapter.names(name), unit, f"layers.{layer}.{path}.weight", num_rows=tensor.shape[0]):
+                if rows.key == f"{part.key}.weight":
+                    _check_rows(adapter, part, values, at_least=rows.start + rows.num_rows)
+                    _copy(tensor, (rows.target, start), values[rows.start : rows.start + rows.num_rows])
+        else:
+            _copy(tensor, (start, 0), _read_half(files, f"{PREFIX}{part.name}{DOWN_ENDING}", columns=tensor.shape[1]))
+
+
+def _read_half(files: WeightFiles, key: str, *, columns: int) -> Tensor:
+    values = files.read_whole(key)
+    if values.dim() != 2 or values.shape[1] != columns:
+        raise CheckpointError(
+            f"{key} has shape {list(values.shape)}, expected {columns} columns; give adapters of this model, or take the model "
+            "that they are of"
+        )
+    return values
+
+
+def _check_rows(adapter: PeftAdapter, part: PeftModule, values: Tensor, *, at_least: int) -> None:
+    if len(values) < at_least:
+        raise CheckpointError(
+            f"{adapter.folder}: {part.name}{UP_ENDING} has {len(values)} rows, but the model's matrix at least {at_least}; give "
+            "adapters of this model, or take the model that they are of"
+        )
+
+
+def _copy(tensor: HeldTensor, offsets: tuple[int, int], values: Tensor) -> None:
+    """Copy the part of a rectangle that this rank holds; offsets: of its first row and column in the whole tensor."""
+    for piece in tensor.pieces:
+        places = []
+        for start, size, held, held_size in zip(offsets, values.shape, piece.offsets, piece.values.shape, strict=True):
+            first, stop = max(start, held), min(start + size, held + held_size)
+            places.append((slice(first - held, max(first, stop) - held), slice(first - start, max(first, stop) - start)))
+        (to_rows, rows), (to_columns, columns) = places
+        piece.values[to_rows, to_columns] = values[rows, columns].to(piece.values)
+
+
+def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Session, *, what: str) -> None:
+    """Fill what was trained beside adapters (PEFT's `modules_to_save`); collective."""
+    others = set(adapter.others)
+    own = [tensor for tensor in plain if tensor.key.split(".")[1] in adapter.graph.unit_names]
+    names = name_weights(own, graph=adapter.graph, architecture=adapter.architecture, what=what)
+    spelled = [as_spelled(names, spelling, prefix=PREFIX) for spelling in all_spellings(adapter.architecture)]
+    theirs = max(spelled, key=lambda each: len(each.shapes.keys() & others))
+
+    def read() -> None:
+        if unknown := sorted(others - theirs.shapes.keys()):
+            raise CheckpointError(
+                f"{adapter.folder / ADAPTER_WEIGHTS}: the model has nothing that is called {unknown[0]}; give adapters of this "
+                "model"
+            )
+        wanted = [tensor for tensor in own if all(rows.key in others for rows in theirs.rows[tensor.key])]
+        with WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
+            fill(wanted, files, theirs)
+
+    on_this_rank(read, what=what)
+
+
+def _fill_projectors(plain: Sequence[HeldTensor], folder: Path, session: Session, *, what: str) -> None:
+    """Fill the projectors of a composed model, which stand in a folder of their own; collective."""
+    own = [tensor for tensor in plain if is_of_projector(session.graph, tensor.key)]
+    names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix("model."), 0, 0, shape[0]),), what=what)
+
+    def read() -> None:
+        with WeightFiles(folder) as files:
+            check_weights(folder, names, found=files.weights, unused=(), grown_from=(0, 0))
+            fill(own, files, names)
+
+    on_this_rank(read, what=what)
