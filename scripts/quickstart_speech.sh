@@ -69,4 +69,5 @@ torchrun --standalone --nproc-per-node 4 pretrain_mllm.py "${common[@]}" --dtype
     --data-path "$run/data/held_out.jsonl" --split 0,1 --micro-batch-size 8 --global-batch-size 40 \
     --load "$run/checkpoints" --finetune --skip-train --eval-iters 1 --save-hf "$run/trained" | tee "$run/evaluation.txt"
 loss="$(sed -n 's/.*held out: loss \([0-9.]*\).*/\1/p' "$run/evaluation.txt" | tail -n 1)"
+python -W ignore examples/speech/compare_logits.py --model "$run/trained" --run "$run/checkpoints" --data "$run/data/held_out.jsonl"
 python examples/speech/transcribe.py --model "$run/trained" --data "$run/data/held_out.jsonl" --loss "$loss"

@@ -139,6 +139,14 @@ def _read_checkpoint(folder: Path) -> _Source:
 
 
 @contextmanager
+def open_checkpoint(folder: Path, *, dtype: torch.dtype) -> Iterator[Session]:
+    """The whole model of a run, in a type, on this process alone."""
+    with _session(_read_checkpoint(folder)._replace(dtype=dtype)) as session:
+        load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
+        yield session
+
+
+@contextmanager
 def _session(source: _Source) -> Iterator[Session]:
     """The whole model on this process alone."""
     platform.install()

@@ -79,12 +79,20 @@ class Transcriber:
     def embed(self, sound: np.ndarray, answer: str = "") -> tuple[Tensor, list[int]]:
         """Return the LLM's input, [1, num_tokens, hidden_size], and the ids of the answer at its end."""
         heard = self.hear(sound)
-        ids = self.tokenizer(self.prompt.replace(AUDIO_TOKEN, AUDIO_TOKEN * len(heard)), add_special_tokens=False).input_ids
-        answer_ids = self.tokenizer(answer, add_special_tokens=False).input_ids if answer else []
-        tokens = torch.tensor(ids + answer_ids)
+        tokens, answer_ids = self.encode(len(heard), answer)
         rows = self.llm.get_input_embeddings()(tokens)
-        rows[tokens == self.tokenizer.convert_tokens_to_ids(AUDIO_TOKEN)] = heard
+        rows[self.is_sound(tokens)] = heard
         return rows[None], answer_ids
+
+    def encode(self, num_heard: int, answer: str) -> tuple[Tensor, list[int]]:
+        """Return the ids of a sample with a placeholder for everything heard, and those of the answer at their end."""
+        ids = self.tokenizer(self.prompt.replace(AUDIO_TOKEN, AUDIO_TOKEN * num_heard), add_special_tokens=False).input_ids
+        answer_ids = self.tokenizer(answer, add_special_tokens=False).input_ids if answer else []
+        return torch.tensor(ids + answer_ids), answer_ids
+
+    def is_sound(self, tokens: Tensor) -> Tensor:
+        """Return which tokens are placeholders."""
+        return tokens == self.tokenizer.convert_tokens_to_ids(AUDIO_TOKEN)
 
     @torch.no_grad()
     def transcribe(self, sound: np.ndarray) -> str:
@@ -97,11 +105,11 @@ class Transcriber:
         return str(self.tokenizer.decode(found[0], skip_special_tokens=True)).strip()
 
     @torch.no_grad()
-    def losses(self, sound: np.ndarray, transcript: str) -> Tensor:
-        """Return the loss of each token of a transcript."""
-        rows, answer = self.embed(sound, transcript + END)
-        logits = self.llm(inputs_embeds=rows).logits[0, -len(answer) - 1 : -1]
-        return torch.nn.functional.cross_entropy(logits, torch.tensor(answer), reduction="none")
+    def logits(self, prompt: Prompt) -> tuple[Tensor, Tensor]:
+        """Return those of each token of a transcript, [num_targets, vocab_size], and the tokens."""
+        rows, answer = self.embed(prompt.sound, prompt.transcript + END)
+        found: Tensor = self.llm(inputs_embeds=rows).logits[0, -len(answer) - 1 : -1]
+        return found, torch.tensor(answer)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -140,7 +148,7 @@ def word_error_rate(prompts: Sequence[Prompt], transcripts: Sequence[str]) -> fl
 
 def check_loss(model: Transcriber, prompts: Sequence[Prompt], *, expected: float) -> None:
     """Print the loss of all transcripts here and in the run; exit with an error where they differ."""
-    losses = torch.cat([model.losses(each.sound, each.transcript) for each in prompts])
+    losses = torch.cat([torch.nn.functional.cross_entropy(*model.logits(each), reduction="none") for each in prompts])
     found = float(losses.mean())
     print(f"loss of {len(losses)} tokens by transformers {found:.4f}, by the run {expected:.4f}")
     if abs(found - expected) > LARGEST_DIFFERENCE.get(model.saved_dtype, 0.05):
