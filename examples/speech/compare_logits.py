@@ -75,9 +75,7 @@ def main() -> None:
             mine = reference.logits(prompt, exported)[:, : theirs.shape[1]]
             largest = max(largest, float((mine - theirs).abs().max()))
             num_tokens, num_same = num_tokens + len(answer), num_same + int((mine.argmax(1) == theirs.argmax(1)).sum())
-    print(
-        f"logits of {num_tokens} tokens by transformers and by the run: {largest:.1e} apart, {num_same} have the same first"
-    )
+    print(f"logits of {num_tokens} tokens by transformers and by the run: {largest:.1e} apart, {num_same} have the same first")
     if largest > LARGEST_DIFFERENCE:
         sys.exit("error: the logits of what was exported are not those of the run")
 
