@@ -3,7 +3,6 @@
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -19,6 +18,7 @@ from megatron.runtime.communication.units import GroupBook, Membership, build_me
 from megatron.runtime.execution.executor import Executor
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
+from megatron.runtime.gradients.state_shares import StateShares
 from megatron.runtime.gradients.unit_optimizer import build_unit_optimizer
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
@@ -28,6 +28,7 @@ from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.communicators import message_partners
+from multimodal.plan.state_copies import EVERY_REPLICA
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.passes import Pass
@@ -59,8 +60,9 @@ class SessionOptions:
     """Have schedules (`reduce-by-layer`) that reduce gradients layer by layer."""
     shards_weights: bool = False
     """Share weights and gradients, too, among the ranks that hold the same ones (ZeRO-3), not only optimizer state."""
-    shares_optimizer_state: bool = True
-    """Share optimizer state among the ranks that hold the same weights (ZeRO-1); in float64 none do."""
+    num_state_copies: int | None = None
+    """Copies of the optimizer state that replicas keep together, each shared among as many of them (`state_copies`); None: one
+    (ZeRO-1), which is Megatron's where replicas are alike, and in float64 one on every replica."""
     build_stage: Callable[..., UnitStage] | None = None
     """Builds a stage that stands in for a real one (`EmulatedStage`); called with `stage_index` and what UnitStage takes."""
 
@@ -188,13 +190,12 @@ class Session:
             for unit, optimizer in self.optimizers.items():
                 if optimizer.config.clip_grad > 0:
                     clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=optimizer.config.clip_grad)
-                with self.gradients[unit].gathering_later() if gathers_later else nullcontext():
+                with self.gradients[unit].updating(gathers_later=gathers_later):
                     optimizer.step_with_ready_grads()
 
     def _counts_in_norm(self, unit: str) -> bool:
         is_sharded: bool = self.optimizers[unit].config.use_distributed_optimizer
-        member = self.memberships[unit]
-        return member.is_first_holder or (is_sharded and not member.is_unlike)
+        return is_sharded or self.memberships[unit].is_first_holder
 
     def _check_plan(self, plan: Plan) -> None:
         validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())
@@ -210,7 +211,8 @@ class Session:
         self.plan = plan
         self._schedules: dict[bool, ScheduleCache] = {}
         self._groups = GroupBook(rank=rank, timeout=options.timeout)
-        self.memberships = build_memberships(self.graph, plan, rank=rank, book=self._groups)
+        copies = options.num_state_copies
+        self.memberships = build_memberships(self.graph, plan, rank=rank, book=self._groups, num_state_copies=copies)
         self.stages = dict(_build_stages(options, plan=plan, memberships=self.memberships))
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
         self.optimizers = {}
@@ -234,15 +236,22 @@ class Session:
 
     def _build_gradients(self, member: Membership) -> UnitGradients | ShardedUnit:
         own = {index: module for (unit, index), module in self.stages.items() if unit == member.unit}
+        unit, is_double = self.plan.units[member.unit], self.options.build.precision.params_dtype == torch.float64
+        copies, shares = self.options.num_state_copies, None
+        if member.is_unlike or copies is not None:
+            copies = copies or (EVERY_REPLICA if is_double else 1)
+            shares = StateShares(own, membership=member, unit=unit, book=self._groups, num_copies=copies)
         if member.is_unlike:
-            return UnlikeGradients(own, membership=member, unit=self.plan.units[member.unit], book=self._groups)
+            assert shares is not None
+            return UnlikeGradients(own, membership=member, unit=unit, book=self._groups, shares=shares)
         if self.options.shards_weights and member.groups.dp_cp.size() > 1:
             return ShardedUnit(own, graph=self.graph, membership=member)
         return UnitGradients(
             own,
             membership=member,
-            is_sharded=self.options.shares_optimizer_state and self.options.build.precision.params_dtype != torch.float64,
+            is_sharded=shares is None and not is_double,
             reduces_by_layer=self.options.reduces_by_layer,
+            shares=shares,
         )
 
 

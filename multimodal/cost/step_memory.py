@@ -52,9 +52,14 @@ def layer_static_bytes(
     weights = num_weights * bytes_per_element / (data_parallel_size if zero_stage >= 3 else 1)
     if not is_trained:
         return weights
-    optimizer = OPTIMIZER_BYTES if bytes_per_element < 4 else 2 * bytes_per_element
+    optimizer = optimizer_bytes(bytes_per_element)
     gradients = max(GRADIENT_BYTES, bytes_per_element) / (data_parallel_size if zero_stage >= 2 else 1)
     return weights + num_weights * (gradients + optimizer / (data_parallel_size if zero_stage >= 1 else 1))
+
+
+def optimizer_bytes(bytes_per_element: int) -> int:
+    """Return the bytes of the optimizer's state of one weight: two moments, and an fp32 form of narrower weights."""
+    return OPTIMIZER_BYTES if bytes_per_element < 4 else 2 * bytes_per_element
 
 
 @dataclass(frozen=True)

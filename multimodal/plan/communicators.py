@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
+from multimodal.plan.state_copies import sharing_groups
 from multimodal.plan.weight_parts import reduction_groups
 from multimodal.values.action import Place
 from multimodal.values.model_graph import ModelGraph
@@ -77,9 +78,14 @@ def _ranks_of(unit: UnitPlan, stage: int) -> tuple[int, ...]:
     return tuple(rank for replica in unit.replicas for rank in replica.virtual_stages[stage].ranks)
 
 
-def group_ranks(graph: ModelGraph, plan: Plan) -> Iterator[tuple[int, ...]]:
-    """Yield the ranks of all process groups of units, some of them more than once; some have one rank."""
+def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None = None) -> Iterator[tuple[int, ...]]:
+    """Yield the ranks of all process groups of units, some of them more than once; some have one rank.
+
+    num_state_copies: of the optimizer state; None: one, for which replicas that are alike need no groups of their own.
+    """
     for name, unit in plan.units.items():
+        if unit.is_unlike or num_state_copies is not None:
+            yield from sharing_groups(graph, name, unit, num_copies=num_state_copies or 1)
         for replica in unit.replicas:
             for stage in replica.stages:
                 yield stage.ranks

@@ -31,6 +31,8 @@ class Nodes:
     """Nodes of each template."""
     replicas: tuple[int, ...] = ()
     """Nodes of each replica at the start; by default all of the first template."""
+    replicas_per_copy: int = 1
+    """Replicas that share a copy of the optimizer state."""
 
 
 def write_templates(path: Path, model: Path, nodes: Nodes, *, num_microbatches: int) -> None:
@@ -49,6 +51,7 @@ def write_templates(path: Path, model: Path, nodes: Nodes, *, num_microbatches: 
         (1000,) * num_layers,
         tuple(Instance(size, num_microbatches // len(replicas)) for size in replicas),
         tuple(PipelineTemplate(size, 1, 0.01, stages_of(size, nodes.gpus, num_layers)) for size in nodes.sizes),
+        nodes.replicas_per_copy,
     ).to_file(path)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.communication.units import Membership
 from megatron.runtime.flags.configuration import OptimizerSettings
+from megatron.runtime.gradients import unit_optimizer
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import model_tensors, optimizer_tensors
 from megatron.runtime.training.trainer import Trainer, build_scheduler
@@ -108,7 +108,8 @@ def test_training_goes_on_as_if_nothing_had_happened(
 
 def train_counting_twice(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
     """The same with gradients of every replica in the norm, by which they are clipped."""
-    with patch.object(Membership, "is_first_holder", True):
+    main = unit_optimizer._main
+    with patch.object(unit_optimizer, "_main", lambda piece: main(piece._replace(is_copy=False))):
         return train(case, plans, steps_a_plan)
 
 

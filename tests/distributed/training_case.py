@@ -114,6 +114,7 @@ class TrainingCase:
     seed: int = 3
     vocab_size: int = 36
     shards_weights: bool = False
+    num_state_copies: int | None = None
     saves_in_background: bool = False
 
 
@@ -135,6 +136,7 @@ class Training:
             passes=passes,
             reduces_by_layer=reduce_by_layer in passes,
             shards_weights=case.shards_weights,
+            num_state_copies=case.num_state_copies,
         )
         self.session = Session(options, plan=case.plan)
         self.background = BackgroundSave(TIMEOUT) if case.saves_in_background else None

@@ -62,11 +62,16 @@ class GroupBook:
         return self._groups[ranks]
 
 
-def build_memberships(graph: ModelGraph, plan: Plan, *, rank: int, book: GroupBook) -> dict[str, Membership]:
-    """Make all process groups of the plan in `book` and return this rank's place in each unit it belongs to; collective."""
+def build_memberships(
+    graph: ModelGraph, plan: Plan, *, rank: int, book: GroupBook, num_state_copies: int | None = None
+) -> dict[str, Membership]:
+    """Make all process groups of the plan in `book` and return this rank's place in each unit it belongs to; collective.
+
+    num_state_copies: as for `group_ranks`.
+    """
     if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # where sequence parallel layers gather their inputs
         parallel_state._set_global_memory_buffer()
-    book.create(group_ranks(graph, plan))
+    book.create(group_ranks(graph, plan, num_state_copies=num_state_copies))
     memberships = {}
     for name, unit in plan.units.items():
         for replica_index, replica in enumerate(unit.replicas):

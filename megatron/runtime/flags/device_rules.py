@@ -52,11 +52,6 @@ _SPLITTING_PASSES = ", ".join(name for name, row in PASSES.items() if row.splits
 
 DEVICE_RULES: tuple[Rule, ...] = (
     Rule(
-        lambda c: c.parallelism.elastic and (_is_half(c) if _has_cuda() else c.training.dtype == "bfloat16"),
-        "--elastic keeps optimizer state whole on every replica, which is there for --dtype float32 and float64 only; choose one "
-        "of them",
-    ),
-    Rule(
         lambda c: c.logging.profile and not c.logging.use_pytorch_profiler and not _has_cuda(),
         "--profile starts CUDA's profiler, and there is no CUDA device; add --use-pytorch-profiler",
     ),

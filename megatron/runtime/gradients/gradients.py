@@ -26,6 +26,8 @@ from megatron.runtime.gradients.scheduled_collectives import (
     sum_copies,
     wrap_with_layer_buckets,
 )
+from megatron.runtime.gradients.sharded_layer import WeightPiece
+from megatron.runtime.gradients.state_shares import StateShares
 from multimodal.model.unit_stage import UnitStage
 
 
@@ -33,16 +35,22 @@ class UnitGradients:
     """Gradient buffers and reductions of this rank's stages of one unit."""
 
     def __init__(
-        self, stages: Mapping[int, UnitStage], *, membership: Membership, is_sharded: bool, reduces_by_layer: bool = False
+        self,
+        stages: Mapping[int, UnitStage],
+        *,
+        membership: Membership,
+        is_sharded: bool,
+        reduces_by_layer: bool = False,
+        shares: StateShares | None = None,
     ) -> None:
-        """stages: virtual stage -> module; is_sharded: reduce-scatter for a sharded optimizer (ZeRO-1), else all-reduce.
+        """stages: virtual stage -> module; is_sharded: reduce-scatter for Megatron's sharded optimizer (ZeRO-1), else all-reduce.
 
         reduces_by_layer: keep a buffer of about the size of a layer for each collective, so that a reduction can begin in its
-        stage's last backward.
+        stage's last backward. shares: what this rank steps, where that is not for Megatron's optimizers to say.
         """
         self.membership = membership
         self.stages = stages
-        self.is_sharded = is_sharded
+        self.is_sharded, self.shares = is_sharded, shares
         self.wrapped = {
             index: wrap_in_gradient_buffers(
                 stage, groups=membership.groups, is_sharded=is_sharded, reduces_by_layer=reduces_by_layer
@@ -51,7 +59,13 @@ class UnitGradients:
             if any(parameter.requires_grad for parameter in stage.parameters())
         }
         self._ungathered: set[int] = set()
+        self._gathering: set[int] = set()
         self._by_layer: dict[int, ReductionByLayer] = {}
+
+    @property
+    def is_trained(self) -> bool:
+        """True if this rank trains anything."""
+        return bool(self.wrapped)
 
     def zero(self) -> None:
         """Forget the gradients of the last step."""
@@ -93,23 +107,49 @@ class UnitGradients:
         return not self._ungathered
 
     @contextmanager
-    def gathering_later(self) -> Iterator[None]:
-        """Let the step of a sharded optimizer that runs inside leave the parameters to be gathered when they are needed."""
-        if not self.is_sharded:
-            yield
-            return
+    def updating(self, *, gathers_later: bool) -> Iterator[None]:
+        """Let an optimizer step inside; gathers_later: leave what others step to be gathered when it is needed."""
         with ExitStack() as settings:
-            for wrapped in self.wrapped.values():
+            for wrapped in self.wrapped.values() if self.is_sharded and gathers_later else ():
                 settings.enter_context(overlapping(wrapped, "overlap_param_gather"))
             yield
-        self._ungathered = set(self.wrapped)
+        if self.shares is not None:
+            self._ungathered = self.shares.shared_stages
+            if not gathers_later:
+                self.complete_parameters()
+        elif self.is_sharded and gathers_later:
+            self._ungathered = set(self.wrapped)
+
+    def is_copy(self, parameter: Tensor) -> bool:
+        """Return whether the first replica has another copy of a parameter, cut otherwise perhaps."""
+        is_copy = self.shares.is_copy(parameter) if self.shares is not None else None
+        if is_copy is None:  # frozen, or alike everywhere
+            return self.membership.is_unlike and not self.membership.is_first_holder
+        return is_copy
+
+    def partial_pieces(self) -> dict[Tensor, WeightPiece | None]:
+        """Return, by parameter, what is right of those that others step a part of, which is not gathered yet."""
+        stages = self._ungathered | self._gathering
+        if self.shares is None:
+            assert not stages, "Megatron's sharded optimizer must have gathered its parameters"
+            return {}
+        found: dict[Tensor, WeightPiece | None] = {each: None for stage in stages for each in self.shares.parameters(stage)}
+        return found | {piece.parameter: piece for piece in self.shares.pieces(stages)}
 
     def start_gathering(self, stage_index: int) -> Callable[[], None]:
         """Start gathering one stage's parameters, if an optimizer left that to do; returns what waits for it."""
         if stage_index not in self._ungathered:
             return nothing_to_wait_for
         self._ungathered.remove(stage_index)
-        return start_parameter_gathering(self.wrapped[stage_index])
+        self._gathering.add(stage_index)
+        wrapped, shares = self.wrapped[stage_index], self.shares
+        finish_gathering = shares.start_gathering(stage_index) if shares else start_parameter_gathering(wrapped)
+
+        def finish() -> None:
+            finish_gathering()
+            self._gathering.discard(stage_index)
+
+        return finish
 
     def complete_parameters(self) -> None:
         """Gather whatever is not gathered yet."""

@@ -35,6 +35,8 @@ class WeightPiece(NamedTuple):
     """[len(elements)], a view of the layer's share."""
     gradient: Tensor | None
     """[len(elements)], a view of the layer's share of the gradient, float32 or wider; None where the parameter is frozen."""
+    is_copy: bool = False
+    """The first replica has another copy: it counts once in the gradient norm, and is written once."""
 
 
 class ShardedLayer:

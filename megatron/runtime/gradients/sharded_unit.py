@@ -183,9 +183,14 @@ class ShardedUnit:
         return nothing_to_wait_for
 
     @contextmanager
-    def gathering_later(self) -> Iterator[None]:
-        """Nothing: weights are gathered layer by layer."""
+    def updating(self, *, gathers_later: bool) -> Iterator[None]:
+        """Let an optimizer step inside; weights are gathered layer by layer."""
         yield
+
+    def partial_pieces(self) -> dict[Tensor, WeightPiece | None]:
+        """Return, by parameter, all that this rank keeps of it."""
+        kept: dict[Tensor, WeightPiece | None] = {piece.parameter: piece for piece in self.pieces}
+        return {each: kept.get(each) for stage in self.stages.values() for each in stage.parameters()}
 
     def start_gathering(self, stage_index: int) -> Callable[[], None]:
         """Nothing, likewise."""

@@ -1,10 +1,10 @@
 """AdamW over one unit's parameters on this rank: Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64.
 
 Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces: each element is stepped by the rank
-that keeps it. So it is where replicas are not alike, whose pieces are all that they hold.
+that keeps it. So it is where replicas keep several copies of the state, or are not alike.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from torch.nn import Parameter
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
-from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 
 
 def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig) -> MegatronOptimizer | None:
@@ -31,12 +30,14 @@ def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: Opti
     groups are made here: biases and norms without weight decay, all else with it, both present on every rank.
     """
     build_adam = partial(_build_adam, config=config)
-    if isinstance(gradients, UnlikeGradients | ShardedUnit):
+    pieces = _stepped_pieces(gradients)
+    if pieces is not None:
         if not gradients.is_trained:
             return None
-        trained = [piece for piece in gradients.pieces if piece.gradient is not None]
+        trained = [piece for piece in pieces if piece.gradient is not None]
         sharded = ShardedOptimizer(trained, config=config, build_adam=build_adam, init_state=_init_state)
         return _with_tensor_parallel_group(sharded, gradients)
+    assert isinstance(gradients, UnitGradients)
     chunks = list(gradients.wrapped.values())
     if not chunks:
         return None
@@ -58,6 +59,13 @@ def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: Opti
         distributed_optimizer_instance_id=0,
     )
     return _with_tensor_parallel_group(optimizer, gradients)
+
+
+def _stepped_pieces(gradients: UnitGradients | ShardedUnit) -> Sequence[WeightPiece] | None:
+    """Return what this rank steps where that is not for Megatron to say."""
+    if isinstance(gradients, ShardedUnit):
+        return gradients.pieces
+    return gradients.shares.pieces() if gradients.shares is not None else None
 
 
 def build_optimizer_config(
@@ -165,6 +173,6 @@ def _main(piece: WeightPiece) -> Parameter:
     assert piece.gradient is not None, "frozen layers have no optimizer"
     main = Parameter(piece.weight.to(piece.gradient.dtype))
     copy_tensor_model_parallel_attributes(main, piece.parameter)
-    main.shared = getattr(piece.parameter, "shared", False)  # type: ignore[attr-defined]
+    main.shared = piece.is_copy or getattr(piece.parameter, "shared", False)  # type: ignore[attr-defined]
     main.main_grad = piece.gradient  # type: ignore[attr-defined]
     return main

@@ -2,7 +2,6 @@
 
 Parts are cut wherever a replica's tensor parallel ranks cut (`multimodal/plan/weight_parts`). All ranks go through layers from
 the last to the first, and through the parts of each in their order, so those of a group make the same calls in the same order.
-Every rank keeps the optimizer state of its whole stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from torch.nn import Parameter
 from megatron.runtime.communication.units import GroupBook, Membership
 from megatron.runtime.gradients.gradients import UnitGradients, main_gradient
 from megatron.runtime.gradients.scheduled_collectives import Bucket, ReductionByLayer, nothing_to_wait_for
-from megatron.runtime.gradients.sharded_layer import WeightPiece
+from megatron.runtime.gradients.state_shares import StateShares
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.weight_parts import (
@@ -44,25 +43,12 @@ class PartSum(NamedTuple):
 class UnlikeGradients(UnitGradients):
     """Gradient buffers and reductions of this rank's stages of one such unit."""
 
-    def __init__(self, stages: Mapping[int, UnitStage], *, membership: Membership, unit: UnitPlan, book: GroupBook) -> None:
-        super().__init__(stages, membership=membership, is_sharded=False)
+    def __init__(
+        self, stages: Mapping[int, UnitStage], *, membership: Membership, unit: UnitPlan, book: GroupBook, shares: StateShares
+    ) -> None:
+        super().__init__(stages, membership=membership, is_sharded=False, shares=shares)
         self._unit, self._book = unit, book
         self._running: dict[int, list[Callable[[], None]]] = {index: [] for index in stages}
-
-    @property
-    def is_trained(self) -> bool:
-        """True if this rank trains anything."""
-        return bool(self.wrapped)
-
-    @property
-    def pieces(self) -> list[WeightPiece]:
-        """All trained parameters of this rank, each whole."""
-        return [
-            WeightPiece(each, range(each.numel()), each.detach().view(-1), main_gradient(each).view(-1))
-            for wrapped in self.wrapped.values()
-            for each in wrapped.parameters()
-            if each.requires_grad
-        ]
 
     def start_reduction_of(self, stage_index: int, *, layers: LayerRange) -> Callable[[], None]:
         """Start summing the gradients of some layers of a stage; returns what waits for them.

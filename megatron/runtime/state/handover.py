@@ -73,17 +73,13 @@ def _find_holders(held: Iterable[HeldTensor]) -> _Holders:
 
 
 def _join_holders(originals: Sequence[_Boxes], copies: Sequence[_Boxes]) -> _Holders:
-    """Join what each rank holds, originals before copies, which do not overlap.
+    """Join what each rank holds, originals before copies, into rectangles that do not overlap.
 
-    A copy may be cut otherwise than what it is a copy of, as where replicas differ: its rank holds all rectangles inside of it,
-    and what of it nobody else is left to hold makes more of them.
+    What is held may be cut otherwise than what others hold of the same, as where replicas differ or share copies of the state:
+    its rank then holds all rectangles inside of it, and what of it nobody else is left to hold makes more of them.
     """
     found: dict[str, dict[Box, list[int]]] = {}
-    for rank, boxes_by_key in enumerate(originals):
-        for key, boxes in boxes_by_key.items():
-            for box in boxes:
-                found.setdefault(key, {}).setdefault(box, []).append(rank)
-    for rank, boxes_by_key in enumerate(copies):
+    for rank, boxes_by_key in (*enumerate(originals), *enumerate(copies)):
         for key, boxes in boxes_by_key.items():
             of_key = found.setdefault(key, {})
             for box in boxes:

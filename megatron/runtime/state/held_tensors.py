@@ -17,10 +17,8 @@ from megatron.core.optimizer.optimizer import MegatronOptimizer
 from torch import Tensor
 
 from megatron.runtime.gradients.gradients import UnitGradients
-from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.unit_optimizer import ShardedOptimizer
-from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape
@@ -82,7 +80,7 @@ class _Parameter(NamedTuple):
     sharding: ParameterSharding
     stage: UnitStage
     is_replica: bool
-    """True if replicas are not alike, and another one holds and writes the same."""
+    """True if another replica holds the same, cut otherwise perhaps, and writes it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -148,12 +146,11 @@ def merged_tensors(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iter
 
 
 def _held_weights(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iterator[HeldTensor]:
-    sharded = {name: unit for name, unit in state.gradients.items() if isinstance(unit, ShardedUnit)}
-    pieces: dict[Tensor, WeightPiece] = {piece.parameter: piece for unit in sharded.values() for piece in unit.pieces}
+    partial = {parameter: piece for unit in state.gradients.values() for parameter, piece in unit.partial_pieces().items()}
     for parameter in _parameters(state):
         values, elements = parameter.value.detach().view(-1), range(parameter.value.numel())
-        if parameter.unit in sharded:
-            piece = pieces.get(parameter.value)
+        if parameter.value in partial:
+            piece = partial[parameter.value]
             if piece is None:
                 continue
             values, elements = piece.weight, piece.elements
@@ -203,8 +200,8 @@ def adopt_group_steps(state: TrainedState, loaded: Iterable[HeldTensor]) -> None
 def _parameters(state: TrainedState) -> Iterator[_Parameter]:
     for (unit, _), stage in state.stages.items():
         gradients = state.gradients.get(unit)
-        is_replica = isinstance(gradients, UnlikeGradients) and not gradients.membership.is_first_holder
         for name, value in stage.named_parameters():
+            is_replica = isinstance(gradients, UnitGradients) and gradients.is_copy(value)
             yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage, is_replica)
 
 

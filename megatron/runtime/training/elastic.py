@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
+import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -27,6 +28,7 @@ from megatron.runtime.training.loop import Progress, build_reporter, describe_en
 from megatron.runtime.training.resumption import claim_folder, release, resume
 from megatron.runtime.training.run import Run, build_run, prepare_alone
 from megatron.runtime.training.trainer import Outcome
+from multimodal.cost.step_memory import optimizer_bytes
 from multimodal.plan.planners.templates.plan_nodes import NodesPlan, plan_nodes
 from multimodal.plan.planners.templates.reconfigure import Pipeline
 from multimodal.values.errors import CheckpointError, ConfigError, PlanError
@@ -264,14 +266,20 @@ class ElasticRun:
 
     def _describe_tolerance(self, run: Run, found: NodesPlan) -> str:
         """Say how many nodes may be lost, and what that costs."""
-        count, tolerated = len(found.pipelines), self._templates.fault_tolerance
+        templates, count = self._templates, len(found.pipelines)
+        optimizers = run.session.optimizers.values()
+        kept = sum(each.numel() for optimizer in optimizers for each in optimizer.get_parameters())
         trained = (each for stage in run.session.stages.values() for each in stage.parameters() if each.requires_grad)
-        state = sum(2 * each.numel() * each.element_size() for each in trained) / 2**20
-        kept = "replicas each keep" if count > 1 else "replica keeps"
+        whole = sum(each.numel() for each in trained)
+        size = optimizer_bytes(getattr(torch, run.config.training.dtype).itemsize) / 2**20
+        copies = min(count, templates.num_state_copies)
+        how = f"{copies} copies of the optimizer state, each shared by {count // copies} or more of {count} replicas"
+        if copies == count:
+            how = f"{count} replica{'s each keep' if count > 1 else ' keeps'} all of the optimizer state"
+        tolerated = templates.fault_tolerance
         return (
-            f"elastic: {tolerated} node{'s' * (tolerated != 1)} may be lost at once, down to {self._templates.fewest_nodes}; "
-            f"{count} {kept} all of the optimizer state: {state:.1f} MiB on rank 0, {state / count:.1f} if it were "
-            "shared"
+            f"elastic: {tolerated} node{'s' * (tolerated != 1)} may be lost at once, down to {templates.fewest_nodes}; {how}: "
+            f"{kept * size:.1f} MiB on rank 0, {whole * size / count:.1f} if all shared one"
         )
 
     def _wait_for_all(self, generation: int) -> None:

@@ -3,13 +3,12 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron.runtime.checkpoint.background_save import BackgroundSave
@@ -19,8 +18,9 @@ from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, 
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained, find_ranks_per_node
-from megatron.runtime.flags.configuration import OptimizerSettings, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
+from megatron.runtime.flags.elastic_templates import read_templates
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
@@ -189,7 +189,6 @@ def _session_options(
 ) -> SessionOptions:
     settings, dtype = config.optimizer, getattr(torch, config.training.dtype)
     passes = passes_named(config.training.schedule_passes)
-    shares = not config.parallelism.elastic  # what one rank alone has would be lost with it
     is_engine, splits = config.model.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
     return SessionOptions(
         graph=graph,
@@ -211,27 +210,22 @@ def _session_options(
         vocab_size=vocab_size,
         seed=config.training.seed,
         timeout=timeout,
-        optimizer=_optimizer_config(settings, dtype, shares_state=shares),
+        optimizer=build_optimizer_config(
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            betas=(settings.adam_beta1, settings.adam_beta2),
+            eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            dtype=dtype,
+        ),
         builder=BUILDERS[config.training.schedule],
         passes=passes,
         reduces_by_layer=any(row.reduces_by_layer for row in passes),
         shards_weights=config.parallelism.shards_weights,
-        shares_optimizer_state=shares,
+        num_state_copies=read_templates(config, graph).num_state_copies if config.parallelism.elastic else None,
         build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
     )
-
-
-def _optimizer_config(settings: OptimizerSettings, dtype: torch.dtype, *, shares_state: bool) -> OptimizerConfig:
-    built = build_optimizer_config(
-        lr=settings.lr,
-        min_lr=settings.min_lr,
-        weight_decay=settings.weight_decay,
-        betas=(settings.adam_beta1, settings.adam_beta2),
-        eps=settings.adam_eps,
-        clip_grad=settings.clip_grad,
-        dtype=dtype,
-    )
-    return built if shares_state else replace(built, use_distributed_optimizer=False)
 
 
 def _accumulates_in_products(config: RunConfig) -> bool:

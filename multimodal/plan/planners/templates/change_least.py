@@ -36,7 +36,7 @@ def change_least(templates: TemplateSet, left: Sequence[int], num_joined: int) -
         if not sizes or min(sizes) >= most:
             return None
         sizes[sizes.index(min(sizes))] += 1
-    if max(sizes, default=most + 1) > most or len(sizes) <= templates.fault_tolerance:
+    if max(sizes, default=most + 1) > most or len(sizes) < templates.fewest_replicas:
         return None
     return next(step for step in ("merge", "borrow", "reinstantiate") if step in steps), tuple(sizes)
 

@@ -39,7 +39,7 @@ def plan_nodes(
 
     nodes: in the order in which their ranks are to be numbered. before: the replicas that the run had; holding: the nodes that
     still hold what these gave them. Where the nodes cannot all be used, all replicas get one template, and nodes that are left
-    over stay out. Raises PlanError where there are too few nodes for f + 1 replicas.
+    over stay out. Raises PlanError where there are too few nodes for all replicas that fault tolerance needs.
     """
     reconfigurer = Reconfigurer(templates, BYTES_PER_SECOND)
     try:
@@ -70,7 +70,7 @@ def _alike(reconfigurer: Reconfigurer, nodes: Sequence[int], graph: ModelGraph) 
     found: list[tuple[float, int, tuple[Pipeline, ...]]] = []
     for size in range(templates.least_nodes, templates.most_nodes + 1):
         count = min(len(nodes) // size, templates.num_microbatches)
-        if count <= templates.fault_tolerance:
+        if count < templates.fewest_replicas:
             continue
         shared = share_batch(reconfigurer.times, [size] * count, num_microbatches=templates.num_microbatches)
         places = [tuple(nodes[first : first + size]) for first in range(0, count * size, size)]
@@ -80,7 +80,7 @@ def _alike(reconfigurer: Reconfigurer, nodes: Sequence[int], graph: ModelGraph) 
         found.append((shared.step_seconds, size, pipelines))
     if not found:
         raise PlanError(
-            f"{len(nodes)} nodes cannot hold {templates.fault_tolerance + 1} replicas of one template of {templates.least_nodes} "
+            f"{len(nodes)} nodes cannot hold {templates.fewest_replicas} replicas of one template of {templates.least_nodes} "
             "nodes or more; wait for nodes to return, or plan anew with a lower fault tolerance"
         )
     return _checked(templates, min(found)[2], nodes, graph, "replan")

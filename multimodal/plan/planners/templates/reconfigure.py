@@ -77,7 +77,7 @@ class Reconfigurer:
 
     def _fastest(self, num_nodes: int) -> Instantiation:
         templates = self.templates
-        demand = Demand(num_nodes, templates.num_microbatches, least_replicas=templates.fault_tolerance + 1)
+        demand = Demand(num_nodes, templates.num_microbatches, least_replicas=templates.fewest_replicas)
         return instantiate(self.times, demand)
 
     def reconfigure(
@@ -112,7 +112,7 @@ class Reconfigurer:
         templates = self.templates
         if len(nodes) < templates.fewest_nodes:
             raise PlanError(
-                f"{len(nodes)} nodes are left, but {templates.fault_tolerance + 1} replicas of {templates.least_nodes} nodes "
+                f"{len(nodes)} nodes are left, but {templates.fewest_replicas} replicas of {templates.least_nodes} nodes "
                 f"need {templates.fewest_nodes}; wait for nodes to return, or plan anew with a lower fault tolerance"
             )
         return nodes

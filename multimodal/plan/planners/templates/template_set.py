@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from multimodal.plan.state_copies import EVERY_REPLICA
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.plan import MOST_RANKS
@@ -86,6 +87,8 @@ class TemplateSet:
     """Bytes of weights and optimizer state of each layer of the chain: those that a node copies."""
     instances: tuple[Instance, ...] = field(metadata={"min_entries": 1})
     templates: tuple[PipelineTemplate, ...] = field(metadata={"min_entries": 1})
+    replicas_per_copy: int = field(default=1, metadata=_COUNT)
+    """Replicas that at least share a copy of the optimizer state, of which f + 1 are kept; 1: every replica has all of it."""
 
     def __post_init__(self) -> None:
         sizes = [template.nodes for template in self.templates]
@@ -98,9 +101,9 @@ class TemplateSet:
             self._check(template, index, num_layers)
         if unknown := [each.nodes for each in self.instances if each.nodes not in sizes]:
             raise PlanError(f"an instance has {unknown[0]} nodes, but templates have {sizes[0]} to {sizes[-1]}; correct it")
-        if len(self.instances) <= self.fault_tolerance or sum(each.nodes for each in self.instances) != self.num_nodes:
+        if len(self.instances) < self.fewest_replicas or sum(each.nodes for each in self.instances) != self.num_nodes:
             raise PlanError(
-                f"the instances must be at least {self.fault_tolerance + 1} (fault tolerance {self.fault_tolerance}) and have "
+                f"the instances must be at least {self.fewest_replicas} ({self.tolerance_text}) and have "
                 f"{self.num_nodes} nodes together, found {[each.nodes for each in self.instances]}; plan the set anew"
             )
 
@@ -126,9 +129,25 @@ class TemplateSet:
         return self.templates[-1].nodes
 
     @property
+    def fewest_replicas(self) -> int:
+        """Replicas that there are at all times: those of f + 1 copies of the state."""
+        return (self.fault_tolerance + 1) * self.replicas_per_copy
+
+    @property
+    def num_state_copies(self) -> int:
+        """Copies of the optimizer state that are kept: f + 1, or one on every replica."""
+        return self.fault_tolerance + 1 if self.replicas_per_copy > 1 else EVERY_REPLICA
+
+    @property
+    def tolerance_text(self) -> str:
+        """The fault tolerance as messages tell it."""
+        shared = f", {self.replicas_per_copy} replicas to each copy of the state" if self.replicas_per_copy > 1 else ""
+        return f"fault tolerance {self.fault_tolerance}{shared}"
+
+    @property
     def fewest_nodes(self) -> int:
-        """Nodes below which there are too few for all replicas that fault tolerance asks for: (f + 1) n_0."""
-        return (self.fault_tolerance + 1) * self.least_nodes
+        """Nodes below which there are too few for all these replicas: (f + 1) n_0 where they do not share state."""
+        return self.fewest_replicas * self.least_nodes
 
     def template(self, nodes: int) -> PipelineTemplate:
         """Return the template of a number of nodes."""
