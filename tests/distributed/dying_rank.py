@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import pretrain_mllm
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.gradients.gradients import UnitGradients
+from megatron.runtime.gradients.state_shares import StateShares
 from megatron.runtime.session import Session
 from megatron.runtime.training import elastic
 from megatron.runtime.training.trainer import Trainer
@@ -25,6 +26,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "forward": (RunningStep, "forward"),
     "reduction": (UnitGradients, "start_reduction"),
     "norm": (Session, "step_optimizers"),
+    "gathering": (StateShares, "start_gathering"),
     "report": (Trainer, "_report"),
     "groups": (Session, "enter"),
     "copy": (elastic, "take_over"),

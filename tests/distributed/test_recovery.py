@@ -110,3 +110,39 @@ def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(folder: Path, 
         run.close()
         raise
     assert "going back to a checkpoint" in check(run, inputs)
+
+
+def test_shared_copies_of_the_state_outlive_one_node(folder: Path, inputs: Path) -> None:
+    """Two copies, of three replicas each; one node dies where weights are about to be gathered, one after it knows the norm."""
+    environment = {"BRAID_TEST_DEATHS": "4:gathering:4,1:norm:9"}
+    nodes = Nodes(6, replicas_per_copy=2)
+    run = ElasticRun(folder, nodes, num_steps=NUM_STEPS, batch=BATCH, inputs=inputs, program=DYING, environment=environment)
+    try:
+        run.wait_for_step(6)
+        run.let_return(4)
+        run.wait_until(lambda: run.output.count("with 6 nodes") == 1, "return of the node")
+    except BaseException:
+        run.close()
+        raise
+    output = check(run, inputs)
+    assert "down to 4; 2 copies of the optimizer state, each shared by 3 or more of 6 replicas" in output
+    assert output.count("goes on after step") == 3 and "going back" not in output
+
+
+def test_bfloat16_goes_on_from_the_very_same_state(folder: Path, inputs: Path) -> None:
+    """Up to the step that is done again every loss is the same; later ones differ as sums in another order do."""
+    found = []
+    for name, deaths in (("undisturbed", ""), ("disturbed", "0:reduction:6")):
+        (folder / name).mkdir()
+        environment, flags = {"BRAID_TEST_DEATHS": deaths}, ("--dtype", "bfloat16")
+        run = ElasticRun(
+            folder / name, Nodes(3), num_steps=8, batch=BATCH, inputs=inputs, flags=flags, program=DYING, environment=environment
+        )
+        try:
+            assert run.wait(seconds=240) == 0, run.output
+        finally:
+            run.close()
+        found.append(run.losses())
+    assert "goes on after step 5 with 2 nodes" in run.output
+    differences = [abs(found[0][step] - found[1][step]) for step in range(1, 9)]
+    assert max(differences[:6]) < 1e-6 and max(differences) < 1e-2

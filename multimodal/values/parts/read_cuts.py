@@ -54,12 +54,15 @@ def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
 class _UnlikeReductions:
     """The units whose replicas are not alike, and which of them reduce by layer.
 
-    Their reductions cover layers in either case; by layer, stages compute after reductions of their own.
+    Their reductions cover layers in either case: whole ranges that the same ranks hold, or by layer parts of them. Where all of
+    these are single layers, those reduce by layer whose stages compute after reductions of their own.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.units = {name: unit for name, unit in plan.units.items() if unit.is_unlike}
-        self.by_layer: set[tuple[str, int]] = set()
+        self._parts: dict[str, set[bool]] = {name: set() for name in self.units}
+        """By unit: whether reductions cover parts of ranges, as far as they tell."""
+        self._early: set[str] = set()
         self._reducing: set[StageKey] = set()
         self._seen: set[Action] = set()
 
@@ -70,8 +73,24 @@ class _UnlikeReductions:
         self._seen.add(action)
         if action.kind is ActionKind.REDUCE_GRADIENTS:
             self._reducing.add(action[1:4])
+            self._parts[action.unit].update(self._covers_part(action))
         elif action[1:4] in self._reducing and ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
-            self.by_layer.update((action.unit, stage) for stage in range(self.units[action.unit].num_virtual_stages))
+            self._early.add(action.unit)
+
+    @property
+    def by_layer(self) -> set[tuple[str, int]]:
+        """Units that reduce by layer, with all their stages."""
+        found = (name for name, parts in self._parts.items() if (parts == {True} if parts else name in self._early))
+        return {(name, stage) for name in found for stage in range(self.units[name].num_virtual_stages)}
+
+    def _covers_part(self, reduction: Action) -> Iterator[bool]:
+        """Yield whether a reduction covers a part of a range of layers that the same ranks hold; nothing where none tells."""
+        unit, covers = self.units[reduction.unit], reduction.covers
+        stages = unit.replicas[reduction.replica].virtual_stages if reduction.replica < len(unit.replicas) else ()
+        if isinstance(covers, LayerRange) and reduction.stage < len(stages):
+            start = stages[reduction.stage].layers.start
+            layers = range(start + covers.first, start + covers.end)
+            yield from (layers != each for each in unit.shared_ranges if len(each) > 1 and layers in (each, each[:1], each[1:]))
 
 
 def _segment_cut(pieces: Sequence[Action]) -> SegmentCut:

@@ -19,7 +19,6 @@ from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import step_work
 from tests.unit.schedule.built_schedules import broken_schedules
 from tests.unit.schedule.schedule_cases import (
-    all_alike,
     build_case,
     build_graph,
     built_cases,
@@ -133,7 +132,7 @@ def refuse(case: StepGraph, lanes: Sequence[Lane], *named: Action, lowered: bool
 
 
 @settings(max_examples=60)
-@given(built=built_cases().filter(lambda built: all_alike(built[0])), lowered=st.booleans(), data=st.data())
+@given(built=built_cases(), lowered=st.booleans(), data=st.data())
 def test_a_dropped_duplicated_or_misplaced_action_is_refused(
     built: tuple[StepGraph, str], lowered: bool, data: st.DataObject
 ) -> None:
@@ -154,8 +153,14 @@ def test_a_dropped_duplicated_or_misplaced_action_is_refused(
         refuse(case, edit(moved, lane, lambda actions: actions.pop(position)), action, lowered=lowered)
 
 
+def may_come_early(action: Action, case: StepGraph) -> bool:
+    """Where replicas differ and every range of layers is a single one, a reduction that comes early is one by layer."""
+    unit = case.plan.units[action.unit]
+    return action.kind is ActionKind.REDUCE_GRADIENTS and unit.is_unlike and max(map(len, unit.shared_ranges)) == 1
+
+
 @settings(max_examples=60)
-@given(built=built_cases().filter(lambda built: all_alike(built[0])), lowered=st.booleans(), data=st.data())
+@given(built=built_cases(), lowered=st.booleans(), data=st.data())
 def test_a_swapped_dependent_pair_is_refused(built: tuple[StepGraph, str], lowered: bool, data: st.DataObject) -> None:
     case, builder = built
     schedule = lower(case, builder) if lowered else BUILDERS[builder](case)
@@ -165,7 +170,7 @@ def test_a_swapped_dependent_pair_is_refused(built: tuple[StepGraph, str], lower
         for position, action in enumerate(each.actions)
         if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE
         for need in dependencies(action, schedule.step, lowered=lowered)
-        if need in each.actions
+        if need in each.actions and not may_come_early(action, case)
     ]
     assume(pairs)
     lane, first, second = data.draw(st.sampled_from(pairs))
