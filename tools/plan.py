@@ -68,6 +68,12 @@ def build_parser() -> Parser:
     how.add_argument(
         "--fault-tolerance", type=at_least_zero, metavar="F", help="Nodes that may be lost at once, for templates (1)."
     )
+    how.add_argument(
+        "--replicas-per-copy",
+        type=count,
+        metavar="G",
+        help="Replicas that share each of F + 1 copies of the optimizer state, for templates; 1: each has all of it (1).",
+    )
     how.add_argument("--prefer", choices=("time", "per-gpu"), default="time", help="Shortest step, or most tokens/s per GPU.")
     how.add_argument(
         "--simulate-all", action="store_true", help="Predict from whole steps of all replicas, however long that takes."
@@ -397,6 +403,8 @@ def run(argv: Sequence[str]) -> None:
         return
     if flags.fault_tolerance is not None:
         raise ConfigError(f"--fault-tolerance is for --planner {', '.join(TEMPLATE_PLANNERS)}; leave it out, or choose that")
+    if flags.replicas_per_copy is not None:
+        raise ConfigError(f"--replicas-per-copy is for --planner {', '.join(TEMPLATE_PLANNERS)}; leave it out, or choose that")
     if flags.output_plan is not None:
         raise ConfigError(f"--output-plan is for --planner {', '.join(TEMPLATE_PLANNERS)}; use --output")
     planned, filling = with_filling(plan(flags.planner, request, flags), request)
@@ -428,10 +436,12 @@ def run(argv: Sequence[str]) -> None:
         print_comparison(compared)
 
 
-def plan_first_instances(name: str, request: PlanningRequest, fault_tolerance: int) -> tuple[TemplateSet, PredictedRun]:
+def plan_first_instances(
+    name: str, request: PlanningRequest, fault_tolerance: int, replicas_per_copy: int = 1
+) -> tuple[TemplateSet, PredictedRun]:
     """Plan templates; return them and the run of the replicas that they are used for at first. Raises PlanError."""
     started = time.perf_counter()
-    templates = TEMPLATE_PLANNERS[name](request, fault_tolerance=fault_tolerance)
+    templates = TEMPLATE_PLANNERS[name](request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
     found = run_of_templates(templates, request, planner=name)
     found = replace(found, planning_seconds=time.perf_counter() - started)
     predicted = predict_run(found, request, max_actions=request.max_actions, num_batches=request.num_batches)
@@ -447,10 +457,11 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
     started = time.perf_counter()
     fault_tolerance = DEFAULT_FAULT_TOLERANCE if flags.fault_tolerance is None else flags.fault_tolerance
     if flags.output_plan is None:
-        templates = TEMPLATE_PLANNERS[flags.planner](request, fault_tolerance=fault_tolerance)
+        planner = TEMPLATE_PLANNERS[flags.planner]
+        templates = planner(request, fault_tolerance=fault_tolerance, replicas_per_copy=flags.replicas_per_copy or 1)
         seconds = time.perf_counter() - started
     else:
-        templates, planned = plan_first_instances(flags.planner, request, fault_tolerance)
+        templates, planned = plan_first_instances(flags.planner, request, fault_tolerance, flags.replicas_per_copy or 1)
         seconds = planned.run.planning_seconds
         write_plan_file(
             flags.output_plan,

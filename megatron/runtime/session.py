@@ -28,13 +28,13 @@ from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.communicators import message_partners
-from multimodal.plan.state_copies import EVERY_REPLICA
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.passes import Pass
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, validate_plan
+from multimodal.values.state_copies import EVERY_REPLICA
 
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
 

@@ -135,8 +135,13 @@ class ModelCosts:
         bytes_per_weight = GRADIENT_BYTES if is_reduction else self.cluster.bytes_per_element
         num_passes = 1 if self.options.zero_stage else 2 if is_reduction else 0  # without sharing: one all-reduce
         stage = (action.unit, action.replica, action.stage)
-        if self.step.plan.units[action.unit].is_unlike:  # its optimizer is not shared, so there is an all-reduce and no gather
-            return 2 * self.stage_costs.over_unlike(action) if is_reduction else 0.0
+        is_unlike = self.step.plan.units[action.unit].is_unlike
+        if is_unlike or self.options.num_state_copies is not None:  # all-reduces, and gathers among those who share a copy
+            if not is_reduction:
+                return self.stage_costs.over_sharers(stage) if self.options.zero_stage else 0.0
+            if is_unlike:
+                return 2 * self.stage_costs.over_unlike(action)
+            num_passes = 2
         seconds = num_passes * self.stage_costs.over_replicas(stage, bytes_per_weight, trained_only=True)
         return seconds if action.covers is None else self._reduction_piece_seconds(action, seconds)
 

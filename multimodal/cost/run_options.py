@@ -25,6 +25,9 @@ class RunOptions:
     the tokens of every microbatch."""
     layer_costs: Callable[..., LayerCosts] = LayerCosts
     """Builds the costs of layers, with the arguments of `LayerCosts`; not among the flags: other systems run layers otherwise."""
+    num_state_copies: int | None = None
+    """Copies of the optimizer state that replicas keep together, each shared by as many of them (`values/state_copies`); None:
+    one, which all ranks share that hold the same weights."""
 
     @property
     def hides_waits(self) -> bool:

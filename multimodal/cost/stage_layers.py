@@ -10,6 +10,7 @@ from multimodal.cost.layers.registry import count_segments, describe_layer
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.state_copies import sharers_of_stage
 
 StageKey = tuple[str, int, int]
 """(unit, replica, virtual stage)."""
@@ -50,6 +51,20 @@ class StageLayers:
             count * (self.trained_layer_weights(stage[0], layer, need) if trained_only else self.layer_weights(stage[0], layer))
             for (layer, need), count in self.counts(stage).items()
         )
+
+    def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
+        """Return the trained weights of a stage, all tensor parallel ranks together, by the ranks that share their state.
+
+        num_copies: as in `RunOptions`. The ranks are those that share with the stage's first one.
+        """
+        unit, replica, index = stage
+        sizes, start = self.plan.units[unit], self.plan.virtual_stage(*stage).layers.start
+        of_layers = [self.trained_layer_weights(unit, layer, need) for layer, need in self.in_order(stage)]
+        if num_copies is None and not sizes.is_unlike:
+            held = [each.virtual_stages[index].ranks[:: self.tensor_size(stage)] for each in sizes.replicas]
+            return [(tuple(rank for ranks in held for rank in ranks), sum(of_layers))]
+        shared = sharers_of_stage(sizes, replica, index, num_copies=num_copies or 1)
+        return [(ranks, sum(of_layers[layers.start - start : layers.stop - start])) for layers, ranks in shared]
 
     def trained_weights(self, stage: StageKey) -> tuple[int, ...]:
         """Return the weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""

@@ -212,22 +212,20 @@ class StepMemory:
         return self.layers.graph.downstream(unit) if is_encoder else ()
 
     def weight_bytes(self, stage: StageKey) -> float:
-        """Return the bytes of a stage's weights, gradients and optimizer state, per rank.
-
-        Replicas that are not alike share nothing: each keeps its optimizer state whole.
-        """
+        """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""
         sizes = self.layers.plan.units[stage[0]]
-        num_trained = self.layers.num_weights(stage, trained_only=True)
-        num_frozen = self.layers.num_weights(stage, trained_only=False) - num_trained
+        shares = self.layers.state_shares(stage, num_copies=self.options.num_state_copies)
+        num_frozen = self.layers.num_weights(stage, trained_only=False) - sum(weights for _, weights in shares)
+        frozen = (num_frozen, False, sizes.data_parallel_size * sizes.context_parallel_size)
         total = sum(
             layer_static_bytes(
                 num_weights,
                 is_trained=is_trained,
-                data_parallel_size=1 if sizes.is_unlike else sizes.data_parallel_size * sizes.context_parallel_size,
+                data_parallel_size=num_sharers,
                 zero_stage=self.options.zero_stage,
                 bytes_per_element=self.bytes_per_element,
             )
-            for num_weights, is_trained in ((num_trained, True), (num_frozen, False))
+            for num_weights, is_trained, num_sharers in (*((weights, True, len(ranks)) for ranks, weights in shares), frozen)
         )
         return total / self.layers.tensor_size(stage)
 

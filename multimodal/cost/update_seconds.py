@@ -49,9 +49,7 @@ def _updated_weights(stages: StageLayers, keys: Collection[StageKey], options: R
     """Unit -> trained weights that a rank which holds these stages updates: a share, where replicas share the optimizer."""
     weights: dict[str, float] = {}
     for unit, replica, stage in keys:
-        sizes = stages.plan.units[unit]
-        is_shared = bool(options.zero_stage) and not sizes.is_unlike
-        num_sharers = sizes.data_parallel_size * sizes.context_parallel_size if is_shared else 1
-        num_weights = stages.num_weights((unit, replica, stage), trained_only=True)
-        weights[unit] = weights.get(unit, 0.0) + num_weights / stages.tensor_size((unit, replica, stage)) / num_sharers
+        shares = stages.state_shares((unit, replica, stage), num_copies=options.num_state_copies)
+        own = sum(num_weights / (len(ranks) if options.zero_stage else 1) for ranks, num_weights in shares)
+        weights[unit] = weights.get(unit, 0.0) + own / stages.tensor_size((unit, replica, stage))
     return weights

@@ -5,11 +5,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
-from multimodal.plan.state_copies import sharing_groups
 from multimodal.plan.weight_parts import reduction_groups
 from multimodal.values.action import Place
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.state_copies import sharing_groups
 
 
 class Track(NamedTuple):

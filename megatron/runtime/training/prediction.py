@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.elastic_templates import read_templates
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.predicted.better_pair import find_better_pair
@@ -39,10 +40,12 @@ def build_predictor(config: RunConfig, schedules: ScheduleCache, *, vocab_size: 
     """Predict steps as `schedules` would run them on --cluster; raises ConfigError when that cannot be read."""
     training = config.training
     cluster = Cluster.from_file(training.cluster) if training.cluster else assumed_cluster()
-    default_stage = 0 if training.dtype == "float64" else 1
+    templates = read_templates(config, schedules.graph) if config.parallelism.elastic else None
+    shares = training.dtype != "float64" or (templates is not None and templates.replicas_per_copy > 1)
     options = RunOptions(
         recompute=training.recompute_granularity,
-        zero_stage=3 if config.parallelism.shards_weights else default_stage,
+        zero_stage=3 if config.parallelism.shards_weights else int(shares),
+        num_state_copies=templates.num_state_copies if templates else None,
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=config.model.transformer_impl,
         num_overlapped_parts=config.parallelism.num_overlapped_parts,

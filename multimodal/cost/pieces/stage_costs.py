@@ -148,6 +148,13 @@ class StageCosts:
         peers = [group[0] for each in holders for group in unit.tensor_parallel_groups(each)]
         return collective_seconds(GRADIENT_BYTES * num_weights / size, ranks=peers, cluster=self.layer_costs.cluster)
 
+    def over_sharers(self, stage: StageKey) -> float:
+        """Seconds of gathering a stage's updated weights among the ranks that share a copy of their optimizer state."""
+        cluster = self.layer_costs.cluster
+        num_bytes = cluster.bytes_per_element / self.stages.tensor_size(stage)
+        shares = self.stages.state_shares(stage, num_copies=self.options.num_state_copies)
+        return sum(collective_seconds(num_bytes * weights, ranks=ranks, cluster=cluster) for ranks, weights in shares if weights)
+
     def _sharing(self, stage: StageKey) -> dict[str, Any]:
         """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`: as if on the first nodes."""
         return {

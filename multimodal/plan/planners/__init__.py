@@ -69,7 +69,7 @@ class PlannerRow:
 class TemplatePlanner(Protocol):
     """A function that plans templates."""
 
-    def __call__(self, request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
+    def __call__(self, request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
         """Plan; raises PlanError, saying what would work, when nothing does."""
 
 
@@ -84,10 +84,10 @@ class TemplatePlannerRow:
     source: str
     """The paper that it comes from."""
 
-    def __call__(self, request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
+    def __call__(self, request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
         """Plan; raises PlanError, which names the planner."""
         try:
-            return self.plan(request, fault_tolerance=fault_tolerance)
+            return self.plan(request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
         except PlanError as problem:
             raise type(problem)(f"planner '{self.name}': {problem}") from None
 

@@ -84,6 +84,16 @@ def test_replicas_that_share_an_optimizer_update_a_share(zero_stage: int, share:
     assert found == pytest.approx(1.0 + 2 * 0.5 + 1e-4 * (vision / replicas["vision"] + llm / 2 / replicas["llm"]))
 
 
+def test_several_copies_of_the_state_are_shared_by_fewer() -> None:
+    plan = plan_colocated(GRAPH, sizes={"llm": UnitSizes(tensor_parallel_size=2)}, world_size=4)
+    vision, llm = (weights(unit.name, range(len(unit.layers))) for unit in GRAPH.units)
+    for copies, of_vision, of_llm in ((1, 4, 2), (2, 2, 1), (3, 1, 1)):
+        found = costs(plan, profile=profile_of(), options=RunOptions(num_state_copies=copies))
+        assert found.update_seconds == pytest.approx(1.0 + 2 * 0.5 + 1e-4 * (vision / of_vision + llm / 2 / of_llm))
+        state = 12 * (vision / of_vision + llm / 2 / of_llm) + 6 * (vision + llm / 2)  # bf16 weights and fp32 gradients are whole
+        assert sum(found.memory.weight_bytes((unit, 0, 0)) for unit in ("vision", "llm")) == pytest.approx(state)
+
+
 def test_what_is_frozen_is_not_updated() -> None:
     frozen = replace(GRAPH, units=tuple(replace(unit, freeze_module=True, freeze_projector=True) for unit in GRAPH.units))
     trained = costs(ALONE, profile=profile_of())

@@ -1,6 +1,6 @@
 """The layers of all units as one chain, and the seconds and bytes of every stage that it may be cut into."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_layout import Range, unit_pieces
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.templates.map_stages import StageTables
+from multimodal.plan.planners.templates.template_set import Tolerance
 from multimodal.values.errors import PlanError
 
 Floats = NDArray[np.float64]
@@ -34,6 +35,7 @@ class Chain:
 
     request: PlanningRequest
     """With a microbatch size; `recompute` as the run will have it."""
+    tolerance: Tolerance = field(default_factory=lambda: Tolerance(0))
 
     @cached_property
     def pieces(self) -> tuple[ChainPiece, ...]:
@@ -95,8 +97,8 @@ class Chain:
     def _capacities(self) -> NDArray[np.int64]:
         """Return the microbatches in flight that every stage's memory holds, up to the number of pieces.
 
-        Optimizer state is shared by nobody: with as few replicas as fault tolerance allows, all must have all of it. Samples are
-        taken to be heavy together, as `MemoryEstimate` says.
+        Optimizer state is shared by as many replicas as share each copy of it at least, at all times: by nobody, unless more
+        replicas are asked for than fault tolerance needs. Samples are taken to be heavy together, as `MemoryEstimate` says.
         """
         request, memory = self.request, MemoryEstimate(self.request)
         shape = len(self.sizes), len(self.pieces)
@@ -105,7 +107,7 @@ class Chain:
         for row, size in enumerate(self.sizes):
             for column, (unit, (first, end), _) in enumerate(self.pieces):
                 layers = [memory.layer(unit, kind) for kind in request.graph.unit(unit).layers[first:end]]
-                static[row, column] = sum(layer.static_bytes(1) for layer in layers) / size
+                static[row, column] = sum(layer.static_bytes(self.tolerance.replicas_per_copy) for layer in layers) / size
                 kept[row, column] = sum(layer.activation_bytes(size, 1) for layer in layers) / size
             for unit in request.graph.unit_names:
                 working[row, units == unit] = memory.working_bytes(unit, StageSize(size))
@@ -123,7 +125,7 @@ class Chain:
         return found
 
 
-def list_chain(request: PlanningRequest) -> Chain:
+def list_chain(request: PlanningRequest, tolerance: Tolerance) -> Chain:
     """Return the chain of a request; raises PlanError where sizes are fixed that templates do not have."""
     if request.sharding == "optim_grads_params":
         raise PlanError(
@@ -142,7 +144,14 @@ def list_chain(request: PlanningRequest) -> Chain:
                     f"unit '{name}': {what} {size} is fixed, but templates have as many stages and replicas as their nodes "
                     "ask for, and neither context parallelism nor virtual stages; fix tp only"
                 )
-    return Chain(request)
+    chain = Chain(request, tolerance)
+    if tolerance.replicas_per_copy > 1 and len(chain.sizes) > 1:
+        raise PlanError(
+            f"stages may have {', '.join(map(str, chain.sizes))} GPUs, but replicas share optimizer state only where all have "
+            "one tensor parallel size; fix the same tp for all units (--fix), or let every replica keep all of the state "
+            "(--replicas-per-copy 1)"
+        )
+    return chain
 
 
 def _of_ranges(values: Floats, combine: np.ufunc = np.add) -> Floats:

@@ -22,6 +22,7 @@ def report_templates(templates: TemplateSet) -> dict[str, Any]:
         "num_nodes": templates.num_nodes,
         "gpus_per_node": templates.gpus_per_node,
         "fault_tolerance": templates.fault_tolerance,
+        "replicas_per_copy": templates.replicas_per_copy,
         "fewest_nodes": templates.fewest_nodes,
         "micro_batch_size": templates.micro_batch_size,
         "num_microbatches": templates.num_microbatches,
@@ -54,8 +55,8 @@ def describe_templates(templates: TemplateSet) -> Iterator[str]:
     first = ", ".join(f"{count} of {nodes} nodes with {share} microbatches each" for (nodes, share), count in used.items())
     recomputing = f", recomputing {templates.recompute_granularity}" if templates.recompute_granularity else ""
     yield (
-        f"templates of {templates.least_nodes} to {templates.most_nodes} nodes of {templates.gpus_per_node} GPUs; fault "
-        f"tolerance {templates.fault_tolerance}: runs on {templates.fewest_nodes} nodes and more"
+        f"templates of {templates.least_nodes} to {templates.most_nodes} nodes of {templates.gpus_per_node} GPUs; "
+        f"{templates.tolerance}: runs on {templates.fewest_nodes} nodes and more"
     )
     yield (
         f"{templates.num_nodes} nodes at first: {first} of {templates.micro_batch_size} samples{recomputing}; "

@@ -12,7 +12,7 @@ from multimodal.plan.planners.templates.chain import Chain, list_chain
 from multimodal.plan.planners.templates.instantiate import Demand, Instantiation, instantiate
 from multimodal.plan.planners.templates.map_stages import StageMapping, StageTables, map_stages
 from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
-from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineTemplate, TemplateSet, TemplateStage
+from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineTemplate, TemplateSet, TemplateStage, Tolerance
 from multimodal.values.errors import NothingFitsError, PlanError
 
 MOST_NODES = 4096
@@ -21,24 +21,26 @@ MOST_MICROBATCHES = 2**20
 """Microbatches of a step that a template is planned for at most: with more, filling and draining no longer matter."""
 
 
-def plan_templates(request: PlanningRequest, *, fault_tolerance: int) -> TemplateSet:
+def plan_templates(request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
     """Plan templates of n_0, n_0 + 1, ... nodes, and the replicas that use all nodes at first with the shortest step.
 
     n_0 is the fewest nodes that hold a whole replica with all of its optimizer state, and the largest template has what f other
     replicas of n_0 nodes leave, or as many nodes as there are layers for. Every number of nodes from (f + 1) n_0 on is then a sum
-    of at least f + 1 of these. Each template is the best mapping of the chain of layers to the GPUs of its nodes for its share of
+    of at least f + 1 of these. With g replicas_per_copy a replica has 1 / g of the state, and there are g (f + 1) replicas at
+    least: n_0 may sink. Each template is the best mapping of the chain of layers to the GPUs of its nodes for its share of
     the batch (`map_stages`). Where the request leaves the microbatch size open, it is halved from the one that makes layers
     efficient as long as n_0 sinks or steps get shorter; whole layers are recomputed where nothing fits otherwise.
     Raises PlanError, saying what would work, where the nodes or their memory cannot give the fault tolerance.
     """
-    num_nodes = _count_nodes(request, fault_tolerance)
+    tolerance = Tolerance(fault_tolerance, replicas_per_copy)
+    num_nodes = _count_nodes(request, tolerance)
     sizes = list(micro_batch_sizes(request, MICRO_BATCH_SIZES))
     first = sizes.index(efficient_first(request, sizes)[0])
     best: tuple[tuple[int, float], TemplateSet] | None = None
     problem: PlanError | None = None
     for size in sizes[first::-1]:
         try:
-            found, seconds = _plan_size(request.changed(micro_batch_size=size), num_nodes, fault_tolerance)
+            found, seconds = _plan_size(request.changed(micro_batch_size=size), num_nodes, tolerance)
         except PlanError as failure:
             problem = failure
             continue
@@ -51,7 +53,7 @@ def plan_templates(request: PlanningRequest, *, fault_tolerance: int) -> Templat
     return best[1]
 
 
-def _count_nodes(request: PlanningRequest, fault_tolerance: int) -> int:
+def _count_nodes(request: PlanningRequest, tolerance: Tolerance) -> int:
     per_node, gpus = request.cluster.gpus_per_node, request.num_gpus
     num_nodes, rest = divmod(gpus, per_node)
     if rest:
@@ -60,54 +62,57 @@ def _count_nodes(request: PlanningRequest, fault_tolerance: int) -> int:
             f"templates use whole nodes, but {gpus} GPUs are no multiple of the {per_node} of a node; use {fewer}"
             f"{(num_nodes + 1) * per_node}"
         )
-    if fault_tolerance < 0:
-        raise PlanError(f"fault tolerance must be at least 0, found {fault_tolerance}")
-    if fault_tolerance >= num_nodes:
+    if tolerance.fault_tolerance < 0 or tolerance.replicas_per_copy < 1:
+        raise PlanError(f"fault tolerance must be at least 0, and replicas per copy at least 1, found {tolerance}")
+    wanted = tolerance.fewest_replicas
+    if wanted > num_nodes:
+        most = num_nodes // tolerance.replicas_per_copy - 1
+        lower = f"use a fault tolerance of at most {most}" if most >= 0 else "use fewer replicas per copy"
         raise PlanError(
-            f"fault tolerance {fault_tolerance} asks for {fault_tolerance + 1} replicas on nodes of their own, but "
-            f"{gpus} GPUs make {num_nodes} of {per_node}; use a fault tolerance of at most {num_nodes - 1}, or at least "
-            f"{(fault_tolerance + 1) * per_node} GPUs"
+            f"{tolerance} asks for {wanted} replicas on nodes of their own, but {gpus} GPUs make {num_nodes} of {per_node}; "
+            f"{lower}, or at least {wanted * per_node} GPUs"
         )
     return num_nodes
 
 
-def _plan_size(request: PlanningRequest, num_nodes: int, fault_tolerance: int) -> tuple[TemplateSet, float]:
+def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -> tuple[TemplateSet, float]:
     """Plan with a given microbatch size; return the set and the seconds of its first step."""
     problem: PlanError | None = None
     for recompute in (request.recompute,) if request.recompute else (None, "full"):
-        chain = list_chain(request.changed(recompute=recompute))
-        templates = _map_templates(chain, num_nodes, fault_tolerance)
+        chain = list_chain(request.changed(recompute=recompute), tolerance)
+        templates = _map_templates(chain, num_nodes)
         if templates:
-            _check_coverage(templates, num_nodes, fault_tolerance)
+            _check_coverage(templates, num_nodes, tolerance.fewest_replicas)
             start = instantiate(
-                pipeline_times(templates), Demand(num_nodes, request.num_microbatches, least_replicas=fault_tolerance + 1)
+                pipeline_times(templates), Demand(num_nodes, request.num_microbatches, least_replicas=tolerance.fewest_replicas)
             )
-            return _build(chain, templates, start, num_nodes, fault_tolerance), start.step_seconds
-        problem = problem or _too_few_nodes(chain, num_nodes, fault_tolerance)
+            return _build(chain, templates, start, num_nodes), start.step_seconds
+        problem = problem or _too_few_nodes(chain, num_nodes)
     assert problem is not None
     raise problem
 
 
-def _check_coverage(templates: Sequence[PipelineTemplate], num_nodes: int, fault_tolerance: int) -> None:
-    """Raise where templates end too early, for lack of layers, to make up all numbers of nodes from (f + 1) n_0 on."""
+def _check_coverage(templates: Sequence[PipelineTemplate], num_nodes: int, fewest_replicas: int) -> None:
+    """Raise where templates end too early, for lack of layers, to make up any number of nodes that the fewest replicas fit."""
     least, most = templates[0].nodes, templates[-1].nodes
-    for nodes in range((fault_tolerance + 1) * least, num_nodes + 1):
-        if not any(count * least <= nodes <= count * most for count in range(fault_tolerance + 1, nodes // least + 1)):
+    for nodes in range(fewest_replicas * least, num_nodes + 1):
+        if not any(count * least <= nodes <= count * most for count in range(fewest_replicas, nodes // least + 1)):
             raise PlanError(
                 f"{nodes} nodes cannot all be used: replicas need {least} nodes at least, and the model has layers for at most "
                 f"{most}; use fewer GPUs, or a higher fault tolerance"
             )
 
 
-def _map_templates(chain: Chain, num_nodes: int, fault_tolerance: int) -> tuple[PipelineTemplate, ...]:
-    """Return the templates of n_0 nodes and more; none where there are too few nodes for f + 1 of the smallest."""
-    counts = list(range(1, num_nodes - fault_tolerance + 1))
+def _map_templates(chain: Chain, num_nodes: int) -> tuple[PipelineTemplate, ...]:
+    """Return the templates of n_0 nodes and more; none where there are too few nodes for as many of the smallest as it takes."""
+    num_others = chain.tolerance.fewest_replicas - 1
+    counts = list(range(1, num_nodes - num_others + 1))
     found = _map_nodes(chain, counts, num_nodes)
     least = next((nodes for nodes, template in zip(counts, found, strict=True) if template), None)
-    if least is None or (fault_tolerance + 1) * least > num_nodes:
+    if least is None or (num_others + 1) * least > num_nodes:
         return ()
     templates = []
-    for template in found[least - 1 : num_nodes - fault_tolerance * least]:
+    for template in found[least - 1 : num_nodes - num_others * least]:
         if template is None:
             break
         templates.append(template)
@@ -180,14 +185,12 @@ def place_stages(gpus: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
     return tuple(numbers[placed[stage]] for stage in range(len(gpus)))
 
 
-def _build(
-    chain: Chain, templates: tuple[PipelineTemplate, ...], start: Instantiation, num_nodes: int, fault_tolerance: int
-) -> TemplateSet:
+def _build(chain: Chain, templates: tuple[PipelineTemplate, ...], start: Instantiation, num_nodes: int) -> TemplateSet:
     request = chain.request
     return TemplateSet(
         num_nodes,
         request.cluster.gpus_per_node,
-        fault_tolerance,
+        chain.tolerance.fault_tolerance,
         request.default_micro_batch_size,
         request.num_microbatches,
         request.recompute,
@@ -195,6 +198,7 @@ def _build(
         layer_bytes(request),
         start.instances,
         templates,
+        chain.tolerance.replicas_per_copy,
     )
 
 
@@ -210,8 +214,8 @@ def layer_bytes(request: PlanningRequest) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _too_few_nodes(chain: Chain, num_nodes: int, fault_tolerance: int) -> PlanError:
-    """Return the error of nodes that cannot hold f + 1 replicas, with what would work."""
+def _too_few_nodes(chain: Chain, num_nodes: int) -> PlanError:
+    """Return the error of nodes that cannot hold as many replicas as it takes, with what would work."""
     least = _fewest_nodes(chain, num_nodes)
     memory = chain.request.memory_text
     if least is None:
@@ -219,11 +223,11 @@ def _too_few_nodes(chain: Chain, num_nodes: int, fault_tolerance: int) -> PlanEr
             f"no number of nodes up to {MOST_NODES} holds a whole replica in {memory}, at microbatch size "
             f"{chain.request.default_micro_batch_size}; use GPUs with more memory, freeze units, or make microbatches smaller"
         )
-    wanted, per_node = (fault_tolerance + 1) * least, chain.request.cluster.gpus_per_node
-    lower = num_nodes // least - 1
+    replicas, per_node = chain.tolerance.fewest_replicas, chain.request.cluster.gpus_per_node
+    wanted, lower = replicas * least, num_nodes // (least * chain.tolerance.replicas_per_copy) - 1
     instead = f", or a fault tolerance of at most {lower}" if lower >= 0 else ""
     return NothingFitsError(
-        f"one replica needs {least} nodes in {memory}, so fault tolerance {fault_tolerance} needs {fault_tolerance + 1} x "
+        f"one replica needs {least} nodes in {memory}, so {chain.tolerance} needs {replicas} x "
         f"{least} = {wanted} nodes, but there are {num_nodes}; use {wanted * per_node} GPUs{instead}"
     )
 

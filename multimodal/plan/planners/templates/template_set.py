@@ -6,10 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from multimodal.plan.state_copies import EVERY_REPLICA
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.plan import MOST_RANKS
+from multimodal.values.state_copies import EVERY_REPLICA
 from multimodal.values.typed_reader import Plain
 from multimodal.values.units.transformer import MOST_LAYERS
 
@@ -69,6 +69,25 @@ class ChainUnit:
     """Embedding, projector and head included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How many nodes may be lost at once, and who keeps the optimizer state meanwhile."""
+
+    fault_tolerance: int
+    """f: f + 1 copies of the state are kept, on different nodes."""
+    replicas_per_copy: int = 1
+    """Replicas that at least share a copy."""
+
+    @property
+    def fewest_replicas(self) -> int:
+        """Replicas that there are at all times."""
+        return (self.fault_tolerance + 1) * self.replicas_per_copy
+
+    def __str__(self) -> str:
+        shared = f" with {self.replicas_per_copy} replicas to a copy of the state" if self.replicas_per_copy > 1 else ""
+        return f"fault tolerance {self.fault_tolerance}{shared}"
+
+
 @dataclass(frozen=True)
 class TemplateSet:
     """Templates of consecutive numbers of nodes, and how all nodes are used at first."""
@@ -103,7 +122,7 @@ class TemplateSet:
             raise PlanError(f"an instance has {unknown[0]} nodes, but templates have {sizes[0]} to {sizes[-1]}; correct it")
         if len(self.instances) < self.fewest_replicas or sum(each.nodes for each in self.instances) != self.num_nodes:
             raise PlanError(
-                f"the instances must be at least {self.fewest_replicas} ({self.tolerance_text}) and have "
+                f"the instances must be at least {self.fewest_replicas} ({self.tolerance}) and have "
                 f"{self.num_nodes} nodes together, found {[each.nodes for each in self.instances]}; plan the set anew"
             )
 
@@ -129,20 +148,19 @@ class TemplateSet:
         return self.templates[-1].nodes
 
     @property
+    def tolerance(self) -> Tolerance:
+        """The losses that it outlives."""
+        return Tolerance(self.fault_tolerance, self.replicas_per_copy)
+
+    @property
     def fewest_replicas(self) -> int:
         """Replicas that there are at all times: those of f + 1 copies of the state."""
-        return (self.fault_tolerance + 1) * self.replicas_per_copy
+        return self.tolerance.fewest_replicas
 
     @property
     def num_state_copies(self) -> int:
         """Copies of the optimizer state that are kept: f + 1, or one on every replica."""
         return self.fault_tolerance + 1 if self.replicas_per_copy > 1 else EVERY_REPLICA
-
-    @property
-    def tolerance_text(self) -> str:
-        """The fault tolerance as messages tell it."""
-        shared = f", {self.replicas_per_copy} replicas to each copy of the state" if self.replicas_per_copy > 1 else ""
-        return f"fault tolerance {self.fault_tolerance}{shared}"
 
     @property
     def fewest_nodes(self) -> int:

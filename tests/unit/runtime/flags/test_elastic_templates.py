@@ -45,7 +45,7 @@ def test_templates_that_fit_are_taken(model: Path) -> None:
         ({}, ("--global-batch-size", 12), 8, ConfigError, "share out 8 samples; give --global-batch-size 8"),
         ({}, ("--micro-batch-size", 2), 8, ConfigError, "planned for 1; give --micro-batch-size 1"),
         ({"recompute_granularity": "full"}, (), 8, ConfigError, "recomputing full.*give --recompute-granularity full"),
-        ({}, ("--dtype", "bfloat16"), 8, ConfigError, "there for --dtype float32 and float64 only"),
+        ({}, ("--data-parallel-sharding-strategy", "optim_grads_params"), 8, ConfigError, "needs whole weights on every replica"),
         ({}, ("--lengths-from", "decode"), 8, ConfigError, "use --lengths-from index"),
     ],
 )

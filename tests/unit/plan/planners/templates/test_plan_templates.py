@@ -6,6 +6,7 @@ import pytest
 from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.templates.chain import Chain
+from multimodal.plan.planners.templates.describe import describe_templates
 from multimodal.plan.planners.templates.pipeline_times import pipeline_times
 from multimodal.plan.planners.templates.plan_templates import place_stages, plan_templates, size_chains
 from multimodal.plan.planners.templates.template_set import TemplateSet
@@ -58,6 +59,25 @@ def test_memory_decides_about_the_smallest_template():
     wide, tight = (plan_templates(with_memory(request(TEXT_ONLY, num_gpus=24), gb), fault_tolerance=1) for gb in (16.0, 0.5))
     assert wide.least_nodes == 1 and tight.least_nodes > 1
     assert tight.fewest_nodes == 2 * tight.least_nodes
+
+
+def test_replicas_that_share_state_need_fewer_nodes_each_and_are_more():
+    fixed = {"llm": FixedSizes(tensor_parallel_size=1)}
+    asked = (
+        with_memory(request(TEXT_ONLY, num_gpus=gpus, micro_batch_size=1, fixed_sizes=fixed), 0.6) for gpus in (16, 32)
+    )
+    whole, shared = (
+        plan_templates(one, fault_tolerance=1, replicas_per_copy=count) for one, count in zip(asked, (1, 3), strict=True)
+    )
+    assert (whole.least_nodes, shared.least_nodes) == (2, 1)
+    assert shared.fewest_nodes == 6 and len(shared.instances) >= 6
+    assert shared.most_nodes <= 8 - 5 * shared.least_nodes
+    assert (whole.num_state_copies >= len(whole.instances), shared.num_state_copies) == (True, 2)
+    assert "fault tolerance 1 with 3 replicas to a copy of the state" in next(describe_templates(shared))
+    with pytest.raises(PlanError, match="fix the same tp for all units"):
+        plan_templates(request(TEXT_ONLY, num_gpus=48), fault_tolerance=1, replicas_per_copy=3)
+    with pytest.raises(PlanError, match="asks for 8 replicas.*use a fault tolerance of at most 0, or at least 32 GPUs"):
+        plan_templates(request(TEXT_ONLY, num_gpus=16), fault_tolerance=1, replicas_per_copy=4)
 
 
 def test_a_stage_keeps_as_many_microbatches_as_there_are_stages_from_it_on():

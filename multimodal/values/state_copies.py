@@ -8,7 +8,7 @@ replicas with another tensor parallel size share among themselves.
 from collections.abc import Iterator
 
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import MOST_RANKS, UnitPlan, VirtualStage
+from multimodal.values.plan import MOST_RANKS, UnitPlan
 
 EVERY_REPLICA = MOST_RANKS
 """As many copies as there are replicas: each keeps all of the state."""
@@ -50,7 +50,10 @@ def sharing_groups(graph: ModelGraph, name: str, unit: UnitPlan, *, num_copies: 
                 yield from state_sharers(unit, layer, replicas=replicas, tensor_size=size, is_tied_copy=is_tied_copy)
 
 
-def num_sharers(unit: UnitPlan, stage: VirtualStage, layer: int, *, replica: int, num_copies: int) -> int:
-    """Return how many ranks share the state of what one rank of a stage holds of a layer."""
+def sharers_of_stage(unit: UnitPlan, replica: int, stage: int, *, num_copies: int) -> Iterator[tuple[range, tuple[int, ...]]]:
+    """Yield the layers of a virtual stage, in ranges with one set of holders, and who shares the state of its first rank."""
+    held = unit.replicas[replica].virtual_stages[stage]
     replicas = next(each for each in replicas_of_copies(unit, num_copies) if replica in each)
-    return len(state_sharers(unit, layer, replicas=replicas, tensor_size=unit.tensor_size(stage))[0])
+    for layers in unit.shared_ranges:
+        if layers.start in held.layers:
+            yield layers, state_sharers(unit, layers.start, replicas=replicas, tensor_size=unit.tensor_size(held))[0]
