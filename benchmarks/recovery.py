@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the runs are those of the 
 
 from tests.distributed.elastic_run import ElasticRun, Nodes, read_losses
 
-PHASES = ("detect", "agree", "plan", "re-form", "copy", "step")
+PHASES = ("detect", "agree", "plan", "meet", "re-form", "copy", "step")
 LIMIT_SECONDS, TOLERANCE = 3.0, 1e-9
 
 
@@ -181,6 +181,7 @@ def _phases(run: ElasticRun, kills: Sequence[float]) -> list[Mapping[str, float]
                 each["left"],
                 each["agreed"],
                 each["planned"],
+                each["met"],
                 each["formed"],
                 each["copied"],
                 after[0][0] - after[0][1],

@@ -155,7 +155,11 @@ class ElasticRun:
         return list(self._seen.values())
 
     def recoveries(self) -> list[dict[str, float]]:
-        """Return what was told of recoveries so far: when each phase ended."""
+        """Return what the first rank told of recoveries so far: when each phase ended."""
+        return [each for each in self.recoveries_of_nodes() if each["rank"] == 0]
+
+    def recoveries_of_nodes(self) -> list[dict[str, float]]:
+        """Return the same of all nodes."""
         while (event := self.ledger.next_event(self._num_events, seconds=0.0)) is not None:
             self._num_events += 1
             if event.pop("kind") == "recovered":

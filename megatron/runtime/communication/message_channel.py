@@ -39,7 +39,7 @@ def needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 class MessageChannel:
-    """One group over all ranks for each track of messages.
+    """One group over all ranks for each track of messages; on gloo one for all tracks, which are told apart by tags.
 
     The messages of a track follow each other on a rank, on a stream of their own; both ends come to them in the schedule's one
     order. Every call is a group of sends and receives: NCCL runs these at once, on the track's communicator, where single ones
@@ -49,7 +49,11 @@ class MessageChannel:
 
     def __init__(self, *, world_size: int, tracks: Iterable[Track], timeout: timedelta) -> None:
         """tracks: in the same order on all ranks; collective."""
-        self._groups = {track: dist.new_group(list(range(world_size)), timeout=timeout) for track in tracks}
+        listed, ranks = list(tracks), list(range(world_size))
+        num_groups = min(len(listed), 1) if dist.get_backend() == "gloo" else len(listed)
+        made = [dist.new_group(ranks, timeout=timeout) for _ in range(num_groups)]
+        self._groups = {track: made[index % num_groups] for index, track in enumerate(listed)}
+        self._tags = {track: index for index, track in enumerate(listed)}
         self._sent: list[tuple[dist.Work, Sequence[Tensor]]] = []
 
     def start(
@@ -59,12 +63,13 @@ class MessageChannel:
 
         What is sent is kept until it has left and must not be changed. Returns what to wait for before buffers are read.
         """
-        group = self._groups[track]
+        group, tag = self._groups[track], self._tags[track]
         kept = [(tensor.cpu() if needs_staging(tensor, group) else tensor.contiguous(), target) for tensor, target in sends]
         landings = [_landing(buffer) if needs_staging(buffer, group) else buffer for buffer, _ in receives]
-        calls = [dist.P2POp(dist.isend, tensor, target, group=group) for tensor, target in kept]
+        calls = [dist.P2POp(dist.isend, tensor, target, group=group, tag=tag) for tensor, target in kept]
         calls += [
-            dist.P2POp(dist.irecv, landing, source, group=group) for landing, (_, source) in zip(landings, receives, strict=True)
+            dist.P2POp(dist.irecv, landing, source, group=group, tag=tag)
+            for landing, (_, source) in zip(landings, receives, strict=True)
         ]
         if not calls:
             return []
@@ -87,7 +92,7 @@ class MessageChannel:
 
     def close(self) -> None:
         """Give the groups up; collective, when no message is under way."""
-        for group in self._groups.values():
+        for group in dict.fromkeys(self._groups.values()):
             dist.destroy_process_group(group)
 
     def connect(self, partners: Mapping[Track, Partners], *, device: torch.device) -> None:

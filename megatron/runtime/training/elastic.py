@@ -1,5 +1,6 @@
 """Training that goes on while nodes come and go: every generation of ranks takes over where the last one was."""
 
+import gc
 import json
 import logging
 import os
@@ -35,6 +36,8 @@ from multimodal.values.errors import CheckpointError, ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
 _END_SECONDS = 10.0
+_PHASE_ENDS = ("left", "agreed", "planned", "met", "formed", "copied")
+"""When each phase of a recovery has ended, in the order in which they do."""
 
 
 class ElasticRun:
@@ -58,6 +61,8 @@ class ElasticRun:
         self._prepared = prepare_alone(config, self._world)
         self._templates = read_templates(config, self._prepared.options.graph)
         self._compare(self._prepared.start_values)
+        gc.collect()
+        gc.freeze()  # what is imported and read by now stays: no recovery need look through it for garbage
         self._run: Run | None = None
         self._reporter: Reporter | None = None
         self._progress: Progress | None = None
@@ -166,6 +171,7 @@ class ElasticRun:
         self._world = world = replace(self._world, rank=rank, size=len(found.nodes) * gpus)
         store = PrefixStore(f"groups/{verdict.generation}", self._member.open_store())
         world.connect(backend=self._prepared.config.training.distributed_backend, store=store)
+        self._times["met"] = time.time()
         self._ending.meeting = world.meeting
         if self._run is None:
             self._run = build_run(self._prepared, world, found.plan, stop_requests=self._stop_requests, check=self._member.check)
@@ -234,7 +240,7 @@ class ElasticRun:
         reporter = self._open_reporter(run, progress)
         if verdict.done_steps is None:
             reporter.say(f"{describe_run(run)}\n{self._describe_tolerance(run, found)}")
-        elif run.world.rank == 0:
+        else:
             self._tell(reporter, verdict, found, progress.step)
         summary = train_on(run, reporter, progress)
         dist.barrier()
@@ -255,14 +261,17 @@ class ElasticRun:
         return self._reporter
 
     def _tell(self, reporter: Reporter, verdict: Verdict, found: NodesPlan, step: int) -> None:
-        """Say how long it took; the figures also go to whoever reads the keeper's list."""
+        """Say how long it took; the figures of each node also go to whoever reads the keeper's list."""
         times = {**verdict.seconds, **self._times}
-        left, agreed, planned, formed, copied = (times[name] for name in ("left", "agreed", "planned", "formed", "copied"))
+        left, agreed, planned, met, formed, copied = (times[name] for name in _PHASE_ENDS)
         reporter.say(
             f"goes on after step {step} with {len(found.nodes)} nodes ({found.how}): agreed in {agreed - left:.2f} s, planned in "
-            f"{planned - agreed:.2f}, formed groups in {formed - planned:.2f}, copied in {copied - formed:.2f}"
+            f"{planned - agreed:.2f}, met in {met - planned:.2f}, formed groups and stages in {formed - met:.2f}, copied in "
+            f"{copied - formed:.2f}"
         )
-        self._member.ledger.tell("recovered", generation=verdict.generation, step=step, **times)
+        if self._member.identity.local_rank == 0:
+            place = {"node": self._member.identity.node, "rank": self._world.rank}
+            self._member.ledger.tell("recovered", generation=verdict.generation, step=step, **place, **times)
 
     def _describe_tolerance(self, run: Run, found: NodesPlan) -> str:
         """Say how many nodes may be lost, and what that costs."""
