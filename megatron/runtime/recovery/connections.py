@@ -3,15 +3,22 @@
 gloo cannot be told to give up (`abort` of its process groups does nothing): a rank would wait for peers that are alive but have
 left, up to the timeout. Shutting the sockets makes every call on them fail at once, in this process and at their other ends.
 NCCL's communicators are aborted by torch.
+
+While a group is made there may be nothing to shut: of two ranks one connects, and the other waits for it, with no socket yet,
+also when the first one has left. Such a wait is ended by a connection in the peer's name, which is closed at once.
 """
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from threading import Lock
 
 import torch.distributed as dist
+
+_MOST_PAIRS = 128
+"""Pairs of a gloo group, up to which a wait for a peer's connection can be ended."""
 
 
 class CutError(RuntimeError):
@@ -57,9 +64,11 @@ class Connections:
     def cut_new(self) -> None:
         """Cut what is open; once is not enough, as a thread that opens connections does not know yet that it is in vain."""
         with self._lock:
-            own = self._own | (_open_sockets() - self._before if self._before is not None else set())
-            for descriptor, name in own & _open_sockets():
+            opened = _open_sockets() - self._before if self._before is not None else set()
+            for descriptor, name in (self._own | opened) & _open_sockets():
                 _shut(descriptor, name)
+            for descriptor, _ in opened:
+                _end_waits(descriptor)
 
     def forget(self) -> None:
         """Everything is closed, and new connections may be opened."""
@@ -95,3 +104,15 @@ def _shut(descriptor: int, name: str) -> None:
             listens = own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo ends the process if these break
             if os.readlink(f"/proc/self/fd/{copy}") == name and not listens:
                 own.shutdown(socket.SHUT_RDWR)
+
+
+def _end_waits(descriptor: int) -> None:
+    """Connect to a socket of gloo's that listens, as each pair's peer would: by telling the pair's number."""
+    with suppress(OSError):
+        with socket.socket(fileno=os.dup(descriptor)) as own:
+            if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return
+            address = own.getsockname()[:2]
+        for number in range(_MOST_PAIRS):
+            with socket.create_connection(address, timeout=1.0) as peer:
+                peer.sendall(struct.pack("=q", number))

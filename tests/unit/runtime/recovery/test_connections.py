@@ -2,8 +2,11 @@
 
 import socket
 import threading
+from contextlib import suppress
+from datetime import timedelta
 
 import pytest
+import torch.distributed as dist
 
 from megatron.runtime.recovery.connections import Connections, CutError
 
@@ -48,3 +51,41 @@ def test_what_is_opened_after_a_cut_is_cut_as_well() -> None:
     connections.check()
     for each in sockets:
         each.close()
+
+
+class LeavingStore(dist.Store):
+    """A rank's store: it tells where the rank can be reached, and then the rank leaves."""
+
+    def __init__(self, store: dist.Store) -> None:
+        super().__init__()
+        self._store = store
+
+    def set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError(f"left before {key}")
+
+    def wait(self, *keys: object) -> None:
+        raise RuntimeError(f"left before {keys}")
+
+
+def test_a_rank_that_waits_to_be_connected_to_by_one_that_has_left_gives_up() -> None:
+    """Which of the two connects, their addresses decide: in a few tries both cases come up."""
+    for number in range(6):
+        connections, store = Connections(), dist.PrefixStore(str(number), dist.HashStore())
+        thread = threading.Thread(target=make_group, args=(store, 0), daemon=True)
+        with pytest.raises(CutError), connections.opening():
+            thread.start()
+            make_group(LeavingStore(store), 1)
+            for _ in range(400):
+                connections.cut()
+                thread.join(0.05)
+                if not thread.is_alive():
+                    break
+            assert not thread.is_alive(), "it waits for a connection"
+
+
+def make_group(store: dist.Store, rank: int) -> None:
+    with suppress(RuntimeError):  # of a rank whose waits were ended only what it does next fails
+        dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=300))
