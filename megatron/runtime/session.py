@@ -33,8 +33,8 @@ from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.passes import Pass
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import Plan, validate_plan
-from multimodal.values.state_copies import EVERY_REPLICA
 
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
 

@@ -9,8 +9,8 @@ from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.registry import count_segments, describe_layer
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.state_copies import sharers_of_stage
 from multimodal.values.plan import Plan
-from multimodal.values.state_copies import sharers_of_stage
 
 StageKey = tuple[str, int, int]
 """(unit, replica, virtual stage)."""

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from multimodal.plan.weight_parts import reduction_groups
 from multimodal.values.action import Place
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.state_copies import sharing_groups
 from multimodal.values.plan import Plan, UnitPlan
-from multimodal.values.state_copies import sharing_groups
 
 
 class Track(NamedTuple):

@@ -12,8 +12,8 @@ from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.values.errors import CheckpointError
+from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.state_copies import EVERY_REPLICA
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, join_parameters, run
 

@@ -1,4 +1,4 @@
-"""What a rank steps where replicas share copies of the optimizer state (hybrid ZeRO-1; `multimodal/values/state_copies.py`).
+"""What a rank steps where replicas share copies of the optimizer state: hybrid ZeRO-1 (`values/parts/state_copies.py`).
 
 Of every parameter each of its sharers steps a range, and gathers the others' when the weights are needed. Gradients are summed
 over all replicas before, so all copies are stepped alike, to the bit. Where nobody shares, a rank steps all that it holds.
@@ -14,8 +14,8 @@ from torch.nn import Parameter
 from megatron.runtime.communication.units import GroupBook, Membership
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from multimodal.model.unit_stage import UnitStage
+from multimodal.values.parts.state_copies import replicas_of_copies, state_sharers
 from multimodal.values.plan import UnitPlan
-from multimodal.values.state_copies import replicas_of_copies, state_sharers
 
 
 class LayerShare:

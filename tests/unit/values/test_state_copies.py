@@ -1,8 +1,14 @@
 """Which ranks share a copy of the optimizer state."""
 
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
+from multimodal.values.parts.state_copies import (
+    EVERY_REPLICA,
+    replicas_of_copies,
+    sharers_of_stage,
+    sharing_groups,
+    state_sharers,
+)
 from multimodal.values.plan import Replica, Stage, UnitPlan
-from multimodal.values.state_copies import EVERY_REPLICA, replicas_of_copies, sharers_of_stage, sharing_groups, state_sharers
 
 TIED = ModelGraph((Unit("llm", Role.BACKBONE, Transformer(3, 8, 2, 16), untie_embeddings_and_output_weights=False),), ())
 """Five layers: the embeddings and the head beside three."""

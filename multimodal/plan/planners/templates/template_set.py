@@ -8,8 +8,8 @@ from typing import Any
 
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import read_file, write_mapping
+from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import MOST_RANKS
-from multimodal.values.state_copies import EVERY_REPLICA
 from multimodal.values.typed_reader import Plain
 from multimodal.values.units.transformer import MOST_LAYERS
 
