@@ -26,7 +26,7 @@ class RunOptions:
     layer_costs: Callable[..., LayerCosts] = LayerCosts
     """Builds the costs of layers, with the arguments of `LayerCosts`; not among the flags: other systems run layers otherwise."""
     num_state_copies: int | None = None
-    """Copies of the optimizer state that replicas keep together, each shared by as many of them (`parts/state_copies`); None: one,
+    """Copies of the optimizer state that replicas keep together, each shared by as many of them (`state_copies`); None: one,
     which all ranks share that hold the same weights."""
 
     @property
