@@ -120,13 +120,6 @@ class UnitGradients:
         elif self.is_sharded and gathers_later:
             self._ungathered = set(self.wrapped)
 
-    def is_copy(self, parameter: Tensor) -> bool:
-        """Return whether the first replica has another copy of a parameter, cut otherwise perhaps."""
-        is_copy = self.shares.is_copy(parameter) if self.shares is not None else None
-        if is_copy is None:  # frozen, or alike everywhere
-            return self.membership.is_unlike and not self.membership.is_first_holder
-        return is_copy
-
     def partial_pieces(self) -> dict[Tensor, WeightPiece | None]:
         """Return, by parameter, what is right of those that others step a part of, which is not gathered yet."""
         stages = self._ungathered | self._gathering

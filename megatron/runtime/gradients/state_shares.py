@@ -22,7 +22,7 @@ class LayerShare:
     """One layer's trained parameters, of each of which this rank steps a range; `gather` is collective over the sharers."""
 
     def __init__(self, parameters: Sequence[Parameter], *, ranks: tuple[int, ...], rank: int, is_copy: bool) -> None:
-        """ranks: all sharers; is_copy: the first replica has another copy."""
+        """ranks: all sharers; is_copy: the first replica has another copy of the state."""
         self.parameters, self.is_copy = parameters, is_copy
         self._ranks, self._index = ranks, ranks.index(rank)
 
@@ -116,10 +116,9 @@ class StateShares:
         for layer in self._layers[stage]:
             yield from layer.parameters if layer.is_shared else ()
 
-    def is_copy(self, parameter: Tensor) -> bool | None:
-        """Return whether the first replica has another copy of a parameter and its state; None where it is not trained."""
-        share = self._share_of.get(parameter)
-        return None if share is None else share.is_copy
+    def is_copy(self, parameter: Tensor) -> bool:
+        """Return whether the first replica has another copy of the state of a trained parameter."""
+        return self._share_of[parameter].is_copy
 
     def start_gathering(self, stage: int) -> Callable[[], None]:
         """Start gathering a stage's parameters; returns what waits for it. All ranks go through layers in one order."""

@@ -80,7 +80,7 @@ class _Parameter(NamedTuple):
     sharding: ParameterSharding
     stage: UnitStage
     is_replica: bool
-    """True if another replica holds the same, cut otherwise perhaps, and writes it."""
+    """True if replicas are not alike, or state is kept in several copies, and another replica holds and writes the same."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -200,14 +200,17 @@ def adopt_group_steps(state: TrainedState, loaded: Iterable[HeldTensor]) -> None
 def _parameters(state: TrainedState) -> Iterator[_Parameter]:
     for (unit, _), stage in state.stages.items():
         gradients = state.gradients.get(unit)
+        is_replica = gradients is not None and gradients.membership.is_unlike and not gradients.membership.is_first_holder
         for name, value in stage.named_parameters():
-            is_replica = isinstance(gradients, UnitGradients) and gradients.is_copy(value)
             yield _Parameter(unit, name, value, sharding_of(stage.unit, name), stage, is_replica)
 
 
 def _optimizer_parts(state: TrainedState) -> Iterator[tuple[_Parameter, _OptimizerPart]]:
     for parameter in _parameters(state):
         if part := _optimizer_part(state.optimizers.get(parameter.unit), parameter.value):
+            gradients = state.gradients[parameter.unit]
+            if isinstance(gradients, UnitGradients) and gradients.shares is not None:
+                parameter = parameter._replace(is_replica=gradients.shares.is_copy(parameter.value))
             yield parameter, part
 
 

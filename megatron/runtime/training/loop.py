@@ -336,7 +336,10 @@ def _arrangement(run: Run) -> NodeArrangement | None:
 
 
 def _predictor(run: Run) -> StepPredictor:
-    return build_predictor(run.config, run.session.schedules(), vocab_size=run.session.options.vocab_size)
+    options = run.session.options
+    return build_predictor(
+        run.config, run.session.schedules(), vocab_size=options.vocab_size, num_state_copies=options.num_state_copies
+    )
 
 
 def _balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.elastic_templates import read_templates
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.predicted.better_pair import find_better_pair
@@ -36,16 +35,20 @@ _CPU_TFLOPS = 0.118
 _UNKNOWN_DEVICE_TFLOPS = 500.0
 
 
-def build_predictor(config: RunConfig, schedules: ScheduleCache, *, vocab_size: int) -> StepPredictor:
-    """Predict steps as `schedules` would run them on --cluster; raises ConfigError when that cannot be read."""
+def build_predictor(
+    config: RunConfig, schedules: ScheduleCache, *, vocab_size: int, num_state_copies: int | None = None
+) -> StepPredictor:
+    """Predict steps as `schedules` would run them on --cluster; raises ConfigError when that cannot be read.
+
+    num_state_copies: of an elastic run's optimizer state.
+    """
     training = config.training
     cluster = Cluster.from_file(training.cluster) if training.cluster else assumed_cluster()
-    templates = read_templates(config, schedules.graph) if config.parallelism.elastic else None
-    shares = training.dtype != "float64" or (templates is not None and templates.replicas_per_copy > 1)
+    default_stage = 0 if training.dtype == "float64" and num_state_copies is None else 1
     options = RunOptions(
         recompute=training.recompute_granularity,
-        zero_stage=3 if config.parallelism.shards_weights else int(shares),
-        num_state_copies=templates.num_state_copies if templates else None,
+        zero_stage=3 if config.parallelism.shards_weights else default_stage,
+        num_state_copies=num_state_copies,
         sequence_parallel=config.parallelism.sequence_parallel,
         transformer_impl=config.model.transformer_impl,
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
