@@ -12,16 +12,12 @@ timed with collectives that send nothing, and their time is taken from the clust
 
 import argparse
 import json
-import math
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
@@ -29,18 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from rich.console import Console
 from rich.table import Table
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.runtime import platform
-from megatron.runtime.profiler import LayerTimes, build_layer, time_layer, time_runtime, time_update
-from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer, read_model
-from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadratic
-from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, PackedSize
-from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
+from megatron.runtime.orchestrator.profile_layers import (
+    ProfiledLayer,
+    ProfileOptions,
+    join_profile,
+    layers_of,
+    profile_layer,
+)
+from megatron.runtime.profiler import LayerTimes
+from multimodal.cost.layers.registry import LAYER_KINDS, read_model
+from multimodal.cost.seconds.layer_curves import PackedSize
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -51,29 +50,10 @@ if TYPE_CHECKING:
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 SECONDS_PER_SIZE = 0.2
-"""Small sizes are repeated until then: the median of many runs is not disturbed by a few."""
 DEFAULT_SIZES = "64,256,1024,4096"
 DEFAULT_SEQUENCES = "1,8"
-SHORTEST = 4
-"""Tokens of the shortest sequences that are packed."""
 COLORS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": "#3fa66b"}
 PANEL_INCHES = (4.2, 3.2)
-_REPLICAS = ("dp", "dp_cp", "intra_dp_cp", "intra_dist_opt", "expt_dp", "intra_expt_dp")
-_ALONE = (*_REPLICAS, "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
-"""Process groups in which a profiled layer has no peers."""
-
-
-class Row(NamedTuple):
-    """Measurements of one layer, and the errors of its curves at sizes that they were not fitted to."""
-
-    key: ProfileKey
-    curves: LayerCurves
-    fitted: Sequence[PackedSize]
-    seconds: dict[str, dict[PackedSize, float]]
-    """Name of a curve -> size -> seconds."""
-    errors: dict[str, FitError]
-    update: tuple[PackedSize, float]
-    """Weights, and the seconds of updating them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -118,20 +98,31 @@ def _run(given: argparse.Namespace) -> None:
     graph = read_model(given.model)
     _check(given, graph)
     platform.install()
-    is_cuda = platform.device().type == "cuda"
-    dtype = given.dtype or ("bfloat16" if is_cuda else "float32")
-    options = BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl)
-    rows: list[Row] = []
+    options = _options(graph, given)
+    layers: list[ProfiledLayer] = []
     console = Console(stderr=True)
-    for key, tensor_parallel_size in _layers(graph, given):
-        console.print(f"timing {key[0]}, {key[1]}, tp {tensor_parallel_size}", highlight=False)
-        rows.append(_profile(graph, key, options, given))
-    name = torch.cuda.get_device_name() if is_cuda else "CPU"
-    step = _profile_step(graph, rows, given)
-    LayerProfile(name, dtype, {row.key: row.curves for row in rows}, step).to_file(given.output)
+    for unit in _units(graph, given):
+        for key in layers_of(graph, unit, tensor_parallel_sizes=given.tp):
+            console.print(f"timing {key[0]}, {key[1]}, tp {key[2]}", highlight=False)
+            layers.append(profile_layer(graph, key, options))
+    profile = join_profile(graph, layers, options)
+    profile.to_file(given.output)
     if given.picture is not None:
-        draw_curves(rows, given.picture)
-    _report(rows, step, given)
+        draw_curves(layers, given.picture)
+    _report(layers, profile, given)
+
+
+def _options(graph: ModelGraph, given: argparse.Namespace) -> ProfileOptions:
+    dtype = given.dtype or ("bfloat16" if platform.device().type == "cuda" else "float32")
+    return ProfileOptions(
+        build=BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl),
+        sizes=given.sizes,
+        sequences=given.sequences,
+        vocab_size=given.vocab_size or graph.backbone.vocab_size or 50304,
+        num_repetitions=given.repetitions,
+        seconds_per_size=SECONDS_PER_SIZE,
+        is_interpolated=given.fit == "interpolate",
+    )
 
 
 def _check(given: argparse.Namespace, graph: ModelGraph) -> None:
@@ -155,75 +146,7 @@ def _units(graph: ModelGraph, given: argparse.Namespace) -> list[Unit]:
     return [unit for unit in graph.units if given.unit is None or unit.name in given.unit]
 
 
-def _layers(graph: ModelGraph, given: argparse.Namespace) -> Iterator[tuple[ProfileKey, int]]:
-    """Keys and tensor parallel sizes of all layers that can be built."""
-    for unit in _units(graph, given):
-        for kind in dict.fromkeys(unit.layers):
-            if describe_layer(graph, unit, kind, vocab_size=0).can_be_built:
-                for size in given.tp:
-                    yield (unit.name, kind, size, 1), size
-
-
-def _profile(graph: ModelGraph, key: ProfileKey, options: BuildOptions, given: argparse.Namespace) -> Row:
-    """Time and fit one layer, and measure the error at sizes in between."""
-    unit, kind, size, _ = key
-    sequences = given.sequences if LAYER_KINDS[kind].attends and given.fit == "quadratic" else (1,)
-    fitted, held_out = packed_sizes(given.sizes, sequences), sizes_between(given.sizes, sequences)
-    vocab_size = given.vocab_size or graph.backbone.vocab_size or 50304
-    with fake_ranks(size):
-        groups = groups_of_one()
-        build = partial(build_layer, graph, unit, kind, groups=groups, options=options, vocab_size=-(-vocab_size // size) * size)
-        sizes = (*fitted, *held_out)
-        times = time_layer(build(), sizes=sizes, num_repetitions=given.repetitions, min_seconds=SECONDS_PER_SIZE * len(sizes))
-        update = time_update(build(), groups=groups, num_repetitions=given.repetitions)
-    curves: dict[str, Curve] = {}
-    errors: dict[str, FitError] = {}
-    seconds = {name: {size: getattr(one, name) for size, one in times.items()} for name in LayerTimes._fields}
-    for name, measured in seconds.items():
-        is_linear = not LAYER_KINDS[kind].attends or name == "weight_gradient"
-        curves[name] = _fit(fitted, [measured[size] for size in fitted], given, is_linear=is_linear)
-        errors[name] = fit_error(curves[name], held_out, [measured[size] for size in held_out])
-    return Row(key, LayerCurves(**curves), fitted, seconds, errors, update)
-
-
-def _profile_step(graph: ModelGraph, rows: Sequence[Row], given: argparse.Namespace) -> StepProfile:
-    """Time the parts of a step outside its layers."""
-    with fake_ranks(1):
-        seconds, computation_seconds = time_runtime(graph, num_repetitions=given.repetitions)
-    sizes, updates = zip(*(row.update for row in rows), strict=True)
-    update = fit_quadratic(sizes, updates, is_linear=True)
-    return StepProfile(seconds, computation_seconds, update.constant, update.linear)
-
-
-@contextmanager
-def fake_ranks(count: int) -> Iterator[None]:
-    """Let this process be the first of `count` ranks, whose collectives send nothing."""
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)  # type: ignore[no-untyped-call]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def packed_sizes(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
-    """Return all numbers of tokens in all numbers of sequences that leave these `SHORTEST` or more; rounded to equal lengths."""
-    return tuple(
-        dict.fromkeys(
-            PackedSize(count * round(size / count), count)
-            for size in sizes
-            for count in sequences
-            if count == 1 or size >= SHORTEST * count
-        )
-    )
-
-
-def sizes_between(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
-    """Return the geometric means of neighbours, of tokens as well as of sequences, at which a fit to the others is checked."""
-    counts = [round(math.sqrt(low * high)) for low, high in pairwise(sequences)]
-    return packed_sizes([round(math.sqrt(low * high)) for low, high in pairwise(sizes)], (sequences[0], *counts))
-
-
-def draw_curves(rows: Sequence[Row], path: Path) -> None:
+def draw_curves(rows: Sequence[ProfiledLayer], path: Path) -> None:
     """Write a PNG with one panel per layer that attends.
 
     Lines are curves, dots the points they were fitted to, rings the points held out. Whole lines are of the fewest sequences
@@ -242,7 +165,7 @@ def draw_curves(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-def _draw_layer(axes: "Axes", layer: Row) -> None:
+def _draw_layer(axes: "Axes", layer: ProfiledLayer) -> None:
     counts = sorted({size.num_sequences for size in layer.fitted})
     for name, color in COLORS.items():
         measured = layer.seconds[name]
@@ -276,19 +199,9 @@ def _draw_layer(axes: "Axes", layer: Row) -> None:
     axes.legend(frameon=False, fontsize=8)
 
 
-def groups_of_one() -> ProcessGroupCollection:
-    """Return the process groups of a layer that only tensor parallel ranks share."""
-    everyone, alone = dist.group.WORLD, dist.new_group([0])
-    return ProcessGroupCollection(**dict.fromkeys(("tp", "tp_cp", "mp"), everyone), **dict.fromkeys(_ALONE, alone), embd=None)
-
-
-def _fit(sizes: Sequence[PackedSize], seconds: list[float], given: argparse.Namespace, *, is_linear: bool) -> Curve:
-    if given.fit == "interpolate":
-        return Interpolated(tuple(float(size.num_tokens) for size in sizes), tuple(seconds))
-    return fit_quadratic(sizes, seconds, is_linear=is_linear)
-
-
-def _report(rows: Sequence[Row], step: StepProfile, given: argparse.Namespace) -> None:
+def _report(rows: Sequence[ProfiledLayer], profile: LayerProfile, given: argparse.Namespace) -> None:
+    step = profile.step
+    assert step is not None
     if given.json:
         layers = [
             {

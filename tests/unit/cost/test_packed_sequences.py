@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.runtime.orchestrator.profile_layers import packed_sizes, sizes_between
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.seconds.layer_costs import LayerCosts
@@ -13,7 +14,6 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import StepGraph
-from tools.profile_layers import packed_sizes, sizes_between
 
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})

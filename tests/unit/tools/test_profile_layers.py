@@ -8,13 +8,14 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from megatron.runtime.orchestrator.profile_layers import fake_ranks, groups_of_one
 from megatron.runtime.profiler import build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.seconds.layer_curves import PackedSize
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph
-from tools.profile_layers import fake_ranks, groups_of_one, main
+from tools.profile_layers import main
 
 SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 MODEL = {
