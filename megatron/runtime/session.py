@@ -107,8 +107,10 @@ class Session:
             )
         return self._schedules[forward_only]
 
-    def change_plan(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
         """Go on under another plan, with the same weights and optimizer state; between two steps.
+
+        options: with other schedules, or otherwise built; of the same model, and with layers of the same implementation.
 
         Nothing has changed when it raises PlanError, as plan, model and ranks do not fit. What was made of the old plan outside
         (planners of steps, steps that they have prepared) is of no use afterwards. Until the new plan's part is built, the
@@ -118,6 +120,7 @@ class Session:
         self.complete_parameters()
         held = hold_state(self.state)
         self.close()
+        self.options = options or self.options
         self._build(plan)
         take_over(held, self.state)
 

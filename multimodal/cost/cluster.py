@@ -1,7 +1,7 @@
 """The machine that a plan runs on: accelerators, nodes and the links between them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,10 @@ class Cluster:
     def is_one_node(self, ranks: Sequence[int]) -> bool:
         """Return True if all ranks are on the same node."""
         return len({self.node(rank) for rank in ranks}) <= 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, read back by `from_dict`."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Cluster":

@@ -35,8 +35,9 @@ RUNTIME_ROOMS_BELOW = {
     "feed": {"flags", "emulation", "step", "launch"},
     "report": {"flags", "step"},
     "profiler": {"emulation", "session", "execution", "gradients", "step", "communication", "platform"},
+    "orchestrator": {"feed", "flags", "launch", "profiler", "step", "platform"},
     "training": {
-        *("feed", "report", "profiler", "emulation", "flags", "checkpoint", "hugging_face"),
+        *("orchestrator", "feed", "report", "profiler", "emulation", "flags", "checkpoint", "hugging_face"),
         *("session", "execution", "gradients", "state", "step", "recovery", "launch", "platform"),
     },
     "drop_in": {"execution", "communication", "platform"},

@@ -27,6 +27,8 @@ A_COUNT: Mapping[str, Any] = MappingProxyType({"minimum": 1, "maximum": 10**9})
 INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
 """Inside a configuration file, such a path is looked up beside that file first."""
 DEFAULT_SAVE_INTERVAL = 1000
+AUTO = Path("auto")
+"""In the place of a plan: the run plans by itself."""
 DIGITS = "digits"
 """In the place of a path of data: handwritten digits."""
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
@@ -99,14 +101,26 @@ class ParallelismConfig:
     """State that data parallel ranks shard: the optimizer's (ZeRO-1; in float64 none), or weights and gradients, too (ZeRO-3)."""
     colocate_units: bool = False
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
-    plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml"})
-    """A whole plan (unit, replicas, stages, ranks, layers) instead of the size flags; with --elastic a set of templates."""
+    plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml|auto"})
+    """A whole plan (unit, replicas, stages, ranks, layers) instead of the size flags; with --elastic a set of templates; or the
+    word auto: measure the data, the layers and the links, and search a plan in which sizes that are given are kept."""
+    plan_time_budget: float = field(default=10.0, metadata={"above": 0, "maximum": 10**5})
+    """--plan auto: nominal seconds of simulation that the search may use up."""
+    plan_review_iters: int = field(default=20, metadata={"minimum": 0, "maximum": 10**9})
+    """--plan auto: hold the prediction against the measurement after so many steps, and tell of a better plan; 0: never."""
+    replan: bool = False
+    """--plan auto: go on under a plan that is then found to be more than 5 % better."""
     elastic: bool = False
     """Go on without a restart when nodes are lost or return, by the templates of --plan; started by scripts/elastic.sh."""
     elastic_timeout: float = field(default=30.0, metadata={"minimum": 1, "maximum": 10**6})
     """--elastic: seconds after which a rank that gives no sign of life is taken for lost."""
     fault_tolerance: int | None = field(default=None, metadata={"minimum": 0, "maximum": 2**20})
     """--elastic: nodes that may be lost at once without loss of work; by default what the templates were planned for."""
+
+    @property
+    def plans_itself(self) -> bool:
+        """True if the run is to plan by itself."""
+        return self.plan == AUTO
 
     @property
     def num_overlapped_parts(self) -> int:

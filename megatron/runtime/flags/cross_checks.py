@@ -1,12 +1,19 @@
 """Checks of combinations: every rule about two or more flags, and the flags' demands on the model and the plan."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from megatron.runtime.flags.configuration import GROUPS, RunConfig
+from megatron.runtime.flags.configuration import AUTO, GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_rules import RULES
-from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS, IgnoredFlag
+from megatron.runtime.flags.ignored_flags import (
+    ENCODER_FLAGS,
+    EXCLUSIVE_FLAGS,
+    EXCLUSIVE_SIZES,
+    IGNORED_FLAGS,
+    LEFT_TO_THE_PLAN,
+    IgnoredFlag,
+)
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from multimodal.balance import BALANCERS
 from multimodal.balance.unlike_replicas import has_unequal_shares
@@ -16,6 +23,7 @@ from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 
+_PLANNED = {*LEFT_TO_THE_PLAN, "micro_batch_size"}
 MAX_MICROBATCHES = 2**14
 """The most microbatches of a replica in a step: beyond it, planning a step would take minutes and gigabytes."""
 
@@ -28,6 +36,8 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
     """
     kept = dict(values)
     sizes = [(f"{unit}.{size}", "plan", "a plan already has every unit's sizes") for unit in units for size in SIZE_SPELLINGS]
+    if kept.get("plan") == AUTO:
+        kept, sizes = _leave_to_the_plan(kept, overruled=overruled, sizes=[name for name, _, _ in sizes]), []
     ranges = [(f"{unit}.{first}", f"{unit}.{second}", reason) for unit in units for first, second, reason in EXCLUSIVE_SIZES]
     for first, second, reason in (*EXCLUSIVE_FLAGS, *sizes, *ranges):
         if kept.get(first) in (None, False) or kept.get(second) in (None, False):
@@ -41,6 +51,20 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
     for replicas in [f"{unit}.data_parallel_size" for unit in units]:
         if kept.get("colocate_units") and overruled(replicas, "colocate_units"):
             kept.pop(replicas, None)
+    return kept
+
+
+def _leave_to_the_plan(
+    values: Mapping[str, Any], *, overruled: Callable[[str, str], bool], sizes: Sequence[str]
+) -> dict[str, Any]:
+    """Drop what --plan auto on the command line overrules; other sizes are kept, and what a plan comes with is refused."""
+    kept = {name: value for name, value in values.items() if not overruled(name, "plan") or name not in _PLANNED | {*sizes}}
+    for name in LEFT_TO_THE_PLAN:
+        if kept.get(name) not in (None, False):
+            raise ConfigError(
+                f"{shown_flag(name)} and --plan auto exclude each other: the plan comes with what suits it; leave the former "
+                "out, or write a plan file with tools/plan.py"
+            )
     return kept
 
 
@@ -68,6 +92,7 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
     for row in ignored_flags(config):
         raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
     _check_adapters(config, graph=graph)
+    _check_what_is_planned(config)
     for unit in graph.units:
         if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
             raise ConfigError(
@@ -112,6 +137,19 @@ def _check_adapters(config: RunConfig, *, graph: ModelGraph) -> None:
         )
     if config.checkpoint.save_adapter is not None and not adapted:
         raise ConfigError("--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out")
+
+
+def _check_what_is_planned(config: RunConfig) -> None:
+    """Require that a run which plans by itself can keep the sizes that are given."""
+    if not config.parallelism.plans_itself:
+        return
+    for name, sizes in config.parallelism.units.items():
+        if sizes.layers_per_virtual_stage is not None:
+            flag = shown_flag(f"{name}.layers_per_virtual_stage")
+            raise ConfigError(f"{flag} and --plan auto exclude each other: virtual stages are planned by number; leave it out")
+    for name in config.training.encoder_micro_batch_sizes:
+        flag = shown_flag(f"{name}.{MICRO_BATCH_SIZE}")
+        raise ConfigError(f"{flag} and --plan auto exclude each other: encoders are planned to follow the LLM; leave it out")
 
 
 def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:

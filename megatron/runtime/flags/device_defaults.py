@@ -18,11 +18,23 @@ def with_device_defaults(config: RunConfig, *, graph: ModelGraph, plan: Plan, ha
     """
     if not has_cuda or config.training.emulate is not None:
         return config
-    if "dtype" not in config.given:
-        config = replace(config, training=replace(config.training, dtype="bfloat16"))
+    config = _with_dtype(config)
     if "schedule_passes" not in config.given:
         passes = ",".join(useful_passes(config, graph=graph, plan=plan))
         config = replace(config, training=replace(config.training, schedule_passes=passes))
+    return _with_engine(config)
+
+
+def with_layer_defaults(config: RunConfig, *, has_cuda: bool) -> RunConfig:
+    """Return the configuration with those of these defaults that no plan changes: what layers compute in, and whose they are."""
+    return _with_engine(_with_dtype(config)) if has_cuda else config
+
+
+def _with_dtype(config: RunConfig) -> RunConfig:
+    return config if "dtype" in config.given else replace(config, training=replace(config.training, dtype="bfloat16"))
+
+
+def _with_engine(config: RunConfig) -> RunConfig:
     if "transformer_impl" in config.given or find_spec("transformer_engine") is None:
         return config
     engine = replace(config, model=replace(config.model, transformer_impl="transformer_engine"))

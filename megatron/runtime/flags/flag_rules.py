@@ -117,6 +117,20 @@ RULES: tuple[Rule, ...] = (
         "oobleck --fault-tolerance F --output templates.yaml, and give --plan templates.yaml",
     ),
     Rule(
+        lambda c: c.parallelism.elastic and c.parallelism.plans_itself,
+        "--elastic goes by templates for every number of nodes, which --plan auto does not plan; write them with tools/plan.py "
+        "--planner oobleck --fault-tolerance F --output templates.yaml, and give --plan templates.yaml",
+    ),
+    Rule(
+        lambda c: c.parallelism.plans_itself and c.training.emulate is not None,
+        "--emulate waits as its table says for the stages of one plan, so there is nothing for --plan auto to choose; leave one "
+        "of them out",
+    ),
+    Rule(
+        lambda c: c.parallelism.replan and not c.parallelism.plan_review_iters,
+        "--replan takes a plan that a review finds, and --plan-review-iters 0 has none; raise it, or leave --replan out",
+    ),
+    Rule(
         lambda c: c.parallelism.elastic and c.data.lengths_from == "decode",
         "--elastic: samples that are exchanged once they are decoded (--lengths-from decode) would be lost with a rank; use "
         "--lengths-from index",

@@ -101,8 +101,8 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     IgnoredFlag(
         "cluster",
-        ("balance", "balance_num_microbatches", "schedule"),
-        lambda c: not goes_by_durations(c),
+        ("balance", "balance_num_microbatches", "schedule", "plan"),
+        lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself,
         f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations; choose one or leave it out",
     ),
     *(
@@ -110,6 +110,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             name, ("elastic",), lambda c: not c.parallelism.elastic, "a lost process ends the run; add --elastic or leave it out"
         )
         for name in ("elastic_timeout", "fault_tolerance")
+    ),
+    *(
+        IgnoredFlag(
+            name, ("plan",), lambda c: not c.parallelism.plans_itself, "the plan is given; use --plan auto or leave it out"
+        )
+        for name in ("plan_time_budget", "plan_review_iters", "replan")
     ),
     IgnoredFlag(
         "tp_comm_overlap_parts",
@@ -229,6 +235,9 @@ EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("pretrained_checkpoint", "load_hf", "both start from weights alone"),
     ("plan", "colocate_units", "a plan already says which ranks each unit has"),
 )
+
+LEFT_TO_THE_PLAN = ("schedule", "schedule_passes", "balance", "sequence_parallel", "tp_comm_overlap", "tokens_per_microbatch")
+"""Fields that a run which plans by itself chooses with its plan, or cannot plan with."""
 
 EXCLUSIVE_SIZES: tuple[tuple[str, str, str], ...] = (
     ("virtual_pipeline_size", "layers_per_virtual_stage", "both say how many virtual stages a pipeline rank holds"),

@@ -44,6 +44,7 @@ _ADVICE: Mapping[str, str] = {
 _ABSENT = "missing"
 _VERDICT = "start"
 _AGREED = "agreed"
+_TOLD = "told"
 _LEARN_SECONDS = 15.0
 
 
@@ -67,20 +68,22 @@ def describe_difference(here: StartValues, *, there: StartValues, rank: int) -> 
     return ""
 
 
-def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: float) -> None:
+def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: float, again: str = "") -> None:
     """Wait until all ranks have brought the values of rank 0.
 
     Rank 0 compares digests as they come; at the first that differs it shows its values, and the rank that brought it says what is
-    different: O(ranks) small messages. Raises ConfigError on the rank that differs, RanksLostError when ranks do not come.
+    different: O(ranks) small messages. again: tells later agreements from the first.
+
+    Raises ConfigError on the rank that differs, RanksLostError when ranks do not come.
     """
     deadline = time.monotonic() + timeout_seconds
-    place, store = meeting.place, meeting.store
-    store.set(f"{_VERDICT}/{place.rank}", digest_of(values))
+    place, store, verdict_key = meeting.place, meeting.store, _VERDICT + again
+    store.set(f"{verdict_key}/{place.rank}", digest_of(values))
     if place.rank == 0:
-        _compare_all(meeting, values, deadline)
+        _compare_all(meeting, values, deadline, verdict_key)
         return
-    _wait(meeting, _VERDICT, deadline, missing=lambda: f"rank {place.rank} waited in vain for others to start")
-    verdict = store.get(_VERDICT).decode()
+    _wait(meeting, verdict_key, deadline, missing=lambda: f"rank {place.rank} waited in vain for others to start")
+    verdict = store.get(verdict_key).decode()
     if verdict == _AGREED:
         return
     told = json.loads(verdict)
@@ -89,7 +92,7 @@ def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: fl
     _wait_for_end(meeting, deadline, rank=told["rank"])
 
 
-def _compare_all(meeting: Meeting, values: StartValues, deadline: float) -> None:
+def _compare_all(meeting: Meeting, values: StartValues, deadline: float, verdict_key: str) -> None:
     store, own = meeting.store, digest_of(values)
     waiting = list(range(1, meeting.place.size))
 
@@ -98,12 +101,12 @@ def _compare_all(meeting: Meeting, values: StartValues, deadline: float) -> None
         return f"rank 0 waited in vain for rank{'s' * (len(waiting) > 1)} {shown} to start"
 
     while waiting:
-        _wait(meeting, f"{_VERDICT}/{waiting[0]}", deadline, missing=missing)
+        _wait(meeting, f"{verdict_key}/{waiting[0]}", deadline, missing=missing)
         rank = waiting.pop(0)
-        if store.get(f"{_VERDICT}/{rank}").decode() != own:
-            store.set(_VERDICT, json.dumps({"rank": rank, "values": values}))
+        if store.get(f"{verdict_key}/{rank}").decode() != own:
+            store.set(verdict_key, json.dumps({"rank": rank, "values": values}))
             _wait_for_end(meeting, deadline, rank=rank)
-    store.set(_VERDICT, _AGREED)
+    store.set(verdict_key, _AGREED)
 
 
 def _wait_for_end(meeting: Meeting, deadline: float, *, rank: int) -> None:
@@ -201,9 +204,21 @@ class World:
     """Time that a rank waits for its peers."""
     watch: RankWatch = field(repr=False)
 
-    def agree(self, values: StartValues) -> None:
-        """Compare this rank's start values with all others'; raises ConfigError for a rank that differs."""
-        agree_on_start(self.meeting, values, timeout_seconds=self.timeout.total_seconds())
+    def agree(self, values: StartValues, *, again: str = "") -> None:
+        """Compare this rank's start values with all others'; raises ConfigError for a rank that differs.
+
+        again: a name for what is compared after the first time.
+        """
+        agree_on_start(self.meeting, values, timeout_seconds=self.timeout.total_seconds(), again=again)
+
+    def from_first(self, name: str, build: Callable[[], str]) -> str:
+        """Return what rank 0 builds, which may take long; every name once. Raises RanksLostError where that fails."""
+        key = f"{_TOLD}/{name}"
+        if self.rank == 0:
+            self.meeting.store.set(key, build())
+        else:
+            _wait(self.meeting, key, math.inf, missing=str)
+        return self.meeting.store.get(key).decode()
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
@@ -223,7 +238,12 @@ class World:
             self.meeting.store.set(f"{name}/0", "done")
 
     def connect(self, *, backend: str | None, store: Store | None = None) -> None:
-        """Initialise torch.distributed; collective, so every rank must have agreed. store: by default that of the meeting."""
+        """Initialise torch.distributed, unless that was done; collective, so every rank must have agreed.
+
+        store: by default that of the meeting.
+        """
+        if dist.is_initialized():
+            return
         chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         store = store or PrefixStore("groups", self.meeting.store)
         dist.init_process_group(chosen, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)

@@ -34,6 +34,7 @@ from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
 from megatron.runtime.training.paths import describe_paths
+from megatron.runtime.training.plan_review import review_plan
 from megatron.runtime.training.prediction import EmulationTable, build_predictor, describe_better_pair
 from megatron.runtime.training.resumption import release, save
 from megatron.runtime.training.run import Run
@@ -89,6 +90,8 @@ class Progress:
 def train(run: Run) -> RunSummary:
     """Train up to --train-iters, evaluating, saving and reporting on the way."""
     reporter = build_reporter(run, done_steps=run.done_steps)
+    if run.review is not None:
+        run.review.first_step = run.done_steps
     try:
         reporter.say(describe_run(run))
         summary = train_on(run, reporter, Progress.at(run.done_steps))
@@ -113,6 +116,8 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
     run.stop_requests.begin_training()
     try:
         if last_step > run.done_steps:
+            _run_steps(run, reporter, progress, last_step=last_step)
+        while progress.step < last_step:  # under another plan
             _run_steps(run, reporter, progress, last_step=last_step)
         _save_last(run, progress)
         if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
@@ -171,6 +176,8 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             if _wants_timeline(config, number, last_step):
                 _report_timeline(run, reporter, number, events)
             _evaluate_and_save(run, reporter, progress)
+            if review_plan(run, reporter, number, step=step, report=report, events=events):
+                break
     profile.close()
 
 

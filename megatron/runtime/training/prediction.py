@@ -3,19 +3,17 @@
 All ranks must predict alike, so nothing here is measured.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
-
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.orchestrator.machine import assumed_cluster
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.predicted.better_pair import find_better_pair
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
+from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts
@@ -27,12 +25,6 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-
-_GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
-_NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
-_CPU_TFLOPS = 0.118
-"""One core's peak, as in examples/clusters/cpu.yaml, which says where these numbers come from."""
-_UNKNOWN_DEVICE_TFLOPS = 500.0
 
 
 def build_predictor(
@@ -78,25 +70,6 @@ def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *,
         f"warning: with --balance {chosen.balance} and --schedule {chosen.schedule} the first global batch is predicted to take "
         f"{chosen.seconds:.3g} s, with {flag} {better.seconds:.3g} s; change that flag{more}"
     )
-
-
-def assumed_cluster() -> Cluster:
-    """Return a machine like this one, by the accelerator's name: what matters is how computing and sending compare."""
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not torch.cuda.is_available():
-        return Cluster(
-            ranks_per_node,
-            _CPU_TFLOPS,
-            8.0,
-            *_GLOO,
-            efficiency=0.87,
-            half_efficiency_gflop=0.014,
-            attention_efficiency=0.3,
-            memory_bandwidth_gbytes_per_second=4.0,
-            dtype="float32",
-        )
-    peak = peak_tflops(torch.cuda.get_device_name(), "bfloat16") or _UNKNOWN_DEVICE_TFLOPS
-    return Cluster(ranks_per_node, peak, 80.0, *_NVLINK)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained, find_ranks_per_node
 from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.device_defaults import with_device_defaults
+from megatron.runtime.flags.device_defaults import with_device_defaults, with_layer_defaults
 from megatron.runtime.flags.elastic_templates import read_templates
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target
@@ -27,11 +27,13 @@ from megatron.runtime.hugging_face.save_weights import check_hugging_face_target
 from megatron.runtime.launch.distributed_setup import StartValues, World
 from megatron.runtime.launch.failure import Ending
 from megatron.runtime.launch.stop_requests import StopReason, StopRequests
+from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, orchestrate
+from megatron.runtime.orchestrator.review import PlanReview
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
 from megatron.runtime.training.prediction import EmulationTable
-from megatron.runtime.training.start_values import collect_start_values
+from megatron.runtime.training.start_values import collect_flag_values, collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
@@ -76,6 +78,8 @@ class Run:
     """Requests to stop early."""
     nodes_have_joined: Callable[[], bool] = lambda: False
     """Whether nodes wait to be taken into an elastic run."""
+    review: PlanReview | None = None
+    """Of a plan that the run made by itself."""
     note_reported: Callable[[int], None] = lambda step: None
     """Told which step rank 0 has reported."""
 
@@ -111,14 +115,29 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
 
     First the steps that this rank can take alone; then, once all ranks have agreed, the collective ones.
     """
-    prepared = prepare_alone(config, world)
-    world.agree(prepared.start_values)
+    inputs = open_inputs(config, world)
+    planned: Planned | None = None
+    if config.parallelism.plans_itself:
+        world.agree(collect_flag_values(config))
+        config = with_layer_defaults(config, has_cuda=torch.cuda.is_available())
+        planned = orchestrate(config, world, inputs, build=_build_options(config))
+        config = planned.config
+    prepared = prepare_plan(config, world, inputs)
+    world.agree(prepared.start_values, again="/planned" if planned else "")
     world.connect(backend=config.training.distributed_backend)
-    return build_run(prepared, world, prepared.plan, stop_requests=stop_requests)
+    run = build_run(prepared, world, prepared.plan, stop_requests=stop_requests)
+    if planned and config.parallelism.plan_review_iters:
+        run.review = PlanReview(planned, config.parallelism.plan_review_iters, may_change=config.parallelism.replan)
+    return run
 
 
 def prepare_alone(config: RunConfig, world: World) -> Prepared:
     """Do what needs no other rank, but for the order in which files are written."""
+    return prepare_plan(config, world, open_inputs(config, world))
+
+
+def open_inputs(config: RunConfig, world: World) -> Inputs:
+    """Check what is written to, and open what a run trains and what on."""
     if config.checkpoint.save:
         _check_writable(config.checkpoint.save)
     if world.rank == 0:
@@ -132,6 +151,14 @@ def prepare_alone(config: RunConfig, world: World) -> Prepared:
             check_hugging_face_target(config.checkpoint.save_hf, graph=graph, like=like)
         if config.checkpoint.save_adapter:
             check_adapter_target(config.checkpoint.save_adapter, graph=graph, like=like)
+    data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
+    graph = with_vocabulary(graph, data.tokenizer)
+    return Inputs(graph, data, padded_vocab_size(data.tokenizer, config, graph=graph))
+
+
+def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
+    """Build the plan, and what the run is built from under it."""
+    graph, vocab_size = inputs.graph, inputs.vocab_size
     ranks_per_node = find_ranks_per_node(os.environ)
     plan = build_plan(config, graph, world.size, ranks_per_node=ranks_per_node)
     if ranks_per_node is not None and world.rank == 0:
@@ -139,14 +166,11 @@ def prepare_alone(config: RunConfig, world: World) -> Prepared:
         for line in describe_placement(graph, plan, ranks_per_node=ranks_per_node, is_given=is_given):
             logger.info(line)
     config = with_device_defaults(config, graph=graph, plan=plan, has_cuda=torch.cuda.is_available())
-    data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
-    graph = with_vocabulary(graph, data.tokenizer)
-    vocab_size = padded_vocab_size(data.tokenizer, config, graph=graph)
     check_vocabulary(vocab_size, graph=graph, plan=plan)
     emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
     options = _session_options(config, graph, vocab_size=vocab_size, timeout=world.timeout, emulation=emulation)
     peak_tflops = config.logging.peak_tflops or find_peak_tflops(getattr(torch, config.training.dtype))
-    return Prepared(config, data, options, plan, peak_tflops, emulation)
+    return Prepared(config, inputs.data, options, plan, peak_tflops, emulation)
 
 
 def build_run(
@@ -176,6 +200,17 @@ def build_run(
     )
 
 
+def change_plan(run: Run, config: RunConfig) -> None:
+    """Go on in the running processes as another configuration of the same training plans it; collective, between two steps."""
+    options = run.session.options
+    ranks_per_node = find_ranks_per_node(os.environ)
+    plan = build_plan(config, options.graph, run.world.size, ranks_per_node=ranks_per_node)
+    config = with_device_defaults(config, graph=options.graph, plan=plan, has_cuda=torch.cuda.is_available())
+    changed = _session_options(config, options.graph, vocab_size=options.vocab_size, timeout=options.timeout, emulation=None)
+    run.trainer.change_plan(plan, options=changed)
+    run.config = config
+
+
 def check_kernels(*, is_allowed: bool) -> None:
     """Raise ConfigError where GPUs would wait for decisions by Python references."""
     if kernels is None and torch.cuda.is_available() and not is_allowed:
@@ -189,24 +224,9 @@ def _session_options(
 ) -> SessionOptions:
     settings, dtype = config.optimizer, getattr(torch, config.training.dtype)
     passes = passes_named(config.training.schedule_passes)
-    is_engine, splits = config.model.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
     return SessionOptions(
         graph=graph,
-        build=BuildOptions(
-            Precision(dtype),
-            sequence_parallel=config.parallelism.sequence_parallel,
-            transformer_impl=config.model.transformer_impl,
-            recompute=config.training.recompute_granularity,
-            fuses_kernels=config.model.kernel_fusion and torch.cuda.is_available(),
-            accumulates_in_products=_accumulates_in_products(config),
-            delays_weight_gradients=is_engine and (BUILDERS[config.training.schedule].splits_backwards or splits),
-            fp8_format=config.model.fp8_format,
-            fp8_recipe=config.model.fp8_recipe,
-            num_multiprocessors=_num_multiprocessors(),
-            attention_backend=config.model.attention_backend,
-            attention_mask=MaskMode(config.model.attention_mask),
-            num_overlapped_parts=config.parallelism.num_overlapped_parts,
-        ),
+        build=_build_options(config),
         vocab_size=vocab_size,
         seed=config.training.seed,
         timeout=timeout,
@@ -225,6 +245,26 @@ def _session_options(
         shards_weights=config.parallelism.shards_weights,
         num_state_copies=read_templates(config, graph).num_state_copies if config.parallelism.elastic else None,
         build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
+    )
+
+
+def _build_options(config: RunConfig) -> BuildOptions:
+    passes = passes_named(config.training.schedule_passes)
+    is_engine, splits = config.model.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
+    return BuildOptions(
+        Precision(getattr(torch, config.training.dtype)),
+        sequence_parallel=config.parallelism.sequence_parallel,
+        transformer_impl=config.model.transformer_impl,
+        recompute=config.training.recompute_granularity,
+        fuses_kernels=config.model.kernel_fusion and torch.cuda.is_available(),
+        accumulates_in_products=_accumulates_in_products(config),
+        delays_weight_gradients=is_engine and (BUILDERS[config.training.schedule].splits_backwards or splits),
+        fp8_format=config.model.fp8_format,
+        fp8_recipe=config.model.fp8_recipe,
+        num_multiprocessors=_num_multiprocessors(),
+        attention_backend=config.model.attention_backend,
+        attention_mask=MaskMode(config.model.attention_mask),
+        num_overlapped_parts=config.parallelism.num_overlapped_parts,
     )
 
 

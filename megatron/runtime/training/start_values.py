@@ -17,7 +17,7 @@ from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.ignored_flags import goes_by_durations
 from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
 from megatron.runtime.launch.distributed_setup import StartValues
-from megatron.runtime.training.prediction import assumed_cluster
+from megatron.runtime.orchestrator.machine import assumed_cluster
 from multimodal.balance import UNBALANCED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
@@ -38,17 +38,24 @@ _MOST_DIGESTED_LENGTHS = 100_000
 def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, data: DataSets, vocab_size: int) -> StartValues:
     """Return all values of this rank that must be alike on all; O(bytes of the manifest)."""
     return {
+        **collect_flag_values(config),
+        "model": dict(_flat("", graph.to_dict())),
+        "plan": dict(_flat("", plan.to_dict())),
+        "tokenizer": _tokenizer_values(config, data, vocab_size),
+        "data": _data_values(config, data),
+        "costs": dict(_cost_values(config)),
+    }
+
+
+def collect_flag_values(config: RunConfig) -> StartValues:
+    """Return those of the values that are known before anything is read."""
+    return {
         "program": {
             **{package: _version(package) for package in _PACKAGES},
             "decisions by": "C++ kernels" if kernels is not None else "Python references",
         },
         "flags": dict(_flag_values(config)),
         "environment": {name: os.environ.get(name, "unset") for name in _environment_names(config)},
-        "model": dict(_flat("", graph.to_dict())),
-        "plan": dict(_flat("", plan.to_dict())),
-        "tokenizer": _tokenizer_values(config, data, vocab_size),
-        "data": _data_values(config, data),
-        "costs": dict(_cost_values(config)),
     }
 
 
@@ -59,6 +66,7 @@ def _environment_names(config: RunConfig) -> tuple[str, ...]:
 
 
 def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
+    yield "plan", f"{'with' if config.parallelism.plans_itself else 'without'} --plan auto"
     for name, group in GROUPS.items():
         settings = getattr(config, name)
         for flag in field_flags(group):

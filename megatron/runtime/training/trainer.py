@@ -14,7 +14,7 @@ from megatron.runtime import platform
 from megatron.runtime.execution.step_clock import seconds_by_resource
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.report.reporting import EvaluationReport, StepReport
-from megatron.runtime.session import Session
+from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import LossSums, Step, StepResult
 from multimodal.cost.flops import step_flops
 from multimodal.values.errors import ConfigError
@@ -123,9 +123,9 @@ class Trainer:
     def _gathers_later(self, step: Step) -> bool:
         return self.updates_alone or step.cuts.gathers_parameters
 
-    def change_plan(self, plan: Plan) -> None:
+    def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
         """Go on under another plan from the next step on; see `Session.change_plan`."""
-        self.session.change_plan(plan)
+        self.session.change_plan(plan, options=options)
         self.scheduler.step(increment=0)  # tells the new optimizers the coming step's learning rate
 
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:

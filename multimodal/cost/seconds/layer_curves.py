@@ -71,6 +71,10 @@ class Interpolated(NamedTuple):
         """Return `factor` times the work, as on more or fewer ranks."""
         return Interpolated(self.tokens, tuple(factor * value for value in self.seconds))
 
+    def times(self, factor: float) -> "Interpolated":
+        """Return all of it times `factor`."""
+        return self.shared(factor)
+
     def _at_one(self, length: float) -> float:
         right = min(max(bisect_right(self.tokens, length), 1), len(self.tokens) - 1)
         (before, after), (low, high) = self.tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
@@ -93,6 +97,10 @@ class LayerCurves(NamedTuple):
     def shared(self, factor: float) -> "LayerCurves":
         """Return `factor` times the work."""
         return LayerCurves(*(curve.shared(factor) for curve in self))
+
+    def times(self, factor: float) -> "LayerCurves":
+        """Return all of it times `factor`."""
+        return LayerCurves(*(curve.times(factor) for curve in self))
 
 
 def counted_tokens(load: UnitLoad, *, at_exit: bool) -> tuple[int, int, int]:

@@ -78,6 +78,11 @@ class LayerProfile:
         )
         return self.curves[unit, kind, tensor, context].shared(tensor * context / num_ranks)
 
+    def times(self, factors: Mapping[str, float]) -> "LayerProfile":
+        """Return the profile of a device on which each unit's layers take so many times as long."""
+        scaled = {key: curves.times(factors.get(key[0], 1.0)) for key, curves in self.curves.items()}
+        return replace(self, curves=scaled)
+
     def check(self, graph: ModelGraph) -> None:
         """Raise ConfigError when the profile is of units or layers that the model lacks."""
         for unit, kind, *_ in self.curves:

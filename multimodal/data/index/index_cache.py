@@ -26,7 +26,7 @@ class IndexCache:
         depends_on: what it depends on beside `text`. An index that cannot be written anywhere is only returned.
         """
         key = hashlib.blake2b("\0".join((str(FORMAT), self.text, *depends_on)).encode(errors="surrogatepass"), digest_size=16)
-        places = [place / key.hexdigest() for place in (folder / FOLDER_NAME, self.fallback or _user_cache())]
+        places = [place / key.hexdigest() for place in (folder / FOLDER_NAME, self.fallback or user_cache("index"))]
         for place in places:
             if (found := read_index(place)) is not None:
                 return found
@@ -40,6 +40,7 @@ class IndexCache:
         return index
 
 
-def _user_cache() -> Path:
+def user_cache(room: str) -> Path:
+    """Return the folder for what a user's runs keep of one kind: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path("~/.cache").expanduser()) / "braid" / "index"
+    return (Path(base) if base else Path("~/.cache").expanduser()) / "braid" / room

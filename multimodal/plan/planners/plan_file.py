@@ -19,16 +19,30 @@ def write_plan_file(
     cluster: str | Path,
     simulate_flags: str = "",
 ) -> None:
-    """Write a commented YAML file that `Plan.from_file` reads.
+    """Write a commented YAML file that `Plan.from_file` reads; arguments as of `plan_text`."""
+    text = plan_text(Path(path).name, run, prediction, made_for=made_for, cluster=cluster, simulate_flags=simulate_flags)
+    Path(path).write_text(text)
+
+
+def plan_text(
+    name: str,
+    run: PlannedRun,
+    prediction: Prediction,
+    *,
+    made_for: Mapping[str, str],
+    cluster: str | Path,
+    simulate_flags: str = "",
+) -> str:
+    """Return the content of a plan file that will have this name.
 
     made_for: the plan's purpose, as lines of name and value. cluster: the file of the machine. simulate_flags: flags of
     tools/simulate.py that reproduce the prediction.
     """
     lines = [f"# A plan by the planner '{run.planner}'"]
     if BUILDERS[run.schedule].can_train:
-        lines += ["# Run it with", f"#   pretrain_mllm.py --plan {Path(path).name} {run.training_flags(cluster)}"]
+        lines += ["# Run it with", f"#   pretrain_mllm.py --plan {name} {run.training_flags(cluster)}"]
     if simulate_flags:
-        lines.append(f"# Predict it again with\n#   tools/simulate.py --plan {Path(path).name} {simulate_flags}")
+        lines.append(f"# Predict it again with\n#   tools/simulate.py --plan {name} {simulate_flags}")
     lines += ["#", "# Made for:", *(f"#   {name}: {value}" for name, value in made_for.items())]
     lines += ["#", "# Predicted:", *(f"#   {name}: {value}" for name, value in predicted(run, prediction).items())]
     if run.notes:
@@ -42,7 +56,7 @@ def write_plan_file(
         "# unit may have other stages than each other; a stage may say its own `tensor_parallel_size`.",
         *plan_lines(run.plan),
     ]
-    Path(path).write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def predicted(run: PlannedRun, prediction: Prediction) -> Mapping[str, str]:

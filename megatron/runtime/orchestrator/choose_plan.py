@@ -1,0 +1,204 @@
+"""Plans a run from what was measured: the request that its flags make, the planner's answer, and the flags that this becomes."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.ignored_flags import goes_by_durations
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.plan_file import plan_text
+from multimodal.plan.planners.plan_or_advise import plan_or_advise
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, describe_sizes
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import BraidError, PlanError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+
+PLANNER, BASELINE = "braid", "megatron"
+PLAN_NAME = "plan.yaml"
+_FIXED = {
+    "tensor_parallel_size": "tensor_parallel_size",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "context_parallel_size": "context_parallel_size",
+    "data_parallel_size": "data_parallel_size",
+    "virtual_pipeline_size": "virtual_stages",
+}
+"""Field of `UnitSizes` -> of `FixedSizes`."""
+_ONLY_AUTO = {"plan_time_budget", "plan_review_iters", "replan"}
+_FREE = {"context_parallel_distribution", "context_parallel_block_size"}
+"""Flags that have no effect under some plans."""
+_CHOSEN = {"plan", "schedule", "schedule_passes", "balance", "micro_batch_size", "transformer_impl"}
+_IN_CHOICES = [field.name for field in fields(PlannedRun) if field.compare and field.name != "plan"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A plan with all that ranks must know of it."""
+
+    run: PlannedRun
+    cluster: Cluster
+    """Whose durations the run goes by."""
+    seconds: float
+    """Of a step, predicted."""
+    lines: tuple[str, ...]
+    """What was chosen, and why."""
+    text: str
+    """The content of the plan file."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain form, read back by `from_dict`."""
+        flags = {name: getattr(self.run, name) for name in _IN_CHOICES}
+        cluster = self.cluster.to_dict()
+        return {
+            "plan": self.run.plan.to_dict(),
+            "flags": flags,
+            "cluster": cluster,
+            "seconds": self.seconds,
+            "lines": self.lines,
+            "text": self.text,
+        }
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> "Choice":
+        """Build from the plain form; raises KeyError, TypeError or BraidError."""
+        flags = {**value["flags"], "passes": tuple(value["flags"]["passes"])}
+        run = PlannedRun(Plan.from_dict(value["plan"]), planner=PLANNER, **flags)
+        return cls(run, Cluster.from_dict(value["cluster"]), value["seconds"], tuple(value["lines"]), value["text"])
+
+
+def build_request(
+    config: RunConfig,
+    *,
+    graph: ModelGraph,
+    cluster: Cluster,
+    lengths: tuple[SampleLengths, ...],
+    vocab_size: int,
+    num_ranks: int,
+    profile: LayerProfile | None = None,
+) -> PlanningRequest:
+    """Return what a planner is asked; sizes and options that were given stay as they are. Raises PlanError.
+
+    Weights are shared by replicas only where that is asked for, or nothing fits otherwise (`choose_plan`).
+    """
+    given, is_given = config.given, config.given.__contains__
+    fixed = {
+        unit: FixedSizes(**{_FIXED[name]: getattr(sizes, name) for name in _FIXED if f"{unit}.{name}" in given})
+        for unit, sizes in config.parallelism.units.items()
+        if any(f"{unit}.{name}" in given for name in _FIXED)
+    }
+    return PlanningRequest(
+        graph,
+        cluster,
+        num_ranks,
+        config.training.global_batch_size,
+        lengths,
+        micro_batch_size=config.training.micro_batch_size if is_given("micro_batch_size") else None,
+        vocab_size=vocab_size,
+        fixed_sizes=fixed,
+        recompute=config.training.recompute_granularity,
+        profile=profile,
+        transformer_impl=config.model.transformer_impl,
+        sharding=config.parallelism.data_parallel_sharding_strategy,
+        time_budget_seconds=config.parallelism.plan_time_budget,
+    )
+
+
+def choose_plan(request: PlanningRequest, *, may_share_weights: bool, made_for: Mapping[str, str], cluster_name: str) -> Choice:
+    """Plan for all ranks of the request; raises PlanError.
+
+    may_share_weights: if nothing fits otherwise. made_for, cluster_name: for the plan file, as of `plan_text`.
+    """
+    planned = _plan(request, may_share_weights=may_share_weights)
+    run, prediction = planned
+    text = plan_text(PLAN_NAME, run, prediction, made_for=made_for, cluster=cluster_name)
+    return Choice(run, request.cluster, prediction.iteration_seconds, tuple(_describe(planned, request)), text)
+
+
+def _plan(request: PlanningRequest, *, may_share_weights: bool) -> PredictedRun:
+    try:
+        found = plan_or_advise(PLANNERS[PLANNER], request, max_actions=request.max_actions)
+    except PlanError:
+        if not may_share_weights or request.sharding != "optim" or request.transformer_impl != "local":
+            raise
+        return _plan(request.changed(sharding="optim_grads_params"), may_share_weights=False)
+    return found if found.run.num_gpus == request.num_gpus else _plan_with_all(request, found)
+
+
+def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun:
+    """Return the best plan of single planners that leaves no rank idle, as a run must have it; raises PlanError."""
+    found = []
+    for row in PLANNERS.values():
+        if row.searches_others:
+            continue
+        try:
+            planned = row.plan_best(request, max_actions=request.max_actions)
+        except BraidError:
+            continue
+        if planned.run.num_gpus == request.num_gpus and BUILDERS[planned.run.schedule].can_train:
+            found.append(planned)
+    if not found:
+        raise PlanError(
+            f"--plan auto: the best plan for {request.num_gpus} processes uses {best.run.num_gpus} of them ({_sizes(best.run)}), "
+            f"and none was found that uses all; start {best.run.num_gpus} processes"
+        )
+    return min(found, key=lambda each: each.key)
+
+
+def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
+    """Yield three lines: the plan, its prediction, and the reason for it."""
+    run, prediction = planned
+    yield f"plan: {_sizes(run)}; {run.flags}"
+    yield (
+        f"predicted: {prediction.iteration_seconds:.4g} s a step, of which {prediction.ideal_seconds:.4g} s are the same "
+        f"computations without idle time ({describe_kinds(prediction)}); {prediction.peak_memory_bytes / 1e9:.3g} GB of "
+        f"{request.cluster.memory_gb:.3g} GB"
+    )
+    looked_at = run.notes[0] if run.notes else "one plan of each planner"
+    yield f"why: the shortest step of {looked_at}{_against_baseline(planned, request)}"
+
+
+def _against_baseline(planned: PredictedRun, request: PlanningRequest) -> str:
+    try:
+        other = PLANNERS[BASELINE].plan_best(request, max_actions=request.max_actions)
+    except BraidError as problem:
+        return f"; there is no plan of one grid ({problem})"
+    ratio = other.prediction.iteration_seconds / planned.prediction.iteration_seconds
+    return f"; one grid for all units, {_sizes(other.run)} on {other.run.num_gpus} ranks, would take {ratio:.3g} times as long"
+
+
+def _sizes(run: PlannedRun) -> str:
+    return ", ".join(f"{unit} {describe_sizes(plan)}" for unit, plan in run.plan.units.items())
+
+
+def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: Path) -> RunConfig:
+    """Return the configuration of a run by this plan; plan, cluster: their files."""
+    training = replace(
+        config.training,
+        schedule=run.schedule,
+        schedule_passes=",".join(run.passes),
+        balance=run.balance,
+        micro_batch_size=run.micro_batch_size,
+        recompute_granularity=run.recompute,
+        cluster=cluster,
+    )
+    shares = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in run.plan.units.values())
+    parallelism = replace(
+        config.parallelism,
+        plan=plan,
+        sequence_parallel=run.has_tensor_parallelism,
+        tp_comm_overlap=run.tp_comm_overlap,
+        data_parallel_sharding_strategy=run.sharding if shares else "optim",
+    )
+    model = replace(config.model, transformer_impl=run.transformer_impl)
+    given = (config.given - _ONLY_AUTO - _FREE) | _CHOSEN
+    planned = replace(config, model=model, parallelism=parallelism, training=training, given=given)
+    if goes_by_durations(planned):
+        return planned
+    return replace(planned, training=replace(training, cluster=None), given=given - {"cluster"})

@@ -1,0 +1,118 @@
+"""The machine that a run is on: described like ones that are known, or with its memory and its links as measured here."""
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from megatron.runtime import platform
+from megatron.runtime.profiler import find_peak_tflops
+from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
+
+_GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
+_NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
+_CPU_TFLOPS = 0.118
+"""One core's peak, as in examples/clusters/cpu.yaml, which says where these numbers come from."""
+_UNKNOWN_DEVICE_TFLOPS = 500.0
+
+
+_SMALL_BYTES = 4096
+_LARGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
+"""Of what is gathered, to tell a link's latency and its bandwidth."""
+_NUM_WARM_UPS, _NUM_REPETITIONS = 3, 10
+
+
+def assumed_cluster() -> Cluster:
+    """Return a machine like this one, by the accelerator's name: what matters is how computing and sending compare."""
+    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if not torch.cuda.is_available():
+        return Cluster(
+            ranks_per_node,
+            _CPU_TFLOPS,
+            8.0,
+            *_GLOO,
+            efficiency=0.87,
+            half_efficiency_gflop=0.014,
+            attention_efficiency=0.3,
+            memory_bandwidth_gbytes_per_second=4.0,
+            dtype="float32",
+        )
+    peak = peak_tflops(torch.cuda.get_device_name(), "bfloat16") or _UNKNOWN_DEVICE_TFLOPS
+    return Cluster(ranks_per_node, peak, 80.0, *_NVLINK)
+
+
+def describe_device(*, dtype: str, ranks_per_node: int) -> Cluster:
+    """Return the machine with this rank's peak and memory as they are; its links are assumed."""
+    peak = find_peak_tflops(getattr(torch, dtype))
+    return replace(
+        assumed_cluster(), gpus_per_node=ranks_per_node, peak_tflops=peak, memory_gb=_memory_gb(ranks_per_node), dtype=dtype
+    )
+
+
+def _memory_gb(ranks_per_node: int) -> float:
+    """Return 10^9 bytes of one rank; ranks without accelerators share their node's, or what it leaves this process."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e9
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        if os.path.isfile(limit):
+            with open(limit) as file:
+                text = file.read().strip()
+            total = min(total, int(text)) if text.isdecimal() else total
+    return total / ranks_per_node / 1e9
+
+
+def measure_links(cluster: Cluster, *, rank: int, world_size: int) -> Cluster:
+    """Time collectives inside nodes, and between the ranks of the same place on every node; collective over all ranks.
+
+    The figures that `collective_seconds` takes are solved for: n ranks take t = (n - 1) (latency + bytes / n / bandwidth).
+    All ranks of a node measure at the same time, so a rank's share of the network is what it gets beside the others. What there
+    are too few ranks for stays as it is.
+    """
+    size = cluster.gpus_per_node
+    nodes = [list(range(first, min(first + size, world_size))) for first in range(0, world_size, size)]
+    across = [list(range(place, world_size, size)) for place in range(min(size, world_size))]
+    inside, between = cluster.intra_node, cluster.inter_node
+    if len(nodes[0]) > 1:
+        inside = NodeLink(*_time_link(nodes, rank))
+    if len(nodes) > 1:
+        between = Network(*_time_link(across, rank), nics_per_node=size)
+    return replace(cluster, intra_node=inside, inter_node=between)
+
+
+def _time_link(groups: list[list[int]], rank: int) -> tuple[float, float]:
+    """Return this rank's bandwidth in 10^9 bytes/s and latency in us, as it sees them in its group."""
+    made = [dist.new_group(ranks) for ranks in groups]  # every rank takes part in making each
+    own, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if rank in ranks)
+    num_ranks, device = len(own), platform.device()
+    if num_ranks == 1:
+        return 1.0, 100.0  # a rank whose place other nodes lack; rank 0's figures count
+    large_bytes = _LARGE_BYTES[device.type] // num_ranks * num_ranks
+    seconds = {}
+    for num_bytes in (_SMALL_BYTES // num_ranks * num_ranks, large_bytes):
+        part = torch.zeros(num_bytes // num_ranks, dtype=torch.uint8, device=device)
+        whole = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+
+        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> None:
+            dist.all_gather_into_tensor(whole, part, group=group)
+
+        seconds[num_bytes] = _time(gather)
+    (small_bytes, small), (_, large) = seconds.items()
+    per_byte = max(1e-15, (large - small) / (large_bytes - small_bytes))
+    latency = max(0.0, small - per_byte * small_bytes)
+    return (num_ranks - 1) / num_ranks / per_byte / 1e9, 1e6 * latency / (num_ranks - 1)
+
+
+def _time(call: Callable[[], None]) -> float:
+    taken = []
+    for _ in range(_NUM_WARM_UPS + _NUM_REPETITIONS):
+        start = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return median(taken[_NUM_WARM_UPS:])

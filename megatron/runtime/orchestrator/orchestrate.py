@@ -1,0 +1,172 @@
+"""Turns `--plan auto` into a plan: rank 0 measures and plans, and all ranks go on with what it tells them.
+
+What was measured is kept for later runs on this machine, and so is the plan, under all that it depends on.
+"""
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from itertools import count, islice
+from typing import NamedTuple
+
+import yaml
+
+from megatron.runtime.feed.data_sets import DataSets
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.launch.distributed_setup import World
+from megatron.runtime.orchestrator.choose_plan import PLAN_NAME, Choice, build_request, choose_plan, planned_config
+from megatron.runtime.orchestrator.kept_values import find_value, keep_value, key_of, place_file
+from megatron.runtime.orchestrator.measure_machine import describe_machine, measure_cluster, profile_model
+from multimodal.data.global_batches import DataPart, GlobalBatches
+from multimodal.model.transformer_config import BuildOptions
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.values.errors import BraidError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import SampleLengths
+
+logger = logging.getLogger(__name__)
+MOST_SAMPLES = 4096
+"""Samples whose lengths a plan is made from: the first that the run trains on."""
+CLUSTER_NAME = "cluster.yaml"
+_LINKS = {False: "links as measured now", True: "links as kept"}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run trains, and what on."""
+
+    graph: ModelGraph
+    data: DataSets
+    vocab_size: int
+    """Padded."""
+
+
+class Planned(NamedTuple):
+    """The answer for one rank."""
+
+    config: RunConfig
+    choice: Choice
+    request: PlanningRequest | None
+    """What was asked; on rank 0."""
+
+
+def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: BuildOptions) -> Planned:
+    """Measure what is not known yet, plan, and return the run's configuration under the plan; collective.
+
+    Layers are timed before ranks connect. Raises a BraidError on rank 0 where nothing can be planned, RanksLostError on others.
+
+    build: how the run builds its layers.
+    """
+    first = _FirstRank(config, world, inputs) if world.rank == 0 else None
+    are_links_known = world.from_first("links", lambda: first.look_at_machine(build) if first else "") == "known"
+    if not are_links_known:
+        cluster = measure_cluster(config, world, first.cluster if first else None)
+        if first:
+            first.cluster = cluster
+    choice = Choice.from_dict(json.loads(world.from_first("plan", lambda: first.choose() if first else "")))
+    with world.in_turn("plan"):
+        planned = under_choice(config, choice)
+    if first:
+        first.tell(planned)
+    return Planned(planned, choice, first.request if first else None)
+
+
+def under_choice(config: RunConfig, choice: Choice) -> RunConfig:
+    """Return the configuration of the run under a plan, whose files are where this rank can read them."""
+    place = f"plans/{key_of((choice.text, choice.cluster))}"
+    cluster = config.training.cluster or place_file(
+        place, CLUSTER_NAME, yaml.safe_dump(choice.cluster.to_dict(), sort_keys=False)
+    )
+    return planned_config(config, choice.run, plan=place_file(place, PLAN_NAME, choice.text), cluster=cluster)
+
+
+class _FirstRank:
+    """What rank 0 finds out for all."""
+
+    def __init__(self, config: RunConfig, world: World, inputs: Inputs) -> None:
+        self._config, self._inputs, self._world_size = config, inputs, world.size
+        lengths = tuple(first_lengths(config, inputs.data))
+        self.cluster, self._are_links_known = describe_machine(config, world_size=world.size)
+        self.request = self._ask(lengths)
+        self._layers = ""
+        self._is_kept = False
+        self._lines: tuple[str, ...] = ()
+
+    def _ask(self, lengths: tuple[SampleLengths, ...]) -> PlanningRequest:
+        inputs = self._inputs
+        return build_request(
+            self._config,
+            graph=inputs.graph,
+            cluster=self.cluster,
+            lengths=lengths,
+            vocab_size=inputs.vocab_size,
+            num_ranks=self._world_size,
+        )
+
+    def look_at_machine(self, build: BuildOptions) -> str:
+        """Profile layers, and say whether links are known."""
+        profile, self._layers = profile_model(self.request, build)
+        self.request = replace(self.request, profile=profile)
+        return "known" if self._are_links_known or self._world_size == 1 else "measure"
+
+    def choose(self) -> str:
+        """Plan, or find what was planned of the same."""
+        self.request = request = replace(self.request, cluster=self.cluster)
+        choice = find_choice(request)
+        self._is_kept = choice is not None
+        if choice is None:
+            may_share = "data_parallel_sharding_strategy" not in self._config.given
+            made_for = {"model": str(self._config.model.model), "data": " ".join(self._config.data.data_path)}
+            name = str(self._config.training.cluster or CLUSTER_NAME)
+            choice = choose_plan(request, may_share_weights=may_share, made_for=made_for, cluster_name=name)
+            keep_choice(request, choice)
+        self._lines = choice.lines
+        return json.dumps(choice.to_dict())
+
+    def tell(self, config: RunConfig) -> None:
+        """Say in five lines what was chosen and why."""
+        cluster = self.cluster
+        links = f"--cluster {self._config.training.cluster}" if self._config.training.cluster else _LINKS[self._are_links_known]
+        machine = (
+            f"machine: {self._world_size} ranks, {cluster.gpus_per_node} on a node, {cluster.peak_tflops:.3g} TFLOP/s, "
+            f"{cluster.memory_gb:.3g} GB, {cluster.intra_node.bandwidth_gbytes_per_second:.3g} GB/s inside a node ({links}); "
+            f"{self._layers}"
+        )
+        kept = " (as planned before)" if self._is_kept else ""
+        plan, *others = self._lines
+        for line in (_describe_data(self.request), machine, f"{plan}; {config.parallelism.plan}{kept}", *others):
+            logger.info("%s", line)
+
+
+def find_choice(request: PlanningRequest) -> Choice | None:
+    """Return the plan that was kept for the same request."""
+    with suppress(BraidError, KeyError, TypeError, ValueError, AttributeError):
+        return Choice.from_dict(find_value("choices", _key(request)) or {})
+    return None
+
+
+def keep_choice(request: PlanningRequest, choice: Choice) -> None:
+    """Keep a plan for runs that ask the same."""
+    keep_value("choices", _key(request), choice.to_dict())
+
+
+def _key(request: PlanningRequest) -> str:
+    return key_of(repr(getattr(request, field.name)) for field in fields(request) if field.compare)
+
+
+def first_lengths(config: RunConfig, data: DataSets) -> Iterator[SampleLengths]:
+    """Yield the lengths of the samples that training sees first, up to `MOST_SAMPLES`, each of them once."""
+    parts = data.train_parts or (DataPart(len(data.train)),)
+    batches = GlobalBatches(parts, config.training.global_batch_size, config.training.seed, shuffle=not config.data.is_digits)
+    drawn = (sample for step in count() for sample in batches.batch(step))
+    for number, sample in enumerate(islice(drawn, min(MOST_SAMPLES, len(data.train)))):
+        yield replace(data.train.lengths(sample.source_index), sample_id=number)
+
+
+def _describe_data(request: PlanningRequest) -> str:
+    means = ", ".join(
+        f"{name} {request.mean_loads[name][0]:.4g} (most {loads[:, 0].max():.4g})" for name, loads in request.sample_loads.items()
+    )
+    return f"plan auto: of {len(request.lengths)} samples, tokens in each: {means}"

@@ -1,0 +1,131 @@
+"""Holds the prediction of a plan against measured steps, and plans again with layers as slow as they were measured to be."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import NamedTuple
+
+from megatron.runtime.orchestrator.choose_plan import Choice, choose_plan
+from megatron.runtime.orchestrator.orchestrate import Planned, keep_choice
+from megatron.runtime.step.step import Step
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.values.action import ACTION_TABLE, Resource
+from multimodal.values.timeline import Timeline
+
+CLEARLY = 1.05
+"""A plan is told of if the current one's steps are predicted to be more than this many times as long."""
+MOST_MEASURED = 8
+"""Steps before the review that are measured; the first one sets connections up, so it never is."""
+
+
+class Verdict(NamedTuple):
+    """What a review comes to."""
+
+    line: str
+    choice: Choice | None
+    """The plan to go on under; None: the current one."""
+
+    def to_text(self) -> str:
+        """Return what `from_text` reads."""
+        return json.dumps([self.line, self.choice and self.choice.to_dict()])
+
+    @classmethod
+    def from_text(cls, text: str) -> "Verdict":
+        """Read."""
+        line, choice = json.loads(text)
+        return cls(line, choice and Choice.from_dict(choice))
+
+
+@dataclass
+class PlanReview:
+    """The steps of one plan up to its review. All ranks have one; rank 0 knows what was asked, and measures."""
+
+    planned: Planned
+    num_steps: int
+    may_change: bool
+    """Whether a better plan is taken (--replan)."""
+    first_step: int = 0
+    """Steps that were done when the plan began."""
+    seconds_before: float | None = None
+    """Of a step of the plan that this one took the place of: then the review only compares."""
+    _seconds: list[float] = field(default_factory=list)
+    _measured: dict[str, float] = field(default_factory=dict)
+    _predicted: dict[str, float] = field(default_factory=dict)
+    """Unit -> seconds of its computations, over all lanes and measured steps."""
+
+    def measures(self, number: int) -> bool:
+        """Return True for the steps whose timeline is looked at."""
+        last = self.first_step + self.num_steps
+        return max(last - MOST_MEASURED, self.first_step + (self.num_steps > 1)) < number <= last
+
+    def is_due(self, number: int) -> bool:
+        """Return True behind the last of these."""
+        return number == self.first_step + self.num_steps
+
+    def add(self, step: Step, timeline: Timeline, *, seconds: float) -> None:
+        """Take in a measured step, on rank 0."""
+        self._seconds.append(seconds)
+        costs = self._costs(step)
+        for event in timeline.events:
+            if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE:
+                unit = event.action.unit
+                self._measured[unit] = self._measured.get(unit, 0.0) + event.end_seconds - event.start_seconds
+                self._predicted[unit] = self._predicted.get(unit, 0.0) + costs.compute(event.action).seconds
+
+    def _costs(self, step: Step) -> ModelCosts:
+        request, run = self._request, self.planned.choice.run
+        options = request.run_options(
+            recompute=run.recompute,
+            transformer_impl=run.transformer_impl,
+            sharding=run.sharding,
+            tp_comm_overlap=run.tp_comm_overlap,
+        )
+        lengths = tuple(step.lengths.values())
+        return ModelCosts(step.schedule.step, lengths, request.cluster, request.vocab_size, options, request.profile)
+
+    @property
+    def _request(self) -> PlanningRequest:
+        assert self.planned.request is not None, "only rank 0 measures"
+        return self.planned.request
+
+    @property
+    def factors(self) -> Mapping[str, float]:
+        """Unit -> how many times as long as profiled its computations take: in training, ranks share what one had alone."""
+        return {unit: self._measured[unit] / seconds for unit, seconds in self._predicted.items() if seconds > 0}
+
+    def conclude(self, number: int) -> Verdict:
+        """Compare, and plan again with what was measured, on rank 0."""
+        measured = median(self._seconds)
+        factors = ", ".join(f"{factor:.2f} times as long in {unit}" for unit, factor in self.factors.items())
+        line = (
+            f"plan review after step {number}: a step takes {measured:.4g} s, {self.planned.choice.seconds:.4g} s were predicted; as "
+            f"against the profile, computations take {factors}"
+        )
+        if self.seconds_before is not None:
+            return Verdict(f"{line}; under the plan before it took {self.seconds_before:.4g} s", None)
+        current, other = self._plan_again()
+        if current <= CLEARLY * other.seconds:
+            return Verdict(f"{line}; with these, no plan was found to be more than {CLEARLY - 1:.0%} better", None)
+        line += f"; with these, {other.lines[0]} would take {other.seconds:.4g} s a step, the current plan {current:.4g} s"
+        if not self.may_change:
+            return Verdict(f"{line}; --replan would go on under it", None)
+        keep_choice(self._request, other)  # for the next start
+        return Verdict(f"{line}; going on under it", other)
+
+    def _plan_again(self) -> tuple[float, Choice]:
+        """Return the current plan's step and the best plan, as layers were measured; what weights are called must stay."""
+        run, request = self.planned.choice.run, self._request
+        assert request.profile is not None
+        corrected = replace(request, profile=request.profile.times(self.factors), sharding=run.sharding)
+        current = predict_run(run, corrected, max_actions=corrected.max_actions, num_batches=corrected.num_batches)
+        made_for = {"what was measured": "times what was profiled, " + str(dict(self.factors))}
+        other = choose_plan(corrected, may_share_weights=False, made_for=made_for, cluster_name="cluster.yaml")
+        return current.iteration_seconds, other
+
+    def after_change(self, planned: Planned, *, number: int) -> "PlanReview":
+        """Return the review of the plan that is gone on under."""
+        before = median(self._seconds) if self._seconds else 0.0
+        return PlanReview(planned, self.num_steps, may_change=False, first_step=number, seconds_before=before)
