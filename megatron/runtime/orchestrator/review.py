@@ -101,7 +101,7 @@ class PlanReview:
         measured = median(self._seconds)
         factors = ", ".join(f"{factor:.2f} times as long in {unit}" for unit, factor in self.factors.items())
         line = (
-            f"plan review after step {number}: a step takes {measured:.4g} s, {self.planned.choice.seconds:.4g} s were predicted; as "
+            f"plan review after step {number}: a step takes {measured:.4g} s, predicted {self.planned.choice.seconds:.4g} s; "
             f"against the profile, computations take {factors}"
         )
         if self.seconds_before is not None:

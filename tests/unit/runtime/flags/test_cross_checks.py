@@ -103,6 +103,7 @@ def test_every_row_of_the_table_is_tried() -> None:
     tried = {message.split(" would be")[0] for _, message in IGNORED}
     others = {"--colocate-units", "--attention-mask", "--fp8-format", "--fp8-recipe", "--use-pytorch-profiler"}
     others |= {"--save-retain-interval"}
+    others |= {"--plan-time-budget", "--plan-review-iters", "--replan"}  # in test_plan_auto.py
     others |= {f"--profile-{name}" for name in ("step-start", "step-end", "ranks")}
     others |= {f"--wandb-{name}" for name in ("exp-name", "entity", "save-dir")}
     assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == others
