@@ -1,4 +1,4 @@
-"""Lengths of samples: read from a table of a real data set, one row per sample, or all alike."""
+"""Lengths of samples: read from a table of a real data set, one row per sample, and written as one; or all alike."""
 
 import csv
 import gzip
@@ -22,7 +22,7 @@ _MAX_NUMBER = 2**31 - 1
 """The most tokens, words or seconds of a sample, so that the balancers' sums are exact."""
 _MAX_DIGITS = 10
 _TEXT_COLUMNS = ("text_tokens", "text_tokens_gpt2")
-_COLUMNS = ("image_sizes", *_TEXT_COLUMNS, "audio_seconds")
+_COLUMNS = ("image_sizes", "items", *_TEXT_COLUMNS, "audio_seconds")
 
 
 def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLengths, ...]:
@@ -32,7 +32,8 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     encoder says (50 where it says nothing); `merge_factor` of them become one token of the LLM. An encoder with `audio` as its
     input or in its name takes the audio, the first other one the images; what the model has no encoder for is left out.
     answer_words / text_words, where given, is the share of text that counts in the loss, else all of it. A sample's id is its
-    row's number; it has at least one text token.
+    row's number; it has at least one text token. In place of image_sizes and audio_seconds there may be items, and in place of
+    words target_tokens, as `write_length_table` writes them.
 
     Raises DataError naming the file and row (in csv the line, too). Parquet needs pyarrow.
     """
@@ -45,16 +46,34 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     samples = []
     for index, (where, row) in enumerate(_read_rows(path)):
         try:
-            items = [*_images(row, image_encoder), *_audio(row, audio_encoder)]
+            items = [*_items(row, graph), *_images(row, image_encoder), *_audio(row, audio_encoder)]
             num_text_tokens = max(1, int(_number(row, next((name for name in _TEXT_COLUMNS if row.get(name)), ""))))
+            num_told = int(_number(row, "target_tokens"))
             share = _number(row, "answer_words") / (_number(row, "text_words") or 1) if row.get("answer_words") else 1.0
         except ValueError as problem:
             raise DataError(f"{path}, {where}: {problem}; correct or remove that row") from None
-        num_targets = min(num_text_tokens, max(1, round(num_text_tokens * share)))
+        num_targets = min(num_text_tokens, max(1, num_told or round(num_text_tokens * share)))
         samples.append(SampleLengths(index, tuple(items), num_text_tokens, num_targets))
     if not samples:
         raise DataError(f"{path}: has no rows; give a file with at least one sample")
     return tuple(samples)
+
+
+def write_length_table(path: str | Path, samples: Iterable[SampleLengths]) -> None:
+    """Write lengths as a .csv or .csv.gz file, whatever they were read from; items as `UNIT:TOKENS:OUTPUT_TOKENS;...`.
+
+    Raises DataError where the file cannot be written.
+    """
+    path = Path(path)
+    try:
+        with gzip.open(path, "wt", **_CSV_TEXT) if path.suffix == ".gz" else path.open("w", **_CSV_TEXT) as file:
+            rows = csv.writer(file)
+            rows.writerow(("items", "text_tokens", "target_tokens"))
+            for sample in samples:
+                items = ";".join(":".join(map(str, item)) for item in sample.items)
+                rows.writerow((items, sample.num_text_tokens, sample.num_target_tokens))
+    except OSError as problem:
+        raise DataError(f"{path}: cannot be written ({problem.strerror}); give another file") from problem
 
 
 def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples: int) -> tuple[SampleLengths, ...]:
@@ -140,6 +159,16 @@ def _read_parquet(path: Path) -> _Rows:
     except Exception as problem:  # pyarrow's own errors are of every kind
         raise DataError(f"{path}: cannot be read as parquet ({problem}); replace the file") from problem
     return [(f"row {number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def _items(row: Mapping[str, Any], graph: ModelGraph) -> Iterable[ItemLengths]:
+    """Return the items that are told by their tokens; those of units that the model lacks are left out."""
+    for text in filter(None, str(row.get("items") or "").split(";")):
+        unit, *counts = text.split(":")
+        if len(counts) != 2 or not all(count.isdecimal() and len(count) <= _MAX_DIGITS for count in counts):
+            raise ValueError(f"items has '{text[:50]}', expected UNIT:TOKENS:OUTPUT_TOKENS")
+        if unit in graph.unit_names:
+            yield ItemLengths(unit, *map(int, counts))
 
 
 def _images(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths]:

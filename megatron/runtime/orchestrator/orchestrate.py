@@ -156,12 +156,12 @@ def _key(request: PlanningRequest) -> str:
     return key_of(repr(getattr(request, field.name)) for field in fields(request) if field.compare)
 
 
-def first_lengths(config: RunConfig, data: DataSets) -> Iterator[SampleLengths]:
-    """Yield the lengths of the samples that training sees first, up to `MOST_SAMPLES`, each of them once."""
+def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES) -> Iterator[SampleLengths]:
+    """Yield the lengths of the samples that training sees first, as many as are told or there are."""
     parts = data.train_parts or (DataPart(len(data.train)),)
     batches = GlobalBatches(parts, config.training.global_batch_size, config.training.seed, shuffle=not config.data.is_digits)
     drawn = (sample for step in count() for sample in batches.batch(step))
-    for number, sample in enumerate(islice(drawn, min(MOST_SAMPLES, len(data.train)))):
+    for number, sample in enumerate(islice(drawn, min(most, len(data.train)))):
         yield replace(data.train.lengths(sample.source_index), sample_id=number)
 
 

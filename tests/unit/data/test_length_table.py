@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from multimodal.data.length_table import read_length_table, uniform_lengths
+from multimodal.data.length_table import read_length_table, uniform_lengths, write_length_table
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -115,3 +115,21 @@ def test_an_encoder_says_how_long_audio_is(tmp_path):
     (sample,) = read_length_table(path, graph=graph)
     assert sample.items == (ItemLengths("ear", 60, 15),)
     assert uniform_lengths(graph, tokens={"ear": 10, "llm": 8}, num_samples=1)[0].items == (ItemLengths("ear", 10, 2),)
+
+
+@pytest.mark.parametrize("name", ["L.csv", "L.csv.gz"])
+def test_written_lengths_are_read_back(tmp_path, name):
+    samples = (
+        SampleLengths(0, (ItemLengths("vision", 16, 4), ItemLengths("vision", 64, 16)), 9, 3),
+        SampleLengths(1, (), 5, 5),
+    )
+    write_length_table(tmp_path / name, samples)
+    assert read_length_table(tmp_path / name, graph=GRAPH) == samples
+
+
+def test_items_that_are_none_are_refused_and_those_of_other_models_left_out(tmp_path):
+    (tmp_path / "L.csv").write_text("items,text_tokens\nother:16:4,9\nvision:16,9\n")
+    with pytest.raises(DataError, match=r"row 2: items has 'vision:16', expected UNIT:TOKENS:OUTPUT_TOKENS"):
+        read_length_table(tmp_path / "L.csv", graph=GRAPH)
+    (tmp_path / "L.csv").write_text("items,text_tokens\nother:16:4,9\n")
+    assert read_length_table(tmp_path / "L.csv", graph=GRAPH)[0].items == ()
