@@ -4,10 +4,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from multimodal.plan.planners.baselines.alpa import plan_alpa
 from multimodal.plan.planners.baselines.encoders_colocated import plan_encoders_colocated
 from multimodal.plan.planners.baselines.encoders_replicated import plan_encoders_replicated
 from multimodal.plan.planners.baselines.flops_ratio import plan_flops_ratio
-from multimodal.plan.planners.baselines.megatron import plan_megatron
+from multimodal.plan.planners.baselines.fsdp import plan_fsdp
+from multimodal.plan.planners.baselines.megatron import plan_megatron, plan_megatron_replicated
 from multimodal.plan.planners.baselines.megatron_balanced import plan_megatron_balanced
 from multimodal.plan.planners.braid import plan_braid
 from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_cornstarch_unaware
@@ -104,10 +106,28 @@ _ROWS = (
         "DistTrain 2.1",
     ),
     PlannerRow(
+        "megatron-replicated",
+        plan_megatron_replicated,
+        "the same, but every rank of an encoder's or a generator's tensor parallel group has all of it, for other images",
+        "DistTrain 2.1",
+    ),
+    PlannerRow(
         "megatron-balanced",
         plan_megatron_balanced,
         "one chain of all layers over the virtual stages of one grid, cut by dynamic programming",
         "Optimus, App. B",
+    ),
+    PlannerRow(
+        "alpa",
+        plan_alpa,
+        "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency",
+        "Optimus 5",
+    ),
+    PlannerRow(
+        "fsdp",
+        plan_fsdp,
+        "all units on all ranks, without tensor or pipeline parallelism; weights are sharded",
+        "Optimus 5",
     ),
     PlannerRow(
         "flops-ratio",

@@ -1,15 +1,16 @@
 """Megatron-LM: one rigid grid, in which encoders and generators are extra pipeline stages beside the LLM's (DistTrain 2.1)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import product
 
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, shared_stage_sizes, with_replicas
+from multimodal.plan.planners.estimate.shared_sizes import largest_candidates, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.step_estimate import choose_candidate
-from multimodal.plan.planners.estimate.unit_layout import even_layout
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.values.model_graph import Unit
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.values.model_graph import Role, Unit
 
 MOST_EXTRA_STAGES = 8
 """Stages that an encoder or a generator is cut into when it does not fit into fewer."""
@@ -19,21 +20,53 @@ def plan_megatron(request: PlanningRequest) -> PlannedRun:
     """Plan one grid: the same tp, cp and dp for all units, transformer layers cut evenly, one stage for every other unit.
 
     An encoder or a generator gets as few stages as memory allows (usually 1), and the LLM the number that makes the step
-    shortest, so the baseline is as good as tuning makes it. Raises PlanError when nothing fits.
+    shortest, so the baseline is as good as tuning makes it. Where a tp, pp or dp of an encoder or a generator is fixed, it has
+    that in place of the grid's. Raises PlanError when nothing fits.
     """
-    chosen, seconds = choose_candidate(request, _candidates(request))
+    return _plan(request, replicates=False)
+
+
+def plan_megatron_replicated(request: PlanningRequest) -> PlannedRun:
+    """Plan the same grid, but replicate encoders and generators over the ranks of their tensor parallel groups.
+
+    Each of these ranks has all of the unit, and takes other images (DistTrain's baseline): dp is tp times the grid's, tp is 1.
+    Raises PlanError when nothing fits.
+    """
+    return _plan(request, replicates=True)
+
+
+def _plan(request: PlanningRequest, *, replicates: bool) -> PlannedRun:
+    chosen, seconds = choose_candidate(request, _candidates(request, replicates=replicates))
     return chosen.to_run(request, seconds=seconds)
 
 
-def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
-    graph, names = request.graph, request.graph.unit_names
-    data_sizes = shared_data_parallel_sizes(request, names)
-    for extra, (tensor, context) in product(range(1, MOST_EXTRA_STAGES + 1), shared_stage_sizes(request, names)):
-        for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
-            stages = {unit.name: _num_stages(request, unit, extra) for unit in graph.units} | {graph.backbone.name: pipeline}
-            layouts = {unit.name: even_layout(unit, tensor, 1, stages[unit.name], context=context) for unit in graph.units}
-            yield from with_replicas(request, layouts, data_sizes)
+def _candidates(request: PlanningRequest, *, replicates: bool) -> Iterator[Candidate]:
+    graph, backbone = request.graph, request.graph.backbone.name
+    tensor_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).tensor_parallel_size]
+    data_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).data_parallel_size]
+    sizes = shared_stage_sizes(request, [backbone] if replicates else tensor_sharing, context_of=graph.unit_names)
+    data_sizes = shared_data_parallel_sizes(request, [backbone] if replicates else data_sharing)
+    for extra, size in product(range(1, MOST_EXTRA_STAGES + 1), sizes):
+        for pipeline in request.pipeline_parallel_sizes(backbone):
+            lay_out = partial(_lay_out, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
+            grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in data_sizes)
+            even = (Candidate(each, request.default_micro_batch_size) for each in grids if _is_even(request, each))
+            yield from largest_candidates(even, num_gpus=request.num_gpus)
 
 
-def _num_stages(request: PlanningRequest, unit: Unit, extra: int) -> int:
-    return request.fixed(unit.name).pipeline_parallel_size or min(extra, unit.num_inner_layers)
+def _is_even(request: PlanningRequest, layouts: Mapping[str, UnitLayout]) -> bool:
+    """Return True if every replica gets equally many microbatches."""
+    return all(each.data_parallel_size in request.data_parallel_sizes(unit) for unit, each in layouts.items())
+
+
+def _lay_out(
+    request: PlanningRequest, unit: Unit, *, size: StageSize, extra: int, pipeline: int, data: int, replicates: bool
+) -> UnitLayout:
+    """Lay a unit out on the grid, or as its fixed sizes say."""
+    if unit.role is Role.BACKBONE:
+        return even_layout(unit, size.tensor, data, pipeline, context=size.context)
+    fixed = request.fixed(unit.name)
+    stages = fixed.pipeline_parallel_size or min(extra, unit.num_inner_layers)
+    tensor = fixed.tensor_parallel_size or (1 if replicates else size.tensor)
+    copies = data * (size.tensor if replicates else 1)
+    return even_layout(unit, tensor, fixed.data_parallel_size or copies, stages, context=size.context)

@@ -1,6 +1,6 @@
 """Sizes that units share: tensor, context and data parallel sizes of one grid, and microbatches."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
@@ -19,17 +19,25 @@ def with_replicas(
         yield replace(one, layouts={name: replace(each, data_parallel_size=data) for name, each in one.layouts.items()})
 
 
+def largest_candidates(candidates: Iterable[Candidate], *, num_gpus: int) -> Sequence[Candidate]:
+    """Return the last two that fit of candidates with ever more replicas, for the reason that `largest_fitting` gives."""
+    return [each for each in candidates if each.num_gpus <= num_gpus][-2:]
+
+
 def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
     """Return the data parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
     return _shared({unit: request.data_parallel_sizes(unit) for unit in units}, flag="data-parallel-size")
 
 
-def shared_stage_sizes(request: PlanningRequest, units: Sequence[str]) -> list[StageSize]:
+def shared_stage_sizes(
+    request: PlanningRequest, units: Sequence[str], *, context_of: Sequence[str] | None = None
+) -> list[StageSize]:
     """Return every tp and cp that units may share: a fixed cp, else all that suit any of them.
 
-    Raises PlanError when fixed sizes leave none.
+    context_of: units that share the cp alone, too. Raises PlanError when fixed sizes leave none.
     """
     tensor = _shared({unit: request.tensor_parallel_sizes(unit) for unit in units}, flag="tensor-model-parallel-size")
+    units = context_of or units
     fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
     sizes = {unit: request.context_parallel_sizes(unit) for unit in fixed or units}
     context = _shared(sizes, flag="context-parallel-size") if fixed else sorted(set().union(*sizes.values()))

@@ -1,0 +1,104 @@
+"""Alpa-like: units cut into stages on meshes of their own, by Alpa's objective of a pipeline's latency (a baseline of Optimus 5).
+
+Alpa's stages are any runs of operators, and its meshes any rectangles of GPUs. Here a unit's stages are alike, as its layers are,
+so that a plan can be run: a mesh is tp x dp.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from multimodal.plan.planners.estimate.candidate import Candidate, fits
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.unit_options import Floats, Integers, UnitOptions, infeasible, list_options
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+
+NUM_LIMITS = 64
+"""Limits of the slowest stage that are tried: Alpa leaves out those that are too close to the one before."""
+
+
+def plan_alpa(request: PlanningRequest) -> PlannedRun:
+    """Minimise T = sum_i t_i + (B - 1) max_j t_j over the stages' latencies per microbatch, of which there are B.
+
+    For every limit of max_j t_j, the stages with the least sum that keep it are found by dynamic programming over units and
+    GPUs (Alpa, Eq. 3 and Alg. 1); the first T whose plan fits into the memory is taken. O(limits x units x GPUs x meshes).
+    Neither reductions over replicas nor uneven lengths are seen, as there. Raises PlanError when nothing fits.
+    """
+    times, memory = PlanningTimes(request), MemoryEstimate(request)
+    names = request.graph.unit_names
+    options = {name: list_options(times, memory, unit=name, max_gpus=request.num_gpus - len(names) + 1) for name in names}
+    if not all(len(each) for each in options.values()):
+        raise infeasible(request)
+    for pipeline in sorted(_pipelines(options, request), key=lambda each: each.seconds):
+        candidate = _candidate(request, options, pipeline)
+        if fits(memory, candidate):
+            return candidate.to_run(request, seconds=pipeline.seconds)
+    raise infeasible(request)
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A row of each unit's options, and Alpa's T."""
+
+    rows: tuple[int, ...]
+    seconds: float
+
+
+def _pipelines(options: Mapping[str, UnitOptions], request: PlanningRequest) -> Iterator[_Pipeline]:
+    """Yield the best pipeline under every limit that allows one, by the limits' order."""
+    latencies = np.unique(np.concatenate([each.stage_seconds / each.data for each in options.values()]))
+    limits = latencies[np.unique(np.linspace(0, len(latencies) - 1, NUM_LIMITS).round().astype(np.int64))]
+    for limit in limits.tolist():
+        rows = _least_sum(list(options.values()), limit=limit, num_gpus=request.num_gpus)
+        if rows is not None:
+            chosen = [(each, row) for each, row in zip(options.values(), rows, strict=True)]
+            total = sum(float(each.chain_seconds[row] / each.data[row]) for each, row in chosen)
+            slowest = max(float(each.stage_seconds[row] / each.data[row]) for each, row in chosen)
+            yield _Pipeline(rows, total + (request.num_microbatches - 1) * slowest)
+
+
+def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tuple[int, ...] | None:
+    """Return the row of each unit with the least sum of latencies, whose stages keep the limit; None where GPUs are too few."""
+    least = np.zeros(num_gpus + 1)
+    chosen: list[Integers] = []
+    for options in units:
+        least, rows = _add_unit(least, options, limit)
+        chosen.append(rows)
+    used = int(np.argmin(least))
+    if not np.isfinite(least[used]):
+        return None
+    found = []
+    for options, rows in zip(reversed(units), reversed(chosen), strict=True):
+        row = int(rows[used])
+        found.append(row)
+        used -= int(options.gpus[row])
+    return tuple(reversed(found))
+
+
+def _add_unit(before: Floats, options: UnitOptions, limit: float) -> tuple[Floats, Integers]:
+    """Return, by the GPUs used, the least sum with one more unit, and its row.
+
+    before: [num_gpus + 1], of the units before it.
+    """
+    least, rows = np.full(len(before), np.inf), np.full(len(before), -1)
+    latency = options.chain_seconds / options.data
+    allowed = np.flatnonzero(options.stage_seconds / options.data <= limit)
+    order = allowed[np.lexsort((latency[allowed], options.gpus[allowed]))]
+    first_of_gpus = order[np.unique(options.gpus[order], return_index=True)[1]] if len(order) else order
+    for row in first_of_gpus.tolist():
+        count = int(options.gpus[row])
+        with_row = before[: len(before) - count] + latency[row]
+        is_less = with_row < least[count:]
+        least[count:][is_less] = with_row[is_less]
+        rows[count:][is_less] = row
+    return least, rows
+
+
+def _candidate(request: PlanningRequest, options: Mapping[str, UnitOptions], pipeline: _Pipeline) -> Candidate:
+    layouts = {
+        name: each.layout(row, request.graph.unit(name)) for (name, each), row in zip(options.items(), pipeline.rows, strict=True)
+    }
+    return Candidate(layouts, request.default_micro_batch_size)
