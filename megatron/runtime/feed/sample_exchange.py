@@ -5,15 +5,23 @@ then each piece travels from the rank that decoded it to the ranks that need it,
 gloo, so that it can work in a thread beside training.
 """
 
-import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from megatron.runtime.feed.sample_messages import (
+    WHOLE_TEXT,
+    Described,
+    Piece,
+    Pieces,
+    pack_described,
+    pack_pieces,
+    unpack_described,
+    unpack_pieces,
+)
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
@@ -22,27 +30,11 @@ from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
 
-WHOLE_TEXT = -1
-"""In place of an item's index: the text of the sample."""
-
-
-class Piece(NamedTuple):
-    """The unit of sending: a sample's text or one item."""
-
-    sample_id: int
-    item_index: int
-    """WHOLE_TEXT for its text."""
-
-
-class _Described(NamedTuple):
-    lengths: SampleLengths
-    grids: tuple[tuple[int, int], ...]
-
 
 class ExchangedSamples:
     """The part of a global batch that this rank was sent, as a `SampleSource` addressed by sample id."""
 
-    def __init__(self, described: Mapping[int, _Described], pieces: Mapping[Piece, Any], *, bytes_between_nodes: int = 0) -> None:
+    def __init__(self, described: Mapping[int, Described], pieces: Pieces, *, bytes_between_nodes: int = 0) -> None:
         """bytes_between_nodes: that all ranks sent to other nodes in the exchange."""
         self._described, self._pieces, self.bytes_between_nodes = described, pieces, bytes_between_nodes
 
@@ -56,12 +48,14 @@ class ExchangedSamples:
 
     def text(self, index: int) -> SampleText:
         """Tokens of a sample that this rank needs."""
-        text: SampleText = self._pieces[Piece(index, WHOLE_TEXT)]
+        text = self._pieces[Piece(index, WHOLE_TEXT)]
+        assert isinstance(text, SampleText)
         return text
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Pixels of an item that this rank needs."""
-        pixels: ItemPixels = self._pieces[Piece(index, item_index)]
+        pixels = self._pieces[Piece(index, item_index)]
+        assert isinstance(pixels, ItemPixels)
         return pixels
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
@@ -73,7 +67,7 @@ class ExchangedSamples:
 class DecodedShare:
     """A rank's decoded share of a global batch, and what all ranks know of the batch."""
 
-    described: Mapping[int, _Described]
+    described: Mapping[int, Described]
     """By sample id, of the whole batch in its order."""
     texts: Mapping[int, SampleText]
     items: Mapping[Piece, ItemPixels]
@@ -99,7 +93,7 @@ class SampleExchange:
         """
         texts: dict[int, SampleText] = {}
         items: dict[Piece, ItemPixels] = {}
-        own: dict[int, _Described] = {}
+        own: dict[int, Described] = {}
         failure: str | None = None
         try:
             share = list(source_index.items())[self._rank :: self._world_size]
@@ -110,11 +104,10 @@ class SampleExchange:
                 for item_index in range(len(lengths.items)):
                     items[Piece(sample_id, item_index)] = source.item(index, item_index)
                 grids = tuple(items[Piece(sample_id, item_index)].grid for item_index in range(len(lengths.items)))
-                own[sample_id] = _Described(lengths, grids)
+                own[sample_id] = Described(lengths, grids)
         except BraidError as problem:
             failure = str(problem)
-        gathered: list[Any] = [None] * self._world_size
-        dist.all_gather_object(gathered, (own, failure), group=self._group)
+        gathered = [unpack_described(told) for told in self._all_gather(pack_described(own, failure))]
         if failures := [message for _, message in gathered if message is not None]:
             raise DataError(failures[0])
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
@@ -122,14 +115,14 @@ class SampleExchange:
 
     def exchange(self, share: DecodedShare, step: StepGraph) -> ExchangedSamples:
         """Send what was decoded here to whom the step's assignment gives it, and return what was sent here."""
-        own: Mapping[Piece, Any] = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
+        own: Pieces = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
         needs = needed_pieces(step, lengths)
         outgoing = [
-            pickle.dumps({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
+            pack_pieces({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
         ]
         incoming = self._all_to_all(outgoing)
-        received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}
+        received = {piece: content for message in incoming for piece, content in unpack_pieces(message).items()}
         return ExchangedSamples(share.described, received, bytes_between_nodes=self._add_up(outgoing))
 
     def _add_up(self, outgoing: Sequence[bytes]) -> int:
@@ -139,7 +132,18 @@ class SampleExchange:
         dist.all_reduce(total, group=self._group)
         return int(total)
 
-    def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytes]:
+    def _all_gather(self, own: bytes) -> list[bytes]:
+        """Return what each rank tells all; messages travel as long as the longest."""
+        size = torch.tensor([len(own)])
+        sizes = [torch.empty_like(size) for _ in range(self._world_size)]
+        dist.all_gather(sizes, size, group=self._group)
+        counts = [int(each) for each in sizes]
+        sent = torch.frombuffer(bytearray(own.ljust(max(counts), b"\0")), dtype=torch.uint8)
+        received = [torch.empty_like(sent) for _ in counts]
+        dist.all_gather(received, sent, group=self._group)
+        return [told[:count].numpy().tobytes() for told, count in zip(received, counts, strict=True)]
+
+    def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytearray]:
         sizes = torch.tensor([len(message) for message in outgoing])
         received_sizes = torch.empty_like(sizes)
         dist.all_to_all_single(received_sizes, sizes, group=self._group)
@@ -147,7 +151,7 @@ class SampleExchange:
         received = torch.empty(sum(counts), dtype=torch.uint8)
         sent = torch.frombuffer(bytearray(b"".join(outgoing)), dtype=torch.uint8)
         dist.all_to_all_single(received, sent, counts, sizes.tolist(), group=self._group)
-        return [chunk.numpy().tobytes() for chunk in received.split(counts)]
+        return [bytearray(chunk.numpy()) for chunk in received.split(counts)]
 
 
 def needed_pieces(step: StepGraph, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:

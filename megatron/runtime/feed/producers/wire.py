@@ -121,7 +121,7 @@ def describe_pixels(pixels: ItemPixels) -> dict[str, Any]:
     return {"dtype": str(pixels.patches.dtype), "shape": pixels.patches.shape, "grid": pixels.grid}
 
 
-def build_pixels(said: Mapping[str, Any], payload: bytearray) -> ItemPixels:
+def build_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> ItemPixels:
     """Return the item of what `describe_pixels` said and of its values; raises WireError."""
     try:
         dtype, shape, (rows, columns) = said["dtype"], [int(size) for size in said["shape"]], map(int, said["grid"])
