@@ -19,7 +19,7 @@ from megatron.runtime.execution.executor import Executor
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.state_shares import StateShares
-from megatron.runtime.gradients.unit_optimizer import build_unit_optimizer
+from megatron.runtime.gradients.unit_optimizer import OptimizerKey, build_unit_optimizers
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import TrainedState
@@ -79,8 +79,8 @@ class Session:
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
     gradients: Mapping[str, UnitGradients | ShardedUnit]
-    optimizers: Mapping[str, MegatronOptimizer]
-    """By unit, of those that this rank trains."""
+    optimizers: Mapping[OptimizerKey, MegatronOptimizer]
+    """Of what this rank trains."""
     executor: Executor
 
     def __init__(self, options: SessionOptions, *, plan: Plan) -> None:
@@ -184,21 +184,22 @@ class Session:
         """Return the global norm of the gradients, ready to be stepped with; once one rank knows it, all have all gradients."""
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
-        counted = [(optimizer, self._counts_in_norm(unit)) for unit, optimizer in self.optimizers.items()]
+        counted = [(optimizer, self._counts_in_norm(key)) for key, optimizer in self.optimizers.items()]
         return global_gradient_norm(counted, device=platform.device())
 
     def step_optimizers(self, norm: float, *, gathers_later: bool) -> None:
         """Clip by the global norm and step; needs no other rank where what sharded optimizers update is gathered later."""
         if math.isfinite(norm):
-            for unit, optimizer in self.optimizers.items():
+            for key, optimizer in self.optimizers.items():
                 if optimizer.config.clip_grad > 0:
                     clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=optimizer.config.clip_grad)
-                with self.gradients[unit].updating(gathers_later=gathers_later):
+                with self.gradients[key.unit].updating(gathers_later=gathers_later):
                     optimizer.step_with_ready_grads()
 
-    def _counts_in_norm(self, unit: str) -> bool:
-        is_sharded: bool = self.optimizers[unit].config.use_distributed_optimizer
-        return is_sharded or self.memberships[unit].is_first_holder
+    def _counts_in_norm(self, key: OptimizerKey) -> bool:
+        is_sharded: bool = self.optimizers[key].config.use_distributed_optimizer
+        member = self.memberships[key.unit]
+        return is_sharded or (member.is_first_expert_holder if key.steps_experts else member.is_first_holder)
 
     def _check_plan(self, plan: Plan) -> None:
         validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())
@@ -207,6 +208,11 @@ class Session:
             raise PlanError(
                 f"unit '{unlike[0]}': replicas that share weights must hold the same ones, and these differ in their stages; "
                 "give all the same stages, or do not share weights"
+            )
+        if self.options.shards_weights and (cut := [name for name, unit in plan.units.items() if unit.expert_parallel_size > 1]):
+            raise PlanError(
+                f"unit '{cut[0]}': replicas that share weights hold the same ones, and expert parallel ones hold other experts; "
+                "use expert parallel size 1, or do not share weights"
             )
 
     def _build(self, plan: Plan) -> None:
@@ -220,8 +226,8 @@ class Session:
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
         self.optimizers = {}
         if options.optimizer is not None:
-            built = {name: build_unit_optimizer(unit, config=options.optimizer) for name, unit in self.gradients.items()}
-            self.optimizers = {name: optimizer for name, optimizer in built.items() if optimizer is not None}
+            units = self.gradients.values()
+            self.optimizers = dict(each for unit in units for each in build_unit_optimizers(unit, config=options.optimizer))
         partners = message_partners(self.graph, plan, rank=rank)
         self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=partners, timeout=options.timeout)
         if device.type == "cuda":

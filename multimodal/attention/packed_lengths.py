@@ -75,6 +75,15 @@ class PackedLengths(PackedSeqParams):
         """[num_sequences + 1], int32: the start of each sequence, and the total, as kernels for variable lengths expect them."""
         return self._derived.on(device, "starts", lambda: torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0).int())
 
+    def sequence_numbers(self, device: torch.device) -> Tensor:
+        """[num_tokens], int64: the sequence of each of this rank's tokens, padding as a sequence of its own included."""
+        return self._derived.on(device, "sequence numbers", self._number_sequences)
+
+    def _number_sequences(self) -> Tensor:
+        ends = np.cumsum(self.lengths, dtype=np.int64)
+        places = np.arange(sum(self.lengths)) if self.share is None else self.share.positions
+        return torch.from_numpy(np.searchsorted(ends, places, side="right"))
+
     def gathered_rows(self, device: torch.device) -> Tensor:
         """[num_tokens]: as `BlockShares.gathered_rows`, of the shares that ranks spread these tokens by."""
         shares = self.share.shares if self.share is not None else None

@@ -89,6 +89,17 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
     return Assignment.of_arrays(placed)
 
 
+def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:
+    """Give all replicas of units whose experts are shared as many microbatches: those that have fewer get empty ones.
+
+    They compute other replicas' tokens in them. Nothing else moves; without such units the assignment comes back as it is.
+    """
+    if not plan.units_with_shared_experts:
+        return assignment
+    evened = {name: assignment.placed[name].with_even_counts() for name in plan.units_with_shared_experts}
+    return Assignment.of_arrays({**assignment.placed, **evened})
+
+
 def order_by_time(groups: Groups) -> Microbatches:
     """List microbatches in the order in which they are computed: all replicas' first ones, then all second ones, and so on.
 

@@ -1,6 +1,6 @@
 """Packs atoms into microbatches: sequences of variable length laid end to end, without padding."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +61,7 @@ def pack_encoder_microbatch(
 ) -> EncoderMicrobatch:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need them, later ones positions alone).
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`; item_input: what the encoder takes.
+    atoms: none where a replica computes other replicas' tokens alone; index_of_sample: sample id -> index in `source`; item_input: what the encoder takes.
     Raises DataError when an item cannot be decoded.
     """
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
@@ -98,18 +98,23 @@ def pack_language_microbatch(
     }
     indices = [index_of_sample[sample_id] for sample_id in sample_ids]
     if merge_sizes is None:
-        positions = np.concatenate([np.arange(len(text.token_ids)) for text in texts])
+        positions = _joined((np.arange(len(text.token_ids)) for text in texts), shape=(0,))
     else:
-        positions = np.concatenate([_spatial_positions(source, index, merge_sizes=merge_sizes) for index in indices])
+        positions = _joined((_spatial_positions(source, index, merge_sizes=merge_sizes) for index in indices), shape=(0, 3))
     return LanguageMicrobatch(
-        token_ids=torch.from_numpy(np.concatenate([text.token_ids for text in texts])),
+        token_ids=torch.from_numpy(_joined(text.token_ids for text in texts)),
         position_ids=torch.from_numpy(positions),
         cu_seqlens=torch.from_numpy(starts),
-        labels=torch.from_numpy(np.concatenate([text.labels for text in texts])),
-        is_target=torch.from_numpy(np.concatenate([text.is_target for text in texts])),
+        labels=torch.from_numpy(_joined(text.labels for text in texts)),
+        is_target=torch.from_numpy(_joined((text.is_target for text in texts), dtype=np.bool_)),
         item_spans=item_spans,
         sample_ids=sample_ids,
     )
+
+
+def _joined(parts: Iterable[npt.NDArray[Any]], *, shape: tuple[int, ...] = (0,), dtype: type = np.int64) -> npt.NDArray[Any]:
+    """Concatenate; shape, dtype: those of nothing."""
+    return np.concatenate((np.empty(shape, dtype), *parts))
 
 
 def _positions(grid: tuple[int, int], item_input: ItemInput) -> npt.NDArray[np.int64]:

@@ -69,6 +69,8 @@ class UnitStage(MegatronModule):
         self.context = LayerContext(graph, unit, self.config, groups, options, vocab_size)
         self.carried = CarriedStates(graph, unit_name)
         self.guard: LayerGuard | None = None
+        self.num_step_tokens = 1
+        """The LLM's tokens in the global batch that is computed."""
         self.waits = TensorParallelWaits()
         """Told of the collectives of a forward or backward of the whole stage."""
         self._segments: StageSegments | None = None
@@ -173,7 +175,7 @@ class UnitStage(MegatronModule):
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return what all layers read of a microbatch; arguments as those of `forward`."""
         frequencies, lengths = self._position_inputs(batch)
-        return StagePass(batch, item_embeddings, frequencies, lengths, self.shared_embedding_weight)
+        return StagePass(batch, item_embeddings, frequencies, lengths, self.shared_embedding_weight, self.num_step_tokens)
 
     def run_layer(self, index: int, hidden: Tensor, given: StagePass) -> Tensor | HeadOutput:
         """Run one layer, by its index in the unit; `hidden` is None for a unit's first."""

@@ -98,6 +98,8 @@ def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None =
         for index, stage in enumerate(unit.replicas[0].stages):
             yield from (data_parallel_ranks(unit, index, position) for position in range(len(stage.ranks)))
             yield from (holders_of_parameters(unit, index, tensor_rank) for tensor_rank in range(unit.tensor_size(stage)))
+            if unit.expert_parallel_size > 1:
+                yield from _expert_groups(unit, index)
         for tensor_rank in range(unit.tensor_sizes[0]):
             yield from embedding_ranks(unit, tensor_rank, are_tied=graph.unit(name).ties_embeddings)
 
@@ -111,6 +113,30 @@ def holders_of_parameters(unit: UnitPlan, stage_index: int, tensor_rank: int) ->
     """Return the ranks that hold the same parameters of a stage: replicas and context parallel ranks."""
     stages = (replica.stages[stage_index] for replica in unit.replicas)
     return tuple(sorted(group[tensor_rank] for stage in stages for group in unit.tensor_parallel_groups(stage)))
+
+
+def expert_parallel_ranks(unit: UnitPlan, stage_index: int, rank: int) -> tuple[int, ...]:
+    """Return the ranks that share a stage's experts with this one, in the order of their replicas, and so of their experts."""
+    stages = [replica.stages[stage_index].ranks for replica in unit.replicas]
+    replica = next(index for index, ranks in enumerate(stages) if rank in ranks)
+    first = replica - replica % unit.expert_parallel_size
+    return tuple(ranks[stages[replica].index(rank)] for ranks in stages[first : first + unit.expert_parallel_size])
+
+
+def holders_of_experts(unit: UnitPlan, stage_index: int, rank: int) -> tuple[int, ...]:
+    """Return the ranks that hold the same parameters of experts as this one."""
+    stage = next(replica.stages[stage_index] for replica in unit.replicas if rank in replica.stages[stage_index].ranks)
+    tensor_rank = stage.ranks.index(rank) % unit.tensor_size(stage)
+    place = expert_parallel_ranks(unit, stage_index, rank).index(rank)
+    holders = holders_of_parameters(unit, stage_index, tensor_rank)
+    return tuple(each for each in holders if expert_parallel_ranks(unit, stage_index, each).index(each) == place)
+
+
+def _expert_groups(unit: UnitPlan, stage_index: int) -> Iterator[tuple[int, ...]]:
+    for replica in unit.replicas:
+        for rank in replica.stages[stage_index].ranks:
+            yield expert_parallel_ranks(unit, stage_index, rank)
+            yield holders_of_experts(unit, stage_index, rank)
 
 
 def embedding_ranks(unit: UnitPlan, tensor_rank: int, *, are_tied: bool) -> tuple[tuple[int, ...], ...]:

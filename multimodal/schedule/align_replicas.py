@@ -6,7 +6,7 @@ joins: it gives its shares of the weights, and gradients of zero, and computes n
 """
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
@@ -30,7 +30,7 @@ Joins = tuple[Mapping[int, tuple[Join, ...]], ...]
 """Per lane: position in its actions -> joins before that action; the number of actions for joins after the last."""
 
 
-def align_replicas(schedule: Schedule) -> Joins:
+def align_replicas(schedule: Schedule, units: Collection[str] | None = None) -> Joins:
     """Find one order in which the replicas of every unit compute together, and where lanes join others for that.
 
     The schedule is run in that order: a computation waits until all replicas of its unit have come to the same one. Where all
@@ -38,17 +38,29 @@ def align_replicas(schedule: Schedule) -> Joins:
     So every schedule that finishes without shared weights finishes with them, and all ranks of a group make the same calls in
     the same order.
 
-    schedule: lowered and valid; its fillers count where they stand. Deterministic; O(actions + dependencies + joins x lanes).
+    schedule: lowered and valid; its fillers count where they stand. units: those whose replicas compute together, but for weight
+    gradients, as they do where they share experts; None: all. Deterministic; O(actions + dependencies + joins x lanes).
     """
-    alignment = _Alignment(schedule)
+    alignment = _Alignment(schedule, units)
     alignment.run()
     return tuple({position: tuple(found) for position, found in lane.items()} for lane in alignment.joins)
+
+
+def exchanges_tokens(action: Action) -> bool:
+    """Return whether replicas that share experts exchange tokens in an action of their stages."""
+    return action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
+
+
+def kind_of_exchange(action: Action) -> ActionKind:
+    """Return the kind by which such actions belong together: backwards exchange the same, split or not."""
+    return ActionKind.BACKWARD if action.kind is ActionKind.INPUT_GRADIENT else action.kind
 
 
 class _Alignment:
     """The state of the run: positions of lanes, actions done, and lanes that wait for them."""
 
-    def __init__(self, schedule: Schedule) -> None:
+    def __init__(self, schedule: Schedule, units: Collection[str] | None) -> None:
+        self.units = units
         self.lanes = [lane.actions for lane in schedule.lanes]
         self.step, self.plan = schedule.step, schedule.step.plan
         self.joins: list[dict[int, list[Join]]] = [{} for _ in self.lanes]
@@ -87,6 +99,12 @@ class _Alignment:
         """Note that one replica can run a computation; run it when all can."""
         lanes = self._lanes_of(*action[1:4])
         if any(self._head(lane) != action for lane in lanes) or self._must_wait(action, *lanes):
+            return
+        if self.units is not None and not (action.unit in self.units and exchanges_tokens(action)):
+            for lane in lanes:
+                self.positions[lane] += 1
+            self._complete(action)
+            self.queue.extend(lanes)
             return
         join = self._join(action)
         replicas = self.arrived.setdefault(join, {})
@@ -139,7 +157,8 @@ class _Alignment:
     def _join(self, action: Action) -> Join:
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
         num_passes = len(self.step.cuts.subsets(place)) if action.kind is ActionKind.FORWARD else 1
-        return Join(action.kind, action.unit, action.stage, num_passes)
+        kind = action.kind if self.units is None else kind_of_exchange(action)
+        return Join(kind, action.unit, action.stage, num_passes)
 
     def _head(self, lane: int) -> Action | None:
         actions = self.lanes[lane]

@@ -8,6 +8,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.align_replicas import Joins, align_replicas
 from multimodal.schedule.builders import Builder, ScheduleRow
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
+from multimodal.schedule.expert_groups import check_expert_groups
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.settle_fillers import settle_fillers
@@ -64,6 +65,12 @@ class BuiltSchedule:
     def joins(self) -> Joins:
         """The computations that lanes join where replicas share their weights (`align_replicas`)."""
         return align_replicas(self.schedule)
+
+    @cached_property
+    def computes_together(self) -> bool:
+        """True where replicas share experts, and compute in one order; raises ScheduleError where they do not."""
+        check_expert_groups(self.schedule)
+        return bool(self.schedule.step.plan.units_with_shared_experts)
 
 
 @dataclass

@@ -11,12 +11,14 @@ from typing import Any, Literal, NoReturn
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain, check_fields
+from multimodal.values.units.bounds import up_to
+from multimodal.values.units.experts import Experts
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput, problem_of_image, problem_of_waveform
 from multimodal.values.units.lora import Lora
 from multimodal.values.units.opaque import Opaque
-from multimodal.values.units.transformer import Transformer, up_to
+from multimodal.values.units.transformer import Transformer
 
-__all__ = ["AudioInput", "ImageInput", "ItemInput", "Lora", "ModelGraph", "Opaque", "Role", "Transformer", "Unit"]
+__all__ = ["AudioInput", "Experts", "ImageInput", "ItemInput", "Lora", "ModelGraph", "Opaque", "Role", "Transformer", "Unit"]
 
 
 class Role(StrEnum):
@@ -36,6 +38,8 @@ _ENDS = {
     Role.GENERATOR: ("generator_projector", "generator_head"),
 }
 """Kinds of the first and the last layer."""
+MOE_TRANSFORMER = "moe_transformer"
+"""Kind of the layers that have experts."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class Unit:
             last = "linear_projector"
         if self.module is not None:
             return "opaque", last
-        body = ["transformer"] * self.transformer.num_layers
+        body = [MOE_TRANSFORMER if self.transformer.experts is not None else "transformer"] * self.transformer.num_layers
         if self.has_windows:
             full = self.image.full_attention_layers if self.image is not None else ()
             body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
@@ -262,9 +266,11 @@ def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     entry = asdict(unit)
     del entry["name"]
     transformer = entry.pop("transformer")
+    experts = transformer.pop("experts")
     kinds = entry.pop("layer_kinds")
     optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size", "projector_norm_epsilon", "lora", "weights")} | {
-        "layers": kinds and list(kinds)
+        "layers": kinds and list(kinds),
+        "experts": experts and {key: value for key, value in experts.items() if value is not None},
     }
     if (module := entry.pop("module")) is not None:
         optional["module"] = {
@@ -364,6 +370,18 @@ def _problem_of_module(unit: Unit) -> str:
     return ""
 
 
+def _problem_of_experts(unit: Unit, experts: Experts) -> str:
+    if unit.role is not Role.BACKBONE:
+        return "experts belong to the backbone; remove them here"
+    if experts.router_topk > experts.num_experts:
+        return f"router_topk {experts.router_topk} is above num_experts {experts.num_experts}; lower it to at most that"
+    if unit.transformer.add_bias_linear:
+        return "experts have no biases; leave add_bias_linear out"
+    if MOE_TRANSFORMER not in unit.layers:
+        return f"no layer of the list has them; name some {MOE_TRANSFORMER}, or leave experts out"
+    return ""
+
+
 def _check_unit(unit: Unit) -> None:
     shape = unit.transformer
     at = Plain(None, f"unit '{unit.name}'", ModelError, ("units", unit.name))
@@ -413,6 +431,8 @@ def _check_unit(unit: Unit) -> None:
         fail("rotary_scaling", f"expected 4 numbers, and of the backbone only, found {len(shape.rotary_scaling)}; correct them")
     if shape.rotary_scaling and shape.rotary_scaling[1] >= shape.rotary_scaling[2]:
         fail("rotary_scaling", "its low_freq_factor must be below its high_freq_factor; correct them")
+    if shape.experts is not None and (problem := _problem_of_experts(unit, shape.experts)):
+        fail("experts", problem)
     if unit.deepstack_layers and (unit.has_linear_projector or unit.deepstack_layers[-1] >= shape.num_layers):
         fail(
             "image",

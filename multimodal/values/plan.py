@@ -13,7 +13,7 @@ from multimodal.values.errors import PlanError
 from multimodal.values.file_form import at_line, read_file, write_mapping
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.typed_reader import Plain
-from multimodal.values.units.transformer import MOST_LAYERS
+from multimodal.values.units.bounds import MOST_LAYERS
 
 MOST_RANKS = 2**20
 """Every rank is below it, so that a typo does not make a list that fills the memory."""
@@ -81,6 +81,8 @@ class UnitPlan:
     replicas of the LLM, replica j d + r of the encoder takes share j of the microbatches of the LLM's replica r: the partition
     over m encoder pipelines (Optimus 4.1), of microbatches that are dealt in turn.
     """
+    expert_parallel_size: int = field(default=1, metadata=_SIZE)
+    """Neighbouring replicas that share the experts of every layer, each with as many; all else every replica has."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -176,6 +178,11 @@ class Plan:
             unit.data_parallel_size * unit.context_parallel_size > 1 and not unit.is_unlike for unit in self.units.values()
         )
 
+    @property
+    def units_with_shared_experts(self) -> tuple[str, ...]:
+        """Units whose replicas hold different experts, and so compute every layer together."""
+        return tuple(name for name, unit in self.units.items() if unit.expert_parallel_size > 1)
+
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
         """Rank groups that act as one: ranks that belong to exactly the same stages, ordered by their first rank."""
@@ -266,9 +273,11 @@ class Plan:
 
 def _unit_plan_to_dict(unit: UnitPlan) -> dict[str, Any]:
     shares = {"microbatch_shares": list(unit.microbatch_shares)} if unit.microbatch_shares else {}
+    experts = {"expert_parallel_size": unit.expert_parallel_size} if unit.expert_parallel_size > 1 else {}
     return {
         "tensor_parallel_size": unit.tensor_parallel_size,
         "context_parallel_size": unit.context_parallel_size,
+        **experts,
         **shares,
         "replicas": [
             {
@@ -365,6 +374,8 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
         if size < 1:
             raise PlanError(f"unit '{name}': {what} is {size}; set it to at least 1", place=("units", name, what))
     _validate_tensor_size(unit, unit.tensor_parallel_size, graph=graph, name=name, place=("units", name))
+    if unit.expert_parallel_size != 1 and (problem := _problem_of_experts(unit, graph=graph, name=name)):
+        raise PlanError(f"unit '{name}': {problem}", place=("units", name, "expert_parallel_size"))
     if len(set(unit.ranks)) != len(unit.ranks):
         raise PlanError(
             f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
@@ -388,12 +399,35 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
         _validate_likeness(unit, replica, where=where, place=place)
 
 
+def _problem_of_experts(unit: UnitPlan, *, graph: ModelGraph, name: str) -> str:
+    size, experts = unit.expert_parallel_size, graph.unit(name).transformer.experts
+    if size < 1:
+        return f"expert_parallel_size is {size}; set it to at least 1"
+    if experts is None:
+        return f"expert parallel size {size} is for units with experts, which this one lacks; leave it out"
+    if experts.num_experts % size:
+        return f"its {experts.num_experts} experts cannot be shared evenly by expert parallel size {size}; choose one that divides them"
+    if unit.is_unlike:
+        return f"expert parallel size {size} is for replicas that are alike, and these differ in their stages; give all the same"
+    if unit.data_parallel_size % size:
+        return (
+            f"expert parallel size {size} groups neighbouring replicas, and does not divide the {unit.data_parallel_size} that "
+            "there are; change one of the two (--expert-model-parallel-size, data parallel size)"
+        )
+    grids = [[rank for stage in replica.stages for rank in stage.ranks] for replica in unit.replicas]
+    if any(first >= second for pair in pairwise(grids) for first, second in zip(*pair, strict=True)):
+        return "replicas that share experts must be listed in the order of their ranks, in every stage; list them so"
+    return ""
+
+
 def _validate_tensor_size(unit: UnitPlan, size: int, *, graph: ModelGraph, name: str, place: tuple[str | int, ...]) -> None:
     shape = graph.unit(name).transformer
     for what, divided in (
         ("num_attention_heads", shape.num_attention_heads),
         ("num_query_groups", shape.query_groups),
         ("ffn_hidden_size", shape.ffn_hidden_size),
+        ("ffn_hidden_size of experts", shape.expert_hidden_size),
+        ("shared_expert_intermediate_size", (shape.experts and shape.experts.shared_expert_intermediate_size) or 0),
     ):
         if divided % size:
             raise PlanError(

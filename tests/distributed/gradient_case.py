@@ -96,7 +96,7 @@ class GradientCase:
         frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}, {unit.lora}"
         return [
             f"{unit.name}: {unit.transformer}, frozen: {frozen}, tied: {not unit.untie_embeddings_and_output_weights}",
-            f"  tp {plan.tensor_parallel_size}, cp {plan.context_parallel_size}, replicas -> stages (ranks, layers): {stages}",
+            f"  tp {plan.tensor_parallel_size}, cp {plan.context_parallel_size}, ep {plan.expert_parallel_size}, replicas -> stages (ranks, layers): {stages}",
             f"  replicas -> microbatches: {groups}",
         ]
 
@@ -226,6 +226,8 @@ def run_reference(case: GradientCase) -> RankGradients:
         )
     )
     stages = {unit: stage.train() for (unit, _), stage in session.stages.items()}
+    for stage in stages.values():
+        stage.num_step_tokens = sum(case.source.lengths(index).num_tokens for index in range(len(case.source)))
     divisors = _loss_divisors(case)
     loss_sums = dict.fromkeys(divisors, 0.0)
     for index in range(len(case.source)):

@@ -5,12 +5,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from hypothesis import assume
 from hypothesis import strategies as st
 
 from multimodal.attention.bitfield import MaskMode
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.balance.placement import even_out_replicas
 from multimodal.cost.run_options import RunOptions
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.expert_groups import check_expert_groups
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
@@ -20,7 +24,7 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import AudioInput, ImageInput, Lora, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import AudioInput, Experts, ImageInput, Lora, ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
@@ -133,10 +137,11 @@ def graphs(
     encoders: Sequence[tuple[str, ...]] = (("vision",), (), ("vision", "audio")),
     generators: Sequence[tuple[str, ...]] = ((), (), ("painter",), ("painter", "engraver")),
     divisor: int = 2,
+    has_experts: bool | None = None,
 ) -> ModelGraph:
     """The LLM alone, or behind one or two encoders, or before one or two generators, or all; anything frozen, but not all.
 
-    divisor: a tensor parallel size that all units can have.
+    divisor: a tensor parallel size that all units can have; has_experts: whether some of the LLM's layers have; None: sometimes.
     """
     names, generator_names = draw(st.sampled_from(encoders)), draw(st.sampled_from(generators))
     frozen = {name: draw(st.booleans()) for name in (*names, "llm", *generator_names)}
@@ -168,6 +173,8 @@ def graphs(
         lora=adapters["llm"],
         freeze_module=frozen["llm"],
     )
+    if draw(st.integers(0, 3)) == 0 if has_experts is None else has_experts:
+        llm = draw(with_experts(llm))
     generator_units = [
         Unit(
             name,
@@ -182,6 +189,65 @@ def graphs(
     ]
     edges = (*((name, "llm") for name in names), *(("llm", name) for name in generator_names))
     return draw(deepstacks(ModelGraph((*encoder_units, llm, *generator_units), edges)))
+
+
+@st.composite
+def with_experts(draw: st.DrawFn, llm: Unit) -> Unit:
+    """The same LLM with four experts in all of its layers, or in some."""
+    experts = Experts(
+        num_experts=4,
+        router_topk=draw(st.integers(1, 3)),
+        ffn_hidden_size=draw(st.sampled_from([None, 6])),
+        shared_expert_intermediate_size=draw(st.sampled_from([None, 4])),
+        aux_loss_coeff=draw(st.sampled_from([0.0, 0.5])),
+        router_pre_softmax=draw(st.booleans()),
+    )
+    shape = replace(llm.transformer, experts=experts, add_bias_linear=False)
+    count = shape.num_layers
+    dense = draw(st.sets(st.integers(0, count - 1), max_size=count - 1))
+    kinds = ("token_embedding", *("transformer" if each in dense else "moe_transformer" for each in range(count)), "head")
+    lora = llm.lora
+    if lora is not None:
+        attention = [name for name in lora.modules("transformer") if name in ("linear_qkv", "linear_proj")]
+        lora = replace(lora, targets=(*lora.targets, *(f"moe_transformer.{name}" for name in attention)))
+    return replace(llm, transformer=shape, layer_kinds=kinds, lora=lora)
+
+
+@st.composite
+def expert_cases(draw: st.DrawFn) -> GradientCase:
+    """An LLM whose replicas share experts: two or four to a group, beside encoders and generators anywhere."""
+    graph = draw(graphs(has_experts=True))
+    plan = draw(plans(graph, has_unlike_replicas=False))
+    dp, pp, tp, cp = draw(
+        st.sampled_from([(2, 1, 1, 1), (2, 2, 1, 1), (2, 2, 2, 1), (4, 1, 1, 1), (4, 2, 1, 1), (2, 1, 1, 2), (2, 1, 2, 2)])
+    )
+    ranges, size = draw(layer_ranges(len(graph.backbone.layers), pp)), tp * cp
+    ranks = draw(st.permutations(range(MAX_RANKS)))
+    of_stages = [sorted(ranks[stage * dp * size : (stage + 1) * dp * size]) for stage in range(pp)]  # in the order of replicas
+    stages = [
+        tuple(Stage(tuple(of_stages[each][replica * size : (replica + 1) * size]), ranges[each]) for each in range(pp))
+        for replica in range(dp)
+    ]
+    experts = draw(st.sampled_from([2, dp]))
+    llm = UnitPlan(tuple(map(Replica, stages)), tp, cp, expert_parallel_size=experts)
+    plan = _renumber({name: llm if name == "llm" else unit for name, unit in plan.units.items()})
+    source = RandomSource(graph, draw(samples((*graph.encoders, *graph.generators))), VOCAB_SIZE)
+    assignment = draw(assignments(graph, plan, source))
+    builder = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
+    chosen = draw(st.sampled_from([(), (gather_parameters,), (reduce_by_layer,), (SplitStages(0),), (fill, split_backward)]))
+    # Others are refused: where encoders and replicas of the LLM wait for each other in a circle, or orders differ (zb-h1).
+    step = StepGraph(graph, plan, even_out_replicas(assignment, plan=plan))
+    assume(_keeps_experts_together(builder, step, chosen))
+    return GradientCase(
+        graph,
+        plan,
+        assignment,
+        source,
+        builder=builder,
+        sequence_parallel=draw(st.booleans()),
+        recompute=draw(st.sampled_from([None, "selective", "full"])),
+        passes=chosen,
+    )
 
 
 @st.composite
@@ -409,6 +475,14 @@ def _can_build(builder: str, step: StepGraph) -> bool:
     return True
 
 
+def _keeps_experts_together(builder: str, step: StepGraph, passes: tuple[Pass, ...]) -> bool:
+    try:
+        check_expert_groups(build_schedule(BUILDERS[builder], step, passes=passes))
+    except ScheduleError:
+        return False
+    return True
+
+
 def _renumber(units: dict[str, UnitPlan]) -> Plan:
     used = sorted({rank for unit in units.values() for rank in unit.ranks})
     new = {rank: index for index, rank in enumerate(used)}
@@ -418,6 +492,6 @@ def _renumber(units: dict[str, UnitPlan]) -> Plan:
 
     def moved(unit: UnitPlan) -> UnitPlan:
         replicas = tuple(Replica(tuple(map(renumbered, replica.stages))) for replica in unit.replicas)
-        return UnitPlan(replicas, unit.tensor_parallel_size, unit.context_parallel_size)
+        return replace(unit, replicas=replicas)
 
     return Plan({name: moved(unit) for name, unit in units.items()})

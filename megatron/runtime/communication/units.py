@@ -8,7 +8,14 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from multimodal.plan.communicators import data_parallel_ranks, embedding_ranks, group_ranks, holders_of_parameters
+from multimodal.plan.communicators import (
+    data_parallel_ranks,
+    embedding_ranks,
+    expert_parallel_ranks,
+    group_ranks,
+    holders_of_experts,
+    holders_of_parameters,
+)
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, Stage, UnitPlan
 
@@ -23,7 +30,7 @@ class Membership:
     context_parallel_rank: int
     groups: ProcessGroupCollection
     """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (ranks that hold the same parameters: replicas and context parallel
-    ranks) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
+    ranks), ep (ranks that share experts), expt_dp (ranks that hold the same ones) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
     """This rank and its counterpart with the same share of weights, when one is in the first stage and one in the last."""
     is_unlike: bool = False
@@ -35,6 +42,14 @@ class Membership:
         if self.is_unlike:
             return self.replica_index == 0 and self.context_parallel_rank == 0
         is_first: bool = self.groups.dp_cp.rank() == 0
+        return is_first
+
+    @property
+    def is_first_expert_holder(self) -> bool:
+        """The same of the experts that this rank holds."""
+        if self.is_unlike:
+            return self.is_first_holder
+        is_first: bool = self.groups.expt_dp.rank() == 0
         return is_first
 
 
@@ -86,11 +101,14 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
     position = stage.ranks.index(rank)
     context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
     tensor, context = (book[peers] for peers in _peers(unit, stage, position))
-    alone = data = holders = book[(rank,)]
+    alone = data = holders = expert_holders = experts = book[(rank,)]
     ends = None
     if not unit.is_unlike:
         data = book[data_parallel_ranks(unit, stage_index, position)]
-        holders = book[holders_of_parameters(unit, stage_index, tensor_rank)]
+        holders = expert_holders = book[holders_of_parameters(unit, stage_index, tensor_rank)]
+        if unit.expert_parallel_size > 1:
+            experts = book[expert_parallel_ranks(unit, stage_index, rank)]
+            expert_holders = book[holders_of_experts(unit, stage_index, rank)]
         ends = next((pair for pair in embedding_ranks(unit, tensor_rank, are_tied=model.ties_embeddings) if rank in pair), None)
     embedding = book[ends] if ends else None
     groups = ProcessGroupCollection(
@@ -99,7 +117,9 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
         tp_cp=book[stage.ranks],
         dp=data,
         **dict.fromkeys(("dp_cp", "intra_dp_cp", "intra_dist_opt"), holders),
-        **dict.fromkeys(("pp", "ep", "expt_dp", "intra_expt_dp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
+        ep=experts,
+        **dict.fromkeys(("expt_dp", "intra_expt_dp"), expert_holders),
+        **dict.fromkeys(("pp", "expt_tp", "tp_ep", "tp_ep_pp"), alone),
         embd=embedding,
     )
     return Membership(model.name, replica_index, stage_index, context_rank, groups, embedding, unit.is_unlike)

@@ -23,6 +23,7 @@ class Executor(RankResources):
         self._check_implementation(step)
         for stage in self.stages.values():
             stage.train(is_training)
+            stage.num_step_tokens = step.num_tokens
         running = RunningStep(self, step, is_training=is_training)
         memory_before = _start_counting_cuda_memory()
         self.clock.start_step()

@@ -188,7 +188,7 @@ def _language_input(
         for index, item in enumerate(source.lengths(source_index[sample_id]).items)
         if item.unit in generators
     ]
-    sample_of_row = torch.repeat_interleave(torch.tensor(packed.sample_ids), torch.tensor(lengths))
+    sample_of_row = torch.repeat_interleave(*torch.tensor((packed.sample_ids, lengths), dtype=torch.int64))
     packed_input = PackedInput(
         lengths=lengths,
         positions=packed.position_ids,

@@ -30,7 +30,7 @@ from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.nodes.arrange_replicas import NodeArrangement
-from multimodal.balance.placement import drop_idle_samples
+from multimodal.balance.placement import drop_idle_samples, even_out_replicas
 from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
@@ -142,10 +142,11 @@ def plan_step(
     """
     validate_assignment(schedules.step(assignment), lengths)
     assignment = drop_idle_samples(assignment, graph=schedules.graph, lengths=lengths)
+    assignment = even_out_replicas(assignment, plan=schedules.plan)
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
     built = schedules.find(assignment, costs)
     ordered = built.schedule
-    if costs_of is not None and not shards_weights:  # joins count positions of the schedule as it was built
+    if not (built.computes_together or shards_weights or costs_of is None):  # these count on the order that was built
         ordered = built.to_run(lambda: costs_of(assignment, lengths))
     schedule = ordered.for_step(schedules.step(assignment))
     schedule.lane(schedule.step.plan.lane_of_rank[rank])  # made here, ahead of training

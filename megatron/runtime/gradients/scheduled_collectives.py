@@ -161,7 +161,7 @@ def start_parameter_gathering(wrapped: DistributedDataParallel) -> Callable[[], 
 
     def finish() -> None:
         with overlapping(wrapped, "overlap_param_gather"):
-            for bucket_group in wrapped.bucket_groups:
+            for bucket_group in (*wrapped.bucket_groups, *wrapped.expert_parallel_bucket_groups):
                 bucket_group.finish_param_sync(skip_next_bucket_dispatch=True)
 
     return finish

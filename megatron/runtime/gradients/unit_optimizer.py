@@ -1,10 +1,10 @@
-"""AdamW over one unit's parameters on this rank: Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64.
+"""AdamW over one unit's parameters on this rank, and one over its experts where ranks share them.
 
-Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces: each element is stepped by the rank
+It is Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64. Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces: each element is stepped by the rank
 that keeps it. So it is where replicas keep several copies of the state, or are not alike.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,8 +23,23 @@ from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 
 
-def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig) -> MegatronOptimizer | None:
-    """The optimizer of one unit, or None when this rank trains nothing there.
+class OptimizerKey(NamedTuple):
+    """What an optimizer steps."""
+
+    unit: str
+    steps_experts: bool = False
+    """True for the experts that ranks share, which have other replicas than the rest of the unit; False for all else."""
+
+    @classmethod
+    def of(cls, unit: str, parameter: Tensor) -> "OptimizerKey":
+        """Return that of one parameter."""
+        return cls(unit, not getattr(parameter, "allreduce", True))
+
+
+def build_unit_optimizers(
+    gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig
+) -> Iterator[tuple[OptimizerKey, MegatronOptimizer]]:
+    """Yield the optimizers of one unit; none when this rank trains nothing there.
 
     megatron-core's own factory gathers parameter groups over the whole world, which ranks of different units cannot join; so the
     groups are made here: biases and norms without weight decay, all else with it, both present on every rank.
@@ -33,32 +48,44 @@ def build_unit_optimizer(gradients: UnitGradients | ShardedUnit, *, config: Opti
     pieces = _stepped_pieces(gradients)
     if pieces is not None:
         if not gradients.is_trained:
-            return None
-        trained = [piece for piece in pieces if piece.gradient is not None]
-        sharded = ShardedOptimizer(trained, config=config, build_adam=build_adam, init_state=_init_state)
-        return _with_tensor_parallel_group(sharded, gradients)
+            return
+        trained_pieces = [piece for piece in pieces if piece.gradient is not None]
+        sharded = ShardedOptimizer(trained_pieces, config=config, build_adam=build_adam, init_state=_init_state)
+        yield OptimizerKey(gradients.membership.unit), _with_tensor_parallel_group(sharded, gradients)
+        return
     assert isinstance(gradients, UnitGradients)
-    chunks = list(gradients.wrapped.values())
-    if not chunks:
-        return None
-    parameters = (parameter for chunk in chunks for parameter in chunk.parameters() if parameter.requires_grad)
-    adam = build_adam((parameter, parameter.dim() > 1) for parameter in parameters)
-    if not config.use_distributed_optimizer:
-        return _with_tensor_parallel_group(FP32Optimizer(adam, config, _init_state), gradients)
-    process_groups = gradients.membership.groups
-    optimizer = DistributedOptimizer(
+    chunks, unit = list(gradients.wrapped.values()), gradients.membership.unit
+    trained: dict[OptimizerKey, list[Tensor]] = {}
+    for parameter in (each for chunk in chunks for each in chunk.parameters() if each.requires_grad):
+        trained.setdefault(OptimizerKey.of(unit, parameter), []).append(parameter)
+    for key, parameters in sorted(trained.items()):
+        adam = build_adam((parameter, parameter.dim() > 1) for parameter in parameters)
+        optimizer = (
+            _sharded_by_replicas(adam, config, gradients, steps_experts=key.steps_experts)
+            if config.use_distributed_optimizer
+            else FP32Optimizer(adam, config, _init_state)
+        )
+        yield key, _with_tensor_parallel_group(optimizer, gradients)
+
+
+def _sharded_by_replicas(
+    adam: torch.optim.Optimizer, config: OptimizerConfig, gradients: UnitGradients, *, steps_experts: bool
+) -> DistributedOptimizer:
+    chunks, groups = list(gradients.wrapped.values()), gradients.membership.groups
+    holders = groups.expt_dp if steps_experts else groups.dp_cp
+    buffers = [chunk.expert_parallel_buffers if steps_experts else chunk.buffers for chunk in chunks]
+    return DistributedOptimizer(
         adam,
         config,
         None,
         _init_state,
         model_chunks=chunks,
-        per_model_buffers={index: chunk.buffers for index, chunk in enumerate(chunks)},
-        data_parallel_group=process_groups.dp_cp,
-        data_parallel_group_gloo=process_groups.dp_cp,
-        data_parallel_group_idx=process_groups.tp.rank(),
+        per_model_buffers=dict(enumerate(buffers)),
+        data_parallel_group=holders,
+        data_parallel_group_gloo=holders,
+        data_parallel_group_idx=groups.tp.rank(),
         distributed_optimizer_instance_id=0,
     )
-    return _with_tensor_parallel_group(optimizer, gradients)
 
 
 def _stepped_pieces(gradients: UnitGradients | ShardedUnit) -> Sequence[WeightPiece] | None:

@@ -29,6 +29,7 @@ from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.processors import PROCESSOR_NAME
 from multimodal.hugging_face.registry import CONFIG_NAME
+from multimodal.model.experts.expert_mlp import is_of_expert
 from multimodal.values.errors import CheckpointError
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md")
@@ -152,7 +153,7 @@ def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[He
             continue
         if member.is_unlike and not member.is_first_holder:
             continue
-        replicas = groups.dp_cp
+        replicas = groups.expt_dp if is_of_expert(tensor.key) else groups.dp_cp
         if zlib.crc32(tensor.key.encode()) % replicas.size() != replicas.rank():
             continue
         rows = _rows_instead_of_columns(tensor, groups.tp)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
-from megatron.runtime.gradients.unit_optimizer import ShardedOptimizer
+from megatron.runtime.gradients.unit_optimizer import OptimizerKey, ShardedOptimizer
 from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape
@@ -32,8 +32,8 @@ class TrainedState(NamedTuple):
     """(unit, virtual stage) -> module."""
     gradients: Mapping[str, UnitGradients | ShardedUnit]
     """By unit."""
-    optimizers: Mapping[str, MegatronOptimizer]
-    """By unit, where this rank trains anything; empty where nothing is updated."""
+    optimizers: Mapping[OptimizerKey, MegatronOptimizer]
+    """Of what this rank trains; empty where nothing is updated."""
 
 
 class Box(NamedTuple):
@@ -207,7 +207,7 @@ def _parameters(state: TrainedState) -> Iterator[_Parameter]:
 
 def _optimizer_parts(state: TrainedState) -> Iterator[tuple[_Parameter, _OptimizerPart]]:
     for parameter in _parameters(state):
-        if part := _optimizer_part(state.optimizers.get(parameter.unit), parameter.value):
+        if part := _optimizer_part(state.optimizers.get(OptimizerKey.of(parameter.unit, parameter.value)), parameter.value):
             gradients = state.gradients[parameter.unit]
             if isinstance(gradients, UnitGradients) and gradients.shares is not None:
                 parameter = parameter._replace(is_replica=gradients.shares.is_copy(parameter.value))

@@ -129,6 +129,11 @@ class Layer(ABC):
         """Weights of the layer's matrices."""
 
     @property
+    def num_expert_weights(self) -> int:
+        """Those of them that belong to experts, which expert parallel ranks share."""
+        return 0
+
+    @property
     def num_vector_entries(self) -> int:
         """Entries of norms and biases."""
         return 0

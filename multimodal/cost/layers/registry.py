@@ -17,6 +17,7 @@ from multimodal.cost.layers.encoder_ends import (
 )
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
+from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
 from multimodal.cost.layers.opaque import OpaqueLayer
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.layers.windowed_transformer import WindowedTransformerLayer
@@ -33,6 +34,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "token_embedding": TokenEmbeddingLayer,
     "transformer": TransformerLayer,
     "windowed_transformer": WindowedTransformerLayer,
+    "moe_transformer": MoeTransformerLayer,
     "opaque": OpaqueLayer,
     "projector": ProjectorLayer,
     "linear_projector": LinearProjectorLayer,

@@ -66,47 +66,57 @@ class TransformerLayer(Layer):
         """Bytes by implementation; with full recomputation the input alone."""
         if case.recompute == "full":
             return ActivationBytes(1.0 * case.bytes_per_element * load.num_tokens * self.unit.transformer.hidden_size)
-        is_selective = case.recompute == "selective"
-        if case.implementation == "local":
-            whole, split = self._local_bytes(
-                trains=case.need.trains_weights, size=case.bytes_per_element, is_selective=is_selective or case.is_spread
-            )
+        is_selective, is_local = case.recompute == "selective", case.implementation == "local"
+        trains, size = case.need.trains_weights, case.bytes_per_element
+        if is_local:
+            whole, split = self._local_bytes(trains=trains, size=size, is_selective=is_selective or case.is_spread)
         else:
-            whole, split = self._fused_bytes(
-                trains=case.need.trains_weights, size=case.bytes_per_element, is_selective=is_selective, is_spread=case.is_spread
-            )
-        return ActivationBytes(load.num_tokens * whole, load.num_tokens * split)
+            whole, split = self._fused_bytes(trains=trains, size=size, is_selective=is_selective, is_spread=case.is_spread)
+        mlp = self._mlp_bytes(trains=trains, size=size, is_fused=not is_local)
+        tokens = load.num_tokens
+        return ActivationBytes(tokens * (whole + mlp.whole), tokens * (split + mlp.split), tokens * mlp.replicated)
+
+    def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
+        """Bytes per token of the MLP: its first product, what torch makes of it, and the inputs of products with trained weights.
+
+        A fused kernel keeps the first product alone; torch keeps a SwiGLU's product, both of its factors and their product.
+        """
+        shape = self.unit.transformer
+        if is_fused:
+            inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
+        else:
+            inner = shape.ffn_hidden_size * (4 if self._is_gated else 2 if shape.activation == "quick_gelu" else 1)
+        inputs = shape.ffn_hidden_size if trains else 0
+        return ActivationBytes(float(size * shape.hidden_size if trains else 0), float(size * (inner + inputs)))
 
     def _fused_bytes(self, *, trains: bool, size: int, is_selective: bool, is_spread: bool) -> tuple[float, float]:
-        """Bytes per token that fused kernels keep, whole and split (Korthikanti et al., 2022, section 4, with flash attention).
+        """Bytes per token that fused kernels keep beside the MLP, whole and split (Korthikanti et al., 2022, section 4, with flash
+        attention).
 
-        Inputs of both norms (2h), queries, keys, values and the attention's output, and the MLP's first product; if weights are
-        trained, also the inputs of the matrix products (2h and the MLP's inner width). For GPT's shape that is 32h bytes in bf16,
-        Korthikanti's 34h less its two dropout masks. Attention over several ranks has its output group by group of heads, and so
+        Inputs of both norms (2h), queries, keys, values and the attention's output; if weights are trained, also the input of
+        qkv's product (h). For GPT's shape that is with the MLP 32h bytes in bf16, Korthikanti's 34h less its two dropout masks. Attention over several ranks has its output group by group of heads, and so
         keeps one of its own beside the projection's input.
         """
         shape = self.unit.transformer
         query, key_value = self._widths
-        first_product = shape.ffn_hidden_size * (2 if self._is_gated else 1)
         output = query if trains or not is_selective else 0
         if is_spread and trains and not is_selective:
             output += query
-        whole = 2 * shape.hidden_size * (2 if trains else 1)
-        split = query + key_value + output + first_product + (shape.ffn_hidden_size if trains else 0)
+        whole = shape.hidden_size * (3 if trains else 2)
+        split = query + key_value + output
         return float(size * whole), float(size * split)
 
     def _local_bytes(self, *, trains: bool, size: int, is_selective: bool) -> tuple[float, float]:
-        """Bytes per token that torch's autograd saves, whole and split; checked against real stages.
+        """Bytes per token that torch's autograd saves beside the MLP, whole and split; checked against real stages.
 
         Rotated queries and keys and the cosines and sines of both; keys and values repeated to as many heads as queries have
         (without repetition the values are a view that keeps the whole qkv product); the attention's output, once as its kernel
-        made it and once as the projection's input; a SwiGLU's product, both of its factors and their product; norms as
-        `norm_bytes`.
+        made it and once as the projection's input; norms as `norm_bytes`.
         """
         shape = self.unit.transformer
         query, key_value = self._widths
         qkv = query + key_value
-        whole = 2 * self.norm_bytes(trains=trains, size=size) + (2 * size * shape.hidden_size if trains else 0.0)
+        whole = 2 * self.norm_bytes(trains=trains, size=size) + (size * shape.hidden_size if trains else 0.0)
         whole += 2 * size * shape.hidden_size if shape.has_layer_scale and trains else 0
         whole += 4 * size * shape.head_channels if shape.has_rotary_positions else 0
         is_repeated = shape.query_groups < shape.num_attention_heads
@@ -118,9 +128,7 @@ class TransformerLayer(Layer):
             attention -= size * (query + key_value / 2)  # views of the qkv product, not rotated copies
         if shape.qk_layernorm:
             attention += self._head_norm_bytes(trains=trains, size=size, is_selective=is_selective)
-        inner = shape.ffn_hidden_size * (4 if self._is_gated else 2 if shape.activation == "quick_gelu" else 1)
-        inputs = query + shape.ffn_hidden_size if trains else 0
-        return whole, attention + size * (inner + inputs)
+        return whole, attention + size * (query if trains else 0)
 
     def _head_norm_bytes(self, *, trains: bool, size: int, is_selective: bool) -> float:
         """Bytes per token that torch's norms of queries and keys keep: inputs, normalised values and statistics.
@@ -183,9 +191,12 @@ class TransformerLayer(Layer):
     @property
     def _segment_weights(self) -> tuple[int, ...]:
         shape, hidden, (query, key_value) = self.unit.transformer, self.unit.transformer.hidden_size, self._widths
-        inner = shape.ffn_hidden_size
-        up = hidden * inner * (2 if self._is_gated else 1)
-        return 0, hidden * (query + key_value), 0, query * hidden, 0, up, inner * hidden
+        down = hidden * shape.ffn_hidden_size
+        return 0, hidden * (query + key_value), 0, query * hidden, 0, self._mlp_weights(shape.ffn_hidden_size) - down, down
+
+    def _mlp_weights(self, inner_size: int) -> int:
+        """Weights of two matrices, or three with a gate."""
+        return (3 if self._is_gated else 2) * self.unit.transformer.hidden_size * inner_size
 
     @property
     def _is_gated(self) -> bool:

@@ -32,13 +32,14 @@ class InputContext(NamedTuple):
     context_parallel_size: int = 1
 
     def num_padded_rows(self, num_tokens: int) -> int:
-        """Return the rows before tensor parallel ranks share them; where ranks share sequences, one without tokens computes one.
+        """Return the rows before tensor parallel ranks share them; a rank without tokens, beside others that have some, computes one.
 
         num_tokens: held by the tensor parallel group.
         """
-        rows = num_tokens if self.context_parallel_size == 1 else max(1, num_tokens)
         is_shared = self.options.sequence_parallel and self.tensor_parallel_size > 1
-        return padded_num_tokens(rows, multiple=self.options.row_multiple * (self.tensor_parallel_size if is_shared else 1))
+        return padded_num_tokens(
+            max(1, num_tokens), multiple=self.options.row_multiple * (self.tensor_parallel_size if is_shared else 1)
+        )
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,8 @@ class StagePass:
     lengths: PackedLengths
     shared_weight: Tensor | None
     """[vocab_size / tp, hidden_size]: tied word embeddings, where the stage has them."""
+    num_step_tokens: int = 1
+    """The LLM's tokens in the global batch: the divisor of losses that count by token."""
 
 
 class HeadOutput(NamedTuple):

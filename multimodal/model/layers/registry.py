@@ -4,6 +4,7 @@ from multimodal.model.layers.audio_embedding import AudioEmbeddingKind
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
+from multimodal.model.layers.moe_transformer import MoeTransformerKind
 from multimodal.model.layers.opaque import OpaqueKind
 from multimodal.model.layers.patch_embeddings import (
     LearnedPatchEmbeddingKind,
@@ -25,6 +26,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
     "windowed_transformer": WindowedTransformerKind(),
+    "moe_transformer": MoeTransformerKind(),
     "opaque": OpaqueKind(),
     "projector": ProjectorKind(),
     "linear_projector": LinearProjectorKind(),

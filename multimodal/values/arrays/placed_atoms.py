@@ -68,6 +68,15 @@ class PlacedAtoms:
 
     __hash__ = None  # type: ignore[assignment]
 
+    def with_even_counts(self) -> "PlacedAtoms":
+        """Return the same with as many microbatches in every replica: behind their own, some get empty ones."""
+        counts = np.diff(self.microbatch_starts)
+        places = np.arange(counts.max(initial=0))
+        sizes = np.zeros((len(counts), len(places)), np.int64)
+        sizes[places < counts[:, None]] = np.diff(self.atom_starts)
+        starts = row_starts(np.full(len(counts), len(places)))
+        return PlacedAtoms(self.sample_ids, self.item_indices, row_starts(sizes.ravel()), starts)
+
     @property
     def num_replicas(self) -> int:
         """Number of replicas."""

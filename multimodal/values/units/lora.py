@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from multimodal.values.units.transformer import up_to
+from multimodal.values.units.bounds import up_to
 
 
 @dataclass(frozen=True)

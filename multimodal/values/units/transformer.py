@@ -1,15 +1,10 @@
 """The shape of a unit's transformer layers."""
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-MOST_LAYERS = 10_000
-"""Transformer layers of a unit; every list of layers is bounded by it."""
-
-
-def up_to(maximum: int) -> dict[str, Any]:
-    """Return the metadata of a positive integer."""
-    return {"minimum": 1, "maximum": maximum}
+from multimodal.values.units.bounds import MOST_LAYERS, up_to
+from multimodal.values.units.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -44,11 +39,18 @@ class Transformer:
     has_interleaved_sections: bool = False
     """Backbone only: these pairs take turns (Qwen3-VL), and do not follow each other axis by axis."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
+    experts: Experts | None = None
+    """Backbone only: what takes the place of the MLP in layers of kind moe_transformer, as all are where none are listed."""
 
     @property
     def is_gated(self) -> bool:
         """True if the MLP has a gate."""
         return self.activation == "swiglu"
+
+    @property
+    def expert_hidden_size(self) -> int:
+        """Inner width of every expert."""
+        return (self.experts.ffn_hidden_size if self.experts is not None else None) or self.ffn_hidden_size
 
     @property
     def head_channels(self) -> int:

@@ -38,6 +38,8 @@ GPT = {
 }
 QWEN3 = {**LLAMA, "qk_layernorm": True}
 CLIP = {**GPT, "activation": "quick_gelu", "has_rotary_positions": False, "has_layer_scale": True}
+MIXTRAL = {**LLAMA, "experts": {"num_experts": 4, "aux_loss_coeff": 0.1}}
+SHARING = {**LLAMA, "experts": {"num_experts": 6, "router_topk": 3, "ffn_hidden_size": 32, "shared_expert_intermediate_size": 96}}
 SHAPES = {"clip": CLIP, "llama": LLAMA, "gpt": GPT, "qwen": QWEN, "qwen3": QWEN3}
 IMAGE = {"patch_size": 4, "in_channels": 1}
 VOCABULARY = 512
@@ -331,5 +333,37 @@ def test_sound_is_counted(audio: dict[str, Any], kind: str, counted: int, frozen
         vocab_size=VOCABULARY,
         bytes_per_element=4,
         implementation="local",
+    )
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize("shape", [MIXTRAL, SHARING], ids=["mixtral", "sharing"])
+def test_experts_are_counted(shape: dict[str, Any], recompute: Any, frozen: bool, dtype: Any) -> None:
+    """Parameters exactly; what a layer keeps within a tenth."""
+    graph, kind = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **shape}}}), "moe_transformer"
+    options = BuildOptions(Precision(dtype), recompute=recompute)
+    stage = build_layer(graph, "llm", kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit("llm"), kind, vocab_size=VOCABULARY)
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    of_experts = sum(each.numel() for name, each in stage.named_parameters() if ".experts." in name)
+    assert layer.num_expert_weights == of_experts
+    stage.layers.requires_grad_(not frozen)
+    with torch.no_grad():
+        for parameter in stage.parameters():
+            parameter.normal_(0, 0.1)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
+    predicted = layer_activation_bytes(
+        graph,
+        "llm",
+        kind,
+        UnitLoad(256),
+        need=BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL,
+        vocab_size=VOCABULARY,
+        bytes_per_element=dtype.itemsize,
+        implementation="local",
+        recompute=recompute,
     )
     assert predicted == pytest.approx(measured, rel=0.1)

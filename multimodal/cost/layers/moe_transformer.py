@@ -1,0 +1,94 @@
+"""A transformer layer whose MLP is a few experts of many."""
+
+from collections.abc import Mapping
+
+from multimodal.cost.layers.layer import INDEX_BYTES, WIDE_BYTES, ActivationBytes, LayerFlops, LinearShape
+from multimodal.cost.layers.segments import Exchange, Segment, SegmentWork
+from multimodal.cost.layers.transformer import TransformerLayer
+from multimodal.cost.unit_load import UnitLoad
+from multimodal.values.model_graph import Role, Unit
+from multimodal.values.units.experts import Experts
+
+
+class MoeTransformerLayer(TransformerLayer):
+    """Every token is multiplied with the weights of the experts chosen for it; how evenly they are chosen, nobody knows."""
+
+    roles = (Role.BACKBONE,)
+    segments = (
+        Segment(
+            "all",
+            forward=(Exchange.GATHER, Exchange.SUM, Exchange.GATHER),
+            backward=(Exchange.SUM, Exchange.GATHER, Exchange.GATHER_AGAIN, Exchange.SUM),
+            behind=Exchange.SUM,
+        ),
+    )
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit has experts."""
+        return unit.transformer.experts is not None
+
+    @property
+    def num_weights(self) -> int:
+        """Attention, the router, all experts, and the one that computes every token."""
+        return sum(self._segment_weights[:4]) + self._router_weights + self.num_expert_weights + self._shared_weights
+
+    @property
+    def num_expert_weights(self) -> int:
+        """Weights of the experts that a router chooses from."""
+        return self._experts.num_experts * self._mlp_weights(self.unit.transformer.expert_hidden_size)
+
+    @property
+    def linear_layers(self) -> Mapping[str, LinearShape]:
+        """Attention's."""
+        dense = super().linear_layers
+        return {name: dense[name] for name in ("linear_qkv", "linear_proj")}
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """As of a layer with the weights that a token meets."""
+        return LayerFlops(2.0 * load.num_tokens * self._num_met, super().forward_flops(load).attention)
+
+    def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
+        """One segment. To a dense layer's elements per token, k copies of a token add: sorted and sorted back, 4 k h, and summed,
+        k h; of each, the activation function's."""
+        shape, topk = self.unit.transformer, self._experts.router_topk
+        dense = super().segment_work(bytes_per_element)
+        moved, moved_back = (sum(each.traffic[way] for each in dense[:-1]) for way in (0, 1))
+        inner = topk * shape.expert_hidden_size + (self._experts.shared_expert_intermediate_size or 0)
+        activated, activated_back = (3, 5) if self._is_gated else (2, 3)
+        dispatch = 5 * topk * shape.hidden_size
+        moved += bytes_per_element * (activated * inner + dispatch)
+        moved_back += bytes_per_element * (activated_back * inner + dispatch + topk * shape.hidden_size)
+        return (SegmentWork(round(self._num_met), (moved, moved_back), attends=True),)
+
+    def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
+        """Bytes per token: of the router, its input and scores; of the experts, sorted copies, inner values, and their outputs."""
+        shape, experts = self.unit.transformer, self._experts
+        topk, wide, hidden = experts.router_topk, max(size, WIDE_BYTES), shape.hidden_size
+        balances = trains and experts.aux_loss_coeff > 0
+        scores = wide * (experts.num_experts * (1 + balances) + topk)
+        router = (wide * hidden if trains else 0) + scores + INDEX_BYTES * topk
+        shared = experts.shared_expert_intermediate_size
+        inner = shape.expert_hidden_size * topk + (shared or 0)
+        kept = (3 if self._is_gated else 2 if shape.activation == "quick_gelu" else 1) + trains
+        copies = size * hidden * (topk + (shared is not None and size < wide)) if trains else 0
+        replicated = copies + size * topk * (hidden + (size < wide)) + 2 * INDEX_BYTES * topk
+        return ActivationBytes(float(router), float(size * kept * inner), float(replicated))
+
+    @property
+    def _experts(self) -> Experts:
+        assert self.unit.transformer.experts is not None, "a model with such layers describes their experts"
+        return self.unit.transformer.experts
+
+    @property
+    def _num_met(self) -> float:
+        """Weights that multiply one token."""
+        return self.num_weights - self.num_expert_weights * (1 - self._experts.activated)
+
+    @property
+    def _router_weights(self) -> int:
+        return self._experts.num_experts * self.unit.transformer.hidden_size
+
+    @property
+    def _shared_weights(self) -> int:
+        return self._mlp_weights(self._experts.shared_expert_intermediate_size or 0)

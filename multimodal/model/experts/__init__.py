@@ -1,0 +1,1 @@
+"""Experts: MLPs of which a router picks a few for every token."""

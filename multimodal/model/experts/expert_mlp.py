@@ -1,0 +1,125 @@
+"""The MLP of a layer with experts: a router, the experts that this rank holds, and perhaps one that computes every token."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module, ModuleDict
+
+from multimodal.model.collectives import RankLink, sum_rows
+from multimodal.model.deferrable_linear import (
+    DeferrableColumnParallelLinear,
+    DeferrableRowParallelLinear,
+    deferrable_linear,
+)
+from multimodal.model.experts.dispatch import compute_by_experts
+from multimodal.model.experts.router import Router, RowSequences, attach_loss, sequence_balance_loss
+from multimodal.model.tensor_parallel_waits import TensorParallelWaits
+from multimodal.values.units.experts import Experts
+
+
+def is_of_expert(name: str) -> bool:
+    """Return whether a parameter belongs to experts that ranks may share, by its name."""
+    return ".mlp.experts." in name
+
+
+class Expert(Module):
+    """One MLP without biases, whose inner width tensor parallel ranks share; makes no collective calls."""
+
+    def __init__(self, config: TransformerConfig, inner_size: int, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.activation, self.is_gated = config.activation_func, config.gated_linear_unit
+        given: dict[str, Any] = {
+            "config": dataclasses.replace(config, sequence_parallel=False),
+            "init_method": config.init_method,
+            "bias": False,
+            "skip_bias_add": False,
+            "tp_group": groups.tp,
+        }
+        outer, inner = config.hidden_size, inner_size * (2 if self.is_gated else 1)
+        self.linear_fc1 = DeferrableColumnParallelLinear(outer, inner, gather_output=False, **given)
+        self.linear_fc2 = DeferrableRowParallelLinear(inner_size, outer, input_is_parallel=True, **given)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """rows: [num_rows, hidden_size]; returns this rank's part of the sum over tensor parallel ranks."""
+        inner = deferrable_linear(rows, self.linear_fc1.weight, None)
+        if self.is_gated:
+            gate, value = inner.chunk(2, dim=-1)
+            inner = self.activation(gate) * value
+        else:
+            inner = self.activation(inner)
+        return deferrable_linear(inner, self.linear_fc2.weight, None)
+
+
+class ExpertMLP(Module):
+    """Stands where a transformer layer has its MLP.
+
+    Expert parallel ranks hold experts in order, as many each: a parameter's name has the expert's number among all, so which
+    ranks hold it is a matter of the plan, as with layers.
+    """
+
+    waits: TensorParallelWaits | None = None
+    sequences: RowSequences | None = None
+    """Of the rows that come next, where the loss that balances experts is wanted."""
+    num_step_tokens = 1
+
+    def __init__(self, config: TransformerConfig, experts: Experts, inner_size: int, groups: ProcessGroupCollection) -> None:
+        super().__init__()
+        self.experts_shape, self.groups, self.is_sequence_parallel = experts, groups, config.sequence_parallel
+        self.router = Router(config, experts)
+        num_own = experts.num_experts // groups.ep.size()
+        own = range(groups.ep.rank() * num_own, (groups.ep.rank() + 1) * num_own)
+        self.experts = ModuleDict({str(number): Expert(config, inner_size, groups) for number in own})
+        for parameter in self.experts.parameters():
+            parameter.allreduce = groups.ep.size() == 1  # type: ignore[attr-defined]  # megatron-core: not with all replicas
+        shared = experts.shared_expert_intermediate_size
+        self.shared_expert = Expert(config, shared, groups) if shared is not None else None
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """hidden: [rows, 1, hidden_size], / tp under sequence parallelism. Returns the same shape, and no bias."""
+        link = RankLink(self.groups.tp, self.is_sequence_parallel, self.waits)
+        routing = self.router(hidden[:, 0])
+        weights = routing.weights
+        if self.sequences is not None:
+            loss = sequence_balance_loss(routing, self.sequences, experts=self.experts_shape)
+            weights = attach_loss(weights, loss * (self.experts_shape.aux_loss_coeff / self.num_step_tokens))
+        silent = link._replace(waits=None)
+        rows = _gathered(hidden, link)[:, 0]
+        made = compute_by_experts(
+            rows,
+            silent.start_gathering(routing.experts).wait(),
+            _gathered(weights, silent),
+            num_experts=self.experts_shape.num_experts,
+            group=self.groups.ep,
+            compute=self._compute,
+        )
+        if self.shared_expert is not None:
+            made = made + self.shared_expert(rows)
+        return sum_rows(made.unsqueeze(1), link), None
+
+    def _compute(self, rows: Tensor, counts: list[int]) -> Tensor:
+        parts = [expert(part) for expert, part in zip(self.experts.values(), rows.split(counts), strict=True)]
+        return torch.cat(parts)
+
+
+def _gathered(rows: Tensor, link: RankLink) -> Tensor:
+    """Return the rows of all ranks, which go into column parallel products; the gradients that ranks have of them are summed."""
+    gathered: Tensor = _Gather.apply(rows, link)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, link: RankLink) -> Tensor:
+        ctx.link = link
+        arriving = link.complete(link.start_gathering(rows))
+        return arriving.view_as(arriving) if arriving is rows else arriving
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        link: RankLink = ctx.link
+        own = gradient.clone() if link.group.size() > 1 and not link.is_sequence_parallel else gradient
+        return link.complete(link.start_summing(own)), None

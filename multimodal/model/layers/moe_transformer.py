@@ -1,0 +1,64 @@
+"""Transformer layers whose MLP is a few experts of many."""
+
+import torch
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+from torch.nn import Module
+
+from multimodal.model.experts.expert_mlp import ExpertMLP
+from multimodal.model.experts.router import RowSequences
+from multimodal.model.layers.layer_kind import LayerContext, LayerPart, StagePass
+from multimodal.model.layers.transformer import TransformerKind
+from multimodal.values.errors import ConfigError
+
+
+class MoeTransformerKind(TransformerKind):
+    """The same layer but for its MLP, which several ranks may share (expert parallelism); it runs whole."""
+
+    num_segments = 1
+
+    def build(self, context: LayerContext, index: int) -> Module:
+        """Build the layer without an MLP, and the experts; raises ConfigError for Transformer Engine."""
+        if context.options.transformer_impl != "local":
+            raise ConfigError(
+                f"unit '{context.unit.name}' has experts, which are built of torch's products alone; use --transformer-impl local"
+            )
+        shape = context.unit.transformer
+        assert shape.experts is not None, "a model with such layers describes their experts"
+        layer = super().build(context, index)
+        layer.mlp = ExpertMLP(context.config, shape.experts, shape.expert_hidden_size, context.groups)
+        return layer
+
+    def adapt(self, spec: ModuleSpec) -> None:
+        """Leave the MLP out."""
+        spec.submodules.mlp = IdentityOp
+
+    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
+        """Run it on packed sequences, which the loss that balances experts tells apart."""
+        mlp = layer.mlp
+        assert isinstance(mlp, ExpertMLP)
+        wants_loss = mlp.experts_shape.aux_loss_coeff > 0 and mlp.router.weight.requires_grad and torch.is_grad_enabled()
+        mlp.sequences = _sequences(mlp, given, len(hidden)) if wants_loss else None
+        mlp.num_step_tokens = given.num_step_tokens
+        output = super().run(layer, hidden, given)
+        mlp.sequences = None
+        return output
+
+    def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
+        """There are none."""
+        raise NotImplementedError("a layer with experts has one segment: the whole layer")
+
+
+def _sequences(mlp: ExpertMLP, given: StagePass, num_rows: int) -> RowSequences:
+    """num_rows: of this rank."""
+    tensor = mlp.groups.tp
+    numbers = given.lengths.sequence_numbers(given.batch.positions.device)[: given.batch.num_tokens]
+    num_all = num_rows * (tensor.size() if mlp.is_sequence_parallel else 1)
+    padded = torch.nn.functional.pad(numbers, (0, num_all - len(numbers)), value=-1)
+    groups = [mlp.groups.cp, *([tensor] if mlp.is_sequence_parallel else [])]
+    return RowSequences(
+        padded.chunk(tensor.size())[tensor.rank()] if mlp.is_sequence_parallel else padded,
+        given.batch.lengths,
+        tuple(group for group in groups if group.size() > 1),
+    )
