@@ -20,7 +20,7 @@ from megatron.runtime.communication.units import Membership
 from megatron.runtime.emulation.emulated_run import emulated_session, emulated_step
 from megatron.runtime.execution.activation_store import SavedTensors
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm, wrap_in_gradient_buffers
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, build_unit_optimizer
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, build_unit_optimizers
 from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention.packed_lengths import PackedLengths
@@ -284,8 +284,7 @@ def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetit
     config = build_optimizer_config(
         lr=0.0, min_lr=0.0, weight_decay=0.01, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=dtype
     )
-    optimizer = build_unit_optimizer(gradients, config=config)
-    assert optimizer is not None, "nothing is trained"
+    ((_, optimizer),) = build_unit_optimizers(gradients, config=config)
 
     def update() -> None:
         optimizer.prepare_grads()

@@ -55,16 +55,33 @@ class StageLayers:
     def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
         """Return the trained weights of a stage, all tensor parallel ranks together, by the ranks that share their state.
 
-        num_copies: as in `RunOptions`. The ranks are those that share with the stage's first one.
+        num_copies: as in `RunOptions`. The ranks are those that share with the stage's first one. Experts stand apart where
+        replicas share them.
         """
         unit, replica, index = stage
         sizes, start = self.plan.units[unit], self.plan.virtual_stage(*stage).layers.start
-        of_layers = [self.trained_layer_weights(unit, layer, need) for layer, need in self.in_order(stage)]
         if num_copies is None and not sizes.is_unlike:
             held = [each.virtual_stages[index].ranks[:: self.tensor_size(stage)] for each in sizes.replicas]
-            return [(tuple(rank for ranks in held for rank in ranks), sum(of_layers))]
+            return [
+                (tuple(rank for ranks in held[replica % num_sharers :: num_sharers] for rank in ranks), num_weights)
+                for num_weights, num_sharers in self.weights_by_sharers(stage, trained_only=True)
+            ]
+        of_layers = [self.trained_layer_weights(unit, layer, need) for layer, need in self.in_order(stage)]
         shared = sharers_of_stage(sizes, replica, index, num_copies=num_copies or 1)
         return [(ranks, sum(of_layers[layers.start - start : layers.stop - start])) for layers, ranks in shared]
+
+    def weights_by_sharers(self, stage: StageKey, *, trained_only: bool) -> tuple[tuple[int, int], ...]:
+        """Return what one replica holds of a stage: weights, and by how many replicas these are shared; experts apart."""
+        num_sharers = self.plan.units[stage[0]].expert_parallel_size
+        num_weights = self.num_weights(stage, trained_only=trained_only)
+        if num_sharers == 1:
+            return ((num_weights, 1),)
+        of_experts = sum(
+            count * self.describe(stage[0], layer).num_expert_weights
+            for (layer, need), count in self.counts(stage).items()
+            if not trained_only or (need.trains_weights and not self.describe(stage[0], layer).adapted)
+        )
+        return (num_weights - of_experts, 1), (of_experts // num_sharers, num_sharers)
 
     def trained_weights(self, stage: StageKey) -> tuple[int, ...]:
         """Return the weights of every trained layer of a stage, upstream first; all tensor parallel ranks together."""

@@ -37,7 +37,7 @@ def default_zero_stage(bytes_per_element: int) -> int:
 
 
 def layer_static_bytes(
-    num_weights: int,
+    num_weights: float,
     *,
     is_trained: bool,
     data_parallel_size: int,
@@ -214,9 +214,13 @@ class StepMemory:
     def weight_bytes(self, stage: StageKey) -> float:
         """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""
         sizes = self.layers.plan.units[stage[0]]
+        copies = sizes.data_parallel_size * sizes.context_parallel_size
+        trained, held = (self.layers.weights_by_sharers(stage, trained_only=only) for only in (True, False))
+        frozen = [
+            (num_held - num_trained, False, copies // num_sharers)
+            for (num_trained, num_sharers), (num_held, _) in zip(trained, held, strict=True)
+        ]
         shares = self.layers.state_shares(stage, num_copies=self.options.num_state_copies)
-        num_frozen = self.layers.num_weights(stage, trained_only=False) - sum(weights for _, weights in shares)
-        frozen = (num_frozen, False, sizes.data_parallel_size * sizes.context_parallel_size)
         total = sum(
             layer_static_bytes(
                 num_weights,
@@ -225,7 +229,7 @@ class StepMemory:
                 zero_stage=self.options.zero_stage,
                 bytes_per_element=self.bytes_per_element,
             )
-            for num_weights, is_trained, num_sharers in (*((weights, True, len(ranks)) for ranks, weights in shares), frozen)
+            for num_weights, is_trained, num_sharers in (*((weights, True, len(ranks)) for ranks, weights in shares), *frozen)
         )
         return total / self.layers.tensor_size(stage)
 

@@ -61,7 +61,7 @@ def pack_encoder_microbatch(
 ) -> EncoderMicrobatch:
     """Pack items for an encoder, decoding them only `with_pixels` (first stages need them, later ones positions alone).
 
-    atoms: none where a replica computes other replicas' tokens alone; index_of_sample: sample id -> index in `source`; item_input: what the encoder takes.
+    atoms: at least one; index_of_sample: sample id -> index in `source`; item_input: what the encoder takes.
     Raises DataError when an item cannot be decoded.
     """
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
@@ -85,8 +85,8 @@ def pack_language_microbatch(
 ) -> LanguageMicrobatch:
     """Pack whole samples for the LLM.
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`; merge_sizes: of images by their encoder, where tokens of
-    images have rows and columns in the LLM; None: a token's place is its position.
+    atoms: none where a replica computes others' tokens alone; index_of_sample: sample id -> index in `source`; merge_sizes: of
+    images by their encoder, where tokens of images have rows and columns in the LLM; None: a token's place is its position.
     """
     sample_ids = tuple(atom.sample_id for atom in atoms)
     texts = [source.text(index_of_sample[sample_id]) for sample_id in sample_ids]

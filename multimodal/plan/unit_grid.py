@@ -1,6 +1,7 @@
 """Lay one unit out on consecutive ranks, in Megatron's default order (tp fastest, then cp, then dp, then pp)."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import PlanError
@@ -29,13 +30,14 @@ def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded:
         raise PlanError(f"unit '{unit.name}': {_explain(problem, unit, sizes=sizes, num_chunks=num_chunks)}") from None
     folds = is_folded and num_chunks == V_SHAPE_RANGES
     held = {p: (ranges[p], ranges[-1 - p]) if folds else ranges[p::num_stages] for p in range(num_stages)}
-    return place_stages(
+    plan = place_stages(
         held,
         tensor=sizes.tensor_parallel_size,
         context=sizes.context_parallel_size,
         data=sizes.data_parallel_size,
         first_rank=first_rank,
     )
+    return replace(plan, expert_parallel_size=sizes.expert_parallel_size)
 
 
 def place_stages(

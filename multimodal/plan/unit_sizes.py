@@ -25,6 +25,9 @@ class UnitSizes:
     layers_per_virtual_stage: int | None = None
     """The same, as transformer layers in each virtual stage; these must come out even."""
 
+    expert_parallel_size: int = 1
+    """Neighbouring replicas that share the LLM's experts, each with as many; all else every replica has (expert parallelism)."""
+
     def __post_init__(self) -> None:
         for field in fields(self):
             size = getattr(self, field.name)
@@ -49,7 +52,8 @@ class UnitSizes:
         """Show the arithmetic, as error messages show it: `tp 1 x pp 3 x dp ?`."""
         context = f"cp {self.context_parallel_size} x " if self.context_parallel_size != 1 else ""
         replicas = "?" if self.data_parallel_size is None else self.data_parallel_size
-        return f"tp {self.tensor_parallel_size} x {context}pp {self.pipeline_parallel_size} x dp {replicas}"
+        experts = f" (ep {self.expert_parallel_size})" if self.expert_parallel_size != 1 else ""
+        return f"tp {self.tensor_parallel_size} x {context}pp {self.pipeline_parallel_size} x dp {replicas}{experts}"
 
 
 def complete_sizes(sizes: Mapping[str, UnitSizes], units: Sequence[str]) -> dict[str, UnitSizes]:

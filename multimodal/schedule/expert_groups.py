@@ -9,8 +9,8 @@ from multimodal.values.schedule import Schedule
 def check_expert_groups(schedule: Schedule) -> None:
     """Raise ScheduleError where replicas that share experts would wait for each other for ever.
 
-    In every layer with experts they exchange tokens, so the i-th computation of a stage must be of the same kind and microbatch in
-    all replicas, and some order of the whole step must bring all of them there together. O(actions + dependencies).
+    In every layer with experts they exchange tokens, so the i-th computation of a stage must be of one kind and microbatch in all
+    replicas, and some order of the whole step must bring all of them there together. O(actions + dependencies).
     """
     units = schedule.step.plan.units_with_shared_experts
     for unit in units:

@@ -406,7 +406,7 @@ def _problem_of_experts(unit: UnitPlan, *, graph: ModelGraph, name: str) -> str:
     if experts is None:
         return f"expert parallel size {size} is for units with experts, which this one lacks; leave it out"
     if experts.num_experts % size:
-        return f"its {experts.num_experts} experts cannot be shared evenly by expert parallel size {size}; choose one that divides them"
+        return f"expert parallel size {size} does not divide its {experts.num_experts} experts; choose one that does"
     if unit.is_unlike:
         return f"expert parallel size {size} is for replicas that are alike, and these differ in their stages; give all the same"
     if unit.data_parallel_size % size:

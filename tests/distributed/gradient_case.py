@@ -96,7 +96,8 @@ class GradientCase:
         frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}, {unit.lora}"
         return [
             f"{unit.name}: {unit.transformer}, frozen: {frozen}, tied: {not unit.untie_embeddings_and_output_weights}",
-            f"  tp {plan.tensor_parallel_size}, cp {plan.context_parallel_size}, ep {plan.expert_parallel_size}, replicas -> stages (ranks, layers): {stages}",
+            f"  tp {plan.tensor_parallel_size}, cp {plan.context_parallel_size}, ep {plan.expert_parallel_size}",
+            f"  replicas -> stages (ranks, layers): {stages}",
             f"  replicas -> microbatches: {groups}",
         ]
 

@@ -30,7 +30,8 @@ class Membership:
     context_parallel_rank: int
     groups: ProcessGroupCollection
     """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (ranks that hold the same parameters: replicas and context parallel
-    ranks), ep (ranks that share experts), expt_dp (ranks that hold the same ones) and what megatron-core asks for beside; pp is this rank alone, as the plan numbers layers and stages."""
+    ranks), ep (ranks that share experts), expt_dp (ranks that hold the same ones) and what megatron-core asks for beside; pp is
+    this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
     """This rank and its counterpart with the same share of weights, when one is in the first stage and one in the last."""
     is_unlike: bool = False

@@ -22,6 +22,10 @@ IN_MODEL_FILE: Mapping[str, str] = MappingProxyType(
         "add_qkv_bias": "add-qkv-bias",
         "rotary_base": "rotary-base",
         "init_method_std": "init-method-std",
+        "experts": (
+            "num-experts moe-router-topk moe-ffn-hidden-size moe-shared-expert-intermediate-size moe-aux-loss-coeff "
+            "moe-router-pre-softmax"
+        ),
         "untie_embeddings_and_output_weights": "untie-embeddings-and-output-weights",
         "image": "img-h img-w num-channels patch-dim",
     }
@@ -94,8 +98,9 @@ ALWAYS_ON: Mapping[str, str] = MappingProxyType(
 
 NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
     {
-        "there are no mixtures of experts": (
-            "moe-* num-experts expert-* use-grouped-gemm-* overlap-moe-expert-parallel-comm ep-overlap-* overlap-dispatch-*"
+        "experts are as the model file's 'experts' says, and no token is dropped": (
+            "moe-* expert-tensor-parallel-size use-grouped-gemm-* overlap-moe-expert-parallel-comm ep-overlap-* "
+            "overlap-dispatch-*"
         ),
         "attention has queries in groups and no other variant": (
             "multi-latent-attention q-lora-rank kv-lora-rank v-head-dim mla-* cache-mla-latents mscale* rotary-scaling-factor "

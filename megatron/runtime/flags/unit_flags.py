@@ -27,6 +27,8 @@ class SizeSpelling(NamedTuple):
         return tuple(ending for ending in self if ending)
 
 
+EXPERT_PARALLEL_SIZE = "expert_parallel_size"
+"""The LLM's only."""
 SIZE_SPELLINGS = {
     "tensor_parallel_size": SizeSpelling("tensor-model-parallel-size", "tp"),
     "pipeline_parallel_size": SizeSpelling("pipeline-model-parallel-size", "pp"),
@@ -34,6 +36,7 @@ SIZE_SPELLINGS = {
     "data_parallel_size": SizeSpelling("data-parallel-size", "dp"),
     "virtual_pipeline_size": SizeSpelling("virtual-pipeline-model-parallel-size", "vpp", "num-virtual-stages-per-pipeline-rank"),
     "layers_per_virtual_stage": SizeSpelling("num-layers-per-virtual-pipeline-stage"),
+    EXPERT_PARALLEL_SIZE: SizeSpelling("expert-model-parallel-size", "ep"),
 }
 """Field of `UnitSizes` -> the endings of its flags."""
 
@@ -103,6 +106,8 @@ def _size_flags(unit: str, *, is_backbone: bool) -> tuple[UnitFlag, ...]:
     helps = field_docstrings(UnitSizes)
     flags = []
     for name, spelling in SIZE_SPELLINGS.items():
+        if name == EXPERT_PARALLEL_SIZE and not is_backbone:
+            continue
         prefixes = dict.fromkeys([_dashed(unit), LLM] if is_backbone else [_dashed(unit)])
         plain = [f"--{ending}" for ending in plain_endings(name)] if is_backbone else []
         spellings = [*plain, *(f"--{prefix}-{ending}" for prefix in prefixes for ending in spelling.endings)]

@@ -1,6 +1,8 @@
-"""AdamW over one unit's parameters on this rank, and one over its experts where ranks share them.
+"""AdamW over one unit's parameters on this rank: Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64.
 
-It is Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64. Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces: each element is stepped by the rank
+Experts that ranks share have one of their own, as other ranks hold the same.
+
+Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces: each element is stepped by the rank
 that keeps it. So it is where replicas keep several copies of the state, or are not alike.
 """
 

@@ -42,6 +42,8 @@ class LayerCollectives(NamedTuple):
     ones come."""
     bytes_per_key: float = 0.0
     """Bytes of one token's key and value in one group of heads."""
+    experts: Quadratic = Quadratic()
+    """Sending tokens to the ranks of their experts, and what these make of them home: two exchanges."""
 
     @property
     def is_spread(self) -> bool:

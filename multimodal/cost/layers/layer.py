@@ -8,6 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.layers.segments import Segment, SegmentWork
+from multimodal.cost.seconds.layer_curves import Quadratic
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -238,6 +239,10 @@ class Layer(ABC):
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
         """Collectives inside the layer; ranks: of the stage, the tensor parallel rank is the faster index."""
         return LayerCollectives()
+
+    def expert_exchange(self, *, context_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> Quadratic:
+        """Seconds of both exchanges of tokens in a pass, by the tokens of a microbatch; ranks: those that share experts."""
+        return Quadratic()
 
     @classmethod
     def passes_gradient(cls, need: BackwardNeed) -> bool:

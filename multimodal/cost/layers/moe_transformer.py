@@ -1,13 +1,19 @@
 """A transformer layer whose MLP is a few experts of many."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.communication import exchange_cost
 from multimodal.cost.layers.layer import INDEX_BYTES, WIDE_BYTES, ActivationBytes, LayerFlops, LinearShape
 from multimodal.cost.layers.segments import Exchange, Segment, SegmentWork
 from multimodal.cost.layers.transformer import TransformerLayer
+from multimodal.cost.seconds.layer_curves import Quadratic
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.units.experts import Experts
+
+_EXCHANGES = 2
+"""Of a pass: to the experts and back."""
 
 
 class MoeTransformerLayer(TransformerLayer):
@@ -49,8 +55,11 @@ class MoeTransformerLayer(TransformerLayer):
         return LayerFlops(2.0 * load.num_tokens * self._num_met, super().forward_flops(load).attention)
 
     def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
-        """One segment. To a dense layer's elements per token, k copies of a token add: sorted and sorted back, 4 k h, and summed,
-        k h; of each, the activation function's."""
+        """Return the work of the one segment.
+
+        To a dense layer's elements per token, k copies add 4 k h where they are sorted and sorted back, k h where they are
+        summed, and what the activation function moves of each.
+        """
         shape, topk = self.unit.transformer, self._experts.router_topk
         dense = super().segment_work(bytes_per_element)
         moved, moved_back = (sum(each.traffic[way] for each in dense[:-1]) for way in (0, 1))
@@ -61,8 +70,17 @@ class MoeTransformerLayer(TransformerLayer):
         moved_back += bytes_per_element * (activated_back * inner + dispatch + topk * shape.hidden_size)
         return (SegmentWork(round(self._num_met), (moved, moved_back), attends=True),)
 
+    def expert_exchange(self, *, context_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> Quadratic:
+        """Every tensor parallel rank sends k copies of all rows, evenly over the ranks, and gets as many back."""
+        if len(ranks) < 2:
+            return Quadratic()
+        shape = self.unit.transformer
+        row_bytes = cluster.bytes_per_element * shape.hidden_size * self._experts.router_topk / context_parallel_size
+        latency, occupied, _ = exchange_cost(len(ranks) * row_bytes, ranks=ranks, cluster=cluster)
+        return Quadratic(latency, occupied).times(_EXCHANGES)
+
     def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
-        """Bytes per token: of the router, its input and scores; of the experts, sorted copies, inner values, and their outputs."""
+        """Bytes per token: of the router, its input and scores; of the experts, sorted copies, inner values and outputs."""
         shape, experts = self.unit.transformer, self._experts
         topk, wide, hidden = experts.router_topk, max(size, WIDE_BYTES), shape.hidden_size
         balances = trains and experts.aux_loss_coeff > 0

@@ -1,6 +1,7 @@
 """A transformer layer: norm and QKV, attention, projection, norm, MLP up, MLP down."""
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives, collective_per_token
@@ -16,7 +17,7 @@ class TransformerLayer(Layer):
     """Attention and MLP, of the shape that the unit's `transformer` describes."""
 
     num_products = 4
-    segments = (
+    segments: ClassVar[tuple[Segment, ...]] = (
         Segment("input_norm", behind=Exchange.GATHER),
         Segment("qkv", backward=(Exchange.GATHER_AGAIN,), product="linear_qkv"),
         Segment("attention"),
@@ -90,12 +91,12 @@ class TransformerLayer(Layer):
         return ActivationBytes(float(size * shape.hidden_size if trains else 0), float(size * (inner + inputs)))
 
     def _fused_bytes(self, *, trains: bool, size: int, is_selective: bool, is_spread: bool) -> tuple[float, float]:
-        """Bytes per token that fused kernels keep beside the MLP, whole and split (Korthikanti et al., 2022, section 4, with flash
-        attention).
+        """Bytes per token that fused kernels keep beside the MLP, whole and split.
 
-        Inputs of both norms (2h), queries, keys, values and the attention's output; if weights are trained, also the input of
-        qkv's product (h). For GPT's shape that is with the MLP 32h bytes in bf16, Korthikanti's 34h less its two dropout masks. Attention over several ranks has its output group by group of heads, and so
-        keeps one of its own beside the projection's input.
+        By Korthikanti et al., 2022, section 4, with flash attention. Inputs of both norms (2h), queries, keys, values and the
+        attention's output; if weights are trained, also the input of qkv's product (h). For GPT's shape that is with the MLP 32h
+        bytes in bf16, Korthikanti's 34h less its two dropout masks. Attention over several ranks has its output group by group of
+        heads, and so keeps one of its own beside the projection's input.
         """
         shape = self.unit.transformer
         query, key_value = self._widths

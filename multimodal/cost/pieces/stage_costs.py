@@ -54,7 +54,7 @@ class StageCosts:
     def _like(self, key: StageKey) -> object:
         """Return a value that stages have in common that take the same seconds for the same load."""
         unit, counts = key[0], self.stages.counts(key)
-        if len(self.stages.plan.virtual_stage(*key).ranks) == 1:
+        if len(self.stages.plan.virtual_stage(*key).ranks) == 1 == self.stages.plan.units[unit].expert_parallel_size:
             return tuple(counts.items())
         shared = self._sharing(key)
         return tuple(counts.items()), tuple(self.layer_costs.collectives(unit, layer, **shared) for layer, _ in counts)
@@ -126,12 +126,16 @@ class StageCosts:
     def over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
         """Seconds of one ring over all ranks that have the same shard of a stage's weights."""
         unit, size = self.stages.plan.units[stage[0]], self.stages.tensor_size(stage)
-        num_bytes = bytes_per_weight * self.stages.num_weights(stage, trained_only=trained_only) / size
-        key = stage[0], stage[2], num_bytes
-        if key not in self._rings:
-            peers = [rank for replica in unit.replicas for rank in replica.virtual_stages[stage[2]].ranks[::size]]
-            self._rings[key] = collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
-        return self._rings[key]
+        total = 0.0
+        for num_weights, num_sharers in self.stages.weights_by_sharers(stage, trained_only=trained_only):
+            num_bytes = bytes_per_weight * num_weights / size
+            key = stage[0], stage[2], num_sharers, num_bytes
+            if key not in self._rings:
+                replicas = unit.replicas[::num_sharers]
+                peers = [rank for replica in replicas for rank in replica.virtual_stages[stage[2]].ranks[::size]]
+                self._rings[key] = collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
+            total += self._rings[key]
+        return total
 
     def over_unlike(self, reduction: Action) -> float:
         """Seconds of one ring over all ranks that have a shard of some layers, of a unit whose replicas are not alike.
@@ -162,7 +166,18 @@ class StageCosts:
             "context_parallel_size": self.stages.plan.units[stage[0]].context_parallel_size,
             "recompute": self.options.recompute,
             "ranks": self._on_first_nodes(self.stages.plan.virtual_stage(*stage).ranks),
+            "expert_ranks": self._on_first_nodes(self._expert_ranks(stage)),
         }
+
+    def _expert_ranks(self, stage: StageKey) -> Sequence[int]:
+        """Return the ranks that share experts with the stage's first rank; only itself where none do."""
+        unit, (_, replica, index) = self.stages.plan.units[stage[0]], stage
+        first = replica - replica % unit.expert_parallel_size
+        group = unit.replicas[first : first + unit.expert_parallel_size]
+        return [each.virtual_stages[index].ranks[0] for each in group] if len(group) > 1 else self._first_rank(stage)
+
+    def _first_rank(self, stage: StageKey) -> Sequence[int]:
+        return self.stages.plan.virtual_stage(*stage).ranks[:1]
 
     def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
         """Seconds in which a stage's weights come, and its gradients go, while it computes; 0 where replicas keep all weights."""
@@ -179,7 +194,7 @@ class StageCosts:
         return {}
 
     @cached_property
-    def _rings(self) -> dict[tuple[str, int, float], float]:
+    def _rings(self) -> dict[tuple[str, int, int, float], float]:
         return {}
 
 

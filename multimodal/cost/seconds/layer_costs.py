@@ -21,7 +21,7 @@ from multimodal.values.model_graph import ModelGraph
 
 __all__ = ["NO_SECONDS", "LayerCosts", "LayerSeconds"]
 
-_Key = tuple[str, str, int, int, Recompute | None, tuple[int, ...] | None]
+_Key = tuple[str, str, int, int, Recompute | None, tuple[int, ...] | None, tuple[int, ...]]
 
 
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
@@ -61,6 +61,7 @@ class LayerCosts:
         context_parallel_size: int = 1,
         recompute: Recompute | None = None,
         ranks: tuple[int, ...] | None = None,
+        expert_ranks: tuple[int, ...] = (),
         cut: CutLoad | None = None,
     ) -> LayerSeconds:
         """Return the seconds of one layer of this kind over one microbatch; O(1).
@@ -68,12 +69,13 @@ class LayerCosts:
         load: of the whole microbatch, before tensor and context parallelism divide it; an empty one takes no time. Its numbers
             may be arrays, of many microbatches whose tokens no context parallel ranks share; then the seconds are, too.
         ranks: of the stage, for its collectives, as `Stage.ranks`; None: neighbours that begin at a node's first accelerator.
+        expert_ranks: those that share the layer's experts with one of them, itself included.
         cut: the part of the load for which context parallel ranks gather keys and values; None: all.
         """
         is_array = isinstance(load.num_tokens, np.ndarray)
         if not is_array and not load.num_tokens:
             return NO_SECONDS
-        key = unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks
+        key = unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks
         prepared = self._prepared.get(key) or self._prepare(*key)
         counted = counted_tokens(load, at_exit=prepared.at_exit)
         forward = prepared.curves.forward.at(*counted)
@@ -105,7 +107,8 @@ class LayerCosts:
         return PassParts(attention, waiting, waiting * (2 if prepared.recompute == "full" else 1), repeats_attention, repeats_all)
 
     def _of(self, unit: str, kind: str, shared: Mapping[str, Any]) -> "_Prepared":
-        key = unit, kind, *(shared[name] for name in ("tensor_parallel_size", "context_parallel_size", "recompute", "ranks"))
+        sizes = (shared[name] for name in ("tensor_parallel_size", "context_parallel_size", "recompute", "ranks"))
+        key = unit, kind, *sizes, shared.get("expert_ranks", ())
         return self._prepared.get(key) or self._prepare(*key)
 
     def collectives(self, unit: str, kind: str, **shared: Any) -> LayerCollectives:
@@ -132,6 +135,7 @@ class LayerCosts:
         context_parallel_size: int,
         recompute: Recompute | None,
         ranks: tuple[int, ...] | None,
+        expert_ranks: tuple[int, ...],
     ) -> "_Prepared":
         """Look up once the values that all loads of a layer share."""
         layer = self._describe(unit, kind)
@@ -140,6 +144,8 @@ class LayerCosts:
         collectives = layer.collectives(
             tensor_parallel_size=tensor_parallel_size, ranks=neighbours if ranks is None else ranks, cluster=self.cluster
         )
+        exchange = layer.expert_exchange(context_parallel_size=context_parallel_size, ranks=expert_ranks, cluster=self.cluster)
+        collectives = collectives._replace(experts=exchange)
         repeated: list[Curve] = []
         if recompute == "full" and layer.recomputes:
             repeated.append(curves.forward)
@@ -157,7 +163,7 @@ class LayerCosts:
             cutting,
             2 * cutting if recompute == "full" else cutting,
         )
-        self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks] = prepared
+        self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks] = prepared
         return prepared
 
     @cached_property
@@ -195,8 +201,11 @@ class _Prepared(NamedTuple):
         return self.curves.attention.at(*counted_tokens(cut.attending, at_exit=self.at_exit))
 
     def waiting(self, load: UnitLoad, cut: CutLoad) -> tuple[float, float]:
-        """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation."""
-        tensor = self.waiting_for_tensor_ranks(load)
+        """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation.
+
+        Nothing runs while tokens are on their way to experts and back.
+        """
+        tensor = self.waiting_for_tensor_ranks(load) + self.collectives.experts.at(load.num_tokens, 0)
         again = tensor if self.recompute == "full" else 0.0
         if not self.collectives.is_spread or not cut.num_gathered:
             return tensor, tensor + again

@@ -32,7 +32,7 @@ class InputContext(NamedTuple):
     context_parallel_size: int = 1
 
     def num_padded_rows(self, num_tokens: int) -> int:
-        """Return the rows before tensor parallel ranks share them; a rank without tokens, beside others that have some, computes one.
+        """Return the rows before tensor parallel ranks share them; a rank without tokens, beside others with some, computes one.
 
         num_tokens: held by the tensor parallel group.
         """

@@ -53,7 +53,8 @@ def plan_text(
         "# share a stage: neighbours its layers by tensor parallelism, groups of neighbours its tokens by context parallelism.",
         "# `layers` are half-open ranges of the unit's layer list, which also counts what stands before the first and after the",
         "# last transformer layer (patch or token embedding; projector or head). All ranks from 0 on must be used. Replicas of a",
-        "# unit may have other stages than each other; a stage may say its own `tensor_parallel_size`.",
+        "# unit may have other stages than each other; a stage may say its own `tensor_parallel_size`. Of an LLM with experts,",
+        "# `expert_parallel_size` neighbouring replicas share them.",
         *plan_lines(run.plan),
     ]
     return "\n".join(lines) + "\n"
@@ -81,6 +82,8 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         yield f"  {name}:"
         yield f"    tensor_parallel_size: {unit.tensor_parallel_size}"
         yield f"    context_parallel_size: {unit.context_parallel_size}"
+        if unit.expert_parallel_size > 1:
+            yield f"    expert_parallel_size: {unit.expert_parallel_size}"
         if unit.microbatch_shares:
             yield f"    microbatch_shares: {_list(unit.microbatch_shares)}"
         yield "    replicas:"

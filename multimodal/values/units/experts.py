@@ -17,7 +17,7 @@ class Experts:
     shared_expert_intermediate_size: int | None = field(default=None, metadata=up_to(2**24))
     """Inner width of one more MLP that computes every token; None: there is none."""
     aux_loss_coeff: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1000})
-    """Weight of the loss that keeps experts equally busy: sequence by sequence (DeepSeek-V3, 2.1.2), so that no plan changes it."""
+    """Weight of the loss that keeps experts equally busy, in every sequence (DeepSeek-V3, 2.1.2), so that no plan changes it."""
     router_pre_softmax: bool = False
     """Weights of the chosen experts: their share among all experts, instead of among those that are chosen."""
 
