@@ -1,0 +1,127 @@
+"""Experts against a loop over tokens, and the loss that balances them against its formula."""
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from torch import Tensor
+
+from multimodal.model.experts.expert_mlp import Expert, ExpertMLP
+from multimodal.model.experts.router import Router, Routing, RowSequences, attach_loss, sequence_balance_loss
+from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config
+from multimodal.values.model_graph import Experts, Role, Transformer, Unit
+
+SHAPE = Transformer(2, 8, 2, 12, experts=Experts(4, router_topk=2))
+CONFIG = build_transformer_config(
+    Unit("llm", Role.BACKBONE, SHAPE), tensor_parallel_size=1, options=BuildOptions(Precision(torch.float64))
+)
+
+
+def build(experts: Experts, group: dist.ProcessGroup) -> ExpertMLP:
+    mlp = ExpertMLP(CONFIG, experts, 12, ProcessGroupCollection(tp=group, ep=group, cp=group))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.normal_(0, 0.5)
+    return mlp
+
+
+def mlp_of(expert: Expert, row: Tensor) -> Tensor:
+    gate, value = (expert.linear_fc1.weight @ row).chunk(2)
+    return expert.linear_fc2.weight @ (torch.nn.functional.silu(gate) * value)
+
+
+@pytest.mark.parametrize("is_pre_softmax", [False, True])
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("shared", [None, 6])
+def test_every_token_is_computed_by_its_experts(
+    world_of_one: dist.ProcessGroup, topk: int, shared: int | None, is_pre_softmax: bool
+) -> None:
+    experts = Experts(4, topk, shared_expert_intermediate_size=shared, router_pre_softmax=is_pre_softmax)
+    mlp = build(experts, world_of_one)
+    hidden = torch.randn(9, 1, 8, dtype=torch.float64)
+    for index, row in enumerate(hidden[:, 0]):
+        scores = mlp.router.weight @ row
+        best = sorted(range(4), key=lambda expert: -scores[expert])[:topk]
+        exponents = {expert: math.exp(scores[expert]) for expert in range(4)}
+        total = sum(exponents[expert] for expert in (range(4) if is_pre_softmax else best))
+        expected = sum(exponents[expert] / total * mlp_of(mlp.experts[str(expert)], row) for expert in best)
+        if mlp.shared_expert is not None:
+            expected = expected + mlp_of(mlp.shared_expert, row)
+        assert torch.allclose(mlp(hidden)[0][index, 0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_are_those_of_a_loop(world_of_one: dist.ProcessGroup) -> None:
+    mlp = build(Experts(4), world_of_one)
+    hidden = torch.randn(7, 1, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda rows: mlp(rows)[0], hidden)
+
+
+def test_no_rows_are_computed_and_no_expert_without_rows_loses_its_gradient(world_of_one: dist.ProcessGroup) -> None:
+    mlp = build(Experts(4, router_topk=1), world_of_one)
+    mlp(torch.zeros(0, 1, 8, dtype=torch.float64))[0].sum().backward()
+    assert all(parameter.grad is not None and not parameter.grad.any() for parameter in mlp.experts.parameters())
+
+
+def sequence_loss(shares: np.ndarray, chosen: np.ndarray, *, topk: int) -> float:
+    """DeepSeek-V3's (2.1.2): sum over experts of f P, without alpha."""
+    num_tokens, num_experts = shares.shape
+    fractions = [num_experts / (topk * num_tokens) * (chosen == expert).sum() for expert in range(num_experts)]
+    return float(sum(fractions[expert] * shares[:, expert].mean() for expert in range(num_experts)))
+
+
+def test_the_balance_loss_is_the_mean_of_all_sequences_by_length() -> None:
+    torch.manual_seed(1)
+    experts, lengths = Experts(4, router_topk=2), (3, 5)
+    router = Router(CONFIG, experts)
+    with torch.no_grad():
+        router.weight.normal_()
+    routing = router(torch.randn(10, 8, dtype=torch.float64))
+    numbers = torch.tensor([0, 0, 0, 1, 1, 1, 1, 1, -1, -1])
+    found = sequence_balance_loss(routing, RowSequences(numbers, lengths), experts=experts)
+    shares, chosen = routing.shares.detach().numpy(), routing.experts.numpy()
+    expected = sum(
+        length * sequence_loss(shares[rows], chosen[rows], topk=2)
+        for length, rows in zip(lengths, (slice(0, 3), slice(3, 8)), strict=True)
+    )
+    assert float(found) == pytest.approx(expected, rel=1e-12)
+
+
+def test_the_balance_loss_is_least_where_experts_are_equally_busy() -> None:
+    """Its value is then that of one expert in the mean: 1 for every token."""
+    experts, shares = Experts(4, router_topk=1), torch.full((4, 4), 0.25)
+    sequences = RowSequences(torch.zeros(4, dtype=torch.int64), (4,))
+    even, uneven = (
+        float(sequence_balance_loss(Routing(torch.tensor(chosen)[:, None], shares, shares), sequences, experts=experts))
+        for chosen in ([0, 1, 2, 3], [0, 0, 0, 0])
+    )
+    assert even == uneven == pytest.approx(4)
+    sure = torch.eye(4)[[0, 0, 0, 0]]
+    assert float(sequence_balance_loss(Routing(sure.argmax(1)[:, None], sure, sure), sequences, experts=experts)) == 16
+
+
+def test_an_attached_loss_gets_its_gradient() -> None:
+    values, weight = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
+    (attach_loss(values, 5 * weight) * 3).sum().backward()
+    assert values.grad is not None and values.grad.tolist() == [3, 3, 3]
+    assert weight.grad is not None and float(weight.grad) == 5
+
+
+def test_the_balance_loss_reaches_the_router_alone_where_it_is_wanted(world_of_one: dist.ProcessGroup) -> None:
+    mlp = build(Experts(4, aux_loss_coeff=0.5), world_of_one)
+    hidden = torch.randn(6, 1, 8, dtype=torch.float64)
+    gradients = []
+    for coefficient, num_step_tokens in ((0.0, 1), (0.5, 10), (1.0, 10)):
+        mlp.zero_grad()
+        mlp.experts_shape = replace(mlp.experts_shape, aux_loss_coeff=coefficient)
+        mlp.sequences, mlp.num_step_tokens = RowSequences(torch.zeros(6, dtype=torch.int64), (6,)), num_step_tokens
+        mlp(hidden)[0].sum().backward()
+        assert mlp.router.weight.grad is not None
+        gradients.append(mlp.router.weight.grad.clone())
+    added, doubled = gradients[1] - gradients[0], gradients[2] - gradients[0]
+    assert added.abs().max() > 1e-3
+    assert torch.allclose(doubled, 2 * added)
