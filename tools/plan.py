@@ -47,6 +47,7 @@ from tools.command_line import Parser, at_least_zero, count, counts_by_unit, for
 
 DEFAULT_VOCAB_SIZE = 50304
 SIZE_NAMES = {
+    "ep": "expert_parallel_size",
     "tp": "tensor_parallel_size",
     "cp": "context_parallel_size",
     "pp": "pipeline_parallel_size",
@@ -116,7 +117,7 @@ def add_request_flags(parser: Parser) -> None:
         nargs="+",
         default=[],
         metavar="UNIT:tp=2,pp=4",
-        help="Sizes that a unit must have: tp, cp, pp, dp, v.",
+        help="Sizes that a unit must have: tp, cp, pp, dp, v, ep.",
     )
     sizes.add_argument("--recompute-granularity", choices=("selective", "full"), help="Recompute this (only where nothing fits).")
     sizes.add_argument(
@@ -150,7 +151,7 @@ def _fixed(text: str) -> tuple[str, FixedSizes]:
     unit, separator, sizes = text.partition(":")
     pairs = [entry.partition("=") for entry in sizes.split(",")]
     if not unit or not separator or any(name not in SIZE_NAMES for name, _, _ in pairs):
-        raise argparse.ArgumentTypeError(f"expected UNIT:tp=N,cp=N,pp=N,dp=N,v=N with some of the five, found '{text}'")
+        raise argparse.ArgumentTypeError(f"expected UNIT:tp=N,cp=N,pp=N,dp=N,v=N,ep=N with some of the six, found '{text}'")
     return unit, FixedSizes(**{SIZE_NAMES[name]: count(number) for name, _, number in pairs})
 
 
@@ -250,6 +251,7 @@ def unit_sizes(unit: UnitPlan) -> dict[str, int | list[int]]:
         "tp": list(unit.tensor_sizes) if unit.is_unlike else unit.tensor_sizes[0],
         "cp": unit.context_parallel_size,
         "pp": counts if unit.is_unlike else counts[0],
+        "ep": unit.expert_parallel_size,
         "virtual_stages": max(len(stage.layer_ranges) for stage in unit.replicas[0].stages),
         "gpus": len(set(unit.ranks)),
     }
@@ -273,13 +275,15 @@ def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path
     )
     if BUILDERS[run.schedule].can_train:
         console.print(run.training_flags(cluster))
-    units = Table("unit", "tp", "cp", "pp", "virtual", "dp", "GPUs", "transformer layers per stage", box=None)
+    columns = ("tp", "cp", "pp", "virtual_stages", "dp", *(["ep"] if run.plan.units_with_shared_experts else []), "gpus")
+    titles = ("virtual" if each == "virtual_stages" else "GPUs" if each == "gpus" else each for each in columns)
+    units = Table("unit", *titles, "transformer layers per stage", box=None)
     for name, unit in run.plan.units.items():
         sizes = unit_sizes(unit)
         replicas = unit.replicas if unit.is_unlike else unit.replicas[:1]
         counts = [[sum(end - first for first, end in stage.layer_ranges) for stage in replica.stages] for replica in replicas]
         layers = " | ".join(", ".join(map(str, of_replica)) for of_replica in counts)
-        units.add_row(name, *(_shown(sizes[key]) for key in ("tp", "cp", "pp", "virtual_stages", "dp", "gpus")), layers)
+        units.add_row(name, *(_shown(sizes[key]) for key in columns), layers)
     console.print(units)
     above = Table("above the floor", "share of the step", box=None)
     for kind, share in prediction.above_floor.items():

@@ -166,4 +166,7 @@ def _comparable(unit: Unit) -> dict[str, Any]:
     found["add_qkv_bias"] |= found["add_bias_linear"]
     if unit.image is not None:
         found |= {key: value * (unit.image.in_channels // len(value)) for key in _OF_CHANNELS if (value := found[key])}
+    if found["experts"] is not None:  # how they are balanced is the run's choice
+        width = found["experts"]["ffn_hidden_size"] or unit.transformer.ffn_hidden_size
+        found["experts"] = {**found["experts"], "ffn_hidden_size": width, "aux_loss_coeff": 0.0}
     return {key: value for key, value in found.items() if key not in _FREE}

@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3: RMSNorm, SwiGLU, rotary positions, grouped queries; what they differ in is one row each."""
+"""Llama, Qwen2, Qwen3 and Mixtral: RMSNorm, SwiGLU, rotary positions, grouped queries; what they differ in is one row each."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -23,11 +23,45 @@ DECODER_LAYER = (
 )
 
 
-def decoder_names(prefix: str = "") -> UnitNames:
+def _expert_names(block: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
+    """Return the names of a router and its experts."""
+    return (
+        Weight("mlp.router", (f"{block}.gate",)),
+        Weight("mlp.experts.{}.linear_fc1", (f"{block}.experts.{{}}.{gate}", f"{block}.experts.{{}}.{up}"), stacked),
+        Weight("mlp.experts.{}.linear_fc2", (f"{block}.experts.{{}}.{down}",)),
+    )
+
+
+class ExpertKeys(NamedTuple):
+    """The keys of a family's config.json that describe experts, and the names of their weights."""
+
+    keys: tuple[Key, ...]
+    names: tuple[Weight, ...]
+    always_among_chosen: bool
+    """True if the weights of chosen experts add up to 1 in every model; else where norm_topk_prob says so."""
+
+
+_MIXTRAL = ExpertKeys(
+    (Key("num_local_experts", "num_experts", 8), Key("num_experts_per_tok", "router_topk", 2)),
+    _expert_names("block_sparse_moe", "w1", "w3", "w2"),
+    always_among_chosen=True,
+)
+_QWEN3_MOE = ExpertKeys(
+    (
+        Key("num_experts", "num_experts", 128),
+        Key("num_experts_per_tok", "router_topk", 8),
+        Key("moe_intermediate_size", "ffn_hidden_size", 768),
+    ),
+    _expert_names("mlp", "gate_proj", "up_proj", "down_proj"),
+    always_among_chosen=False,
+)
+
+
+def decoder_names(prefix: str = "", *, experts: ExpertKeys | None = None) -> UnitNames:
     """Return the names of an LLM, all of which begin with `prefix`."""
     return UnitNames(
         first=(Weight("word_embeddings", (f"{prefix}model.embed_tokens",), vocabulary),),
-        body=DECODER_LAYER,
+        body=(*DECODER_LAYER, *(experts.names if experts is not None else ())),
         last=(Weight("norm", (f"{prefix}model.norm",)), Weight("output_layer", (f"{prefix}lm_head",), vocabulary)),
         prefix=prefix + "model.layers.{}.",
     )
@@ -44,6 +78,8 @@ class TextFamily(NamedTuple):
     qk_layernorm: bool = False
     may_have_biases: bool = False
     """True if attention_bias and mlp_bias together give every matrix a bias."""
+    experts: ExpertKeys | None = None
+    """Of families whose layers have experts."""
 
 
 TEXT_FAMILIES = {
@@ -53,6 +89,25 @@ TEXT_FAMILIES = {
         TextFamily("Qwen2ForCausalLM", "qwen2", {"vocab_size": 151936, "num_key_value_heads": 32}, add_qkv_bias=True),
         TextFamily(
             "Qwen3ForCausalLM", "qwen3", {"vocab_size": 151936, "num_key_value_heads": 32, "head_dim": 128}, qk_layernorm=True
+        ),
+        TextFamily(
+            "MixtralForCausalLM",
+            "mixtral",
+            {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+            experts=_MIXTRAL,
+        ),
+        TextFamily(
+            "Qwen3MoeForCausalLM",
+            "qwen3_moe",
+            {
+                "vocab_size": 151936,
+                "hidden_size": 2048,
+                "intermediate_size": 6144,
+                "num_hidden_layers": 24,
+                "num_key_value_heads": 4,
+            },
+            qk_layernorm=True,
+            experts=_QWEN3_MOE,
         ),
     )
 }
@@ -79,6 +134,9 @@ _COMPUTED = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, 0.0, None),
     "use_sliding_window": (False, None),
+    "router_jitter_noise": (0, 0.0, None),
+    "decoder_sparse_step": (1, None),
+    "mlp_only_layers": ([], None),
     "pretraining_tp": (1, None),
 }
 _ROTARY_TYPES = (None, "default", "llama3")
@@ -94,6 +152,8 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     if family is None:
         raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(TEXT_FAMILIES)}")
     require(config, _COMPUTED, where=where)
+    if family.model_type == "mixtral":
+        require(config, {"sliding_window": (None,)}, where=where)
     given = {key: value for key, value in config.items() if value is not None}
     fields = read_keys(_KEYS, {**_DEFAULTS, **family.defaults, **given})
     return {
@@ -105,7 +165,32 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
         "qk_layernorm": family.qk_layernorm,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "has_exact_vocabulary": True,
+        **({} if family.experts is None else {"experts": _read_experts(family.experts, config)}),
     }
+
+
+def _read_experts(experts: ExpertKeys, config: Config) -> dict[str, Any]:
+    """Return the experts of a config.json; newer ones of Qwen3 call their number as Mixtral's do."""
+    given = {**config, "num_experts": config.get("num_experts") or config.get("num_local_experts")}
+    is_among_chosen = experts.always_among_chosen or bool(config.get("norm_topk_prob"))
+    balances = bool(config.get("output_router_logits"))
+    return {
+        **read_keys(experts.keys, given),
+        "router_pre_softmax": not is_among_chosen,
+        "aux_loss_coeff": float(config.get("router_aux_loss_coef") or 0.0) if balances else 0.0,
+    }
+
+
+def _write_experts(experts: ExpertKeys, unit: Unit) -> dict[str, Any]:
+    described = unit.transformer.experts
+    if described is None:  # which the way back shows: it has some
+        return {}
+    fields = {**asdict(described), "ffn_hidden_size": unit.transformer.expert_hidden_size}
+    config = {key.theirs: fields[key.ours] for key in experts.keys}
+    balances = (
+        {"output_router_logits": True, "router_aux_loss_coef": described.aux_loss_coeff} if described.aux_loss_coeff else {}
+    )
+    return {**config, **balances, **({} if experts.always_among_chosen else {"norm_topk_prob": not described.router_pre_softmax})}
 
 
 def _has_biases(family: TextFamily, config: Config, *, where: str) -> bool:
@@ -152,6 +237,7 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
         "architectures": [family.name],
         "model_type": family.model_type,
         **config,
+        **({} if family.experts is None else _write_experts(family.experts, unit)),
         "hidden_act": "silu",
         "rope_theta": unit.transformer.rotary_base,
         "tie_word_embeddings": unit.ties_embeddings,
@@ -183,4 +269,4 @@ def text_architecture(family: TextFamily) -> Architecture:
     def to_config(graph: ModelGraph) -> dict[str, Any]:
         return write_text_unit(family, graph.backbone)
 
-    return Architecture(family.name, family.model_type, to_graph, to_config, (decoder_names(),))
+    return Architecture(family.name, family.model_type, to_graph, to_config, (decoder_names(experts=family.experts),))

@@ -59,16 +59,11 @@ def with_experts(graph: ModelGraph, experts: Experts) -> ModelGraph:
 GRAPH = with_experts(build_graph(tied=True), Experts(4, ffn_hidden_size=12, aux_loss_coeff=0.1))
 
 
-def plan_of(experts: int, **sizes: Any) -> Plan:
-    plan = build_plan(GRAPH, **sizes)
-    return Plan({**plan.units, "llm": replace(plan.units["llm"], expert_parallel_size=experts)})
-
-
-PAIRS = plan_of(2, vision=(1, 1, 2), llm=(1, 1, 4))
-DEEP = plan_of(2, vision=(2, 1, 1), llm=(1, 2, 2))
-FOURS = plan_of(4, vision=(1, 1, 2), llm=(1, 1, 4))
-WIDE = plan_of(2, vision=(1, 1, 2), llm=(2, 1, 2))
-ALONE = plan_of(1, vision=(1, 1, 2), llm=(1, 1, 4))
+PAIRS = build_plan(GRAPH, vision=(1, 1, 2), llm=(1, 1, 4), experts=2)
+DEEP = build_plan(GRAPH, vision=(2, 1, 1), llm=(1, 2, 2), experts=2)
+FOURS = build_plan(GRAPH, vision=(1, 1, 2), llm=(1, 1, 4), experts=4)
+WIDE = build_plan(GRAPH, vision=(1, 1, 2), llm=(2, 1, 2), experts=2)
+ALONE = build_plan(GRAPH, vision=(1, 1, 2), llm=(1, 1, 4))
 ONE = build_plan(GRAPH, **ONE_RANK)
 
 

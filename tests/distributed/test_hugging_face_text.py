@@ -1,4 +1,4 @@
-"""Llama, Qwen2 and Qwen3 of transformers: the same logits and gradients in float64, in one process and under any plan."""
+"""Llama, Qwen and Mixtral of transformers: the same logits and gradients in float64, in one process and under any plan."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +53,20 @@ def qwen3() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
 
 
+def mixtral() -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, experts_implementation="eager"))
+
+
+def qwen3_moe() -> Any:
+    """Weights of the chosen experts are their share among all, and those of the published models among the chosen ones."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": False}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, head_dim=8, experts_implementation="eager", **experts))
+
+
 PLANS: Plans = {
     "tp 2, pp 2, dp 2": ({"llm": (2, 2, 2)}, {}),
     "sequence parallelism, tp 2, cp 2": ({"llm": (2, 1, 1, 2)}, {"sequence_parallel": True}),
@@ -64,3 +78,15 @@ PLANS: Plans = {
 @pytest.mark.parametrize("build", [llama, llama_of_long_contexts, qwen2, qwen3])
 def test_logits_and_gradients_equal_transformers(build: Callable[[], Any], ranks: RankPool, tmp_path: Path) -> None:
     compare_logits(build, tmp_path / "model", ranks, shapes=SAMPLES).assert_under_plans(PLANS, ranks)
+
+
+WITH_EXPERTS: Plans = {
+    "shared by two, tp 2, dp 2": ({"llm": (2, 1, 2), "experts": 2}, {"sequence_parallel": True}),
+    "shared by two, pp 2, dp 4": ({"llm": (1, 2, 4), "experts": 2}, {"recompute": "full"}),
+    "zero 3, tp 2, dp 2": ({"llm": (2, 1, 2)}, {"shards_weights": True}),
+}
+
+
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe])
+def test_experts_equal_those_of_transformers(build: Callable[[], Any], ranks: RankPool, tmp_path: Path) -> None:
+    compare_logits(build, tmp_path / "model", ranks, shapes=SAMPLES).assert_under_plans(WITH_EXPERTS, ranks)

@@ -93,10 +93,14 @@ def build_unlike_plan() -> Plan:
     return Plan({"vision": UnitPlan((wide, deep)), "llm": UnitPlan(llm, microbatch_shares=(3, 1))})
 
 
-def build_plan(graph: ModelGraph, *, colocated: bool = False, **units: tuple[int, ...]) -> Plan:
-    """units: (tp, pp, dp) or (tp, pp, dp, cp) of each; what is said of units that the graph does not have is left out."""
+def build_plan(graph: ModelGraph, *, colocated: bool = False, experts: int = 1, **units: tuple[int, ...]) -> Plan:
+    """units: (tp, pp, dp) or (tp, pp, dp, cp) of each; what is said of units that the graph does not have is left out.
+
+    experts: replicas of the LLM that share them.
+    """
     given = [(name, units[name]) for name in graph.unit_names]
     sizes = {name: UnitSizes(tp, pp, *cp, data_parallel_size=dp) for name, (tp, pp, dp, *cp) in given}
+    sizes["llm"] = replace(sizes["llm"], expert_parallel_size=experts)
     counts = [size.num_ranks or 0 for size in sizes.values()]
     if colocated:
         return plan_colocated(graph, sizes=sizes, world_size=max(counts))

@@ -58,4 +58,19 @@ def build_wide_model(build: Callable[[], Any], folder: Path, **options: Any) -> 
 
 def gradients_by_key(model: torch.nn.Module) -> Mapping[str, np.ndarray]:
     """Gradients under the names that files have."""
-    return {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    found = {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return {key: values for name, stacked in found.items() for key, values in _of_experts(model, name, stacked)}
+
+
+def _of_experts(model: Any, name: str, gradient: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield gradients of single experts, which modules hold together and files apart."""
+    is_mixtral = model.config.model_type == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if is_mixtral else ("gate_proj", "up_proj", "down_proj")
+    block, _, last = (name.replace(".mlp.", ".block_sparse_moe.") if is_mixtral else name).rpartition(".")
+    if last == "gate_up_proj":
+        for expert, both in enumerate(gradient):
+            yield from zip((f"{block}.{expert}.{each}.weight" for each in (gate, up)), np.split(both, 2), strict=True)
+    elif last == "down_proj":
+        yield from ((f"{block}.{expert}.{down}.weight", values) for expert, values in enumerate(gradient))
+    else:
+        yield f"{block}.{last}", gradient

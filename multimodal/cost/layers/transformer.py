@@ -169,7 +169,7 @@ class TransformerLayer(Layer):
         activated, activated_back = (factor * shape.ffn_hidden_size for factor in ((3, 5) if self._is_gated else (2, 3)))
         forward = 5 * hidden, normed, rotated, 0, 5 * hidden, 0, activated
         backward = 6 * hidden, 1.5 * normed, rotated, 0, 6 * hidden, 0, activated_back
-        columns = zip(self.segments, self._segment_weights, forward, backward, strict=True)
+        columns = zip(TransformerLayer.segments, self._segment_weights, forward, backward, strict=True)
         return tuple(
             SegmentWork(num_weights, (size * moved, size * moved_back), attends=segment.name == "attention")
             for segment, num_weights, moved, moved_back in columns

@@ -44,7 +44,7 @@ class StageCosts:
             for replica, each in enumerate(plan.replicas):
                 for virtual in each.virtual_stages:
                     key = unit, replica, virtual.index
-                    looks = virtual.layers, self._on_first_nodes(virtual.ranks)
+                    looks = virtual.layers, self._on_first_nodes(virtual.ranks), self._on_first_nodes(self._expert_ranks(key))
                     like = known[looks] if looks in known else known.setdefault(looks, self._like(key))
                     index = (like, virtual.index) if self.options.zero_stage >= 3 else like
                     found.setdefault(index, (key, np.zeros(shape, bool)))[1][virtual.index, replica] = True
@@ -171,13 +171,11 @@ class StageCosts:
 
     def _expert_ranks(self, stage: StageKey) -> Sequence[int]:
         """Return the ranks that share experts with the stage's first rank; only itself where none do."""
-        unit, (_, replica, index) = self.stages.plan.units[stage[0]], stage
+        unit, replica, index = self.stages.plan.units[stage[0]], *stage[1:]
+        if unit.expert_parallel_size == 1:
+            return self.stages.plan.virtual_stage(*stage).ranks[:1]
         first = replica - replica % unit.expert_parallel_size
-        group = unit.replicas[first : first + unit.expert_parallel_size]
-        return [each.virtual_stages[index].ranks[0] for each in group] if len(group) > 1 else self._first_rank(stage)
-
-    def _first_rank(self, stage: StageKey) -> Sequence[int]:
-        return self.stages.plan.virtual_stage(*stage).ranks[:1]
+        return [each.virtual_stages[index].ranks[0] for each in unit.replicas[first : first + unit.expert_parallel_size]]
 
     def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
         """Seconds in which a stage's weights come, and its gradients go, while it computes; 0 where replicas keep all weights."""

@@ -61,11 +61,24 @@ class PlannerRow:
         """
         started = time.perf_counter()
         try:
-            asked = request if self.searches_others else without_idle_units(request)
-            run = place_idle_units(self.plan(asked), request)
+            run = self._plan_experts(request)
         except PlanError as problem:
             raise type(problem)(f"planner '{self.name}': {problem}") from None
         return replace(run, planner=self.name, planning_seconds=time.perf_counter() - started)
+
+    def _plan_experts(self, request: PlanningRequest) -> PlannedRun:
+        """Plan with every sharing of experts that may be, and return the shortest, by the planner's own estimate."""
+        sizes, found, problem = request.expert_parallel_sizes, list[PlannedRun](), PlanError("")
+        budget = request.time_budget_seconds / len(sizes)
+        for size in sizes:
+            asked = request.changed(expert_parallel_size=size, time_budget_seconds=budget) if sizes != (1,) else request
+            try:
+                found.append(place_idle_units(self.plan(asked if self.searches_others else without_idle_units(asked)), asked))
+            except PlanError as other:
+                problem = problem if str(problem) else other
+        if not found:
+            raise problem
+        return min(found, key=lambda run: run.objective_seconds)
 
 
 class TemplatePlanner(Protocol):

@@ -67,6 +67,8 @@ class FixedSizes:
     virtual_stages: int | None = None
     """Layer ranges per pipeline stage."""
     context_parallel_size: int | None = None
+    expert_parallel_size: int | None = None
+    """The LLM's only."""
 
 
 _OF_MODEL_AND_DATA = ("layer_costs", "sample_loads", "lengths_vary", "mean_loads", "idle_units", "trained_weights")
@@ -86,6 +88,8 @@ class PlanningRequest:
     """Samples per step."""
     lengths: tuple[SampleLengths, ...]
     """A sample of the real data, in any number."""
+    expert_parallel_size: int | None = None
+    """Replicas of the LLM that share its experts; None: as fixed, or what a planner finds best."""
     micro_batch_size: int | None = None
     """Samples per LLM microbatch; None: 1, or what a search or tuning finds best."""
     vocab_size: int = 50304
@@ -140,6 +144,23 @@ class PlanningRequest:
                 f"micro batch size {self.micro_batch_size} is not between 1 and the global batch size {self.global_batch_size}"
             )
 
+    @property
+    def expert_parallel_sizes(self) -> tuple[int, ...]:
+        """The fixed size; else the powers of two by which the LLM's experts, GPUs and fixed replicas can be divided."""
+        experts, fixed = self.graph.backbone.transformer.experts, self.fixed(self.graph.backbone.name)
+        decided = self.expert_parallel_size or fixed.expert_parallel_size
+        if decided is not None or experts is None or self.sharding == "optim_grads_params":
+            return (decided or 1,)
+        sizes = [1 << power for power in range(min(experts.num_experts, self.num_gpus).bit_length())]
+        return tuple(size for size in sizes if experts.num_experts % size == 0 == (fixed.data_parallel_size or 0) % size)
+
+    def with_shared_experts(self, plan: Plan) -> Plan:
+        """Return the plan with the LLM's experts shared as asked."""
+        if self.expert_parallel_size is None:
+            return plan
+        llm = self.graph.backbone.name
+        return Plan({**plan.units, llm: replace(plan.units[llm], expert_parallel_size=self.expert_parallel_size)})
+
     def changed(self, **changes: Any) -> "PlanningRequest":
         """Return the request with other options for the same model, machine and data; what is known of these stays known."""
         other = replace(self, **changes)
@@ -188,12 +209,13 @@ class PlanningRequest:
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
-        """Return the layers for a schedule: fused ones need bfloat16, whole layers, unsharded weights, no adapters."""
+        """Return the layers for a schedule: fused ones need bfloat16, whole layers and weights, no adapters and no experts."""
         if self.transformer_impl is not None:
             return self.transformer_impl
         is_local = self.tp_comm_overlap or BUILDERS[schedule].runs_segments
         is_local = is_local or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
         is_local = is_local or any(unit.lora is not None for unit in self.graph.units)
+        is_local = is_local or self.graph.backbone.transformer.experts is not None
         return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:
@@ -286,7 +308,8 @@ class PlanningRequest:
         """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; PlanError if a fixed one does not."""
         described = self.graph.unit(unit)
         shape = described.transformer
-        widths = [shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size]
+        widths = [shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size, shape.expert_hidden_size]
+        widths += [shape.experts.shared_expert_intermediate_size or 0] if shape.experts is not None else []
         widths += [self.vocab_size] if described.role is Role.BACKBONE else []
         fixed = self.fixed(unit).tensor_parallel_size
         widths += [1] if described.module is not None else []
@@ -351,7 +374,11 @@ class PlanningRequest:
     def data_parallel_sizes(self, unit: str) -> tuple[int, ...]:
         """Divisors of the number of microbatches, so that replicas get equally many, or the fixed one."""
         fixed = self.fixed(unit).data_parallel_size
-        count = self.num_microbatches
+        count, experts = self.num_microbatches, self.experts_of(unit)
         if fixed is not None:
             return (fixed,)
-        return tuple(size for size in range(1, min(count, self.num_gpus) + 1) if count % size == 0)
+        return tuple(size for size in range(1, min(count, self.num_gpus) + 1) if count % size == 0 == size % experts)
+
+    def experts_of(self, unit: str) -> int:
+        """Return how many replicas of a unit share experts."""
+        return (self.expert_parallel_size or 1) if unit == self.graph.backbone.name else 1

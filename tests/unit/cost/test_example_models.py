@@ -18,6 +18,7 @@ TOTALS = {
     "internvl3-8b": (7_944_373_760, 0.001),
     "llama-3.2-vision-11b": (10_670_220_835, 0.01),  # its embeddings of tile positions (0.7 %) are not in our form
     "llava-onevision-7b": (8_030_348_832, 0.001),
+    "qwen3-vl-30b-a3b": (31_070_754_032, 0.001),
     # sums of what the papers state per unit
     "mllm-9b": (9e9, 0.02),
     "mllm-15b": (15e9, 0.05),  # the paper's name; ViT-H 0.63 B + 13 B with Llama 3's vocabulary (1.3 B) + 0.87 B is 15.5 B
@@ -40,6 +41,7 @@ UNITS = {
     ("qwen2.5-vl-7b", "llm"): (7_615_616_512, 0.0),  # Qwen2.5 7B's
     ("orchmllm-18b", "llm"): (14_770_033_664, 0.0),  # Qwen2.5 14B's
     ("orchmllm-84b", "llm"): (72_706_203_648, 0.0),  # Qwen2.5 72B's
+    ("qwen3-vl-30b-a3b", "llm"): (30_532_122_624, 0.0),  # Qwen3 30B-A3B's
     ("qwen2.5-omni-7b", "audio"): (0.637e9, 0.015),  # Whisper-large's encoder; our projector concatenates
     ("mllm-9b", "vision"): (0.63e9, 0.015),  # ViT-Huge with a projector of 7 M
     ("mllm-9b", "generator"): (0.866e9, 0.04),  # Stable Diffusion 2.1's U-Net, in whose place a transformer stands

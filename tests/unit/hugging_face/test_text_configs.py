@@ -11,7 +11,7 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.registry import ARCHITECTURES, architecture_of, check_same_model, with_vocab_size
 from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import Experts, ModelGraph
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
 
@@ -37,7 +37,10 @@ def test_every_version_says_where_positions_come_from(positions: dict[str, Any],
     assert read(tmp_path, **positions).backbone.transformer.rotary_base == expected
 
 
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "name",
+    ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"],
+)
 def test_a_graph_tells_its_family(name: str, tmp_path: Path) -> None:
     family = ARCHITECTURES[name]
     tied = {"tie_word_embeddings": True}
@@ -115,3 +118,53 @@ def test_rows_of_merged_weights(tmp_path: Path) -> None:
     assert (gate.target, gate.num_rows, up.target, up.num_rows) == (0, 6, 6, 6)
     assert rows_of(names, unit, "layers.0.word_embeddings.weight", num_rows=8) == (Rows("model.embed_tokens.weight", 0, 0, 5),)
     assert rows_of(names, unit, "layers.1.mlp.router.weight", num_rows=8) == ()
+
+
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_attention_heads": 8}
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"),
+    [
+        (MIXTRAL, Experts(8)),
+        ({**MIXTRAL, "num_local_experts": 4, "num_experts_per_tok": 1}, Experts(4, 1)),
+        ({**MIXTRAL, "router_aux_loss_coef": 0.02}, Experts(8)),
+        ({**MIXTRAL, "router_aux_loss_coef": 0.02, "output_router_logits": True}, Experts(8, aux_loss_coeff=0.02)),
+        ({**QWEN3_MOE, "num_experts": 16, "norm_topk_prob": True}, Experts(16, 8, 768)),
+        ({**QWEN3_MOE, "num_local_experts": 16}, Experts(16, 8, 768, router_pre_softmax=True)),
+    ],
+)
+def test_experts_are_read(config: dict[str, Any], experts: Experts, tmp_path: Path) -> None:
+    assert read(tmp_path, **config).backbone.transformer.experts == experts
+
+
+@pytest.mark.parametrize(
+    ("config", "problem"),
+    [
+        ({**MIXTRAL, "sliding_window": 4096}, "sliding_window is 4096"),
+        ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers is"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ],
+)
+def test_experts_that_are_not_computed_here_are_refused(config: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=problem):
+        read(tmp_path, **config)
+
+
+def test_a_run_may_balance_experts_of_a_model_that_does_not(tmp_path: Path) -> None:
+    graph = read(tmp_path, **MIXTRAL)
+    shape = graph.backbone.transformer
+    assert shape.experts is not None
+    balanced = replace(shape, experts=replace(shape.experts, aux_loss_coeff=0.01))
+    check_same_model(tmp_path, replace(graph, units=(replace(graph.backbone, transformer=balanced),)))
+
+
+def test_every_expert_has_its_own_weights(tmp_path: Path) -> None:
+    graph = read(tmp_path, **MIXTRAL)
+    names = ARCHITECTURES["MixtralForCausalLM"].names[0]
+    rows = rows_of(names, graph.backbone, "layers.3.mlp.experts.5.linear_fc1.weight", num_rows=10)
+    block = "model.layers.2.block_sparse_moe"
+    assert rows == (Rows(f"{block}.experts.5.w1.weight", 0, 0, 5), Rows(f"{block}.experts.5.w3.weight", 0, 5, 5))
+    gate = rows_of(names, graph.backbone, "layers.3.mlp.router.weight", num_rows=8)
+    assert gate == (Rows(f"{block}.gate.weight", 0, 0, 8),)

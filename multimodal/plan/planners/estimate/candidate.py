@@ -10,7 +10,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph, Role
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, validate_plan
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Candidate:
 
 def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float) -> PlannedRun:
     """Return a run of a plan with the request's options, or those that follow from the schedule."""
+    shared = request.with_shared_experts(plan)
+    validate_plan(shared, graph=request.graph, world_size=shared.num_ranks)
     return PlannedRun(
-        plan,
+        shared,
         schedule=schedule,
         passes=request.passes(plan),
         micro_batch_size=request.default_micro_batch_size,

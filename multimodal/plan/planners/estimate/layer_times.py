@@ -47,9 +47,16 @@ class PlanningTimes:
 def kind_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: StageSize) -> dict[str, tuple[float, float]]:
     """Return kind of layer -> seconds of its forward and backward; layers of one kind in a unit are alike."""
     seconds = {}
+    num_ranks = size.tensor * size.context
     for kind in dict.fromkeys(request.graph.unit(unit).layers):
         one = request.layer_costs.seconds(
-            unit, kind, load, tensor_parallel_size=size.tensor, context_parallel_size=size.context, recompute=request.recompute
+            unit,
+            kind,
+            load,
+            tensor_parallel_size=size.tensor,
+            context_parallel_size=size.context,
+            recompute=request.recompute,
+            expert_ranks=tuple(range(0, num_ranks * request.experts_of(unit), num_ranks)),
         )
         seconds[kind] = one.forward, one.backward(kind, request.backward_need(unit, kind))
     return seconds

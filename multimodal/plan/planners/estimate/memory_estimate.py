@@ -30,6 +30,9 @@ class LayerMemory(NamedTuple):
     num_weights: int
     num_trained: int
     """Those of them that have gradients."""
+    num_shared: int
+    """Those of experts that replicas share."""
+    num_sharers: int
     activations: ActivationBytes
     """Bytes of one average sample, if no context parallel ranks share its tokens."""
     spread_activations: ActivationBytes
@@ -44,15 +47,22 @@ class LayerMemory(NamedTuple):
 
     def static_bytes(self, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state; data_parallel_size: ranks that hold the same weights."""
+        trained = self.num_shared if self.num_trained == self.num_weights else 0  # with adapters, none of the experts'
+        shares = (
+            (self.num_trained - trained, True, 1),
+            (self.num_weights - self.num_trained - self.num_shared + trained, False, 1),
+            (trained / self.num_sharers, True, self.num_sharers),
+            ((self.num_shared - trained) / self.num_sharers, False, self.num_sharers),
+        )
         return sum(
             layer_static_bytes(
                 num_weights,
                 is_trained=is_trained,
-                data_parallel_size=data_parallel_size,
+                data_parallel_size=max(1, data_parallel_size // num_sharers),
                 zero_stage=self.zero_stage,
                 bytes_per_element=self.bytes_per_element,
             )
-            for num_weights, is_trained in ((self.num_trained, True), (self.num_weights - self.num_trained, False))
+            for num_weights, is_trained, num_sharers in shares
         )
 
 
@@ -201,6 +211,8 @@ class MemoryEstimate:
             self._layers[key] = LayerMemory(
                 layer.num_held_weights,
                 layer.num_trained_weights if need.trains_weights else 0,
+                layer.num_expert_weights,
+                request.experts_of(unit),
                 layer.activation_bytes(load, case),
                 layer.activation_bytes(load, case._replace(is_spread=True)),
                 request.cluster.bytes_per_element,

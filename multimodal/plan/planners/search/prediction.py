@@ -298,9 +298,9 @@ def choose_share(
 ) -> int:
     """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough.
 
-    Units without work do not count.
+    Units without work do not count; replicas that share experts count as one.
     """
-    sizes = [unit.data_parallel_size for unit in _busy_units(run.plan, request)]
+    sizes = [unit.data_parallel_size // unit.expert_parallel_size for unit in _busy_units(run.plan, request)]
     common = math.gcd(request.global_batch_size, *sizes)
     num_actions = _num_actions(run, _busy_units(run.plan, request), request.global_batch_size)
     if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
