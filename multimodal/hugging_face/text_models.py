@@ -130,7 +130,7 @@ _KEYS = (
     Key("initializer_range", "init_method_std"),
     Key("vocab_size", "vocab_size"),
 )
-_COMPUTED = {
+_COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, 0.0, None),
     "use_sliding_window": (False, None),

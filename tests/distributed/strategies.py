@@ -197,8 +197,8 @@ def with_experts(draw: st.DrawFn, llm: Unit) -> Unit:
     experts = Experts(
         num_experts=4,
         router_topk=draw(st.integers(1, 3)),
-        ffn_hidden_size=draw(st.sampled_from([None, 6])),
-        shared_expert_intermediate_size=draw(st.sampled_from([None, 4])),
+        ffn_hidden_size=draw(st.sampled_from([None, 12])),
+        shared_expert_intermediate_size=draw(st.sampled_from([None, 12])),
         aux_loss_coeff=draw(st.sampled_from([0.0, 0.5])),
         router_pre_softmax=draw(st.booleans()),
     )
