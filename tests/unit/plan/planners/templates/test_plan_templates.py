@@ -63,9 +63,7 @@ def test_memory_decides_about_the_smallest_template():
 
 def test_replicas_that_share_state_need_fewer_nodes_each_and_are_more():
     fixed = {"llm": FixedSizes(tensor_parallel_size=1)}
-    asked = (
-        with_memory(request(TEXT_ONLY, num_gpus=gpus, micro_batch_size=1, fixed_sizes=fixed), 0.6) for gpus in (16, 32)
-    )
+    asked = (with_memory(request(TEXT_ONLY, num_gpus=gpus, micro_batch_size=1, fixed_sizes=fixed), 0.6) for gpus in (16, 32))
     whole, shared = (
         plan_templates(one, fault_tolerance=1, replicas_per_copy=count) for one, count in zip(asked, (1, 3), strict=True)
     )
