@@ -5,7 +5,7 @@ nothing is downloaded. Every sixth glyph is kept for validation; training never 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import ClassVar, Literal, NamedTuple
 
@@ -27,6 +27,7 @@ from multimodal.data.digits_layout import (
     QUESTIONS,
     DigitsPicture,
     DigitsSample,
+    Layout,
     draw_digits_sample,
     possible_layouts,
 )
@@ -68,14 +69,19 @@ class RandomPictures(ABC):
         image: ImageInput,
         tokenizer: Tokenizer,
         seq_length: int,
+        count_outputs: Callable[[tuple[int, int]], int] | None = None,
     ) -> None:
         """unit: the encoder that takes the pictures, or the generator that makes them; image: how it cuts them.
 
-        seq_length: the most tokens of a sample. Raises ModelError when the unit's pixel bounds admit no picture, ConfigError when
+        seq_length: the most tokens of a sample; count_outputs: the tokens that a picture with this grid of patches is in the LLM;
+        None: those that are left when patches are merged.
+
+        Raises ModelError when the unit's pixel bounds admit no picture, ConfigError when
         scikit-learn is missing or a sample might be longer than seq_length.
         """
         self._num_samples, self._unit, self._image, self._tokenizer = num_samples, unit, image, tokenizer
         self._seq_length = seq_length
+        self._count_outputs = count_outputs or image.num_output_tokens
         self._entropy = (seed, self._STREAMS[split])
         self._glyphs, self._pool = load_handwritten_digits(), glyph_pool(split)
         self._cached: dict[int, tuple[DigitsSample, Conversation]] = {}
@@ -123,8 +129,11 @@ class RandomPictures(ABC):
         return self._grid(self.sample(index).pictures[item_index])
 
     def _grid(self, picture: DigitsPicture) -> tuple[int, int]:
-        patches = picture.layout.cell_pixels // self._image.patch_size
-        return picture.layout.rows * patches, picture.layout.columns * patches
+        return self._grid_of(picture.layout)
+
+    def _grid_of(self, layout: Layout) -> tuple[int, int]:
+        patches = layout.cell_pixels // self._image.patch_size
+        return layout.rows * patches, layout.columns * patches
 
     def _at(self, index: int) -> tuple[DigitsSample, Conversation]:
         if not 0 <= index < self._num_samples:
@@ -153,14 +162,13 @@ class DigitsSource(RandomPictures):
 
     def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
         return [
-            *(ItemSegment(self._image.num_output_tokens(self._grid(picture))) for picture in sample.pictures),
+            *(ItemSegment(self._count_outputs(self._grid(picture))) for picture in sample.pictures),
             TextSegment("user", QUESTIONS[sample.kind]),
             TextSegment("assistant", sample.answer),
         ]
 
     def _check_seq_length(self) -> None:
-        token_pixels = self._image.patch_size * self._image.merge_size
-        picture = max(layout.rows * layout.columns * (layout.cell_pixels // token_pixels) ** 2 for layout in self._layouts)
+        picture = max(self._count_outputs(self._grid_of(layout)) for layout in self._layouts)
         question = max(len(self._tokenizer.encode(text)) for text in QUESTIONS.values())
         longest = MAX_PICTURES * (picture + 2) + question + MAX_DIGITS + 4
         if longest > self._seq_length:

@@ -80,7 +80,8 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
     """Return samples that are all alike, as papers state them, with one item for each encoder and generator in `tokens`.
 
     tokens: unit -> tokens inside the unit. The backbone's are all tokens of its sequence, those that come from encoders
-    (`merge_factor` times fewer than inside the encoder) included; the rest is text, and all text counts in the loss.
+    (`merge_factor` times fewer than inside the encoder, or as many as queries) included; the rest is text, and all text counts
+    in the loss.
 
     Raises DataError for a unit that the model lacks, or when the backbone's tokens cannot hold the encoders'.
     """
@@ -93,7 +94,7 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
     for unit in graph.units:
         if unit.name in tokens and unit.role is not Role.BACKBONE:
             is_encoder = unit.role is Role.ENCODER
-            num_outputs = max(1, tokens[unit.name] // unit.merge_factor) if is_encoder else 0
+            num_outputs = _num_outputs(unit, tokens[unit.name]) if is_encoder else 0
             items.append(ItemLengths(unit.name, tokens[unit.name], num_outputs))
     num_text_tokens = tokens[backbone] - sum(item.num_output_tokens for item in items)
     if num_text_tokens < 1:
@@ -102,6 +103,11 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
             f"that encoders hand on; raise {backbone}'s length"
         )
     return tuple(SampleLengths(sample, tuple(items), num_text_tokens, num_text_tokens) for sample in range(num_samples))
+
+
+def _num_outputs(encoder: Unit, num_tokens: int) -> int:
+    """Return the tokens that leave an encoder of so many inside it."""
+    return encoder.queries.num_queries if encoder.queries is not None else max(1, num_tokens // encoder.merge_factor)
 
 
 def _is_audio(unit: Unit) -> bool:
@@ -179,7 +185,7 @@ def _images(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLength
         if not separator or not all(side.isascii() and side.isdigit() and len(side) <= _MAX_DIGITS for side in (width, height)):
             raise ValueError(f"image_sizes has '{size[:50]}', expected WxH in pixels")
         grid = image_grid(width=int(width), height=int(height), image_input=encoder.image)
-        tile = ItemLengths(encoder.name, encoder.image.num_tokens(grid), encoder.image.num_output_tokens(grid))
+        tile = ItemLengths(encoder.name, encoder.image.num_tokens(grid), encoder.num_output_tokens(grid))
         yield from [tile] * num_tiles(width=int(width), height=int(height), image_input=encoder.image)
 
 
@@ -189,7 +195,7 @@ def _audio(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths
         return
     rate = encoder.audio.tokens_per_second if encoder.audio else AUDIO_TOKENS_PER_SECOND
     num_tokens = -(-round(seconds * SAMPLING_RATE) * rate // SAMPLING_RATE)
-    yield ItemLengths(encoder.name, num_tokens, max(1, num_tokens // encoder.merge_factor))
+    yield ItemLengths(encoder.name, num_tokens, _num_outputs(encoder, num_tokens))
 
 
 def _number(row: Mapping[str, Any], name: str) -> float:

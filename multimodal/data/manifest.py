@@ -232,7 +232,7 @@ def _with_items(
 def _item_segment(tiles: Sequence[IndexedItem], unit: Unit) -> Segment:
     if unit.role is Role.GENERATOR:
         return GeneratedSegment()
-    num_output_tokens = sum(_input_of(unit).num_output_tokens(tile.grid) for tile in tiles)
+    num_output_tokens = sum(unit.num_output_tokens(tile.grid) for tile in tiles)
     return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles))
 
 

@@ -1,6 +1,7 @@
 """Llama, Qwen2, Qwen3 and Mixtral: RMSNorm, SwiGLU, rotary positions, grouped queries; what they differ in is one row each."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, write_keys

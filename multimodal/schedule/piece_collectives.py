@@ -55,8 +55,8 @@ def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tu
     if layers.tensor_size(action[1:4]) == 1:
         return ()
     covers = action.covers if isinstance(action.covers, SegmentRange) else None
-    lora = layers.graph.unit(action.unit).lora
-    return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers, lora=lora)
+    unit = layers.graph.unit(action.unit)
+    return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers, unit=unit)
 
 
 def shared_encoders(step: StepGraph) -> Iterator[str]:

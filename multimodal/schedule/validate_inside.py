@@ -91,8 +91,8 @@ class _Checks:
         key = self.work.stages[stage]
         if self.layers.tensor_size(key) == 1 or self.options.hides_waits:
             return 0
-        lora = self.step.graph.unit(key[0]).lora
-        return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options, lora=lora))
+        unit = self.step.graph.unit(key[0])
+        return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options, unit=unit))
 
     def check_collectives(self) -> None:
         """Check that it waits for no collective, which would use the links for which its carrier waits."""

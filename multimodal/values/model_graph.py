@@ -16,9 +16,22 @@ from multimodal.values.units.experts import Experts
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput, problem_of_image, problem_of_waveform
 from multimodal.values.units.lora import Lora
 from multimodal.values.units.opaque import Opaque
+from multimodal.values.units.queries import Queries
 from multimodal.values.units.transformer import Transformer
 
-__all__ = ["AudioInput", "Experts", "ImageInput", "ItemInput", "Lora", "ModelGraph", "Opaque", "Role", "Transformer", "Unit"]
+__all__ = [
+    "AudioInput",
+    "Experts",
+    "ImageInput",
+    "ItemInput",
+    "Lora",
+    "ModelGraph",
+    "Opaque",
+    "Queries",
+    "Role",
+    "Transformer",
+    "Unit",
+]
 
 
 class Role(StrEnum):
@@ -29,6 +42,7 @@ class Role(StrEnum):
     GENERATOR = "generator"
 
 
+_OF_PROJECTORS = ("has_linear_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon", "queries")
 _UNIT_NAME = re.compile(r"[^\W\d_][\w-]{0,63}")
 _EDGE_ROLES = ((Role.ENCODER, Role.BACKBONE), (Role.BACKBONE, Role.GENERATOR))
 
@@ -61,6 +75,8 @@ class Unit:
     """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
     projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
     """Encoders only; None: layernorm_epsilon."""
+    queries: Queries | None = None
+    """Encoders only: the projector is cross-attention of learned queries; None: it takes tokens one by one, or merged ones."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=up_to(2**31))
@@ -95,6 +111,8 @@ class Unit:
             first = "stretched_patch_embedding"
         if self.has_linear_projector:
             last = "linear_projector"
+        if self.queries is not None:
+            last = "query_projector"
         if self.module is not None:
             return "opaque", last
         body = [MOE_TRANSFORMER if self.transformer.experts is not None else "transformer"] * self.transformer.num_layers
@@ -128,9 +146,12 @@ class Unit:
         """True if context parallel ranks do not cut an encoder's items.
 
         Windows are made where an item is whole, and so are tokens merged beside a class token, or in a clip that leaves some.
+        Queries attend to all of an item.
         """
+        if self.has_windows or self.queries is not None:
+            return True
         merges = self.merge_factor > 1
-        return self.has_windows or (merges and (self.audio is not None or bool(self.image and self.image.class_token)))
+        return merges and (self.audio is not None or bool(self.image and self.image.class_token))
 
     @property
     def is_causal(self) -> bool:
@@ -157,6 +178,33 @@ class Unit:
         """Width of what an encoder's projector multiplies: tokens side by side, or one."""
         is_averaged = self.audio is not None and self.audio.merge == "averaged"
         return self.transformer.hidden_size * (1 if is_averaged else self.merge_factor)
+
+    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens that leave an encoder of an item with this grid."""
+        assert self.item_input is not None, f"unit '{self.name}' takes no items"
+        return self.item_input.num_output_tokens(grid) if self.queries is None else self.queries.num_queries
+
+    @property
+    def divided_widths(self) -> Mapping[str, int]:
+        """What tensor parallel ranks share evenly, by its name."""
+        shape = self.transformer
+        own = {
+            "num_attention_heads": shape.num_attention_heads,
+            "num_query_groups": shape.query_groups,
+            "ffn_hidden_size": shape.ffn_hidden_size,
+            "ffn_hidden_size of experts": shape.expert_hidden_size,
+            "shared_expert_intermediate_size": (shape.experts and shape.experts.shared_expert_intermediate_size) or 0,
+        }
+        if self.queries is None:
+            return own
+        of_queries = self.queries.shape(shape)
+        heads, inner = "num_attention_heads of queries", "ffn_hidden_size of queries"
+        return {**own, heads: of_queries.num_attention_heads, inner: of_queries.ffn_hidden_size}
+
+    def num_merged_tokens(self, num_tokens: int) -> int:
+        """Tokens of an item behind the merging of neighbours, of so many inside the encoder."""
+        is_dropped = self.image is not None and self.image.class_token == "dropped"
+        return (num_tokens - is_dropped) // self.merge_factor
 
     @property
     def deepstack_layers(self) -> tuple[int, ...]:
@@ -262,13 +310,17 @@ class ModelGraph:
         return read_file(path, cls.from_dict, error=ModelError)
 
 
+_OPTIONAL = ("image", "audio", "vocab_size", "projector_norm_epsilon", "queries", "lora", "weights")
+"""Keys of a unit that are left out where they are not set."""
+
+
 def _unit_to_dict(unit: Unit) -> dict[str, Any]:
     entry = asdict(unit)
     del entry["name"]
     transformer = entry.pop("transformer")
     experts = transformer.pop("experts")
     kinds = entry.pop("layer_kinds")
-    optional = {key: entry.pop(key) for key in ("image", "audio", "vocab_size", "projector_norm_epsilon", "lora", "weights")} | {
+    optional = {key: entry.pop(key) for key in _OPTIONAL} | {
         "layers": kinds and list(kinds),
         "experts": experts and {key: value for key, value in experts.items() if value is not None},
     }
@@ -300,7 +352,7 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
         _refuse_values(
             entry,
             unit,
-            ("has_linear_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon", "audio", *also),
+            (*_OF_PROJECTORS, "audio", *also),
             owner="encoders",
         )
     return replace(unit, image=ImageInput()) if is_encoder and unit.audio is None and unit.image is None else unit
@@ -382,6 +434,22 @@ def _problem_of_experts(unit: Unit, experts: Experts) -> str:
     return ""
 
 
+def _problem_of_queries(unit: Unit) -> str:
+    assert unit.queries is not None
+    if unit.has_linear_projector or unit.projector_hidden_size is not None or unit.deepstack_layers:
+        return (
+            "queries take the place of has_linear_projector and projector_hidden_size, and do not attend to deepstack_layers; "
+            "leave these out"
+        )
+    shape = unit.queries.shape(unit.transformer)
+    if shape.hidden_size % shape.num_attention_heads:
+        return (
+            f"hidden_size {shape.hidden_size} of queries is not divisible by their num_attention_heads "
+            f"{shape.num_attention_heads}; change one of them"
+        )
+    return ""
+
+
 def _check_unit(unit: Unit) -> None:
     shape = unit.transformer
     at = Plain(None, f"unit '{unit.name}'", ModelError, ("units", unit.name))
@@ -441,6 +509,8 @@ def _check_unit(unit: Unit) -> None:
         )
     if unit.has_linear_projector and unit.projector_hidden_size is not None:
         fail("projector_hidden_size", "a linear projector has no inner width; remove one of the two")
+    if unit.queries is not None and (problem := _problem_of_queries(unit)):
+        fail("queries", problem)
     rotary_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
     if shape.has_rotary_positions and shape.head_channels % rotary_axes:
         fail(

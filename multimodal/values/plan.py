@@ -421,14 +421,8 @@ def _problem_of_experts(unit: UnitPlan, *, graph: ModelGraph, name: str) -> str:
 
 
 def _validate_tensor_size(unit: UnitPlan, size: int, *, graph: ModelGraph, name: str, place: tuple[str | int, ...]) -> None:
-    shape = graph.unit(name).transformer
-    for what, divided in (
-        ("num_attention_heads", shape.num_attention_heads),
-        ("num_query_groups", shape.query_groups),
-        ("ffn_hidden_size", shape.ffn_hidden_size),
-        ("ffn_hidden_size of experts", shape.expert_hidden_size),
-        ("shared_expert_intermediate_size", (shape.experts and shape.experts.shared_expert_intermediate_size) or 0),
-    ):
+    described = graph.unit(name)
+    for what, divided in described.divided_widths.items():
         if divided % size:
             raise PlanError(
                 f"unit '{name}': {what} {divided} is not divisible by tensor parallel size {size}; "
@@ -436,7 +430,7 @@ def _validate_tensor_size(unit: UnitPlan, size: int, *, graph: ModelGraph, name:
                 "tensor_parallel_size)",
                 place=(*place, "tensor_parallel_size"),
             )
-    if graph.unit(name).module is not None and size * unit.context_parallel_size > 1:
+    if described.module is not None and size * unit.context_parallel_size > 1:
         raise PlanError(
             f"unit '{name}': tp {size} x cp {unit.context_parallel_size} would cut a module of "
             "transformers, which is one piece; give it replicas instead (tp 1, cp 1)",

@@ -45,7 +45,7 @@ class RandomSource:
             grid = self.item_grid(index, item)
             is_input = self.graph.unit(unit).role is Role.ENCODER
             found = self._input(unit)
-            num_outputs = found.num_output_tokens(grid) if is_input else 0
+            num_outputs = self.graph.unit(unit).num_output_tokens(grid) if is_input else 0
             items.append(ItemLengths(unit, found.num_tokens(grid), num_outputs))
             # A generator is given the hidden state of the token before.
             starts.append(cursor if is_input else cursor - 1)

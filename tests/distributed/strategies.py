@@ -24,7 +24,7 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom, Microbatch
 from multimodal.values.errors import ScheduleError
-from multimodal.values.model_graph import AudioInput, Experts, ImageInput, Lora, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import AudioInput, Experts, ImageInput, Lora, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
@@ -34,7 +34,13 @@ from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightG
 MAX_RANKS = 8
 VOCAB_SIZE = 12
 MAX_AUDIO_TOKENS = 6
-PROJECTORS: list[dict[str, Any]] = [{}, {"projector_hidden_size": 6}, {"has_linear_projector": True, "projector_norm": "merged"}]
+PROJECTORS: list[dict[str, Any]] = [
+    {},
+    {"projector_hidden_size": 6},
+    {"has_linear_projector": True, "projector_norm": "merged"},
+    {"queries": Queries(3)},
+    {"queries": Queries(2, 2, True, hidden_size=12, num_attention_heads=2, ffn_hidden_size=10), "projector_norm": "none"},
+]
 
 
 @st.composite
@@ -156,9 +162,7 @@ def graphs(
             draw(transformers(channels=(4, 8), divisor=divisor, has_rotary_positions=name != "audio")),
             ImageInput(patch_size=2, in_channels=1, merge_size=draw(st.sampled_from([1, 2]))) if name != "audio" else None,
             draw(sounds()) if name == "audio" else None,
-            **draw(
-                st.sampled_from([{}, {"projector_hidden_size": 6}, {"has_linear_projector": True, "projector_norm": "merged"}])
-            ),
+            **draw(st.sampled_from(PROJECTORS)),
             lora=adapters[name],
             freeze_module=frozen[name],
             freeze_projector=frozen_projectors[name],
@@ -257,7 +261,11 @@ def deepstacks(draw: st.DrawFn, graph: ModelGraph) -> ModelGraph:
     def changed(unit: Unit) -> Unit:
         if unit.role is not Role.ENCODER or unit.image is None:
             return unit
-        most = 0 if unit.has_linear_projector else min(unit.transformer.num_layers, graph.backbone.transformer.num_layers)
+        most = (
+            0
+            if unit.has_linear_projector or unit.queries
+            else min(unit.transformer.num_layers, graph.backbone.transformer.num_layers)
+        )
         layers = draw(st.sets(st.integers(0, unit.transformer.num_layers - 1), max_size=most)) if most else ()
         position_grid = draw(st.sampled_from([None, 3]))
         return replace(unit, image=replace(unit.image, position_grid=position_grid, deepstack_layers=tuple(sorted(layers))))

@@ -192,6 +192,7 @@ def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataS
                 split=split,
                 unit=unit.name,
                 image=unit.image,
+                count_outputs=unit.num_output_tokens,
                 tokenizer=tokenizer,
                 seq_length=config.data.seq_length,
             )

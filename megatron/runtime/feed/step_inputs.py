@@ -167,7 +167,9 @@ def _language_input(
     source_index: Mapping[int, int],
 ) -> tuple[PackedInput, tuple[int, ...]]:
     has_places = bool(step.graph.backbone.transformer.rotary_sections)
-    merge_sizes = {unit.name: unit.image.merge_size for unit in step.graph.encoders if unit.image is not None}
+    merge_sizes = {
+        unit.name: unit.image.merge_size for unit in step.graph.encoders if unit.image is not None and unit.queries is None
+    }  # what queries find has no rows and columns
     packed = pack_language_microbatch(
         step.assignment.atoms(place),
         source=source,

@@ -153,7 +153,7 @@ class ProjectorLayer(Layer):
     @classmethod
     def fits(cls, unit: Unit) -> bool:
         """True if the unit's projector has two products."""
-        return not unit.has_linear_projector
+        return not unit.has_linear_projector and unit.queries is None
 
     @property
     def num_weights(self) -> int:
@@ -186,11 +186,15 @@ class ProjectorLayer(Layer):
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
         inner = self._inner_size * (2 if trains else 1) * (1 + self._num_more)
         num_merged = load.num_outputs * self.unit.merged_size / hidden
-        num_normalised = num_merged if self.unit.projector_norm == "merged" else load.num_tokens
-        norm = num_normalised * self.exit_norm_bytes(case) if self._norm_entries else 0.0
+        norm = self._norm_kept(load.num_tokens, num_merged, case)
         norm += self._num_more * num_merged * self.exit_norm_bytes(case)
         inputs = num_merged * size * hidden * (1 + self._num_more) if trains else 0.0
         return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, norm + inputs)
+
+    def _norm_kept(self, num_tokens: int, num_merged: float, case: ActivationCase) -> float:
+        """Bytes of the norm of tokens; num_merged: rows of hidden_size that are left of them."""
+        num_normalised = num_merged if self.unit.projector_norm == "merged" else num_tokens
+        return num_normalised * self.exit_norm_bytes(case) if self._norm_entries else 0.0
 
     @property
     def _norm_entries(self) -> int:

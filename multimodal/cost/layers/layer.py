@@ -124,6 +124,16 @@ class Layer(ABC):
         """True if a unit of this description may have the layer, where its position and role are right."""
         return True
 
+    @classmethod
+    def segments_in(cls, unit: Unit | None) -> tuple[Segment, ...]:
+        """Return `segments` with the collectives of a layer of this unit, of kinds that have more of them in some units."""
+        return cls.segments
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens that each sequence adds to its own in the layer's products; none, but where learned queries attend to it."""
+        return 0
+
     @property
     @abstractmethod
     def num_weights(self) -> int:
@@ -263,13 +273,13 @@ class Layer(ABC):
         """Parameters of one norm over hidden states."""
         return self.unit.transformer.hidden_size * (2 if self.unit.transformer.normalization == "LayerNorm" else 1)
 
-    def norm_bytes(self, *, trains: bool, size: int, is_passed: bool = True) -> float:
+    def norm_bytes(self, *, trains: bool, size: int, is_passed: bool = True, width: int | None = None) -> float:
         """Bytes per token that a torch norm keeps: its input, at least in fp32, and its statistics.
 
         RMSNorm with a trained weight keeps the normalised input as well, and where no gradient of the input is needed
-        (is_passed) the normalised input alone.
+        (is_passed) the normalised input alone. width: None: hidden_size.
         """
-        wide, hidden = max(size, WIDE_BYTES), self.unit.transformer.hidden_size
+        wide, hidden = max(size, WIDE_BYTES), width or self.unit.transformer.hidden_size
         if self.unit.transformer.normalization == "LayerNorm":
             return float(wide * (hidden + 2))
         return float(wide * (hidden * (is_passed + trains) + 1))

@@ -19,6 +19,7 @@ from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorP
 from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
 from multimodal.cost.layers.opaque import OpaqueLayer
+from multimodal.cost.layers.query_projector import QueryProjectorLayer
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.layers.windowed_transformer import WindowedTransformerLayer
 from multimodal.hugging_face.registry import read_graph
@@ -38,6 +39,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "opaque": OpaqueLayer,
     "projector": ProjectorLayer,
     "linear_projector": LinearProjectorLayer,
+    "query_projector": QueryProjectorLayer,
     "head": HeadLayer,
     "generator_projector": GeneratorProjectorLayer,
     "generator_head": GeneratorHeadLayer,

@@ -114,13 +114,13 @@ class StageCosts:
 
     def _timed_waits(self, kind: ActionKind, stage: StageKey, load: ComputedLoad) -> Iterator[tuple[Wait, float]]:
         """Yield the waits of a whole computation with their seconds: each layer's, shared evenly by those that are long."""
-        layers, of_layer, lora = self.stages.in_order(stage), dict[LayerNeed, float](), self.stages.graph.unit(stage[0]).lora
+        layers, of_layer, unit = self.stages.in_order(stage), dict[LayerNeed, float](), self.stages.graph.unit(stage[0])
         for each in dict.fromkeys(layers):
-            num_long = sum(wait.is_long for wait in computation_waits(kind, (each,), options=self.options, lora=lora))
+            num_long = sum(wait.is_long for wait in computation_waits(kind, (each,), options=self.options, unit=unit))
             if num_long:
                 parts = self.layer_costs.parts(stage[0], each[0], load.all, **self._sharing(stage))
                 of_layer[each] = (parts.waiting if kind is ActionKind.FORWARD else parts.waiting_back) / num_long
-        for wait in computation_waits(kind, layers, options=self.options, lora=lora):
+        for wait in computation_waits(kind, layers, options=self.options, unit=unit):
             yield wait, of_layer[layers[wait.layer]] * wait.is_long
 
     def over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:

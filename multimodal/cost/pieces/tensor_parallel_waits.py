@@ -11,7 +11,7 @@ from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import ActionKind, SegmentRange
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import Lora
+from multimodal.values.model_graph import Unit
 
 LayerNeed = tuple[str, BackwardNeed]
 """Kind of layer, and the backward that it needs."""
@@ -50,7 +50,7 @@ def computation_waits(
     *,
     options: RunOptions,
     covers: SegmentRange | None = None,
-    lora: Lora | None = None,
+    unit: Unit | None = None,
 ) -> tuple[Wait, ...]:
     """Return the waits of a stage's computation over several tensor parallel ranks, in order.
 
@@ -58,11 +58,11 @@ def computation_waits(
     behind it is not needed again, and under sequence parallelism the gradient of the layer's output is gathered first. Of the
     options, sequence parallelism and recomputation decide. covers: a range of the stage's segments, by default all; a range's
     last wait may be behind it, and a layer is repeated in the range whose backward comes before that of the layer's last segment.
-    lora: the adapters of the layers' unit. O(layers).
+    unit: that has the layers, for its adapters and queries. O(layers).
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
-    places = list(_places(layers, options, lora))
+    places = list(_places(layers, options, unit))
     first, end = (covers.first, covers.end) if covers else (0, len(places))
     if kind is ActionKind.FORWARD:
         found = _forward(places, range(first, end), is_range=end < len(places))
@@ -71,11 +71,11 @@ def computation_waits(
     return tuple(wait for wait in found if wait.exchange is Exchange.SUM or options.sequence_parallel)
 
 
-def _places(layers: Sequence[LayerNeed], options: RunOptions, lora: Lora | None) -> Iterator[_Place]:
-    start = 0
+def _places(layers: Sequence[LayerNeed], options: RunOptions, unit: Unit | None) -> Iterator[_Place]:
+    start, lora = 0, unit.lora if unit is not None else None
     for index, (name, need) in enumerate(layers):
         kind = LAYER_KINDS.get(name)
-        segments = kind.segments if kind else (Segment("all"),)
+        segments = kind.segments_in(unit) if kind else (Segment("all"),)
         repeats = kind is not None and kind.recomputes and options.recompute == "full"
         adapted = lora.modules(name) if lora is not None else ()
         *inner, (last, last_need) = _reached(segments, need, adapted) if adapted else [(each, need) for each in segments]

@@ -11,6 +11,7 @@ from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.unit_load import UnitLoad
 
 _ONE_TOKEN = UnitLoad(1, 1, 1)
+_ONE_INSIDE = UnitLoad(1, 1)
 _PRODUCTS_PER_ADAPTER = 2
 
 
@@ -21,10 +22,11 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
     gradients those of the adapters alone (half of which tensor parallel ranks do not share, which is left out); attention's
     backward belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
     """
-    linear, attention_flops = layer.forward_flops(_ONE_TOKEN)
+    linear, attention_flops = layer.forward_flops(_ONE_TOKEN if layer.is_at_exit else _ONE_INSIDE)
+    of_queries = layer.forward_flops(UnitLoad(num_outputs=layer.num_queries)).linear
     half = cluster.half_efficiency_gflop * 1e9
     speed, attention_speed = cluster.flops_per_second, cluster.attention_flops_per_second
-    products = Quadratic(layer.num_products * half / speed, linear / num_ranks / speed)
+    products = Quadratic(layer.num_products * half / speed, linear / num_ranks / speed, sequence=of_queries / num_ranks / speed)
     adapters = Quadratic(
         _PRODUCTS_PER_ADAPTER * len(layer.adapted) * half / speed, layer.adapter_flops(_ONE_TOKEN) / num_ranks / speed
     )

@@ -1,6 +1,7 @@
 """The last layers of encoders: hidden states to the rows that the LLM takes."""
 
 import dataclasses
+from typing import ClassVar
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -134,8 +135,8 @@ def drops_tokens(unit: Unit) -> bool:
 class ProjectorKind(LayerKind):
     """Gives the rows that the LLM takes; their width is its hidden size."""
 
-    column_parallel = ("linear_fc1",)
-    row_parallel = ("linear_fc2",)
+    column_parallel: ClassVar[tuple[str, ...]] = ("linear_fc1",)
+    row_parallel: ClassVar[tuple[str, ...]] = ("linear_fc2",)
 
     def build(self, context: LayerContext, index: int) -> Module:
         """Build it for the LLM downstream."""

@@ -12,6 +12,7 @@ from multimodal.model.layers.patch_embeddings import (
     StretchedPatchEmbeddingKind,
 )
 from multimodal.model.layers.projectors import LinearProjectorKind, ProjectorKind
+from multimodal.model.layers.query_projector import QueryProjectorKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding
@@ -30,6 +31,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "opaque": OpaqueKind(),
     "projector": ProjectorKind(),
     "linear_projector": LinearProjectorKind(),
+    "query_projector": QueryProjectorKind(),
     "head": HeadKind(),
     "generator_projector": GeneratorProjectorKind(),
     "generator_head": GeneratorHeadKind(),

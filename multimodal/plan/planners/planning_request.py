@@ -307,9 +307,7 @@ class PlanningRequest:
     def tensor_parallel_sizes(self, unit: str) -> tuple[int, ...]:
         """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; PlanError if a fixed one does not."""
         described = self.graph.unit(unit)
-        shape = described.transformer
-        widths = [shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size, shape.expert_hidden_size]
-        widths += [shape.experts.shared_expert_intermediate_size or 0] if shape.experts is not None else []
+        widths = [*described.divided_widths.values()]
         widths += [self.vocab_size] if described.role is Role.BACKBONE else []
         fixed = self.fixed(unit).tensor_parallel_size
         widths += [1] if described.module is not None else []

@@ -275,6 +275,26 @@ def test_learned_positions_are_counted(has_pre_norm: bool, frozen: bool) -> None
 
 
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("shape", ["llama", "gpt"])
+@pytest.mark.parametrize("queries", [{"num_queries": 24}, {"num_queries": 24, "num_layers": 2, "has_self_attention": True}])
+def test_queries_are_counted(queries: dict[str, Any], shape: str, frozen: bool) -> None:
+    """Parameters exactly; what attention of queries to tokens keeps, within a tenth."""
+    widths = {"hidden_size": 48, "num_attention_heads": 3, "ffn_hidden_size": 80}
+    vision = {"role": "encoder", **SHAPES[shape], "image": IMAGE, "queries": {**queries, **widths}}
+    graph = ModelGraph.from_dict({"units": {"vision": vision, "llm": {"role": "backbone", **LLAMA}}})
+    kind = graph.unit("vision").layers[-1]
+    stage = build_layer(graph, "vision", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    stage.layers.requires_grad_(not frozen)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
+    need = BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL
+    load, case = UnitLoad(256, 0, 48, 2), {"bytes_per_element": 4, "implementation": "local"}
+    predicted = layer_activation_bytes(graph, "vision", kind, load, need=need, vocab_size=VOCABULARY, **case)
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("recompute", [None, "selective", "full"])
 def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
     shape = {**LLAMA, "num_query_groups": 4, "add_bias_linear": True}
