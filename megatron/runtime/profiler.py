@@ -308,7 +308,8 @@ def _run(session: Session, step: Step) -> float:
 def _small_step(session: Session, num_microbatches: int) -> Step:
     """One sample per microbatch, with an item of every other unit."""
     graph = session.graph
-    encoders = {unit.name: index for index, unit in enumerate(graph.encoders)}
+    owners = [unit.name for unit in graph.item_encoders]
+    encoders = {unit.name: owners.index(graph.item_units(unit.name)[0]) for unit in graph.encoders}
     assignment = Assignment(
         {
             unit.name: (tuple((Atom(sample, encoders.get(unit.name, -1)),) for sample in range(num_microbatches)),)

@@ -150,7 +150,7 @@ def _sample_problems(lengths: Sequence[SampleLengths], graph: ModelGraph) -> Ite
         if sample.sample_id in seen:
             yield f"sample {sample.sample_id} is in the global batch twice; give every sample an id of its own"
         seen.add(sample.sample_id)
-        counts = sample.num_text_tokens, sample.num_target_tokens, *(count for item in sample.items for count in item[1:])
+        counts = sample.num_text_tokens, sample.num_target_tokens, *(count for item in sample.items for count in item[1:3])
         if wrong := [count for count in counts if not (isinstance(count, int) and 0 <= count <= MOST_TOKENS)]:
             yield f"sample {sample.sample_id} has a length of {wrong[0]} tokens; lengths are integers from 0 to {MOST_TOKENS}"
         for index, item in enumerate(sample.items):

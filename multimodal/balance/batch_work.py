@@ -156,7 +156,7 @@ def list_items(samples: Iterable[Atom], *, unit: str, lengths_by_sample: Mapping
         Atom(sample.sample_id, index)
         for sample in samples
         for index, item in enumerate(lengths_by_sample[sample.sample_id].items)
-        if item.unit == unit
+        if unit in item.units
     )
 
 

@@ -124,11 +124,14 @@ class AssignedLoads:
         return UnitLoad(*(-(-total // max(1, len(loads))) for total in add_loads(loads)))
 
     def num_received_rows(self, unit: str) -> Integers:
-        """Rows that encoders hand to each microbatch of the LLM; 0 for other units."""
-        placed, lengths = self.step.assignment.placed[unit], self._lengths
-        if self.step.graph.unit(unit).role is not Role.BACKBONE:
+        """Rows that encoders hand to each microbatch of the LLM, or of an encoder; 0 for other units."""
+        placed, lengths, described = self.step.assignment.placed[unit], self._lengths, self.step.graph.unit(unit)
+        if described.join is not None:
+            num_tokens = np.asarray(self.of_microbatches(unit).num_tokens, np.int64)
+            return num_tokens * (len(self.step.graph.upstream(unit)) if described.join == "features" else 1)
+        if described.role is not Role.BACKBONE:
             return np.zeros(placed.num_microbatches, np.int64)
-        rows = row_sums(lengths.item_starts, lengths.num_output_tokens)
+        rows = row_sums(lengths.item_starts, lengths.num_llm_tokens)
         return row_sums(placed.atom_starts, rows[np.searchsorted(lengths.sample_ids, placed.sample_ids)])
 
     def _own(self, unit: str, replica: int) -> slice:
@@ -146,9 +149,9 @@ class AssignedLoads:
 
     def _items(self, unit: str, atom: Atom) -> Sequence[ItemLengths]:
         items = self._by_sample[atom.sample_id].items
-        return (
-            [item for item in items if item.unit == unit] if atom.item_index < 0 else items[atom.item_index : atom.item_index + 1]
-        )
+        if atom.item_index < 0:
+            return [item for item in items if item.unit == unit]
+        return (items[atom.item_index].inside(unit),)
 
     @cached_property
     def _dealers(self) -> Mapping[str, ItemDealer]:

@@ -52,7 +52,7 @@ def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
     """Return what one sample with all its items asks of a unit."""
     if unit.role is Role.BACKBONE:
         return item_load(sample.num_tokens, sample.num_target_tokens)
-    items = (item for item in sample.items if item.unit == unit.name)
+    items = (item.inside(unit.name) for item in sample.items if unit.name in item.units)
     is_generator = unit.role is Role.GENERATOR
     return add_loads(item_load(item.num_tokens, item.num_tokens if is_generator else item.num_output_tokens) for item in items)
 
@@ -105,7 +105,10 @@ def atom_numbers(unit: Unit, lengths: LengthArrays, placed: AtomColumns) -> Inte
     samples = np.searchsorted(lengths.sample_ids, placed.sample_ids)
     if unit.role is not Role.ENCODER:
         return samples
-    return np.searchsorted(lengths.items_of(unit.name), lengths.item_starts[samples] + placed.item_indices)
+    items, stride = lengths.items_of(unit.name), lengths.index_of_item.max(initial=0) + 1
+    keys = lengths.sample_of_item[items] * stride + lengths.index_of_item[items]
+    numbers: Integers = np.searchsorted(keys, samples * stride + placed.item_indices)
+    return numbers
 
 
 def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:

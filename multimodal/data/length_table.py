@@ -12,6 +12,7 @@ from typing import Any
 from multimodal.data.audio.audio_files import SAMPLING_RATE
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.values.errors import DataError
+from multimodal.values.item_passes import pass_item
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
@@ -41,12 +42,13 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     if not path.is_file():
         problem = "a folder" if path.is_dir() else "no such file"
         raise DataError(f"{path}: {problem}; give a .csv, .csv.gz or .parquet file of lengths")
-    image_encoder = next((unit for unit in graph.encoders if not _is_audio(unit)), None)
-    audio_encoder = next((unit for unit in graph.encoders if _is_audio(unit)), None)
+    image_encoder = next((unit for unit in graph.item_encoders if not _is_audio(unit)), None)
+    audio_encoder = next((unit for unit in graph.item_encoders if _is_audio(unit)), None)
     samples = []
     for index, (where, row) in enumerate(_read_rows(path)):
         try:
-            items = [*_items(row, graph), *_images(row, image_encoder), *_audio(row, audio_encoder)]
+            found = (*_items(row, graph), *_images(row, image_encoder), *_audio(row, audio_encoder))
+            items = [pass_item(graph, item) for item in found]
             num_text_tokens = max(1, int(_number(row, next((name for name in _TEXT_COLUMNS if row.get(name)), ""))))
             num_told = int(_number(row, "target_tokens"))
             share = _number(row, "answer_words") / (_number(row, "text_words") or 1) if row.get("answer_words") else 1.0
@@ -95,7 +97,7 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
         if unit.name in tokens and unit.role is not Role.BACKBONE:
             is_encoder = unit.role is Role.ENCODER
             num_outputs = _num_outputs(unit, tokens[unit.name]) if is_encoder else 0
-            items.append(ItemLengths(unit.name, tokens[unit.name], num_outputs))
+            items.append(pass_item(graph, ItemLengths(unit.name, tokens[unit.name], num_outputs)))
     num_text_tokens = tokens[backbone] - sum(item.num_output_tokens for item in items)
     if num_text_tokens < 1:
         raise DataError(

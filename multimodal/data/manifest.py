@@ -29,6 +29,7 @@ from multimodal.data.index.sample_index import IndexedItem, IndexedSample, Sampl
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
+from multimodal.values.item_passes import count_llm_tokens
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -126,6 +127,8 @@ class ManifestSource:
     def _facts(self, options: tuple[object, ...]) -> list[str]:
         """Spell everything that the index depends on, beside the tokenizer."""
         units = [repr((unit.name, unit.role, unit.image, unit.audio)) for unit in self._graph.units]
+        units += [repr((unit.name, unit.queries)) for unit in self._graph.units if unit.queries is not None]
+        units += [repr(edge) for edge in self._graph.edges if self._graph.backbone.name not in edge]
         return [str(self._files.path.absolute()), self._files.digest, *units, repr(options)]
 
     def _build(self) -> SampleIndex:
@@ -152,7 +155,7 @@ class ManifestSource:
                     return _reason_of(segment)
                 found.append((segment, unit))
         tiles = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
-        segments = _with_items(sample.segments, tiles, [unit for _, unit in found])
+        segments = _with_items(sample.segments, tiles, [unit for _, unit in found], graph=self._graph)
         conversation, items = self._tokenise(segments, where=sample.where), [*chain.from_iterable(tiles)]
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._seq_length} (seq_length)"
@@ -172,10 +175,10 @@ class ManifestSource:
     def _unit_of(self, segment: ImageSegment | AudioSegment, *, where: str) -> Unit | None:
         """Return the unit that takes or makes an item; raises DataError where the item does not say which of several."""
         if isinstance(segment, AudioSegment):
-            fitting = [unit for unit in self._graph.encoders if unit.audio is not None]
+            fitting = [unit for unit in self._graph.item_encoders if unit.audio is not None]
         else:
             made = [unit for unit in self._graph.generators if unit.image is not None]
-            taken = [unit for unit in self._graph.encoders if unit.image is not None]
+            taken = [unit for unit in self._graph.item_encoders if unit.image is not None]
             fitting = made if segment.is_answer and made else taken
         if segment.unit is not None:
             return next((unit for unit in fitting if unit.name == segment.unit), None)
@@ -222,17 +225,21 @@ class ManifestSource:
 
 
 def _with_items(
-    segments: Sequence[TextSegment | ImageSegment | AudioSegment], tiles: Sequence[Sequence[IndexedItem]], units: Sequence[Unit]
+    segments: Sequence[TextSegment | ImageSegment | AudioSegment],
+    tiles: Sequence[Sequence[IndexedItem]],
+    units: Sequence[Unit],
+    *,
+    graph: ModelGraph,
 ) -> list[Segment]:
     """Return the segments of a sample with what its items become in the LLM; tiles: of each; units: those that take them."""
     remaining = zip(tiles, units, strict=True)
-    return [segment if isinstance(segment, TextSegment) else _item_segment(*next(remaining)) for segment in segments]
+    return [segment if isinstance(segment, TextSegment) else _item_segment(*next(remaining), graph=graph) for segment in segments]
 
 
-def _item_segment(tiles: Sequence[IndexedItem], unit: Unit) -> Segment:
+def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph) -> Segment:
     if unit.role is Role.GENERATOR:
         return GeneratedSegment()
-    num_output_tokens = sum(unit.num_output_tokens(tile.grid) for tile in tiles)
+    num_output_tokens = sum(count_llm_tokens(graph, unit, tile.grid) for tile in tiles)
     return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles))
 
 

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from multimodal.data.audio.audio_processing import silence_of
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
+from multimodal.values.item_passes import pass_item
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -107,6 +108,26 @@ class JoinedSources(SourceView):
             raise IndexError(f"sample {index} of {len(self)}")
         number = int(np.searchsorted(self._starts, index, side="right")) - 1
         return self._sources[number], index - int(self._starts[number])
+
+
+class PassedItems(SourceView):
+    """The same samples, with lengths of items in all the encoders that they pass through."""
+
+    def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
+        """`graph` says which encoders feed which."""
+        self._source, self._graph = source, graph
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self._source)
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample."""
+        found = self._source.lengths(index)
+        return replace(found, items=tuple(pass_item(self._graph, item) for item in found.items))
+
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        return self._source, index
 
 
 class BlankImages(SourceView):

@@ -35,7 +35,10 @@ class PackedInput:
     items: tuple[ItemSpan, ...] = ()
     """Places of the encoders' items among the tokens; the LLM only, on every stage, for the attention mask."""
     item_rows: Tensor | None = None
-    """[num_item_tokens]: rows that encoder outputs fill, in the order they are given; the LLM's first stage."""
+    """[num_item_tokens]: rows that encoder outputs fill, in the order they are given; the first stage of the LLM, or of an
+    encoder that encoders feed."""
+    item_sources: Tensor | None = None
+    """[num_item_tokens]: which of the encoders that feed this one gives each, in the order of the model's edges."""
     target_rows: Tensor | None = None
     """[num_targets]: rows that count in the loss; the LLM's last stage."""
     targets: Tensor | None = None
@@ -144,7 +147,8 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     if batch.token_ids is not None:
         parts["token_ids"] = batch.token_ids[at]
     if batch.item_rows is not None:
-        parts["item_rows"] = share.local_rows(batch.item_rows)[1]
+        is_held, parts["item_rows"] = share.local_rows(batch.item_rows)
+        parts["item_sources"] = None if batch.item_sources is None else batch.item_sources[is_held]
     if batch.generator_rows is not None:
         parts["generator_rows"] = share.local_rows(batch.generator_rows)[1]
     if batch.target_rows is not None and batch.targets is not None:

@@ -42,9 +42,12 @@ class Role(StrEnum):
     GENERATOR = "generator"
 
 
-_OF_PROJECTORS = ("has_linear_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon", "queries")
+_OF_PROJECTORS = (
+    *("has_linear_projector", "has_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon"),
+    *("queries", "join"),
+)
 _UNIT_NAME = re.compile(r"[^\W\d_][\w-]{0,63}")
-_EDGE_ROLES = ((Role.ENCODER, Role.BACKBONE), (Role.BACKBONE, Role.GENERATOR))
+_EDGE_ROLES = ((Role.ENCODER, Role.BACKBONE), (Role.BACKBONE, Role.GENERATOR), (Role.ENCODER, Role.ENCODER))
 
 _ENDS = {
     Role.ENCODER: ("patch_embedding", "projector"),
@@ -75,6 +78,11 @@ class Unit:
     """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
     projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
     """Encoders only; None: layernorm_epsilon."""
+    join: Literal["features", "sequence"] | None = None
+    """Encoders that other encoders feed, in place of images or sound: what these give of an item is laid side by side, channel
+    behind channel, or one behind the other, token behind token."""
+    has_projector: bool = True
+    """Encoders that feed other encoders only. False: their tokens leave normalised and merged, and not projected."""
     queries: Queries | None = None
     """Encoders only: the projector is cross-attention of learned queries; None: it takes tokens one by one, or merged ones."""
     untie_embeddings_and_output_weights: bool = True
@@ -109,8 +117,12 @@ class Unit:
             first = "learned_patch_embedding"
         if self.role is Role.ENCODER and self.image is not None and self.image.position_grid is not None:
             first = "stretched_patch_embedding"
+        if self.join is not None:
+            first = "joined_tokens"
         if self.has_linear_projector:
             last = "linear_projector"
+        if not self.has_projector:
+            last = "merged_tokens"
         if self.queries is not None:
             last = "query_projector"
         if self.module is not None:
@@ -182,7 +194,16 @@ class Unit:
     def num_output_tokens(self, grid: tuple[int, int]) -> int:
         """Tokens that leave an encoder of an item with this grid."""
         assert self.item_input is not None, f"unit '{self.name}' takes no items"
-        return self.item_input.num_output_tokens(grid) if self.queries is None else self.queries.num_queries
+        return self.num_outputs(self.item_input.num_tokens(grid))
+
+    def num_outputs(self, num_tokens: int) -> int:
+        """Tokens that leave an encoder of an item with so many inside."""
+        return self.num_merged_tokens(num_tokens) if self.queries is None else self.queries.num_queries
+
+    @property
+    def is_described(self) -> bool:
+        """True if it says what the unit takes or makes."""
+        return self.item_input is not None or self.join is not None
 
     @property
     def divided_widths(self) -> Mapping[str, int]:
@@ -218,6 +239,10 @@ class Unit:
     def trains_weights(self, layer_index: int) -> bool:
         """True if this layer's own weights are trained, and not adapters of them."""
         projector = {Role.ENCODER: len(self.layers) - 1, Role.GENERATOR: 0}.get(self.role)
+        if self.join is not None and layer_index == 0:
+            return False  # there are none
+        if layer_index == projector and not self.has_projector:
+            return self.projector_norm != "none" and not self.freeze_module and self.lora is None
         if layer_index == projector:
             return not (self.freeze_projector or self.adapted_modules(layer_index))
         return not self.freeze_module and self.lora is None
@@ -272,6 +297,22 @@ class ModelGraph:
         """Units that consume this unit's outputs."""
         return tuple(target for source, target in self.edges if source == name)
 
+    def item_units(self, name: str) -> tuple[str, ...]:
+        """Return the encoders that the items of an encoder pass through, in the graph's order: all that edges join to it.
+
+        Those that no encoder feeds take the item itself, the last one feeds the LLM.
+        """
+        found = {name}
+        inner = [edge for edge in self.edges if all(self.unit(each).role is Role.ENCODER for each in edge)]
+        while more := {each for edge in inner if found.intersection(edge) for each in edge} - found:
+            found |= more
+        return tuple(each for each in self.unit_names if each in found)
+
+    @property
+    def item_encoders(self) -> tuple[Unit, ...]:
+        """The encoders that items of data are for: one of those that an item passes through, the first one."""
+        return tuple(unit for unit in self.encoders if self.item_units(unit.name)[0] == unit.name)
+
     def num_carried(self, name: str, layer: int) -> int:
         """Return how many hidden states travel beside those that come out of a unit's layer (deepstack).
 
@@ -285,7 +326,10 @@ class ModelGraph:
     def width_behind(self, name: str, layer: int) -> int:
         """Return the channels of what comes out of a unit's layer, with all that travels beside it."""
         unit = self.unit(name)
-        targets = self.downstream(name) if unit.role is Role.ENCODER and layer == len(unit.layers) - 1 else ()
+        is_end = unit.role is Role.ENCODER and layer == len(unit.layers) - 1
+        if is_end and not unit.has_projector:
+            return unit.merged_size
+        targets = self.downstream(name) if is_end else ()
         speaks = self.unit(targets[0]) if targets else unit
         return speaks.transformer.hidden_size * (1 + self.num_carried(name, layer))
 
@@ -310,7 +354,7 @@ class ModelGraph:
         return read_file(path, cls.from_dict, error=ModelError)
 
 
-_OPTIONAL = ("image", "audio", "vocab_size", "projector_norm_epsilon", "queries", "lora", "weights")
+_OPTIONAL = ("image", "audio", "vocab_size", "projector_norm_epsilon", "join", "queries", "lora", "weights")
 """Keys of a unit that are left out where they are not set."""
 
 
@@ -355,7 +399,7 @@ def _unit_from_plain(name: str, entry: Plain) -> Unit:
             (*_OF_PROJECTORS, "audio", *also),
             owner="encoders",
         )
-    return replace(unit, image=ImageInput()) if is_encoder and unit.audio is None and unit.image is None else unit
+    return replace(unit, image=ImageInput()) if is_encoder and not unit.is_described else unit
 
 
 def _refuse_values(entry: Plain, unit: Unit, names: tuple[str, ...], *, owner: str) -> None:
@@ -381,6 +425,8 @@ def _check_graph(graph: ModelGraph) -> None:
         if unit.role is Role.GENERATOR and not graph.upstream(unit.name):
             raise ModelError(f"unit '{unit.name}' is fed by nobody; add an edge [{backbones[0]}, {unit.name}]", place=("edges",))
         _check_unit(unit)
+        if unit.role is Role.ENCODER and (problem := _problem_of_edges(graph, unit)):
+            raise ModelError(f"unit '{unit.name}': {problem}", place=("units", unit.name))
         if (most := graph.backbone.transformer.num_layers) < len(unit.deepstack_layers):
             raise ModelError(
                 f"unit '{unit.name}': deepstack_layers has {len(unit.deepstack_layers)} layers, and the backbone only {most} to "
@@ -397,13 +443,61 @@ def _check_edge(graph: ModelGraph, index: int) -> None:
         problem = f"names a unit that does not exist; units are {', '.join(names)}"
     elif (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
         roles = ", ".join(f"{unit.name} ({unit.role})" for unit in graph.units)
-        problem = f"edges lead from an encoder to the backbone, or from the backbone to a generator; change it; units are {roles}"
+        problem = (
+            "edges lead from an encoder to the backbone or another encoder, or from the backbone to a generator; change it; "
+            f"units are {roles}"
+        )
     elif names.index(source) >= names.index(target):
         problem = f"list '{source}' before '{target}'"
     elif (source, target) in graph.edges[:index]:
         problem = "is there twice, and would count its gradients twice; keep one"
     if problem:
         raise ModelError(f"edge {source} -> {target}: {problem}", place=("edges", index))
+
+
+def _problem_of_edges(graph: ModelGraph, unit: Unit) -> str:
+    """Say what is wrong with how an encoder is fed by encoders, or feeds some; empty when nothing is."""
+    sources, targets = graph.upstream(unit.name), graph.downstream(unit.name)
+    feeds_llm = graph.backbone.name in targets
+    if bool(sources) != (unit.join is not None):
+        return (
+            f"is fed by {', '.join(sources)}; give it join: features or sequence, and no image or audio"
+            if sources
+            else "has join, but no encoder feeds it; add an edge from one, or leave join out"
+        )
+    if unit.item_input is not None and sources:
+        return f"takes what {', '.join(sources)} give; leave image and audio out"
+    if feeds_llm and (len(targets) > 1 or not unit.has_projector):
+        return "feeds the backbone, so it must have a projector and feed no encoder as well; change it or the edges"
+    if (sources or not feeds_llm) and unit.deepstack_layers:
+        return "deepstack_layers belong to encoders that feed nobody but the backbone; leave them out"
+    passed = graph.item_units(unit.name)
+    if len(ends := [name for name in passed if graph.backbone.name in graph.downstream(name)]) != 1:
+        return f"its items reach the backbone through {len(ends)} encoders ({', '.join(ends)}); expected one; change the edges"
+    inputs = {name: graph.unit(name).item_input for name in passed if not graph.upstream(name)}
+    if unit.name in inputs and not _cuts_alike(unit, graph.unit(passed[0])):
+        return (
+            f"takes the items of '{passed[0]}', but cuts them otherwise; describe image or audio as there, but for mean and std"
+        )
+    widths = [graph.width_behind(name, len(graph.unit(name).layers) - 1) for name in sources]
+    if not sources:
+        return ""
+    shown = " + ".join(map(str, widths))
+    if unit.join == "features" and sum(widths) != unit.transformer.hidden_size:
+        return f"{', '.join(sources)} give {shown} channels, but hidden_size is {unit.transformer.hidden_size}; make them equal"
+    if unit.join == "sequence" and set(widths) != {unit.transformer.hidden_size}:
+        return f"{', '.join(sources)} must each give hidden_size {unit.transformer.hidden_size} channels, found {shown}"
+    return ""
+
+
+_ALIKE = ("patch_size", "merge_size", "in_channels", "min_pixels", "max_pixels", "image_size", "fit", "max_tiles", "num_frames")
+
+
+def _cuts_alike(unit: Unit, other: Unit) -> bool:
+    """Return True if two encoders make the same tokens of an item, before they embed them."""
+    if unit.image is None or other.image is None:
+        return unit.item_input == other.item_input
+    return all(getattr(unit.image, name) == getattr(other.image, name) for name in _ALIKE)
 
 
 def _problem_of_module(unit: Unit) -> str:
@@ -507,6 +601,12 @@ def _check_unit(unit: Unit) -> None:
             f"deepstack_layers {list(unit.deepstack_layers)} need projectors of two products and must be below num_layers "
             f"{shape.num_layers}; correct them",
         )
+    if not unit.has_projector and (
+        unit.has_linear_projector or unit.projector_hidden_size is not None or unit.queries is not None
+    ):
+        fail("has_projector", "has_projector is false beside has_linear_projector, projector_hidden_size or queries; remove it")
+    if not unit.has_projector and unit.freeze_projector:
+        fail("freeze_projector", "there is no projector to freeze; remove one of freeze_projector and has_projector")
     if unit.has_linear_projector and unit.projector_hidden_size is not None:
         fail("projector_hidden_size", "a linear projector has no inner width; remove one of the two")
     if unit.queries is not None and (problem := _problem_of_queries(unit)):

@@ -12,11 +12,22 @@ class ItemLengths(NamedTuple):
     """One image or clip of a sample."""
 
     unit: str
-    """The encoder that processes it, or the generator that makes it."""
+    """The encoder that takes it, or the generator that makes it."""
     num_tokens: int
     """Tokens inside that unit (patches)."""
     num_output_tokens: int
     """Tokens that leave an encoder's projector and enter the LLM; 0 for an item that a generator makes."""
+    passes: "tuple[ItemLengths, ...]" = ()
+    """Lengths inside each of its encoders and behind it, where encoders feed encoders; empty: the one above is the only one."""
+
+    @property
+    def units(self) -> tuple[str, ...]:
+        """All units that it passes through, the last one last."""
+        return tuple(each.unit for each in self.passes) or (self.unit,)
+
+    def inside(self, unit: str) -> "ItemLengths":
+        """Return the lengths inside one of these units."""
+        return next((each for each in self.passes if each.unit == unit), self)
 
 
 @dataclass(frozen=True, slots=True)

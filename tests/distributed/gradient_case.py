@@ -286,12 +286,12 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
     embeddings, rows, generated = [], [], []
     items: list[ItemSpan] = []
     for item, start, length in text.item_starts:
-        batch = _image_input(case, index, item)
         unit = lengths.items[item].unit
         if case.graph.unit(unit).role is Role.GENERATOR:
-            generated.append((unit, start, batch))
+            generated.append((unit, start, _image_input(case, index, item, unit)))
             continue
-        embeddings.append(stages[unit](None, batch))
+        unit, output = _encode(case, stages, index, item)
+        embeddings.append(output)
         rows.append(torch.arange(start, start + length))
         items.append(ItemSpan(start, length, unit))
     target_rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
@@ -314,9 +314,30 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
     return losses
 
 
-def _image_input(case: GradientCase, index: int, item: int) -> PackedInput:
-    lengths = case.source.lengths(index).items[item]
-    unit = case.graph.unit(lengths.unit)
+def _encode(case: GradientCase, stages: Mapping[str, UnitStage], index: int, item: int) -> tuple[str, torch.Tensor]:
+    """The last encoder that an item passes through, and what it gives."""
+    graph, lengths = case.graph, case.source.lengths(index).items[item]
+    outputs: dict[str, torch.Tensor] = {}
+    for name in lengths.units:
+        sources = graph.upstream(name)
+        if not sources:
+            outputs[name] = stages[name](None, _image_input(case, index, item, name))
+            continue
+        counts = [len(outputs[source]) for source in sources]
+        starts = [0 if graph.unit(name).join == "features" else sum(counts[:number]) for number in range(len(counts))]
+        batch = PackedInput(
+            (lengths.inside(name).num_tokens,),
+            torch.arange(lengths.inside(name).num_tokens),
+            item_rows=torch.cat([start + torch.arange(count) for start, count in zip(starts, counts, strict=True)]),
+            item_sources=torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)),
+        )
+        outputs[name] = stages[name](None, batch, stack_items(outputs[source] for source in sources))
+    return name, outputs[name]
+
+
+def _image_input(case: GradientCase, index: int, item: int, name: str) -> PackedInput:
+    lengths = case.source.lengths(index).items[item].inside(name)
+    unit = case.graph.unit(name)
     assert unit.item_input is not None
     packed = pack_encoder_microbatch(
         [Atom(index, item)],

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from multimodal.data.audio.audio_processing import frames_to_patches, samples_to_patches
 from multimodal.data.sample_source import ItemPixels, SampleText
+from multimodal.values.item_passes import pass_item
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
@@ -45,8 +46,9 @@ class RandomSource:
             grid = self.item_grid(index, item)
             is_input = self.graph.unit(unit).role is Role.ENCODER
             found = self._input(unit)
-            num_outputs = self.graph.unit(unit).num_output_tokens(grid) if is_input else 0
-            items.append(ItemLengths(unit, found.num_tokens(grid), num_outputs))
+            alone = self.graph.unit(unit).num_output_tokens(grid) if is_input else 0
+            items.append(pass_item(self.graph, ItemLengths(unit, found.num_tokens(grid), alone)))
+            num_outputs = items[-1].num_output_tokens
             # A generator is given the hidden state of the token before.
             starts.append(cursor if is_input else cursor - 1)
             cursor += num_outputs

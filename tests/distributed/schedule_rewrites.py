@@ -64,7 +64,8 @@ class CutMicrobatches:
     seed: int
 
     def __call__(self, schedule: Schedule) -> Schedule:
-        encoders = {unit.name for unit in schedule.step.graph.encoders}
+        graph = schedule.step.graph
+        encoders = {unit.name for unit in graph.encoders if not graph.upstream(unit.name)}
 
         def rewritten(action: Action) -> list[Action]:
             place = MicrobatchPlace(action.unit, action.replica, action.microbatch)

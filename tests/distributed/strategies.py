@@ -39,19 +39,21 @@ PROJECTORS: list[dict[str, Any]] = [
     {"projector_hidden_size": 6},
     {"has_linear_projector": True, "projector_norm": "merged"},
     {"queries": Queries(3)},
-    {"queries": Queries(2, 2, True, hidden_size=12, num_attention_heads=2, ffn_hidden_size=10), "projector_norm": "none"},
+    {"queries": Queries(2, 2, True, hidden_size=12, num_attention_heads=6, ffn_hidden_size=12), "projector_norm": "none"},
 ]
 
 
 @st.composite
-def gradient_cases(draw: st.DrawFn, *, has_unlike_replicas: bool | None = None) -> GradientCase:
+def gradient_cases(
+    draw: st.DrawFn, *, has_unlike_replicas: bool | None = None, has_encoder_edges: bool | None = None
+) -> GradientCase:
     """Anything that the runtime must get right.
 
-    has_unlike_replicas: True: in the LLM or another unit; False: in none.
+    has_unlike_replicas: True: in the LLM or another unit; False: in none. has_encoder_edges: whether encoders feed encoders.
     """
-    graph = draw(graphs(divisor=draw(st.sampled_from([2, 2, 3]))))
+    graph = draw(graphs(divisor=draw(st.sampled_from([2, 2, 3])), has_encoder_edges=has_encoder_edges))
     plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas))
-    source = RandomSource(graph, draw(samples((*graph.encoders, *graph.generators))), VOCAB_SIZE)
+    source = RandomSource(graph, draw(samples((*graph.item_encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     step = StepGraph(graph, plan, assignment)
     return GradientCase(
@@ -90,7 +92,7 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
     divisor = draw(st.sampled_from([2, 2, 3]))
     graph = draw(graphs(encoders=[("vision",), ("vision", "audio")], generators=[()], divisor=divisor))
     plan = draw(plans_on_shared_ranks(graph))
-    source = RandomSource(graph, draw(samples(graph.encoders)), VOCAB_SIZE)
+    source = RandomSource(graph, draw(samples(graph.item_encoders)), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     step = StepGraph(graph, plan, assignment)
     sequence_parallel, recompute = draw(st.booleans()), draw(st.sampled_from([None, "selective", "full"]))
@@ -144,10 +146,12 @@ def graphs(
     generators: Sequence[tuple[str, ...]] = ((), (), ("painter",), ("painter", "engraver")),
     divisor: int = 2,
     has_experts: bool | None = None,
+    has_encoder_edges: bool | None = None,
 ) -> ModelGraph:
     """The LLM alone, or behind one or two encoders, or before one or two generators, or all; anything frozen, but not all.
 
     divisor: a tensor parallel size that all units can have; has_experts: whether some of the LLM's layers have; None: sometimes.
+    has_encoder_edges: whether encoders feed encoders; None: sometimes.
     """
     names, generator_names = draw(st.sampled_from(encoders)), draw(st.sampled_from(generators))
     frozen = {name: draw(st.booleans()) for name in (*names, "llm", *generator_names)}
@@ -192,7 +196,37 @@ def graphs(
         for name in generator_names
     ]
     edges = (*((name, "llm") for name in names), *(("llm", name) for name in generator_names))
-    return draw(deepstacks(ModelGraph((*encoder_units, llm, *generator_units), edges)))
+    graph = ModelGraph((*encoder_units, llm, *generator_units), edges)
+    chosen = names and (draw(st.integers(0, 4)) == 0 if has_encoder_edges is None else has_encoder_edges)
+    return draw(encoder_edges(graph, divisor=divisor) if chosen else deepstacks(graph))
+
+
+@st.composite
+def encoder_edges(draw: st.DrawFn, graph: ModelGraph, *, divisor: int) -> ModelGraph:
+    """The same with an encoder behind that of images, which may take features or tokens of a second one as well."""
+    first, rest = graph.encoders[0], graph.units[1:]
+    join = draw(st.sampled_from(["features", "sequence"]))
+    entries, shape = [first], draw(transformers(channels=(4, 8), divisor=divisor))
+    if draw(st.booleans()):
+        other = draw(transformers(channels=(4, 8), divisor=divisor))
+        entries.append(replace(first, name="second", transformer=other, freeze_module=draw(st.booleans()), lora=None))
+    if join == "features" and (len(entries) > 1 or draw(st.booleans())):
+        norm = draw(st.sampled_from(["patches", "none"]))
+        plain = {"has_projector": False, "has_linear_projector": False, "projector_hidden_size": None, "queries": None}
+        entries = [replace(each, **plain, freeze_projector=False, projector_norm=norm, lora=None) for each in entries]
+        shape = replace(shape, hidden_size=sum(each.merged_size for each in entries))
+    last = Unit(
+        "joint",
+        Role.ENCODER,
+        shape,
+        join=join,
+        **draw(st.sampled_from(PROJECTORS)),
+        freeze_module=draw(st.booleans()),
+        freeze_projector=draw(st.booleans()),
+    )
+    inner = [(each.name, last.name) for each in entries]
+    kept = [edge for edge in graph.edges if edge[0] != first.name]
+    return ModelGraph((*entries, last, *rest), (*inner, (last.name, graph.backbone.name), *kept))
 
 
 @st.composite
@@ -455,8 +489,8 @@ def assignments(draw: st.DrawFn, graph: ModelGraph, plan: Plan, source: RandomSo
             if gives_all or any(item.unit == generator.name for item in items):
                 atoms[generator.name].append(Atom(index))
         for item, lengths in enumerate(items):
-            if graph.unit(lengths.unit).role is Role.ENCODER:
-                atoms[lengths.unit].append(Atom(index, item))
+            for name in lengths.units if graph.unit(lengths.unit).role is Role.ENCODER else ():
+                atoms[name].append(Atom(index, item))
     return Assignment({name: draw(_groupings(atoms[name], plan.units[name].data_parallel_size)) for name in graph.unit_names})
 
 
@@ -474,7 +508,7 @@ def _groupings(draw: st.DrawFn, atoms: Sequence[Atom], num_replicas: int) -> tup
 def _can_build(builder: str, step: StepGraph) -> bool:
     """Return whether a run may have the schedule and its builder allows the plan; most allow every plan."""
     row = BUILDERS[builder]
-    if not (row.is_folded or row.fewest_encoders > 1):
+    if not row.can_train or not (row.is_folded or row.fewest_encoders > 1 or not row.takes_fed_encoders):
         return row.can_train
     try:
         BUILDERS[builder](step)

@@ -29,7 +29,8 @@ from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.item_passes import pass_item
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Schedule
@@ -161,14 +162,14 @@ def _lengths(graph: ModelGraph, assignment: Assignment, num_tokens: int) -> Sequ
     samples = sorted(atom.sample_id for replica in assignment.units[backbone] for group in replica for atom in group)
     unit_of: dict[int, dict[int, str]] = {sample: {} for sample in samples}
     for unit in graph.units:
-        if unit.role is Role.ENCODER:
+        if unit in graph.item_encoders:
             for atom in assignment.place_of_atom[unit.name]:
                 unit_of[atom.sample_id][atom.item_index] = unit.name
     found = []
     for sample, units in unit_of.items():
         num_items = max(units, default=-1) + 1
         names = [units.get(index, backbone) for index in range(num_items)]
-        items = [ItemLengths(name, num_tokens, num_tokens) for name in names]
+        items = [pass_item(graph, ItemLengths(name, num_tokens, num_tokens)) for name in names]
         items += [ItemLengths(unit.name, num_tokens, 0) for unit in graph.generators]
         found.append(SampleLengths(sample, tuple(items), num_tokens, 1))
     return found

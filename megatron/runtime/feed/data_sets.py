@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +26,12 @@ from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import ItemReader, item_inputs
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.source_views import InterleavedSource, JoinedSources, SourceSubset
+from multimodal.data.source_views import InterleavedSource, JoinedSources, PassedItems, SourceSubset
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.values.errors import CheckpointError, ConfigError
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.item_passes import count_llm_tokens
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,13 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 
     in_turn: lets one rank of a node index the data, and then the others, who find its index; None: nobody waits.
     """
+    found = _open_data_sets(config, graph, in_turn=in_turn)
+    if graph.encoders == graph.item_encoders:
+        return found
+    return replace(found, train=PassedItems(found.train, graph=graph), valid=PassedItems(found.valid, graph=graph))
+
+
+def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None) -> DataSets:
     if config.data.is_digits:
         return _digits(config, graph, build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model))
     tokenizer, chat = _tokenizer(config)
@@ -167,7 +176,7 @@ def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig, *, graph: ModelGr
 
 
 def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataSets:
-    encoders = [unit for unit in graph.encoders if unit.image is not None]
+    encoders = [unit for unit in graph.item_encoders if unit.image is not None]
     if not encoders:
         raise ConfigError("--data-path digits needs a model with an image encoder, found none; use examples/digits/model.yaml")
     for unit in encoders:
@@ -192,7 +201,7 @@ def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataS
                 split=split,
                 unit=unit.name,
                 image=unit.image,
-                count_outputs=unit.num_output_tokens,
+                count_outputs=partial(count_llm_tokens, graph, unit) if unit.role is Role.ENCODER else None,
                 tokenizer=tokenizer,
                 seq_length=config.data.seq_length,
             )

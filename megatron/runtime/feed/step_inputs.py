@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -17,6 +18,7 @@ from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.stage_input import PackedInput, share_input
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
+from multimodal.values.item_passes import first_joined_token
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.step_graph import StepGraph
 
@@ -74,7 +76,9 @@ def load_inputs(
             is_first = rank in replica.virtual_stages[0].ranks
             for microbatch in range(step.num_microbatches(name, replica_index)):
                 place = MicrobatchPlace(name, replica_index, microbatch)
-                if unit.role is Role.ENCODER:
+                if unit.join is not None:
+                    inputs[place] = own(_joined_input(source, unit, place, step, source_index), place)
+                elif unit.role is Role.ENCODER:
                     subsets = step.sample_subsets(place)
                     packed = tuple(
                         own(_encoder_input(source, unit, atoms, source_index, with_pixels=is_first), place, part)
@@ -102,7 +106,7 @@ def _needed_items(step: StepGraph, *, rank: int, source_index: Mapping[int, int]
     found: list[tuple[int, int]] = []
     for name, unit_plan in step.plan.units.items():
         role = step.graph.unit(name).role
-        at = {Role.ENCODER: 0, Role.GENERATOR: -1}.get(role)
+        at = {Role.ENCODER: 0, Role.GENERATOR: -1}.get(role) if step.graph.unit(name).join is None else None
         for replica_index, replica in enumerate(unit_plan.replicas if at is not None else ()):
             if rank not in replica.virtual_stages[at or 0].ranks:
                 continue
@@ -141,6 +145,27 @@ def _encoder_input(
     return PackedInput(lengths=_lengths(packed.cu_seqlens), positions=packed.positions, patches=packed.patches)
 
 
+def _joined_input(
+    source: SampleSource, unit: Unit, place: MicrobatchPlace, step: StepGraph, source_index: Mapping[int, int]
+) -> PackedInput:
+    """Every item is a sequence of what other encoders give of it, whose places are counted from its first token."""
+    atoms, graph = step.assignment.atoms(place), step.graph
+    items = {atom: source.lengths(source_index[atom.sample_id]).items[atom.item_index] for atom in atoms}
+    lengths = tuple(item.inside(unit.name).num_tokens for item in items.values())
+    first_token = dict(zip(atoms, accumulate(lengths, initial=0), strict=False))
+    rows, sources = [torch.arange(0)], [torch.arange(0)]
+    for name, atom in ((route.source.unit, atom) for route in step.routes.to_target[place] for atom in route.atoms):
+        start = first_token[atom] + first_joined_token(graph, unit.name, items[atom], source=name)
+        rows.append(start + torch.arange(items[atom].inside(name).num_output_tokens))
+        sources.append(torch.full_like(rows[-1], graph.upstream(unit.name).index(name)))
+    return PackedInput(
+        lengths,
+        torch.cat([torch.arange(length) for length in lengths]),
+        item_rows=torch.cat(rows),
+        item_sources=torch.cat(sources),
+    )
+
+
 def _generator_input(
     source: SampleSource,
     unit: Unit,
@@ -168,8 +193,10 @@ def _language_input(
 ) -> tuple[PackedInput, tuple[int, ...]]:
     has_places = bool(step.graph.backbone.transformer.rotary_sections)
     merge_sizes = {
-        unit.name: unit.image.merge_size for unit in step.graph.encoders if unit.image is not None and unit.queries is None
-    }  # what queries find has no rows and columns
+        unit.name: unit.image.merge_size
+        for unit in step.graph.encoders
+        if unit.image is not None and unit.queries is None and step.graph.item_units(unit.name) == (unit.name,)
+    }  # what queries find, or other encoders make of it, has no rows and columns
     packed = pack_language_microbatch(
         step.assignment.atoms(place),
         source=source,

@@ -7,7 +7,7 @@ from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import flag_of
 from megatron.runtime.flags.unit_flags import LLM
 from multimodal.plan.unit_grid import V_SHAPE_RANGES
-from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
+from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages, fed_encoders
 from multimodal.schedule.passes import PASSES, Need, passes_named
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
@@ -87,6 +87,11 @@ def _check_units(choice: _Choice) -> Iterator[str]:
     ignored, leave_out = f"--schedule {choice.name} would be ignored:", f"leave it out, which is --schedule {row.otherwise}"
     if num_encoders < row.fewest_encoders:
         yield f"{ignored} it {row.role_of_encoders}, and the model has {num_encoders or 'none'}; {leave_out}"
+    if (fed := fed_encoders(choice.graph)) and not row.takes_fed_encoders:
+        yield (
+            f"--schedule {choice.name}: is for models whose encoders all feed the LLM, but {', '.join(fed)} takes what other "
+            f"encoders give; choose --schedule {row.otherwise}"
+        )
     if row.needs_messages and choice.plan.is_whole_on_every_rank:
         yield f"{ignored} every rank holds the whole model, so no backward is late; {leave_out}"
 

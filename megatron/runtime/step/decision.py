@@ -101,7 +101,7 @@ class StepDecision:
 
     def _num_tokens(self, unit: str, atoms: Microbatch) -> int:
         if self.graph.unit(unit).role is Role.ENCODER:
-            return sum(self.lengths[atom.sample_id].items[atom.item_index].num_tokens for atom in atoms)
+            return sum(self.lengths[atom.sample_id].items[atom.item_index].inside(unit).num_tokens for atom in atoms)
         if self.graph.unit(unit).role is Role.GENERATOR:
             items = (item for atom in atoms for item in self.lengths[atom.sample_id].items)
             return sum(item.num_tokens for item in items if item.unit == unit)
@@ -132,7 +132,7 @@ class StepDecision:
         """
         items = self.lengths[atom.sample_id].items
         if self.graph.unit(unit).role is Role.ENCODER:
-            return (OutputPiece(atom, items[atom.item_index].num_output_tokens),)
+            return (OutputPiece(atom, items[atom.item_index].inside(unit).num_output_tokens),)
         return tuple(
             OutputPiece(Atom(atom.sample_id, index), 1)
             for index, item in enumerate(items)

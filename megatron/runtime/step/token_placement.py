@@ -23,6 +23,7 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
 from multimodal.values.errors import DataError
+from multimodal.values.item_passes import first_joined_token
 from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths
@@ -164,21 +165,29 @@ class TokenPlacement:
         if size == 1:
             return (np.arange(self._step.num_rows_of_route(route)),)
         shares, first_token = self._shares_of(route.target, WHOLE), self._first_tokens(route.target, WHOLE)
-        spans = [
-            (first_token[piece.item], piece.num_rows if self._is_backbone(route.target) else self._item(piece.item).num_tokens)
-            for piece in self._step.pieces_of(route)
-        ]
-        if self._is_backbone(route.target):
+        unit, graph, pieces = route.target.unit, self._step.graph, self._step.pieces_of(route)
+        if graph.unit(unit).role is not Role.GENERATOR:
+            spans = [(first_token[each.item] + self._first_joined(route, each.item), each.num_rows) for each in pieces]
             tokens = np.concatenate([np.arange(first, first + count) for first, count in spans])
             owners = _owners(shares, tokens)
             return tuple(np.flatnonzero(owners == rank) for rank in range(size))
+        spans = [(first_token[each.item], self._item(unit, each.item).num_tokens) for each in pieces]
         takers = [set(_owners(shares, np.arange(first, first + count)).tolist()) for first, count in spans]
         return tuple(np.array([row for row, ranks in enumerate(takers) if rank in ranks], dtype=np.int64) for rank in range(size))
 
     def _is_backbone(self, place: MicrobatchPlace) -> bool:
         return self._step.graph.unit(place.unit).role is Role.BACKBONE
 
-    def _item(self, atom: Atom) -> ItemLengths:
+    def _first_joined(self, route: Route, atom: Atom) -> int:
+        if self._is_backbone(route.target):
+            return 0
+        graph, item = self._step.graph, self._in_document(atom)
+        return first_joined_token(graph, route.target.unit, item, source=route.source.unit)
+
+    def _item(self, unit: str, atom: Atom) -> ItemLengths:
+        return self._in_document(atom).inside(unit)
+
+    def _in_document(self, atom: Atom) -> ItemLengths:
         return self._step.lengths[atom.sample_id].items[atom.item_index]
 
     def _owner_of_output(self, place: MicrobatchPlace, part: int) -> Rows:
@@ -189,7 +198,7 @@ class TokenPlacement:
             pieces = [piece for atom in atoms for piece in self._step.output_of(place.unit, atom)]
             tokens = [np.array([first_token[piece.item]]) for piece in pieces]
         else:
-            tokens = [first_token[atom] + _first_of_merged(self._item(atom)) for atom in atoms]
+            tokens = [first_token[atom] + _first_of_merged(self._item(place.unit, atom)) for atom in atoms]
         return _owners(shares, np.concatenate(tokens)) if tokens else np.empty(0, dtype=np.int64)
 
     def _shares_of(self, place: MicrobatchPlace, part: int) -> TokenShares:
@@ -204,7 +213,7 @@ class TokenPlacement:
             size, block_size = self._sizes[place.unit], self._sharing.block_size
             self._dealers[place.unit] = ItemDealer(self._step.graph, place.unit, size, block_size)
         dealer = self._dealers[place.unit]
-        loads = dealer.loads_of(self._item(atom) for atom in self._atoms(place, part))
+        loads = dealer.loads_of(self._item(place.unit, atom) for atom in self._atoms(place, part))
         lengths, dealt = np.array([load.num_tokens for load in loads], dtype=np.int64), dealer.deal(loads)
         num_cut = int(lengths[dealt.owners == CUT].sum())
         cut = BlockShares(dealt.block_owners, dealer.num_ranks, num_cut, dealer.block_size)
@@ -224,14 +233,11 @@ class TokenPlacement:
         """Return the lengths of a sample subset's sequences, and the positions of encoders' items among its tokens."""
         atoms = self._atoms(place, part)
         if not self._is_backbone(place):
-            return tuple(self._item(atom).num_tokens for atom in atoms), ()
+            return tuple(self._item(place.unit, atom).num_tokens for atom in atoms), ()
         first_token = self._first_tokens(place, part)
         encoders = {unit.name for unit in self._step.graph.encoders}
-        items = tuple(
-            ItemSpan(first, self._item(atom).num_output_tokens, self._item(atom).unit)
-            for atom, first in first_token.items()
-            if self._item(atom).unit in encoders
-        )
+        found = ((first, self._in_document(atom)) for atom, first in first_token.items())
+        items = tuple(ItemSpan(first, item.num_output_tokens, item.units[-1]) for first, item in found if item.unit in encoders)
         return tuple(self._step.lengths[atom.sample_id].num_tokens for atom in atoms), items
 
     def _atoms(self, place: MicrobatchPlace, part: int) -> Microbatch:
@@ -245,7 +251,7 @@ class TokenPlacement:
         """Return the first token of every item within a sample subset; in the LLM also of items that it hands to generators."""
         atoms = self._atoms(place, part)
         if not self._is_backbone(place):
-            return dict(zip(atoms, _starts([self._item(atom).num_tokens for atom in atoms]), strict=True))
+            return dict(zip(atoms, _starts([self._item(place.unit, atom).num_tokens for atom in atoms]), strict=True))
         samples = [self._step.lengths[atom.sample_id] for atom in atoms]
         return {
             Atom(sample.sample_id, index): first + start

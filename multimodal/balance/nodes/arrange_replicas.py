@@ -46,7 +46,8 @@ class NodeArrangement:
         sample_ids: the global batch in its order. O(atoms + replicas x nodes) and the search's.
         """
         placed, before, after = dict(assignment.placed), 0, 0
-        for unit in work.graph.encoders:
+        llm = work.graph.backbone.name
+        for unit in (each for each in work.graph.encoders if work.graph.downstream(each.name) == (llm,)):
             volumes = self._volumes(assignment, work, unit=unit.name, plan=plan, sample_ids=sample_ids)
             nodes = self._nodes(plan.units[unit.name])
             stays = _crossing(volumes, nodes)

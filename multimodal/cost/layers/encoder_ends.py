@@ -18,8 +18,10 @@ class PatchEmbeddingLayer(Layer):
     @classmethod
     def fits(cls, unit: Unit) -> bool:
         """True if the unit takes images, and they have no class token and no learned positions."""
-        return unit.audio is None and (
-            unit.image is None or (unit.image.class_token is None and unit.image.position_grid is None)
+        return (
+            unit.audio is None
+            and unit.join is None
+            and (unit.image is None or (unit.image.class_token is None and unit.image.position_grid is None))
         )
 
     @property
@@ -141,6 +143,29 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
         return self.unit.audio.num_mel_bins
 
 
+class JoinedTokensLayer(Layer):
+    """What other encoders give, put where it belongs."""
+
+    segments = (Segment("all", backward=(Exchange.GATHER,)),)
+    position = "first"
+    roles = (Role.ENCODER,)
+    num_products = 0
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if encoders feed the unit."""
+        return unit.join is not None
+
+    @property
+    def num_weights(self) -> int:
+        """None."""
+        return 0
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """Rows' places, which take a few bytes."""
+        return ActivationBytes()
+
+
 class ProjectorLayer(Layer):
     """Two products with a GELU between them (Qwen2-VL's patch merger); once more for each earlier layer that goes to the LLM."""
 
@@ -153,7 +178,7 @@ class ProjectorLayer(Layer):
     @classmethod
     def fits(cls, unit: Unit) -> bool:
         """True if the unit's projector has two products."""
-        return not unit.has_linear_projector and unit.queries is None
+        return unit.has_projector and not unit.has_linear_projector and unit.queries is None
 
     @property
     def num_weights(self) -> int:
@@ -163,7 +188,7 @@ class ProjectorLayer(Layer):
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
         """Both, where items are described."""
-        if self.unit.item_input is None:
+        if not self.unit.is_described:
             return {}
         return {
             "linear_fc1": LinearShape(self.unit.merged_size, self._inner_size, num_alike=1 + self._num_more),
@@ -179,7 +204,7 @@ class ProjectorLayer(Layer):
     @property
     def can_be_built(self) -> bool:
         """True if items are described, by which tokens are merged."""
-        return self.unit.item_input is not None
+        return self.unit.is_described
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
@@ -232,7 +257,7 @@ class LinearProjectorLayer(ProjectorLayer):
     @property
     def num_weights(self) -> int:
         """The matrix; 0 where no items are described."""
-        return self.unit.merged_size * self._output_size if self.unit.item_input is not None else 0
+        return self.unit.merged_size * self._output_size if self.unit.is_described else 0
 
     @property
     def num_vector_entries(self) -> int:
@@ -242,3 +267,34 @@ class LinearProjectorLayer(ProjectorLayer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Norm and the product's input."""
         return super().saved_bytes(load, case)._replace(split=0.0)
+
+
+class MergedTokensLayer(LinearProjectorLayer):
+    """No product: tokens leave merged."""
+
+    num_products = 0
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit has no projector."""
+        return not unit.has_projector
+
+    @property
+    def num_weights(self) -> int:
+        """None."""
+        return 0
+
+    @property
+    def linear_layers(self) -> Mapping[str, LinearShape]:
+        """None."""
+        return {}
+
+    @property
+    def num_vector_entries(self) -> int:
+        """The norm."""
+        return self._norm_entries
+
+    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
+        """The norm's."""
+        rows = load.num_outputs * self.unit.merged_size / self.unit.transformer.hidden_size
+        return ActivationBytes(replicated=self._norm_kept(load.num_tokens, rows, case))

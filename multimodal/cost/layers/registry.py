@@ -9,8 +9,10 @@ from multimodal.cost.layers.adapters import LinearLayers, resolve_adapters
 from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
 from multimodal.cost.layers.encoder_ends import (
     AudioEmbeddingLayer,
+    JoinedTokensLayer,
     LearnedPatchEmbeddingLayer,
     LinearProjectorLayer,
+    MergedTokensLayer,
     PatchEmbeddingLayer,
     ProjectorLayer,
     StretchedPatchEmbeddingLayer,
@@ -39,6 +41,8 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "opaque": OpaqueLayer,
     "projector": ProjectorLayer,
     "linear_projector": LinearProjectorLayer,
+    "joined_tokens": JoinedTokensLayer,
+    "merged_tokens": MergedTokensLayer,
     "query_projector": QueryProjectorLayer,
     "head": HeadLayer,
     "generator_projector": GeneratorProjectorLayer,

@@ -65,6 +65,14 @@ class MergedTokens(torch.nn.Module):
         return joined if joined.shape[-1] == self.merged_size else joined.unflatten(-1, (self.merge_factor, -1)).mean(dim=-2)
 
 
+class UnprojectedTokens(MergedTokens):
+    """Gives merged tokens as they are, to another encoder."""
+
+    def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
+        """Return [num_merged_tokens, merged_size], the same on every tensor parallel rank; arguments as those of `gather`."""
+        return self.callback(self.merge(self.gather(hidden, places, kept_rows))[:, 0])
+
+
 class Projector(MergedTokens):
     """Two products with a GELU between them (Qwen2-VL's patch merger)."""
 
@@ -161,6 +169,14 @@ class ProjectorKind(LayerKind):
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return the neighbouring tokens that are merged."""
         return unit.merge_factor
+
+
+class MergedTokensKind(ProjectorKind):
+    """Gives rows to other encoders; their width is that of merged tokens."""
+
+    def build(self, context: LayerContext, index: int) -> Module:
+        """Build it for any encoder downstream."""
+        return UnprojectedTokens(context.unit, config=context.config, groups=context.groups)
 
 
 class LinearProjectorKind(ProjectorKind):

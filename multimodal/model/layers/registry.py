@@ -3,6 +3,7 @@
 from multimodal.model.layers.audio_embedding import AudioEmbeddingKind
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
+from multimodal.model.layers.joined_tokens import JoinedTokensKind
 from multimodal.model.layers.layer_kind import LayerKind
 from multimodal.model.layers.moe_transformer import MoeTransformerKind
 from multimodal.model.layers.opaque import OpaqueKind
@@ -11,7 +12,7 @@ from multimodal.model.layers.patch_embeddings import (
     PatchEmbeddingKind,
     StretchedPatchEmbeddingKind,
 )
-from multimodal.model.layers.projectors import LinearProjectorKind, ProjectorKind
+from multimodal.model.layers.projectors import LinearProjectorKind, MergedTokensKind, ProjectorKind
 from multimodal.model.layers.query_projector import QueryProjectorKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
@@ -31,6 +32,8 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "opaque": OpaqueKind(),
     "projector": ProjectorKind(),
     "linear_projector": LinearProjectorKind(),
+    "joined_tokens": JoinedTokensKind(),
+    "merged_tokens": MergedTokensKind(),
     "query_projector": QueryProjectorKind(),
     "head": HeadKind(),
     "generator_projector": GeneratorProjectorKind(),

@@ -361,7 +361,8 @@ class PlanningRequest:
     def longest_items(self) -> Mapping[str, int]:
         """Unit -> the tokens of the longest of its items."""
         longest: dict[str, int] = {}
-        for item in (item for sample in self.lengths for item in sample.items):
+        passes = (each for sample in self.lengths for item in sample.items for each in (item.passes or (item,)))
+        for item in passes:
             longest[item.unit] = max(longest.get(item.unit, 0), item.num_tokens)
         return longest
 

@@ -21,6 +21,7 @@ from multimodal.schedule.builders.optimus import build_optimus
 from multimodal.schedule.builders.zb_h1 import build_eager_zero_bubble, build_zb_h1
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
+from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
@@ -81,6 +82,8 @@ class ScheduleRow:
     fewest_encoders: int = 0
     role_of_encoders: str = ""
     """A verb and an object, such as `arranges encoders`, for the message if there are fewer."""
+    takes_fed_encoders: bool = True
+    """False if it is only for models whose encoders all feed the LLM, and none another encoder."""
     needs_costs: bool = False
     """True if the order depends on durations; the schedule is built anew for every step."""
     fills_memory: bool = False
@@ -98,7 +101,15 @@ class ScheduleRow:
 
     def with_costs(self, costs: StepCosts) -> Builder:
         """Return the builder of a step of these costs."""
-        return partial(self.build, costs=costs) if self.needs_costs else self.build
+        build = partial(self.build, costs=costs) if self.needs_costs else self.build
+        return build if self.takes_fed_encoders else partial(self._build_unfed, build)
+
+    def _build_unfed(self, build: Builder, step: StepGraph) -> Schedule:
+        if fed := fed_encoders(step.graph):
+            raise ScheduleError(
+                f"{', '.join(fed)}: encoders that encoders feed; {self.meaning}: for others only; choose {self.otherwise}"
+            )
+        return build(step)
 
     def step_for(self, step: StepGraph) -> StepGraph:
         """Return the step that the schedule is built and simulated for: with the work that copies of encoders repeat.
@@ -115,7 +126,13 @@ class ScheduleRow:
     def is_for(self, graph: ModelGraph, *, has_virtual_stages: bool) -> bool:
         """Return True if the schedule is meant for such a model, with or without several layer ranges per stage."""
         unmeant = VirtualStages.NO_USE if has_virtual_stages else VirtualStages.EXPECTED
-        return self.virtual_stages is not unmeant and len(graph.encoders) >= self.fewest_encoders
+        takes_all = self.takes_fed_encoders or not fed_encoders(graph)
+        return self.virtual_stages is not unmeant and takes_all and len(graph.encoders) >= self.fewest_encoders
+
+
+def fed_encoders(graph: ModelGraph) -> list[str]:
+    """Return the encoders that other encoders feed."""
+    return [unit.name for unit in graph.encoders if graph.upstream(unit.name)]
 
 
 DIP_ROUNDS = (2, 4, 8, 16)
@@ -142,6 +159,7 @@ _OPTIMUS = ScheduleRow(
     virtual_stages=VirtualStages.OPTIONAL,
     fewest_encoders=1,
     role_of_encoders="arranges encoders",
+    takes_fed_encoders=False,
     runs_segments=True,
     needs_costs=True,
     needs_messages=True,
@@ -255,6 +273,7 @@ BUILDERS: dict[str, ScheduleRow] = {
         virtual_stages=VirtualStages.OPTIONAL,
         fewest_encoders=1,
         role_of_encoders="arranges encoders",
+        takes_fed_encoders=False,
         needs_costs=True,
         needs_messages=True,
     ),
@@ -264,6 +283,7 @@ BUILDERS: dict[str, ScheduleRow] = {
         source="Cornstarch 2",
         fewest_encoders=2,
         role_of_encoders="runs several encoders as one",
+        takes_fed_encoders=False,
     ),
     "encoders-replicated": ScheduleRow(
         build=build_encoders_replicated,
@@ -271,6 +291,7 @@ BUILDERS: dict[str, ScheduleRow] = {
         source="Cornstarch 2",
         can_train=False,
         copies_encoders=True,
+        takes_fed_encoders=False,
         fewest_encoders=1,
     ),
 }

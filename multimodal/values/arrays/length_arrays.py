@@ -14,7 +14,10 @@ from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 @dataclass(frozen=True, eq=False)
 class LengthArrays:
-    """Lengths of samples, and of the items of all of them, sample after sample in document order."""
+    """Lengths of samples, and of the items of all of them, sample after sample in document order.
+
+    An item that passes through several encoders is there once for each.
+    """
 
     sample_ids: Integers
     """[num_samples]"""
@@ -26,23 +29,39 @@ class LengthArrays:
     """[num_items] into `units`."""
     num_item_tokens: Integers
     num_output_tokens: Integers
+    num_llm_tokens: Integers
+    """[num_items] those that enter the LLM."""
+    index_of_item: Integers
+    """[num_items] the number of each item among those of its sample."""
     units: tuple[str, ...]
     """The units that any item is for."""
 
     @classmethod
     def of(cls, samples: Sequence[SampleLengths]) -> "LengthArrays":
         """Read samples; raises TypeError or OverflowError where a length is no whole number of 64 bits. O(items)."""
-        items: list[ItemLengths] = list(chain.from_iterable(map(attrgetter("items"), samples)))
+        of_samples = [sample.items for sample in samples]
+        items: list[ItemLengths] = list(chain.from_iterable(of_samples))
+        llm_tokens = list(map(itemgetter(2), items))
+        indices = list(chain.from_iterable(map(range, map(len, of_samples))))
+        counts = list(map(len, of_samples))
+        if any(map(itemgetter(3), items)):
+            counts = [sum(max(1, len(item.passes)) for item in each) for each in of_samples]
+            last = [(number, place) for number, item in enumerate(items) for place in range(max(1, len(item.passes)))[::-1]]
+            llm_tokens = [0 if place else llm_tokens[number] for number, place in last]
+            indices = [indices[number] for number, _ in last]
+            items = [each for item in items for each in (item.passes or (item,))]
         names = list(map(itemgetter(0), items))
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         return cls(
             sample_ids=_column(list(map(attrgetter("sample_id"), samples))),
             num_text_tokens=_column(list(map(attrgetter("num_text_tokens"), samples))),
             num_target_tokens=_column(list(map(attrgetter("num_target_tokens"), samples))),
-            item_starts=row_starts(list(map(len, map(attrgetter("items"), samples)))),
+            item_starts=row_starts(counts),
             unit_of_item=np.fromiter(map(numbers.__getitem__, names), np.int64, len(names)),
             num_item_tokens=_column(list(map(itemgetter(1), items))),
             num_output_tokens=_column(list(map(itemgetter(2), items))),
+            num_llm_tokens=_column(llm_tokens),
+            index_of_item=np.array(indices, np.int64),
             units=tuple(numbers),
         )
 
@@ -57,18 +76,13 @@ class LengthArrays:
     @cached_property
     def num_tokens(self) -> Integers:
         """[num_samples] tokens of each sample inside the LLM."""
-        before = row_starts(self.num_output_tokens)
+        before = row_starts(self.num_llm_tokens)
         return self.num_text_tokens + before[self.item_starts[1:]] - before[self.item_starts[:-1]]
 
     @cached_property
     def sample_of_item(self) -> Integers:
         """[num_items]."""
         return row_numbers(self.item_starts)
-
-    @cached_property
-    def index_of_item(self) -> Integers:
-        """[num_items] the number of each item among those of its sample."""
-        return np.arange(len(self.unit_of_item)) - self.item_starts[self.sample_of_item]
 
     def items_of(self, unit: str) -> Integers:
         """Return the numbers of a unit's items. O(items)."""
@@ -85,6 +99,8 @@ class LengthArrays:
             unit_of_item=self.unit_of_item[items],
             num_item_tokens=self.num_item_tokens[items],
             num_output_tokens=self.num_output_tokens[items],
+            num_llm_tokens=self.num_llm_tokens[items],
+            index_of_item=self.index_of_item[items],
             units=self.units,
         )
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from multimodal.values.arrays.placed_atoms import NO_ATOMS, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
 from multimodal.values.arrays.rows import Integers, integers, order_by, row_starts, take_rows
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 
 
 class Route(NamedTuple):
@@ -157,13 +157,13 @@ class _RoutesByEnd(Mapping[MicrobatchPlace, tuple[Route, ...]]):
 
 
 def build_routes(graph: ModelGraph, placed: Mapping[str, PlacedAtoms]) -> Routes:
-    """Match every encoder item, and every sample of the LLM, with the downstream microbatch that holds its sample.
+    """Match every encoder item, and every sample of the LLM, with the downstream microbatch that holds its sample, or itself.
 
     O(atoms log atoms).
     """
     units = {unit: placed.get(unit, NO_ATOMS) for edge in graph.edges for unit in edge}
     numbered = NumberedMicrobatches(units)
-    columns = [_match(units, numbered, *edge) for edge in graph.edges]
+    columns = [_match(units, numbered, *edge, by_item=graph.unit(edge[1]).role is Role.ENCODER) for edge in graph.edges]
     sources, targets, sample_ids, item_indices = (
         np.concatenate(column) for column in (zip(*columns, strict=True) if columns else [[integers(())]] * 4)
     )
@@ -177,13 +177,18 @@ def build_routes(graph: ModelGraph, placed: Mapping[str, PlacedAtoms]) -> Routes
 
 
 def _match(
-    units: Mapping[str, PlacedAtoms], numbered: NumberedMicrobatches, source: str, target: str
+    units: Mapping[str, PlacedAtoms], numbered: NumberedMicrobatches, source: str, target: str, *, by_item: bool
 ) -> tuple[Integers, Integers, Integers, Integers]:
-    """Return the microbatches at both ends of every handed-over atom, its sample and its index; in the order of the target."""
+    """Return the microbatches at both ends of every handed-over atom, its sample and its index; in the order of the target.
+
+    by_item: the target's atoms are the same items, and not the samples that these are of.
+    """
     given, taking = units[source], units[target]
     by_atom = np.lexsort((given.item_indices, given.sample_ids))
-    samples = given.sample_ids[by_atom]
-    first, last = (np.searchsorted(samples, taking.sample_ids, side=side) for side in ("left", "right"))
+    stride = 1 + max(each.item_indices.max(initial=0) for each in (given, taking)) if by_item else 1
+    keys, wanted = (each.sample_ids * stride + each.item_indices * by_item for each in (given, taking))
+    keys = keys[by_atom]
+    first, last = (np.searchsorted(keys, wanted, side=side) for side in ("left", "right"))
     counts = last - first
     atoms = by_atom[np.arange(counts.sum()) + np.repeat(first - row_starts(counts)[:-1], counts)]
     return (
