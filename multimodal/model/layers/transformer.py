@@ -1,13 +1,16 @@
 """Transformer layers: megatron-core's, in both implementations, with packed attention in place of its own."""
 
 import copy
+from collections.abc import Callable
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 from torch import Tensor
 from torch.nn import Module
@@ -19,7 +22,6 @@ from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
-from multimodal.model.layers.layer_scale import INITIAL_SCALE, ScaledAdd
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import HeadNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
@@ -27,6 +29,10 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear_fc2=DeferrableRowParallelLinear)
+INITIAL_SCALE = 0.1
+"""Of what layers with a scale of their own add."""
+_Branch = tuple[Tensor, Tensor | None]
+"""A branch's output and the bias that is still to be added to it."""
 
 
 def mask_rule_of(unit: Unit, *, graph: ModelGraph, mode: MaskMode) -> MaskRule:
@@ -177,3 +183,21 @@ def _transformer_engine_spec(has_head_norms: bool) -> ModuleSpec:
             "--transformer-impl local"
         ) from problem
     return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_head_norms)
+
+
+class ScaledAdd(torch.nn.Module):
+    """Adds a branch scaled channel by channel (layer scale: CaiT, InternViT), as megatron-core adds one without dropout."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        device = torch.cuda.current_device()
+        self.scale = torch.nn.Parameter(torch.empty(config.hidden_size, dtype=config.params_dtype, device=device))
+        self.scale.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, is_training: bool, is_fused: bool) -> Callable[[_Branch, Tensor, float], Tensor]:
+        """Return the function that adds."""
+        return self._add
+
+    def _add(self, branch: _Branch, residual: Tensor, dropout: float) -> Tensor:
+        output, bias = branch
+        return residual + self.scale * (output if bias is None else output + bias)

@@ -132,7 +132,7 @@ def test_work_is_counted_as_atom_by_atom(case: Case) -> None:
             if unit in graph.encoders:
                 atoms = list(list_items(atoms, unit=unit.name, lengths_by_sample={sample.sample_id: sample}))
             loads = [
-                item_load(*sample.items[atom.item_index][1:]) if atom.item_index >= 0 else sample_load(unit, sample)
+                item_load(*sample.items[atom.item_index][1:3]) if atom.item_index >= 0 else sample_load(unit, sample)
                 for atom in atoms
             ]
             whole[number] += sum((sum(map(flops.forward.of, loads)), sum(map(flops.backward.of, loads))))

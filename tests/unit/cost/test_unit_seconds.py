@@ -42,7 +42,7 @@ class Singly:
     def _of_atom(self, unit: str, sample: SampleLengths, atom: Atom) -> UnitLoad:
         if atom.item_index < 0:
             return sample_load(self.step.graph.unit(unit), sample)
-        return item_load(*sample.items[atom.item_index][1:])
+        return item_load(*sample.items[atom.item_index][1:3])
 
     def atoms(self, action: Action) -> tuple[Atom, ...]:
         """What an action computes."""
