@@ -176,7 +176,7 @@ def _items(row: Mapping[str, Any], graph: ModelGraph) -> Iterable[ItemLengths]:
         if len(counts) != 2 or not all(count.isdecimal() and len(count) <= _MAX_DIGITS for count in counts):
             raise ValueError(f"items has '{text[:50]}', expected UNIT:TOKENS:OUTPUT_TOKENS")
         if unit in graph.unit_names:
-            yield ItemLengths(unit, *map(int, counts))
+            yield ItemLengths(unit, int(counts[0]), int(counts[1]))
 
 
 def _images(row: Mapping[str, Any], encoder: Unit | None) -> Iterable[ItemLengths]:

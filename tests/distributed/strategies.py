@@ -295,11 +295,8 @@ def deepstacks(draw: st.DrawFn, graph: ModelGraph) -> ModelGraph:
     def changed(unit: Unit) -> Unit:
         if unit.role is not Role.ENCODER or unit.image is None:
             return unit
-        most = (
-            0
-            if unit.has_linear_projector or unit.queries
-            else min(unit.transformer.num_layers, graph.backbone.transformer.num_layers)
-        )
+        in_both = min(unit.transformer.num_layers, graph.backbone.transformer.num_layers)
+        most = 0 if unit.has_linear_projector or unit.queries else in_both
         layers = draw(st.sets(st.integers(0, unit.transformer.num_layers - 1), max_size=most)) if most else ()
         position_grid = draw(st.sampled_from([None, 3]))
         return replace(unit, image=replace(unit.image, position_grid=position_grid, deepstack_layers=tuple(sorted(layers))))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from multimodal.model.layers.layer_kind import InputContext
-from multimodal.model.layers.projectors import drops_tokens
+from multimodal.model.layers.projectors.mlp import drops_tokens
 from multimodal.model.layers.registry import LAYER_KINDS
 from multimodal.model.stage_input import PackedInput, pack_lengths
 

@@ -1,19 +1,19 @@
 """All kinds of layer that can be built and trained, by name."""
 
-from multimodal.model.layers.audio_embedding import AudioEmbeddingKind
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
-from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
-from multimodal.model.layers.joined_tokens import JoinedTokensKind
-from multimodal.model.layers.layer_kind import LayerKind
-from multimodal.model.layers.moe_transformer import MoeTransformerKind
-from multimodal.model.layers.opaque import OpaqueKind
-from multimodal.model.layers.patch_embeddings import (
+from multimodal.model.layers.embeddings.joined_tokens import JoinedTokensKind
+from multimodal.model.layers.embeddings.patches import (
     LearnedPatchEmbeddingKind,
     PatchEmbeddingKind,
     StretchedPatchEmbeddingKind,
 )
-from multimodal.model.layers.projectors import LinearProjectorKind, MergedTokensKind, ProjectorKind
-from multimodal.model.layers.query_projector import QueryProjectorKind
+from multimodal.model.layers.embeddings.spectrograms import AudioEmbeddingKind
+from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
+from multimodal.model.layers.layer_kind import LayerKind
+from multimodal.model.layers.moe_transformer import MoeTransformerKind
+from multimodal.model.layers.opaque import OpaqueKind
+from multimodal.model.layers.projectors.mlp import LinearProjectorKind, MergedTokensKind, ProjectorKind
+from multimodal.model.layers.projectors.queries import QueryProjectorKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding

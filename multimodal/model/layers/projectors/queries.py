@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, deferrable_linear
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
-from multimodal.model.layers.projectors import MergedTokens, ProjectorKind
+from multimodal.model.layers.projectors.mlp import MergedTokens, ProjectorKind
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
 from multimodal.values.model_graph import Unit
