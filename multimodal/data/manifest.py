@@ -29,9 +29,9 @@ from multimodal.data.index.sample_index import IndexedItem, IndexedSample, Sampl
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
-from multimodal.values.item_passes import count_llm_tokens
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.units.item_passes import count_llm_tokens
 
 
 class ManifestSource:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 from multimodal.data.audio.audio_processing import silence_of
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
-from multimodal.values.item_passes import pass_item
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.units.item_passes import pass_item
 
 
 class SourceView(ABC):

@@ -29,12 +29,12 @@ from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
-from multimodal.values.item_passes import pass_item
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import Timeline
+from multimodal.values.units.item_passes import pass_item
 
 TIMEOUT = timedelta(minutes=5)
 _VOCAB_SIZE = 128

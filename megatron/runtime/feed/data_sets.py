@@ -30,8 +30,8 @@ from multimodal.data.source_views import InterleavedSource, JoinedSources, Passe
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.values.errors import CheckpointError, ConfigError
-from multimodal.values.item_passes import count_llm_tokens
 from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.units.item_passes import count_llm_tokens
 
 logger = logging.getLogger(__name__)
 

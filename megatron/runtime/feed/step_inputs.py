@@ -18,9 +18,9 @@ from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.stage_input import PackedInput, share_input
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
-from multimodal.values.item_passes import first_joined_token
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.step_graph import StepGraph
+from multimodal.values.units.item_passes import first_joined_token
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,10 +23,10 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
 from multimodal.values.errors import DataError
-from multimodal.values.item_passes import first_joined_token
 from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths
+from multimodal.values.units.item_passes import first_joined_token
 
 
 @dataclass(frozen=True, slots=True)
