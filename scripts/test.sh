@@ -12,5 +12,5 @@ fi
 
 step "ruff check" ruff check
 step "mypy" mypy
-# Two at a time: while ranks of one test wait for each other, the other computes.
-python -m pytest --numprocesses 2 --dist worksteal "$@"
+# Three at a time, on two cores: while ranks of one test wait for each other, others compute.
+python -m pytest --numprocesses 3 --dist worksteal "$@"
