@@ -42,8 +42,8 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, Resource
+from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import read_plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
 from multimodal.values.timeline import Timeline

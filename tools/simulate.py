@@ -43,9 +43,10 @@ from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulation_report import report_simulations
+from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, read_plan
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.step_graph import StepGraph, validate_assignment
 from tools.command_line import Parser, at_least_zero, count, counts_by_unit, format_ranks, format_seconds, run_tool

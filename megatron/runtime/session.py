@@ -31,10 +31,11 @@ from multimodal.plan.communicators import message_partners
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.passes import Pass
+from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.state_copies import EVERY_REPLICA
-from multimodal.values.plan import Plan, validate_plan
+from multimodal.values.plan import Plan
 
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
 

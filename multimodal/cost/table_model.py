@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from multimodal.cost.cost_table import CostTable, StageSeconds, UnitSeconds
 from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers, validate_plan
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.step_graph import StepGraph
 
 

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from multimodal.plan.unit_grid import build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes, complete_sizes
+from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, validate_plan
+from multimodal.values.plan import Plan
 
 
 def plan_colocated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, is_folded: bool = False) -> Plan:

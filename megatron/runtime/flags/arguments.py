@@ -25,10 +25,11 @@ from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.errors import BraidError, ConfigError
 from multimodal.values.file_form import at_line, read_mapping
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import MOST_RANKS, Plan, read_plan
+from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.typed_reader import shown
 
 

@@ -5,9 +5,10 @@ from hypothesis import strategies as st
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
-from multimodal.values.plan import Plan, validate_plan
+from multimodal.values.plan import Plan
 
 SHAPE = Transformer(num_layers=4, hidden_size=32, num_attention_heads=4, ffn_hidden_size=64)
 VISION, AUDIO = (Unit(name, Role.ENCODER, SHAPE) for name in ("vision", "audio"))

@@ -7,8 +7,9 @@ import yaml
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, read_plan
+from multimodal.values.plan import Plan
 from tests.sanity.repository import ROOT
 from tools.plan import main
 from tools.simulate import main as simulate_main

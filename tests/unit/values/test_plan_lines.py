@@ -6,8 +6,9 @@ import pytest
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.plan_file import write_plan_file
 from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.values.checks.validate_plan import read_plan, validate_plan
 from multimodal.values.errors import PlanError
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, read_plan, validate_plan
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.unit.plan.planners.planning_cases import TWO, request
 
 

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.unit_grid import place_stages
+from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
-from multimodal.values.plan import Plan, Replica, UnitPlan, split_layers, validate_plan
+from multimodal.values.plan import Plan, Replica, UnitPlan, split_layers
 
 Range = tuple[int, int]
 """Layers from the first to before the second."""

@@ -1,0 +1,222 @@
+"""Reads plans and checks them: whether they fit a model and the ranks."""
+
+from collections.abc import Iterable
+from itertools import islice, pairwise
+from pathlib import Path
+
+from multimodal.values.errors import PlanError
+from multimodal.values.file_form import at_line
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+
+
+def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = None) -> Plan:
+    """Read a plan file, edited by hand perhaps, and check it; a PlanError names the line.
+
+    world_size: number of processes; None: as many as the plan uses.
+    """
+    plan = Plan.from_file(path)
+    try:
+        validate_plan(plan, graph=graph, world_size=plan.num_ranks if world_size is None else world_size)
+    except PlanError as problem:
+        raise at_line(path, problem) from None
+    return plan
+
+
+def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
+    """Check that a plan fits the model and the ranks; raises PlanError with the place and the fix."""
+    if missing := [name for name in graph.unit_names if name not in plan.units]:
+        raise PlanError(
+            f"the plan says nothing of unit '{missing[0]}'; the model's units are {', '.join(graph.unit_names)}", place=("units",)
+        )
+    if unknown := [name for name in plan.units if name not in graph.unit_names]:
+        raise PlanError(
+            f"the plan is for a unit '{unknown[0]}' that the model lacks (its units are {', '.join(graph.unit_names)}); "
+            "use the plan that belongs to this model",
+            place=("units", unknown[0]),
+        )
+    for name in graph.unit_names:
+        _validate_unit(plan.units[name], graph=graph, name=name)
+        _validate_shares(plan, graph=graph, name=name)
+    used = {rank for unit in plan.units.values() for rank in unit.ranks}
+    if len(used) != world_size or min(used) < 0 or max(used) >= world_size:
+        idle = (rank for rank in range(world_size) if rank not in used)
+        beyond = sorted(rank for rank in used if not 0 <= rank < world_size)
+        problem = f"ranks {_first_of(beyond)} do not exist" if beyond else f"ranks {_first_of(idle)} have nothing to do"
+        raise PlanError(
+            f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; "
+            f"launch {len(used)} processes or change the plan",
+            place=_place_of_rank(plan, beyond[0]) if beyond else ("units",),
+        )
+
+
+def _first_of(ranks: Iterable[int]) -> str:
+    first = list(islice(ranks, 17))
+    return f"[{', '.join(map(str, first[:16]))}{', ...' * (len(first) > 16)}]"
+
+
+def _place_of_rank(plan: Plan, rank: int) -> tuple[str | int, ...]:
+    return next(
+        ("units", name, "replicas", replica_index, "stages", stage_index)
+        for name, unit in plan.units.items()
+        for replica_index, replica in enumerate(unit.replicas)
+        for stage_index, stage in enumerate(replica.stages)
+        if rank in stage.ranks
+    )
+
+
+def _place_of_repeated_rank(name: str, unit: UnitPlan) -> tuple[str | int, ...]:
+    seen: set[int] = set()
+    for replica_index, replica in enumerate(unit.replicas):
+        for stage_index, stage in enumerate(replica.stages):
+            if seen & set(stage.ranks) or len(set(stage.ranks)) < len(stage.ranks):
+                return ("units", name, "replicas", replica_index, "stages", stage_index)
+            seen |= set(stage.ranks)
+    return ("units", name)
+
+
+def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
+    num_layers = len(graph.unit(name).layers)
+    for what, size in (
+        ("tensor_parallel_size", unit.tensor_parallel_size),
+        ("context_parallel_size", unit.context_parallel_size),
+    ):
+        if size < 1:
+            raise PlanError(f"unit '{name}': {what} is {size}; set it to at least 1", place=("units", name, what))
+    _validate_tensor_size(unit, unit.tensor_parallel_size, graph=graph, name=name, place=("units", name))
+    if unit.expert_parallel_size != 1 and (problem := _problem_of_experts(unit, graph=graph, name=name)):
+        raise PlanError(f"unit '{name}': {problem}", place=("units", name, "expert_parallel_size"))
+    if len(set(unit.ranks)) != len(unit.ranks):
+        raise PlanError(
+            f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
+            place=_place_of_repeated_rank(name, unit),
+        )
+    for replica_index, replica in enumerate(unit.replicas):
+        where = f"unit '{name}', replica {replica_index}"
+        place = ("units", name, "replicas", replica_index)
+        for stage_index, stage in enumerate(replica.stages):
+            _validate_ranks(
+                unit, stage, graph=graph, name=name, where=f"{where}, stage {stage_index}", place=(*place, "stages", stage_index)
+            )
+        if not _covers(replica, num_layers):
+            ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
+            raise PlanError(
+                f"{where}: its layer ranges {ranges} must cover layers 0 to {num_layers - 1} once each "
+                f"({graph.unit(name).layers[0]}, {graph.unit(name).transformer.num_layers} transformer layers, "
+                f"{graph.unit(name).layers[-1]})",
+                place=place,
+            )
+        _validate_likeness(unit, replica, where=where, place=place)
+
+
+def _problem_of_experts(unit: UnitPlan, *, graph: ModelGraph, name: str) -> str:
+    size, experts = unit.expert_parallel_size, graph.unit(name).transformer.experts
+    if size < 1:
+        return f"expert_parallel_size is {size}; set it to at least 1"
+    if experts is None:
+        return f"expert parallel size {size} is for units with experts, which this one lacks; leave it out"
+    if experts.num_experts % size:
+        return f"expert parallel size {size} does not divide its {experts.num_experts} experts; choose one that does"
+    if unit.is_unlike:
+        return f"expert parallel size {size} is for replicas that are alike, and these differ in their stages; give all the same"
+    if unit.data_parallel_size % size:
+        return (
+            f"expert parallel size {size} groups neighbouring replicas, and does not divide the {unit.data_parallel_size} that "
+            "there are; change one of the two (--expert-model-parallel-size, data parallel size)"
+        )
+    grids = [[rank for stage in replica.stages for rank in stage.ranks] for replica in unit.replicas]
+    if any(first >= second for pair in pairwise(grids) for first, second in zip(*pair, strict=True)):
+        return "replicas that share experts must be listed in the order of their ranks, in every stage; list them so"
+    return ""
+
+
+def _validate_tensor_size(unit: UnitPlan, size: int, *, graph: ModelGraph, name: str, place: tuple[str | int, ...]) -> None:
+    described = graph.unit(name)
+    for what, divided in described.divided_widths.items():
+        if divided % size:
+            raise PlanError(
+                f"unit '{name}': {what} {divided} is not divisible by tensor parallel size {size}; "
+                f"choose a --{name.replace('_', '-')}-tensor-model-parallel-size that divides it (in a plan file, "
+                "tensor_parallel_size)",
+                place=(*place, "tensor_parallel_size"),
+            )
+    if described.module is not None and size * unit.context_parallel_size > 1:
+        raise PlanError(
+            f"unit '{name}': tp {size} x cp {unit.context_parallel_size} would cut a module of "
+            "transformers, which is one piece; give it replicas instead (tp 1, cp 1)",
+            place=(*place, "tensor_parallel_size") if size > 1 else ("units", name, "context_parallel_size"),
+        )
+
+
+def _validate_ranks(
+    unit: UnitPlan, stage: Stage, *, graph: ModelGraph, name: str, where: str, place: tuple[str | int, ...]
+) -> None:
+    size = unit.tensor_parallel_size
+    if stage.tensor_parallel_size is not None:
+        size = stage.tensor_parallel_size
+        if size < 1:
+            raise PlanError(f"{where}: tensor_parallel_size is {size}; set it to at least 1", place=place)
+        _validate_tensor_size(unit, size, graph=graph, name=name, place=place)
+    if len(stage.ranks) != size * unit.context_parallel_size:
+        raise PlanError(
+            f"{where}: tp {size} x cp {unit.context_parallel_size} needs {size * unit.context_parallel_size} ranks, found "
+            f"{len(stage.ranks)} {list(stage.ranks)}",
+            place=place,
+        )
+    if list(stage.ranks) != sorted(set(stage.ranks)):
+        raise PlanError(f"{where}: ranks {list(stage.ranks)} must be listed in ascending order", place=place)
+
+
+def _validate_likeness(unit: UnitPlan, replica: Replica, *, where: str, place: tuple[str | int, ...]) -> None:
+    """Refuse what replicas that differ cannot have."""
+    if unit.is_unlike and any(len(stage.layer_ranges) > 1 for stage in replica.stages):
+        raise PlanError(
+            f"{where}: a stage holds several layer ranges, which only replicas that are alike may have; give every stage one "
+            "range, or all replicas the same stages",
+            place=place,
+        )
+
+
+def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:
+    shares, llm = plan.units[name].microbatch_shares, graph.backbone.name
+    if not shares:
+        return
+    place = ("units", name, "microbatch_shares")
+    if name == llm:
+        _validate_llm_shares(plan.units[name], name=name, place=place)
+        return
+    if graph.unit(name).role is not Role.ENCODER:
+        raise PlanError(f"unit '{name}': microbatch_shares are for encoders and the LLM alone; leave them out", place=place)
+    wanted, num_replicas = plan.units[llm].data_parallel_size * len(shares), plan.units[name].data_parallel_size
+    if wanted != num_replicas:
+        raise PlanError(
+            f"unit '{name}': {len(shares)} microbatch_shares for each of the {plan.units[llm].data_parallel_size} replicas of "
+            f"'{llm}' are for {wanted} replicas, found {num_replicas}; give one share for each replica of '{name}' that serves "
+            f"one replica of '{llm}'",
+            place=place,
+        )
+    if not any(shares):
+        raise PlanError(f"unit '{name}': microbatch_shares are all 0; give one replica at least something to do", place=place)
+
+
+def _validate_llm_shares(unit: UnitPlan, *, name: str, place: tuple[str | int, ...]) -> None:
+    shares = unit.microbatch_shares
+    if len(shares) != unit.data_parallel_size:
+        raise PlanError(
+            f"unit '{name}': found {len(shares)} microbatch_shares for {unit.data_parallel_size} replicas; give one for each",
+            place=place,
+        )
+    if min(shares) < 1:
+        raise PlanError(
+            f"unit '{name}': microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1",
+            place=place,
+        )
+
+
+def _covers(replica: Replica, num_layers: int) -> bool:
+    """Return True if a replica's layer ranges, none empty, hold every layer once; lists no layers, since a range may be huge."""
+    ranges = [stage.layers for stage in replica.virtual_stages]
+    bounds = [0, *(layers.stop for layers in ranges)]
+    return bounds[-1] == num_layers and all(
+        layers.start == first < layers.stop for first, layers in zip(bounds, ranges, strict=False)
+    )
