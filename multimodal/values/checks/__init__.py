@@ -1,1 +1,1 @@
-"""Checks of what people write: a model's units and edges, and a plan for them."""
+"""Checks of what people write: the units of a model, and a plan for them."""

@@ -1,0 +1,282 @@
+"""A unit: one module of the model graph, its layers and what it takes."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import StrEnum
+from functools import cached_property
+from typing import Any, Literal
+
+from multimodal.values.typed_reader import Plain
+from multimodal.values.units.bounds import up_to
+from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
+from multimodal.values.units.lora import Lora
+from multimodal.values.units.opaque import Opaque
+from multimodal.values.units.queries import Queries
+from multimodal.values.units.transformer import Transformer
+
+
+class Role(StrEnum):
+    """The role of a unit in the graph."""
+
+    ENCODER = "encoder"
+    BACKBONE = "backbone"
+    GENERATOR = "generator"
+
+
+_OF_PROJECTORS = (
+    *("has_linear_projector", "has_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon"),
+    *("queries", "join"),
+)
+_ENDS = {
+    Role.ENCODER: ("patch_embedding", "projector"),
+    Role.BACKBONE: ("token_embedding", "head"),
+    Role.GENERATOR: ("generator_projector", "generator_head"),
+}
+"""Kinds of the first and the last layer."""
+MOE_TRANSFORMER = "moe_transformer"
+"""Kind of the layers that have experts."""
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One module of the model graph with its own parallelism."""
+
+    name: str
+    role: Role
+    transformer: Transformer = field(metadata={"inline": True})
+    image: ImageInput | None = None
+    """The images that an encoder takes, or that a generator makes."""
+    audio: AudioInput | None = None
+    """The sound that an encoder takes, in place of images."""
+    projector_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
+    """Encoders only; None: hidden_size x merge_factor."""
+    has_linear_projector: bool = False
+    """Encoders only: a projector is one product, instead of two with a GELU between them."""
+    projector_norm: Literal["patches", "merged", "none"] = "patches"
+    """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
+    projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
+    """Encoders only; None: layernorm_epsilon."""
+    join: Literal["features", "sequence"] | None = None
+    """Encoders that other encoders feed, in place of images or sound: what these give of an item is laid side by side, channel
+    behind channel, or one behind the other, token behind token."""
+    has_projector: bool = True
+    """Encoders that feed other encoders only. False: their tokens leave normalised and merged, and not projected."""
+    queries: Queries | None = None
+    """Encoders only: the projector is cross-attention of learned queries; None: it takes tokens one by one, or merged ones."""
+    untie_embeddings_and_output_weights: bool = True
+    """Backbone only."""
+    vocab_size: int | None = field(default=None, metadata=up_to(2**31))
+    """Backbone only: the vocabulary size where no tokenizer gives it; a run takes its tokenizer's."""
+    has_exact_vocabulary: bool = False
+    """Backbone only. True: a run has `vocab_size` tokens, or its tokenizer's if those are more, and rows that pad the vocabulary
+    have no logits, as in models of Hugging Face. False: they count in the softmax, as in Megatron."""
+    freeze_module: bool = False
+    freeze_projector: bool = False
+    """Encoders (the last layer) and generators (the first one) only."""
+    lora: Lora | None = None
+    """Adapters of the module's linear layers, and of the projector's, where they are named. All that is not an adapter is frozen
+    in the module then, and in a projector that has some."""
+    module: Opaque | None = None
+    """Encoders of images of one size, or of sound: a module of transformers in place of all layers but the projector.
+    `num_layers` and the rest of the shape say what it costs, as long as it is not measured."""
+    weights: str | None = None
+    """A folder of Hugging Face that the unit starts from, but for its projector; in a model file relative to that, too."""
+    layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
+    """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the role's
+    ends; encoders of images of one size learn positions. The kinds are those of multimodal/cost/layers."""
+
+    @cached_property
+    def layers(self) -> tuple[str, ...]:
+        """The kinds of the unit's layers, in order; stages are ranges of this list."""
+        first, last = _ENDS[self.role]
+        if self.audio is not None:
+            first = "audio_embedding"
+        if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
+            first = "learned_patch_embedding"
+        if self.role is Role.ENCODER and self.image is not None and self.image.position_grid is not None:
+            first = "stretched_patch_embedding"
+        if self.join is not None:
+            first = "joined_tokens"
+        if self.has_linear_projector:
+            last = "linear_projector"
+        if not self.has_projector:
+            last = "merged_tokens"
+        if self.queries is not None:
+            last = "query_projector"
+        if self.module is not None:
+            return "opaque", last
+        body = [MOE_TRANSFORMER if self.transformer.experts is not None else "transformer"] * self.transformer.num_layers
+        if self.has_windows:
+            full = self.image.full_attention_layers if self.image is not None else ()
+            body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
+        return self.layer_kinds or (first, *body, last)
+
+    @property
+    def item_input(self) -> ItemInput | None:
+        """What an encoder takes, or a generator makes; None where that is not described."""
+        return self.audio or self.image
+
+    @property
+    def inner_layers(self) -> tuple[str, ...]:
+        """Kinds of the layers that pipeline stages share out: all but the two ends, or a module of transformers, which is one."""
+        return self.layers[1:-1] or self.layers[:1]
+
+    @property
+    def num_inner_layers(self) -> int:
+        """Number of these."""
+        return len(self.inner_layers)
+
+    @property
+    def has_windows(self) -> bool:
+        """True if tokens of an encoder's items attend inside windows, or chunks."""
+        return self.role is Role.ENCODER and self.item_input is not None and self.item_input.tokens_per_window is not None
+
+    @property
+    def keeps_items_whole(self) -> bool:
+        """True if context parallel ranks do not cut an encoder's items.
+
+        Windows are made where an item is whole, and so are tokens merged beside a class token, or in a clip that leaves some.
+        Queries attend to all of an item.
+        """
+        if self.has_windows or self.queries is not None:
+            return True
+        merges = self.merge_factor > 1
+        return merges and (self.audio is not None or bool(self.image and self.image.class_token))
+
+    @property
+    def is_causal(self) -> bool:
+        """True if a token attends to those before it only; the items of other units attend to all of themselves."""
+        return self.role is Role.BACKBONE
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """True if the last layer multiplies with the word embeddings of the first."""
+        return self.role is Role.BACKBONE and not self.untie_embeddings_and_output_weights
+
+    def num_tokens_known(self, padded: int) -> int:
+        """Tokens of the vocabulary that have logits; padded: its rows."""
+        exact = self.vocab_size if self.has_exact_vocabulary else None
+        return min(exact or padded, padded)
+
+    @property
+    def merge_factor(self) -> int:
+        """Neighbouring tokens that leave an encoder's projector as one."""
+        return self.item_input.merge_factor if self.item_input is not None else 1
+
+    @property
+    def merged_size(self) -> int:
+        """Width of what an encoder's projector multiplies: tokens side by side, or one."""
+        is_averaged = self.audio is not None and self.audio.merge == "averaged"
+        return self.transformer.hidden_size * (1 if is_averaged else self.merge_factor)
+
+    def num_output_tokens(self, grid: tuple[int, int]) -> int:
+        """Tokens that leave an encoder of an item with this grid."""
+        assert self.item_input is not None, f"unit '{self.name}' takes no items"
+        return self.num_outputs(self.item_input.num_tokens(grid))
+
+    def num_outputs(self, num_tokens: int) -> int:
+        """Tokens that leave an encoder of an item with so many inside."""
+        return self.num_merged_tokens(num_tokens) if self.queries is None else self.queries.num_queries
+
+    @property
+    def is_described(self) -> bool:
+        """True if it says what the unit takes or makes."""
+        return self.item_input is not None or self.join is not None
+
+    @property
+    def divided_widths(self) -> Mapping[str, int]:
+        """What tensor parallel ranks share evenly, by its name."""
+        shape = self.transformer
+        own = {
+            "num_attention_heads": shape.num_attention_heads,
+            "num_query_groups": shape.query_groups,
+            "ffn_hidden_size": shape.ffn_hidden_size,
+            "ffn_hidden_size of experts": shape.expert_hidden_size,
+            "shared_expert_intermediate_size": (shape.experts and shape.experts.shared_expert_intermediate_size) or 0,
+        }
+        if self.queries is None:
+            return own
+        of_queries = self.queries.shape(shape)
+        heads, inner = "num_attention_heads of queries", "ffn_hidden_size of queries"
+        return {**own, heads: of_queries.num_attention_heads, inner: of_queries.ffn_hidden_size}
+
+    def num_merged_tokens(self, num_tokens: int) -> int:
+        """Tokens of an item behind the merging of neighbours, of so many inside the encoder."""
+        is_dropped = self.image is not None and self.image.class_token == "dropped"
+        return (num_tokens - is_dropped) // self.merge_factor
+
+    @property
+    def deepstack_layers(self) -> tuple[int, ...]:
+        """Transformer layers of an encoder, counted from 0, whose output goes to the LLM as well."""
+        return self.image.deepstack_layers if self.role is Role.ENCODER and self.image is not None else ()
+
+    def is_trainable(self, layer_index: int) -> bool:
+        """True if any of this layer's parameters are trained."""
+        return self.trains_weights(layer_index) or bool(self.adapted_modules(layer_index))
+
+    def trains_weights(self, layer_index: int) -> bool:
+        """True if this layer's own weights are trained, and not adapters of them."""
+        projector = {Role.ENCODER: len(self.layers) - 1, Role.GENERATOR: 0}.get(self.role)
+        if self.join is not None and layer_index == 0:
+            return False  # there are none
+        if layer_index == projector and not self.has_projector:
+            return self.projector_norm != "none" and not self.freeze_module and self.lora is None
+        if layer_index == projector:
+            return not (self.freeze_projector or self.adapted_modules(layer_index))
+        return not self.freeze_module and self.lora is None
+
+    def adapted_modules(self, layer_index: int) -> tuple[str, ...]:
+        """Return the linear layers of this layer that have adapters."""
+        return self.lora.modules(self.layers[layer_index]) if self.lora is not None else ()
+
+
+_OPTIONAL = ("image", "audio", "vocab_size", "projector_norm_epsilon", "join", "queries", "lora", "weights")
+"""Keys of a unit that are left out where they are not set."""
+
+
+def unit_to_dict(unit: Unit) -> dict[str, Any]:
+    """Return the plain form, without the name."""
+    entry = asdict(unit)
+    del entry["name"]
+    transformer = entry.pop("transformer")
+    experts = transformer.pop("experts")
+    kinds = entry.pop("layer_kinds")
+    optional = {key: entry.pop(key) for key in _OPTIONAL} | {
+        "layers": kinds and list(kinds),
+        "experts": experts and {key: value for key, value in experts.items() if value is not None},
+    }
+    if (module := entry.pop("module")) is not None:
+        optional["module"] = {
+            "class" if key == "class_name" else key: value for key, value in module.items() if value is not None
+        }
+    given = {key: value for key, value in optional.items() if value is not None}
+    return {"role": str(entry.pop("role")), **transformer, **given, **entry}
+
+
+def unit_from_plain(name: str, entry: Plain) -> Unit:
+    """Build from the plain form; raises ModelError naming the offending place."""
+    unit = entry.build(Unit, name=name)
+    is_encoder = unit.role is Role.ENCODER
+    if is_encoder and unit.audio is not None and unit.image is not None:
+        entry.fail("has an image and audio; an encoder takes one kind of item, so make it two units")
+    if unit.role is not Role.BACKBONE:
+        _refuse_values(
+            entry, unit, ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary"), owner="the backbone"
+        )
+    if not is_encoder:
+        also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
+        _refuse_values(
+            entry,
+            unit,
+            (*_OF_PROJECTORS, "audio", *also),
+            owner="encoders",
+        )
+    return replace(unit, image=ImageInput()) if is_encoder and not unit.is_described else unit
+
+
+def _refuse_values(entry: Plain, unit: Unit, names: tuple[str, ...], *, owner: str) -> None:
+    """Raise where a unit has another value than the default in a field of another role."""
+    plain = Unit(unit.name, unit.role, unit.transformer)
+    for name in names:
+        if getattr(unit, name) != getattr(plain, name):
+            entry.inner(name, None, where=entry.where).fail(f"{name} belongs to {owner}; remove it here")
