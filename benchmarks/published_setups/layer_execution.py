@@ -51,6 +51,7 @@ class SystemLayerCosts(LayerCosts):
         recompute: Recompute | None = None,
         ranks: tuple[int, ...] | None = None,
         cut: CutLoad | None = None,
+        expert_ranks: tuple[int, ...] = (),
     ) -> LayerSeconds:
         """Return the seconds of one layer, less the collectives that recomputation leaves out."""
         found = super().seconds(
@@ -62,6 +63,7 @@ class SystemLayerCosts(LayerCosts):
             recompute=recompute,
             ranks=ranks,
             cut=cut,
+            expert_ranks=expert_ranks,
         )
         if recompute != "full" or context_parallel_size > 1:
             return found

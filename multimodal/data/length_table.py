@@ -72,7 +72,7 @@ def write_length_table(path: str | Path, samples: Iterable[SampleLengths]) -> No
             rows = csv.writer(file)
             rows.writerow(("items", "text_tokens", "target_tokens"))
             for sample in samples:
-                items = ";".join(":".join(map(str, item)) for item in sample.items)
+                items = ";".join(":".join(map(str, item[:3])) for item in sample.items)
                 rows.writerow((items, sample.num_text_tokens, sample.num_target_tokens))
     except OSError as problem:
         raise DataError(f"{path}: cannot be written ({problem.strerror}); give another file") from problem

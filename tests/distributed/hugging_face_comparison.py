@@ -80,7 +80,7 @@ def compare_logits(
     logits, loss_sum = run_transformers(model, alone.source, inputs)
     target = folder.parent / "written alone"
     (found,) = ranks.run(logits_here, replace(run, target=target), alone, world_size=1)
-    assert_loads(target, type(model), alone.source, inputs, expected=logits)
+    assert_loads(target, model, alone.source, inputs, expected=logits)
     for mine, theirs in zip(found, logits, strict=True):
         assert np.abs(mine[:, :VOCABULARY] - theirs).max() < 1e-12
     (gradients,) = ranks.run(gradients_here, run, alone, gradients_by_key(model), world_size=1)
@@ -89,10 +89,12 @@ def compare_logits(
     return comparison
 
 
-def assert_loads(folder: Path, kind: Any, source: PaddedSource, inputs: Inputs, *, expected: list[np.ndarray]) -> None:
-    """Transformers loads a folder, finds all weights and no others, and computes the same."""
+def assert_loads(folder: Path, like: Any, source: PaddedSource, inputs: Inputs, *, expected: list[np.ndarray]) -> None:
+    """Transformers loads a folder as the same kind of model, finds all weights and no others, and computes the same."""
+    experts = getattr(like.config, "_experts_implementation", None)  # the default for experts has no float64
+    options = {} if experts is None else {"experts_implementation": experts}
     with double_precision():
-        model, info = kind.from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+        model, info = type(like).from_pretrained(folder, dtype=torch.float64, output_loading_info=True, **options)
     assert not any(info.values()), info
     logits, _ = run_transformers(model.train(), source, inputs)
     for mine, theirs in zip(logits, expected, strict=True):

@@ -269,7 +269,7 @@ def expert_cases(draw: st.DrawFn) -> GradientCase:
     experts = draw(st.sampled_from([2, dp]))
     llm = UnitPlan(tuple(map(Replica, stages)), tp, cp, expert_parallel_size=experts)
     plan = _renumber({name: llm if name == "llm" else unit for name, unit in plan.units.items()})
-    source = RandomSource(graph, draw(samples((*graph.encoders, *graph.generators))), VOCAB_SIZE)
+    source = RandomSource(graph, draw(samples((*graph.item_encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
     builder = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
     chosen = draw(st.sampled_from([(), (gather_parameters,), (reduce_by_layer,), (SplitStages(0),), (fill, split_backward)]))

@@ -108,6 +108,9 @@ def _unpack_sample(
     grids: Sequence[Sequence[int]],
 ) -> Described:
     starts = None if item_starts is None else tuple(item_starts)
-    own_items = tuple(ItemLengths(*item) for item in items)
-    lengths = SampleLengths(sample_id, own_items, num_text_tokens, num_target_tokens, starts)
+    lengths = SampleLengths(sample_id, _unpack_items(items), num_text_tokens, num_target_tokens, starts)
     return Described(lengths, tuple((rows, columns) for rows, columns in grids))
+
+
+def _unpack_items(items: Sequence[Sequence[Any]]) -> tuple[ItemLengths, ...]:
+    return tuple(ItemLengths(item[0], item[1], item[2], _unpack_items(item[3])) for item in items)

@@ -48,7 +48,7 @@ def test_json_has_the_keys_and_the_plan_file_runs_in_the_simulator(flags, tmp_pa
     output = tmp_path / "plan.yaml"
     answer = json.loads(plan(capsys, *flags, *data, "--planner", "disttrain", "--output", str(output), "--json"))
     assert tuple(answer)[: len(KEYS)] == KEYS and answer["planner"] == "disttrain"
-    assert set(answer["units"]["llm"]) == {"dp", "tp", "cp", "pp", "virtual_stages", "gpus"}
+    assert set(answer["units"]["llm"]) == {"dp", "tp", "cp", "pp", "ep", "virtual_stages", "gpus"}
     found = read_plan(output, graph=ModelGraph.from_file(tmp_path / "model.yaml"), world_size=answer["num_gpus_used"])
     assert found.units["llm"].data_parallel_size == answer["units"]["llm"]["dp"]
     comment = next(line for line in output.read_text().splitlines() if "tools/simulate.py" in line)

@@ -112,8 +112,8 @@ def test_items_are_padded_to_the_longest_of_their_microbatch() -> None:
     )
     audio = (((Atom(0, 1), Atom(1, 1)),), ((Atom(2, 1),),))
     padded = pad_items(lengths, Assignment({"audio": audio}), unit="audio")
-    assert [sample.items[1] for sample in padded] == [("audio", 30, 2), ("audio", 30, 2), ("audio", 20, 2)]
-    assert all(sample.items[0] == ("vision", 5, 5) for sample in padded)
+    assert [sample.items[1] for sample in padded] == [ItemLengths("audio", count, 2) for count in (30, 30, 20)]
+    assert all(sample.items[0] == ItemLengths("vision", 5, 5) for sample in padded)
 
 
 def test_papers_without_data_are_left_out_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

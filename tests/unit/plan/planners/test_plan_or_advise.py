@@ -74,5 +74,5 @@ def test_what_never_fits_is_named(name: str) -> None:
 def test_a_contradiction_gets_no_advice() -> None:
     sizes = {"vision": FixedSizes(tensor_parallel_size=1), "llm": FixedSizes(tensor_parallel_size=2)}
     with pytest.raises(PlanError, match=r"gives vision and llm one tensor parallel size") as caught:
-        plan_or_advise(PLANNERS["megatron"], request(TWO, fixed_sizes=sizes), max_actions=None)
+        plan_or_advise(PLANNERS["megatron-balanced"], request(TWO, fixed_sizes=sizes), max_actions=None)
     assert "enough" not in str(caught.value)
