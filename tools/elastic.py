@@ -28,7 +28,8 @@ from multimodal.plan.planners.templates.simulate_trace import Pauses, Simulated,
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import ConfigError, PlanError
 from tools.command_line import Parser, at_least_zero, format_seconds, run_tool
-from tools.plan import DEFAULT_FAULT_TOLERANCE, add_request_flags, build_request
+from tools.plan import DEFAULT_FAULT_TOLERANCE
+from tools.request_flags import add_request_flags, build_request
 
 COLORS = {"ideal": "#b0b0b0", "fresh plan": "#e8a33d", "templates": "#4878a8", "restarts": "#d96b4c"}
 

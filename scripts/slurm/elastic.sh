@@ -5,8 +5,13 @@
 #   PLAN=templates.yaml CONFIG=my/config.yaml sbatch scripts/slurm/elastic.sh
 #
 # PLAN has the templates, for as many nodes as the job gets: tools/plan.py --planner oobleck --fault-tolerance F --output templates.yaml.
-# More flags of pretrain_mllm.py may follow the script's name. The job ends with the first node, on which the script itself runs:
-# then Slurm requeues it, and it resumes from the newest checkpoint in $RUN.
+# More flags of pretrain_mllm.py may follow the script's name. The first node, on which the script itself runs, must not fail: when it
+# does, the others have the job requeued, and it resumes from the newest checkpoint in $RUN.
+#
+# Slurm takes a node that fails out of the job for good. Its place, numbered from 0, is taken by a job of one node, with the number of
+# nodes that the run began with; where that node fails, too, Slurm requeues this job, and it joins again:
+#
+#   JOIN=job NODE=3 NODES=16 PLAN=templates.yaml CONFIG=my/config.yaml sbatch --nodes=1 scripts/slurm/elastic.sh
 
 #SBATCH --job-name=braid
 #SBATCH --nodes=2
@@ -30,10 +35,17 @@ IMAGE="${IMAGE-$SLURM_SUBMIT_DIR/braid.sqsh}"                             # <> b
 MOUNTS="${MOUNTS:-$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR,$RUN:$RUN}"         # <> add the data
 SAVE_INTERVAL="${SAVE_INTERVAL:-1000}"                                    # <> steps whose work more losses than templates allow for cost
 RETURN_AFTER="${RETURN_AFTER:-30}"                                        # <> seconds until a node whose ranks died starts them again
+JOIN="${JOIN:-}"
 
 mkdir -p "$RUN"
-MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
-MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+if [[ -n "$JOIN" ]]; then
+    place=(--nodes "${NODES:?nodes that the run began with}" --node "${NODE:?the place to take, from 0}")
+    MASTER_ADDR="${MASTER_ADDR:-$(squeue --noheader --jobs "$JOIN" --format %B)}"
+else
+    place=(--nodes "$SLURM_JOB_NUM_NODES" --node-from SLURM_PROCID)
+    MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
+fi
+MASTER_PORT=$((20000 + ${JOIN:-$SLURM_JOB_ID} % 20000))
 
 # These are pyxis's flags. IMAGE= (empty) leaves them out, where Braid is installed on the nodes themselves.
 container=()
@@ -41,17 +53,24 @@ if [[ -n "$IMAGE" ]]; then
     container=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$SLURM_SUBMIT_DIR")
 fi
 
-supervisor=(python -m megatron.runtime.recovery.supervisor --address "$MASTER_ADDR" --port "$MASTER_PORT"
-    --nodes "$SLURM_JOB_NUM_NODES" --supervisors "$SLURM_JOB_NUM_NODES")
+supervisor=(python -m megatron.runtime.recovery.supervisor --address "$MASTER_ADDR" --port "$MASTER_PORT" "${place[@]}")
+beside=(srun --overlap --cpus-per-task=1 --gpus-per-node=0) # steps that share what the ranks have
 
-srun --overlap --nodes=1 --ntasks=1 --cpus-per-task=1 --gpus-per-node=0 --nodelist="$(hostname)" \
-    ${container[@]+"${container[@]}"} "${supervisor[@]}" --keeps-store &
-keeper=$!
-trap 'kill "$keeper" 2>/dev/null || true' EXIT
+if [[ -z "$JOIN" ]]; then
+    "${beside[@]}" --nodes=1 --ntasks=1 --nodelist="${SLURMD_NODENAME:-$(hostname -s)}" \
+        ${container[@]+"${container[@]}"} "${supervisor[@]}" --keeps-store --supervisors "$SLURM_JOB_NUM_NODES" &
+    keeper=$!
+    # A job of --no-kill whose first node has failed runs on in Slurm's eyes, without this script. So every node looks for the store.
+    is_there="timeout 10 bash -c ': < /dev/tcp/$MASTER_ADDR/$MASTER_PORT'"
+    "${beside[@]}" --no-kill --kill-on-bad-exit=0 bash -c "exec > /dev/null 2>&1
+        until $is_there; do sleep 10; done
+        while sleep 20; do $is_there || { sleep 20; $is_there; } || scontrol requeue $SLURM_JOB_ID; done" &
+    watch=$!
+    trap 'kill "$keeper" "$watch" 2>/dev/null || true' EXIT
+fi
 
 srun --no-kill --kill-on-bad-exit=0 --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" ${container[@]+"${container[@]}"} \
-    "${supervisor[@]}" --node-from SLURM_PROCID --nodes-here 1 \
-    --nproc-per-node "$SLURM_GPUS_ON_NODE" --return-after "$RETURN_AFTER" \
+    "${supervisor[@]}" --nodes-here 1 --nproc-per-node "$SLURM_GPUS_ON_NODE" --return-after "$RETURN_AFTER" \
     "$BRAID/pretrain_mllm.py" --elastic --config "$CONFIG" --plan "$PLAN" \
     --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval "$SAVE_INTERVAL" \
     --tensorboard-dir "$RUN/tensorboard" --log-json "$RUN/log.jsonl" --report-dir "$RUN" "$@"

@@ -122,6 +122,9 @@ class ElasticRun:
         self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in _entries(folder)}
         self._recoveries: list[dict[str, float]] = []
         self._num_events = 0
+        self._last_sign = time.monotonic()
+        self.longest_silence = 0.0
+        """Seconds between two steps in the log, or until the first one."""
 
     @property
     def ledger(self) -> Ledger:
@@ -150,8 +153,12 @@ class ElasticRun:
 
     def step_times(self) -> list[tuple[float, float]]:
         """Return when each step was first seen in the log, by this process, and its seconds."""
+        known = len(self._seen)
         for entry in _entries(self.folder):
             self._seen.setdefault(entry["step"], (time.time(), entry["step_seconds"]))
+        if len(self._seen) > known:
+            now = time.monotonic()
+            self.longest_silence, self._last_sign = max(self.longest_silence, now - self._last_sign), now
         return list(self._seen.values())
 
     def recoveries(self) -> list[dict[str, float]]:
@@ -166,15 +173,18 @@ class ElasticRun:
                 self._recoveries.append(event)
         return list(self._recoveries)
 
-    def wait_for_step(self, step: int, *, seconds: float = 120.0) -> None:
+    def wait_for_step(self, step: int, *, seconds: float = 300.0) -> None:
+        """Wait until a step is in the log; fails where none is added for so many seconds."""
         self.wait_until(lambda: max(self.losses(), default=0) >= step, f"step {step}", seconds=seconds)
 
-    def wait_until(self, has_happened: Callable[[], bool], what: str, *, seconds: float = 120.0) -> None:
-        deadline = time.monotonic() + seconds
+    def wait_until(self, has_happened: Callable[[], bool], what: str, *, seconds: float = 300.0) -> None:
+        """Wait for something; fails where no step is added to the log for so many seconds."""
+        since = time.monotonic()
         while not has_happened():
             self.step_times()
             assert self._process.poll() is None, f"ended with {self._process.returncode} before {what}:\n{self.output}"
-            assert time.monotonic() < deadline, f"no {what} after {seconds:.0f} s:\n{self.output}"
+            silence = time.monotonic() - max(since, self._last_sign)
+            assert silence < seconds, f"no {what}, and no step in {seconds:.0f} s:\n{self.output}"
             time.sleep(0.02)
 
     def wait(self, *, seconds: float = 120.0) -> int:

@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
@@ -54,7 +55,45 @@ class SlurmCluster:
     """Sends jobs to the cluster."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self.daemons: list[subprocess.Popen[bytes]] = []
+
+    def start(self, daemon: str) -> None:
+        """Start a daemon."""
+        with (self.folder / "daemons.log").open("ab") as log:
+            self.daemons.append(subprocess.Popen(daemon.split(), env=self.environment, stdout=log, stderr=log))
+        time.sleep(1)
+
+    def crash(self, node: str) -> None:
+        """Let a node fail as if its power went: its slurmd and all that runs there is gone, and Slurm learns of it."""
+        self.kill(node)
+        self.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
+
+    def kill(self, node: str) -> None:
+        """End all that runs on a node."""
+        for process in self._processes(node):
+            os.kill(process, signal.SIGKILL)
+
+    def restart(self, node: str) -> None:
+        """Let a failed node come back, and Slurm notice it."""
+        self.start(f"slurmd -D -N {node}")
+
+    def _processes(self, node: str) -> list[int]:
+        """Return slurmd, tasks, and their slurmstepds, which are known by their sockets."""
+        sockets = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()]
+        inodes = {f"socket:[{row[6]}]" for row in sockets if f"{self.folder}/spool-{node}/" in row[-1]}
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                words, values = ((process / name).read_bytes().split(b"\0") for name in ("cmdline", "environ"))
+                if f"SLURM_CONF={self.folder}/slurm.conf".encode() not in values:
+                    continue
+                links = {os.readlink(each) for each in (process / "fd").iterdir()}
+                is_daemon = words[0].endswith(b"slurmd") and node.encode() in words
+                if is_daemon or inodes & links or f"SLURMD_NODENAME={node}".encode() in values:
+                    found.append(int(process.name))
+        return found
 
     def call(self, *command: object, **environment: str) -> str:
         """Run a program of Slurm's and return what it says."""
@@ -77,7 +116,7 @@ class SlurmCluster:
 def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     """Start the daemons; stop them in the end."""
     _write_configuration(folder)
-    cluster, running = SlurmCluster(folder), []
+    cluster = SlurmCluster(folder)
     munge = f"--key-file={folder}/munge.key --socket={folder}/munge.socket --pid-file={folder}/munged.pid"
     daemons = [
         f"munged --foreground --force {munge} --seed-file={folder}/seed --log-file={folder}/munged.log",
@@ -86,16 +125,16 @@ def slurm_cluster(folder: Path) -> Iterator[SlurmCluster]:
     ]
     try:
         for command in daemons:
-            log = (folder / "daemons.log").open("ab")
-            running.append(subprocess.Popen(command.split(), env=cluster.environment, stdout=log, stderr=log))
-            time.sleep(1)
+            cluster.start(command)
         _wait_until_idle(cluster)
         yield cluster
     finally:
-        for daemon in reversed(running):
+        for daemon in reversed(cluster.daemons):
             daemon.terminate()
-        for daemon in running:
+        for daemon in cluster.daemons:
             daemon.wait(timeout=60)
+        for node in NODES:  # jobs go on without daemons
+            cluster.kill(node)
 
 
 def _write_configuration(folder: Path) -> None:

@@ -77,11 +77,16 @@ def test_it_leaves_time_to_save_before_the_job_ends(submit, minutes_left, expect
     assert int(flags[flags.index("--exit-duration-in-mins") + 1]) == expected
 
 
-def test_elastic_runs_have_a_keeper_and_a_supervisor_on_each_node(tmp_path, monkeypatch):
+@pytest.fixture
+def submit_elastic(tmp_path, monkeypatch):
+    """Run the script of elastic runs as Slurm would, on the first of two nodes; returns the calls of srun."""
     commands = tmp_path / "bin"
     commands.mkdir()
-    for name in ("srun", "scontrol"):
-        (commands / name).write_text(f'#!/usr/bin/env bash\necho "{name if name == "srun" else "node1"} $*"\n')
+    calls = tmp_path / "calls"
+    noting = f"""echo ${{*//$'\\n'/ }} >> {calls}
+[[ "$*" != *--elastic* || -n "$JOIN" ]] || until [[ $(wc -l < {calls}) == 3 ]]; do sleep 0.02; done"""
+    for name, body in {"srun": noting, "scontrol": "echo node1", "squeue": "echo node7"}.items():
+        (commands / name).write_text(f"#!/usr/bin/env bash\n{body}\n")
         (commands / name).chmod(0o755)
     slurm = {
         "SLURM_SUBMIT_DIR": str(tmp_path),
@@ -89,19 +94,44 @@ def test_elastic_runs_have_a_keeper_and_a_supervisor_on_each_node(tmp_path, monk
         "SLURM_JOB_NODELIST": "node[1-2]",
         "SLURM_JOB_NUM_NODES": "2",
         "SLURM_GPUS_ON_NODE": "8",
+        "SLURMD_NODENAME": "node1",
         "BRAID": str(ROOT),
         "IMAGE": "",
         "CONFIG": "c.yaml",
         "PLAN": "templates.yaml",
-        "MASTER_ADDR": "node1",
         "PATH": f"{commands}:{os.environ['PATH']}",
     }
-    script = [ROOT / "scripts" / "slurm" / "elastic.sh", "--lr", "0.1"]
-    lines = subprocess.run(script, env=slurm, check=True, capture_output=True, text=True).stdout.splitlines()
-    (ranks,) = (line.split() for line in lines if "--keeps-store" not in line)
-    assert {"--no-kill", "--kill-on-bad-exit=0"} <= set(ranks)
     monkeypatch.setenv("SLURM_PROCID", "1")
-    flags, command = read_flags(ranks[ranks.index("megatron.runtime.recovery.supervisor") + 1 :])
-    assert (flags.nodes, flags.node, flags.nodes_here, flags.nproc_per_node, flags.supervisors) == (2, 1, 1, 8, 2)
+
+    def run(*flags, **environment):
+        script = [ROOT / "scripts" / "slurm" / "elastic.sh", *flags]
+        subprocess.run(script, env=slurm | environment, check=True, timeout=60)
+        return [line.split() for line in calls.read_text().splitlines()]
+
+    return run
+
+
+def supervisor_flags(call):
+    return read_flags(call[call.index("megatron.runtime.recovery.supervisor") + 1 :])
+
+
+def test_elastic_runs_have_a_keeper_and_on_each_node_a_supervisor_and_a_watch(submit_elastic):
+    calls = submit_elastic("--lr", "0.1")
+    (ranks,) = (call for call in calls if "--elastic" in call)
+    (keeper,) = (call for call in calls if "--keeps-store" in call)
+    (watch,) = (call for call in calls if "requeue" in call)
+    assert {"--no-kill", "--kill-on-bad-exit=0"} <= set(ranks) & set(watch)
+    flags, command = supervisor_flags(ranks)
+    assert (flags.nodes, flags.node, flags.nodes_here, flags.nproc_per_node) == (2, 1, 1, 8)
     assert (flags.address, flags.port, flags.return_after, flags.keeps_store) == ("node1", 20012, 30.0, False)
     assert command[:2] == [str(ROOT / "pretrain_mllm.py"), "--elastic"] and command[-2:] == ["--lr", "0.1"]
+    flags, command = supervisor_flags(keeper)
+    assert "--nodelist=node1" in keeper and (flags.port, flags.supervisors, flags.keeps_store, command) == (20012, 2, True, [])
+    assert "/dev/tcp/node1/20012'" in watch and watch[-4:] == ["scontrol", "requeue", "12;", "done"]
+
+
+def test_a_job_of_one_node_takes_a_place_in_an_elastic_run(submit_elastic):
+    (call,) = submit_elastic(JOIN="4711", NODE="3", NODES="16", SLURM_JOB_NUM_NODES="1")
+    flags, command = supervisor_flags(call)
+    assert (flags.nodes, flags.node, flags.nodes_here, flags.address, flags.port) == (16, 3, 1, "node7", 24711)
+    assert command[:2] == [str(ROOT / "pretrain_mllm.py"), "--elastic"]

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatron.runtime.communication.message_channel import Arrival, MessageChannel
+from multimodal.attention.context_parallel import all_gather_single
 from multimodal.attention.device_values import CPU, DerivedValues, map_tensors
 from multimodal.plan.communicators import track_of
 from multimodal.values.action import Coverage, Place
@@ -290,7 +291,7 @@ class Broker:
         target = _index_of(self._rank, link.target_groups)
         if group is not None and len(link.target_groups[target]) > 1 and len(received):
             received = received.new_empty((len(received) * group.size(), *received.shape[1:]))
-            dist.all_gather_into_tensor(received, incoming.buffer, group=group)
+            all_gather_single(received, incoming.buffer, group=group)
         return _in_order(received[: link.num_received(target)], link.rows, target)
 
     def finish(self) -> None:

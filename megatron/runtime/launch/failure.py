@@ -21,7 +21,10 @@ _REPORT_SECONDS = 8.0
 """Seconds that a rank which did not fail first waits for the message of the one that did."""
 _LEAVE_SECONDS = 4.0
 _ROLL_CALL_SECONDS = 2.5
-_LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed")
+_LOST_PEER = (
+    *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed"),
+    "Transport endpoint is not connected",
+)
 """Parts of torch.distributed's messages that tell that another rank is gone."""
 _WAITED_IN_VAIN = ("Timed out waiting", "wait timeout after", "timed out after", "Socket Timeout")
 """Parts that tell that another rank did not come."""

@@ -53,6 +53,12 @@ def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
     )
 
 
+def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:
+    """Return the processes on a node, as torchrun says; None where a launcher does not."""
+    text = environ.get("LOCAL_WORLD_SIZE", "")
+    return int(text) if text.isdecimal() and int(text[:9]) else None
+
+
 def _whole_number(environ: Mapping[str, str], name: str, *, default: int) -> int:
     text = environ.get(name, str(default))
     if not text.isascii() or not text.isdecimal() or len(text) > 18:

@@ -62,8 +62,13 @@ class Connections:
             dist.distributed_c10d._abort_process_group()
 
     def cut_new(self) -> None:
-        """Cut what is open; once is not enough, as a thread that opens connections does not know yet that it is in vain."""
+        """Cut what is open; once is not enough, as a thread that opens connections does not know yet that it is in vain.
+
+        After `forget` nothing is cut: connections may be those of the next generation.
+        """
         with self._lock:
+            if not self.is_cut:
+                return
             opened = _open_sockets() - self._before if self._before is not None else set()
             for descriptor, name in (self._own | opened) & _open_sockets():
                 _shut(descriptor, name)

@@ -5,6 +5,7 @@ once) or another one arrives (they leave after the step). All that are left then
 when everybody has whom the keeper does not know to be lost. What is lost meanwhile is simply not waited for.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,8 @@ from typing import Any
 from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, Ledger, Report, Verdict
 
 _LOOK_SECONDS = 0.05
+_END_SECONDS = 30.0
+"""Seconds that supervisors have to leave once the run is over; those of nodes that were lost never do."""
 
 
 @dataclass
@@ -54,10 +57,11 @@ class Keeper:
         self._since = clock()
         self.exit_code: int | None = None
         """Set when the run is over."""
+        self._over_at = math.inf
 
     def run(self, *, num_supervisors: int) -> None:
-        """Decide until all supervisors have left."""
-        while self._num_supervisors_left < num_supervisors:
+        """Decide until the run is over and all supervisors have left, or have had the time to."""
+        while self._num_supervisors_left < num_supervisors and self._clock() - self._over_at < _END_SECONDS:
             self.step(seconds=_LOOK_SECONDS)
 
     def step(self, *, seconds: float = 0.0) -> None:
@@ -72,6 +76,8 @@ class Keeper:
         self._decide()
 
     def _on_started(self, *, node: int, incarnation: int, num_ranks: int) -> None:
+        if node in self._nodes and self._nodes[node].is_alive:
+            self._lose(node)  # with its supervisor, and before it was missed
         self._nodes[node] = _Node(incarnation, num_ranks)
 
     def _on_died(self, *, node: int, incarnation: int) -> None:
@@ -109,6 +115,7 @@ class Keeper:
         self._nodes[node].is_alive = False
         self._nodes[node].arrived.clear()
         if node in self._members:
+            self._members = tuple(member for member in self._members if member != node)  # if it starts again, it is a newcomer
             self._end_generation(CUT)
 
     def _end_generation(self, signal: str) -> None:
@@ -148,7 +155,7 @@ class Keeper:
 
     def _end_run(self, exit_code: int) -> None:
         if self.exit_code is None:
-            self.exit_code = exit_code
+            self.exit_code, self._over_at = exit_code, self._clock()
             self._ledger.set_flag("over")
             self._signal(f"{OVER}:{exit_code}")
             for generation in (self._generation + 1, self._generation + 2):

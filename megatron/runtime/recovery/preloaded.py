@@ -11,8 +11,13 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that ha
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
 _PR_SET_PDEATHSIG = 1
+_REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
+for _number in _REQUESTS_TO_STOP:
+    signal.signal(_number, signal.SIG_IGN)  # Slurm sends them to every process, and with the one that forks ranks these would end
 
 
 def die_with_supervisor() -> None:
-    """Let the system end this process when the one that forked it ends, as that does with the supervisor."""
+    """Let the system end this process, a rank, when the one that forked it ends, as that does with the supervisor."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in _REQUESTS_TO_STOP:
+        signal.signal(number, signal.SIG_DFL)

@@ -27,7 +27,6 @@ from megatron.runtime.recovery.keeper import Keeper
 from megatron.runtime.recovery.ledger import Ledger, connect, open_ledger
 
 _LOOK_SECONDS = 0.2
-_END_SECONDS = 30.0
 _WRONG_INPUT = 2
 _PRELOADED = (
     "megatron.runtime.recovery.preloaded",  # first, as it says how much torch is to log
@@ -41,7 +40,8 @@ class _Node:
     """A node's ranks, as often as they are started."""
 
     number: int
-    incarnation: int = -1
+    incarnation: int
+    """Times that it has been started before, less one."""
     processes: list[ForkServerProcess] = field(default_factory=list)
     exit_code: int | None = None
     """Set once all of its ranks have ended."""
@@ -54,8 +54,8 @@ class Supervisor:
     def __init__(self, flags: argparse.Namespace, command: Sequence[str]) -> None:
         self._flags, self._command = flags, command
         first = flags.node
-        self._nodes = [_Node(first + index) for index in range(flags.nodes_here)]
         self._ledger = open_ledger(flags.address, flags.port)
+        self._nodes = [_Node(number, self._last_incarnation(number)) for number in range(first, first + flags.nodes_here)]
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(_PRELOADED))
 
@@ -77,6 +77,11 @@ class Supervisor:
         with suppress(RuntimeError):
             self._ledger.tell("left")
         return 0 if 0 in codes else max(codes, default=0)
+
+    def _last_incarnation(self, node: int) -> int:
+        """Return the incarnation that a node had under another supervisor, which its loss has ended; -1 if there was none."""
+        told = self._ledger.flag(f"processes/{node}")
+        return int(told.partition(":")[0]) if told else -1
 
     def _start(self, node: _Node) -> None:
         node.incarnation += 1
@@ -182,7 +187,7 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def keep_store(flags: argparse.Namespace) -> Thread:
-    """Keep the store in this process and decide in a thread, until all supervisors have left."""
+    """Keep the store in this process and decide in a thread, until the run is over and supervisors have left."""
     store = connect(flags.address, flags.port, keeps=True)
     keeper = Keeper(Ledger(PrefixStore("recovery", store)), num_nodes=flags.nodes)
     thread = Thread(target=keeper.run, kwargs={"num_supervisors": flags.supervisors}, daemon=True)
@@ -193,10 +198,12 @@ def keep_store(flags: argparse.Namespace) -> Thread:
 def main(argv: Sequence[str]) -> int:
     """Run a supervisor; returns its exit code."""
     flags, command = read_flags(argv)
+    if not command:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that are told to stop need the store while they save
     keeper = keep_store(flags) if flags.keeps_store else None
     code = Supervisor(flags, command).run() if command else 0
     if keeper is not None:
-        keeper.join(_END_SECONDS if command else None)
+        keeper.join()
     return code
 
 

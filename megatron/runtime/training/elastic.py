@@ -25,7 +25,8 @@ from megatron.runtime.recovery.member import Member
 from megatron.runtime.report.reporting import Reporter
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import HeldTensor
-from megatron.runtime.training.loop import Progress, build_reporter, describe_end, describe_run, train_on
+from megatron.runtime.training.describe_run import describe_end, describe_run
+from megatron.runtime.training.loop import Progress, build_reporter, train_on
 from megatron.runtime.training.resumption import claim_folder, release, resume
 from megatron.runtime.training.run import Run, build_run, prepare_alone
 from megatron.runtime.training.trainer import Outcome

@@ -4,15 +4,16 @@ import itertools
 from collections.abc import Iterator
 from functools import lru_cache
 from itertools import takewhile
+from operator import add
 
 from multimodal.schedule.builders.interleaved_chain import chain_actions, chain_of_replica, dealt_positions
-from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_limits
+from multimodal.schedule.builders.one_f_one_b import Depths, forward_floors, microbatch_spans, stage_limits
 from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, integers
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.plan import Plan, Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StageKey, StepGraph
 from multimodal.values.step_work import step_work
@@ -27,15 +28,15 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     multiple of P, groups are at least P and as even as can be (torch.distributed.pipelining's, where those are equal).
 
     Where other units consume the unit's output, forwards keep their order and backwards theirs, and the limit in flight decides
-    between the two. Units without such chunks run 1F1B. Where all units lie on one grid whose lanes hold the whole chain of their
-    layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
+    between the two. Units and replicas without such chunks run 1F1B. Where all units lie on one grid whose lanes hold the whole
+    chain of their layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
     """
     graph, plan = step.graph, step.plan
     if orders := list(_chain_orders(step)):
         return list_schedule(step, Policy(orders=orders))
     interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
     depths, spans = _depths(step), interleaved_spans(step)
-    limits = stage_limits(plan, depths=depths, spans=spans)
+    limits = stage_limits(depths, spans=spans)
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
         _limit_stages(unit, step, spans, limits, groups)
@@ -46,23 +47,32 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
 
 def interleaved_spans(step: StepGraph) -> dict[StageKey, int]:
     """Return, for each stage, how many microbatches the units downstream of it keep in flight there (`microbatch_spans`)."""
-    buffered = {unit: depth + _num_buffered(step.plan.units[unit]) for unit, depth in _depths(step).items()}
+    replicas = {name: unit.replicas for name, unit in step.plan.units.items()}
+    buffered = {unit: list(map(add, depths, map(_num_buffered, replicas[unit]))) for unit, depths in _depths(step).items()}
     return microbatch_spans(step, depths=buffered)
 
 
-def _depths(step: StepGraph) -> dict[str, int]:
-    """Unit -> microbatches in flight in its first stage when it is alone."""
+def _depths(step: StepGraph) -> Depths:
+    """Return the depths of a step's units."""
+    counts = {name: int(step.assignment.placed[name].counts.max()) for name in step.plan.units}
     return {
-        name: _depth(unit, int(step.assignment.placed[name].counts.max())) if is_interleaved(unit) else unit.num_virtual_stages
+        name: [
+            _depth(len(each.stages), num_chunks(each), counts[name]) if is_dealt(each) else len(each.virtual_stages)
+            for each in unit.replicas
+        ]
         for name, unit in step.plan.units.items()
     }
 
 
 def is_interleaved(unit: UnitPlan) -> bool:
-    """Return True if a unit's layers are dealt to its stages in turn, several chunks to each."""
-    return num_chunks(unit) > 1 and all(
-        stage.stage_index == stage.index % len(replica.stages) for replica in unit.replicas for stage in replica.virtual_stages
-    )
+    """Return True if the layers of a unit's replicas, or of some, are dealt to their stages in turn, several chunks to each."""
+    return any(map(is_dealt, unit.replicas))
+
+
+def is_dealt(replica: Replica) -> bool:
+    """Return True if a replica's layers are dealt to its stages in turn, several chunks to each."""
+    num_stages = len(replica.stages)
+    return num_chunks(replica) > 1 and all(each.stage_index == each.index % num_stages for each in replica.virtual_stages)
 
 
 def interleaves(graph: ModelGraph, plan: Plan) -> bool:
@@ -100,21 +110,21 @@ def _num_warmup(stage_index: int, num_stages: int, chunks: int, num_microbatches
     return 2 * (num_stages - stage_index - 1) + (chunks - 1) * largest_group
 
 
-def _num_buffered(unit: UnitPlan) -> int:
+def _num_buffered(replica: Replica) -> int:
     """Microbatches that a unit upstream has to be further ahead, as a group is not taken at an even pace.
 
     The first chunk takes a whole group in 1 / v of the time that the group needs, and gives its gradients back in as much; a unit
     upstream that works evenly must have 1 - 1 / v of the group ready by then. 0 where nothing is interleaved.
     """
-    chunks = num_chunks(unit) if is_interleaved(unit) else 1
-    return -(-len(unit.replicas[0].stages) * (chunks - 1) // chunks)
+    chunks = num_chunks(replica) if is_dealt(replica) else 1
+    return -(-len(replica.stages) * (chunks - 1) // chunks)
 
 
-def _depth(unit: UnitPlan, num_microbatches: int) -> int:
+@lru_cache(maxsize=256)
+def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
     """Most microbatches in flight in the first chunk of the first stage."""
-    num_stages = len(unit.replicas[0].stages)
     in_flight, most = 0, 1
-    for step in interleaved_order(0, num_stages=num_stages, chunks=num_chunks(unit), num_microbatches=num_microbatches):
+    for step in interleaved_order(0, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches):
         if step.chunk == 0:
             in_flight += 1 if step.kind is ActionKind.FORWARD else -1
             most = max(most, in_flight)
@@ -130,7 +140,7 @@ def _limit_stages(
     """
     unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
-        for stage_index, held in enumerate(chunk_stages(each)):
+        for stage_index, held in enumerate(chunk_stages(each) if is_dealt(each) else ()):
             stages = [(name, replica, stage) for stage in held]
             stages = [stage for stage in stages if step.backward_need(*stage).has_backward]
             if len(stages) < 2:
@@ -143,12 +153,14 @@ def _limit_stages(
 
 def _orders(name: str, step: StepGraph) -> list[Integers]:
     unit, work = step.plan.units[name], step_work(step)
-    chunks, is_exact = num_chunks(unit), not step.forward_only and not step.graph.downstream(name)
+    is_exact = not step.forward_only and not step.graph.downstream(name)
     orders = [
         (order, replica, stages)
         for replica, each in enumerate(unit.replicas)
-        for stage_index, stages in enumerate(chunk_stages(each))
-        for order in _orders_of_stage(stage_index, len(each.stages), chunks, step.num_microbatches(name, replica), is_exact)
+        for stage_index, stages in enumerate(chunk_stages(each) if is_dealt(each) else ())
+        for order in _orders_of_stage(
+            stage_index, len(each.stages), num_chunks(each), step.num_microbatches(name, replica), is_exact
+        )
     ]
     return ordered_pieces(orders, work, name=name)
 

@@ -3,6 +3,7 @@
 BigMac: Breaking the Pareto Frontier of Compute and Memory in Multimodal LLM Training, arXiv 2605.25451.
 """
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -42,8 +43,9 @@ def build_nested(step: StepGraph, costs: StepCosts) -> Schedule:
     them enters the LLM; their backwards in the first pause after the last one has left it, before forwards of other groups. So a
     replica keeps at most one microbatch more than the LLM has in flight of its own, however many a step has. Where stages of an
     encoder are on different lanes, one pause lies between them, in each direction, and forwards come first: the LLM's first lane
-    may wait for them. A group of a generator's microbatches runs forwards and backwards in one pause, as soon as the LLM's last
-    stage has made the last of them.
+    may wait for them. Encoders that feed another encoder run before that in its pauses, backwards after it; on other lanes
+    one pause earlier and later. A group of a generator's microbatches runs forwards and backwards in one pause, as soon as the
+    LLM's last stage has made the last of them.
 
     `dip` has such phases for all of an encoder's microbatches at once: it takes as long, and keeps all of them.
     """
@@ -82,14 +84,16 @@ class _Pauses:
         A phase, odd in pauses; then what it is, the number of its microbatch, and the way of a microbatch through the stages. The
         LLM's computations between two pauses keep their order.
         """
-        others = {unit.name: unit.role for unit in self.step.graph.units if unit.role is not Role.BACKBONE}
-        found = {name: self._moments(name, role) for name, role in others.items()}
+        found: dict[str, _Moments] = {}
+        for each in reversed(self.step.graph.units):  # an encoder after those that it feeds
+            if each.role is not Role.BACKBONE:
+                found[each.name] = self._moments(each.name, each.role, found)
         moments = np.unique(np.concatenate([np.zeros(0), *(each.ravel() for of_unit in found.values() for each in of_unit)]))
         keys = np.zeros((4, self.work.num_computed), np.int64)
         keys[0] = 2 * np.searchsorted(moments, self.start, side="right")
         keys[2] = np.argsort(np.argsort(self.start, kind="stable"), kind="stable")
         for name, (forward, backward) in found.items():
-            unit, numbers = self.units[name], self._numbers_in_pause(name, others[name])
+            unit, numbers = self.units[name], self._numbers_in_pause(name)
             stages = np.broadcast_to(np.arange(len(unit.forward))[:, None], unit.forward.shape)
             there = unit.width > 0
             for number, pieces, at, way, chosen in (
@@ -101,16 +105,32 @@ class _Pauses:
                 keys[:, pieces[chosen]] = np.stack([column[chosen] for column in columns])
         return keys
 
-    def _numbers_in_pause(self, name: str, role: Role) -> tuple[int, int]:
-        """Return the places of a unit's forwards and backwards in a pause."""
-        if role is Role.GENERATOR:
-            return _GENERATOR_FORWARD, _GENERATOR_BACKWARD
-        return _NEEDED_FORWARD if self._pauses_between(name).any() else _FORWARD, _BACKWARD
+    def _numbers_in_pause(self, name: str) -> tuple[int, int]:
+        """Return the places of a unit's forwards and backwards in a pause; of encoders, also by those that they feed."""
+        if self.step.graph.unit(name).role is Role.GENERATOR:
+            first = _GENERATOR_FORWARD, _GENERATOR_BACKWARD
+        else:
+            first = _NEEDED_FORWARD if self._is_awaited(name) else _FORWARD, _BACKWARD
+        most, depth = len(self.units), self._depth(name)
+        return first[0] * most - depth, first[1] * most + depth
 
-    def _moments(self, name: str, role: Role) -> _Moments:
+    def _depth(self, name: str) -> int:
+        """Return how many encoders lie between an encoder and the LLM."""
+        return max((1 + self._depth(target) for target in self._fed(name)), default=0)
+
+    def _fed(self, name: str) -> list[str]:
+        """Return the encoders that an encoder feeds."""
+        return [target for target in self.step.graph.downstream(name) if self.step.graph.unit(target).role is Role.ENCODER]
+
+    def _is_awaited(self, name: str) -> bool:
+        """Return True if other lanes of a pause wait for an encoder's forwards."""
+        return bool(self._pauses_between(name).any()) or any(map(self._is_awaited, self._fed(name)))
+
+    def _moments(self, name: str, role: Role, found: Mapping[str, _Moments]) -> _Moments:
+        """found: those of the encoders that it feeds."""
         unit = self.units[name]
         groups = self._groups(unit)
-        return self._of_encoder(unit, groups) if role is Role.ENCODER else self._of_generator(unit, groups)
+        return self._of_encoder(unit, groups, found) if role is Role.ENCODER else self._of_generator(unit, groups)
 
     def _groups(self, unit: UnitPieces) -> Integers:
         """[num_microbatches] a number of each microbatch's group: one of each replica in lanes that have to do with each other.
@@ -123,12 +143,15 @@ class _Pauses:
         _, numbers = np.unique(np.stack((components, unit.placed.index_in_replica)), axis=1, return_inverse=True)
         return numbers.ravel()
 
-    def _of_encoder(self, unit: UnitPieces, groups: Integers) -> _Moments:
-        given, taken = self.step.routes.of_edge(unit.unit, self.llm.unit)
+    def _of_encoder(self, unit: UnitPieces, groups: Integers, found: Mapping[str, _Moments]) -> _Moments:
         needed, returned = np.full(groups.max(initial=-1) + 1, np.inf), np.zeros(groups.max(initial=-1) + 1)
-        np.minimum.at(needed, groups[given], self.start[self.llm.forward[0]][taken])
-        if unit.width.any():
-            np.maximum.at(returned, groups[given], self.end[self.llm.input_gradient[0]][taken])
+        for target in self.step.graph.downstream(unit.unit):
+            given, taken = self.step.routes.of_edge(unit.unit, target)
+            starts = found[target].forward[0] if target in found else self.start[self.llm.forward[0]]
+            np.minimum.at(needed, groups[given], starts[taken])
+            if unit.width.any():
+                ends = found[target].backward[0] if target in found else self.end[self.llm.input_gradient[0]]
+                np.maximum.at(returned, groups[given], ends[taken])
         apart = self._pauses_between(unit.unit)[:, None]
         shape = unit.forward.shape
         moments = _Moments(np.zeros(shape), np.zeros(shape))
@@ -151,11 +174,15 @@ class _Pauses:
         return [*firsts.tolist(), int(groups.max(initial=-1)) + 1]
 
     def _pauses_between(self, unit: str) -> Integers:
-        """[num_stages] how many pauses lie between a stage and the last one: one wherever the lanes change."""
-        tables = self.step.plan.stage_tables[unit]
-        groups = tables.rank_groups[:: self.step.plan.units[unit].data_parallel_size]
+        """[num_stages] how many pauses lie between a stage and the LLM, or what an encoder feeds: one wherever lanes change."""
+        groups = self._lanes_of_stages(unit)
         changes = (np.diff(groups) != 0).astype(np.int64)
-        return np.append(np.cumsum(changes[::-1])[::-1], 0)
+        behind = any(self._lanes_of_stages(target)[0] != groups[-1] for target in self._fed(unit))
+        return np.append(np.cumsum(changes[::-1])[::-1], 0) + behind
+
+    def _lanes_of_stages(self, unit: str) -> Integers:
+        """[num_stages] a number of the lanes of each stage, of the first replica."""
+        return self.step.plan.stage_tables[unit].rank_groups[:: self.step.plan.units[unit].data_parallel_size]
 
     def _of_generator(self, unit: UnitPieces, groups: Integers) -> _Moments:
         given, taken = self.step.routes.of_edge(self.llm.unit, unit.unit)

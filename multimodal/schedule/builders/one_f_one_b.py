@@ -1,6 +1,6 @@
 """1F1B over the unit graph: one forward, one backward, and no more activations in flight than keep the pipeline full."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -29,20 +29,22 @@ def forward_limits(step: StepGraph) -> dict[StageKey, int]:
     per LLM microbatch that is the limit of one pipeline of S + P stages. A stage without a backward needs to be ahead of its
     consumer only; its limit shapes a lane that it shares with other stages (alone in a lane, there is nothing to order).
     """
-    depths = {unit: step.plan.units[unit].num_virtual_stages for unit in step.graph.unit_names}
-    return stage_limits(step.plan, depths=depths, spans=microbatch_spans(step, depths=depths))
+    depths = stage_counts(step.plan)
+    return stage_limits(depths, spans=microbatch_spans(step, depths=depths))
 
 
-def stage_limits(plan: Plan, *, depths: Mapping[str, int], spans: Mapping[StageKey, int]) -> dict[StageKey, int]:
-    """Return how many microbatches each stage may have in flight, given those of its unit's first stage and those downstream.
+Depths = Mapping[str, Sequence[int]]
+"""unit -> per replica the microbatches that its first stage has in flight when the unit is alone."""
 
-    A replica with fewer stages than others needs that many fewer.
-    """
-    limits: dict[StageKey, int] = {}
-    for (unit, replica, stage), span in spans.items():
-        num_lacking = plan.units[unit].num_virtual_stages - plan.units[unit].num_stages_of(replica)
-        limits[unit, replica, stage] = depths[unit] - num_lacking - stage + span
-    return limits
+
+def stage_counts(plan: Plan) -> Depths:
+    """Return the depths of 1F1B: as many microbatches as a replica has layer ranges."""
+    return {name: [len(replica.virtual_stages) for replica in unit.replicas] for name, unit in plan.units.items()}
+
+
+def stage_limits(depths: Depths, *, spans: Mapping[StageKey, int]) -> dict[StageKey, int]:
+    """Return how many microbatches each stage may have in flight, given those of its replica's first stage and downstream."""
+    return {(unit, replica, stage): depths[unit][replica] - stage + span for (unit, replica, stage), span in spans.items()}
 
 
 def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageKey, int]:
@@ -57,16 +59,16 @@ def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageK
     return limits if is_pipeline or any(lanes != holders[0] for lanes in holders) else {}
 
 
-def microbatch_spans(step: StepGraph, *, depths: Mapping[str, int]) -> dict[StageKey, int]:
+def microbatch_spans(step: StepGraph, *, depths: Depths) -> dict[StageKey, int]:
     """Return, for each stage, how many microbatches the units downstream of it keep in flight there.
 
-    depths: microbatches that each unit has in flight in its first stage when it is alone; those that it must keep for units
-    downstream of it are added. A stage without a backward needs to be ahead of its consumers' next microbatch only.
+    What units must keep for those downstream of them is added to their own depths, of which a unit's deepest replica counts. A
+    stage without a backward needs to be ahead of its consumers' next microbatch only.
     """
     spans: dict[StageKey, int] = {}
     for unit in reversed(step.graph.unit_names):
         targets = step.graph.downstream(unit)
-        target_depth = max((depths[target] + spans[target, 0, 0] for target in targets), default=0)
+        target_depth = max((max(depths[target]) + spans[target, 0, 0] for target in targets), default=0)
         wanted = {1, target_depth} if targets else set()
         of_depths = {depth: _spans(step, unit, depth) for depth in wanted}
         none = [0] * step.plan.units[unit].data_parallel_size

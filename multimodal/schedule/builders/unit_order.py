@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.values.action import ActionKind
-from multimodal.values.plan import Replica, UnitPlan
+from multimodal.values.plan import Replica
 from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
 
 
@@ -34,9 +34,9 @@ def order_of(steps: Iterable[Step]) -> Order:
     return Order(*rows.T)
 
 
-def num_chunks(unit: UnitPlan) -> int:
+def num_chunks(replica: Replica) -> int:
     """Layer ranges per stage, where all stages have equally many; else 0."""
-    counts = {len(stage.layer_ranges) for replica in unit.replicas for stage in replica.stages}
+    counts = {len(stage.layer_ranges) for stage in replica.stages}
     return counts.pop() if len(counts) == 1 else 0
 
 

@@ -2,13 +2,13 @@
 
 from functools import lru_cache
 
-from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_limits
+from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_counts, stage_limits
 from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
 from multimodal.schedule.builders.zb_h1 import storage_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
-from multimodal.values.plan import UnitPlan
+from multimodal.values.plan import Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StageKey, StepGraph
 from multimodal.values.step_work import Integers, StepWork, step_work
@@ -19,25 +19,23 @@ def build_zb_v(step: StepGraph) -> Schedule:
 
     Stage s of P of a V-shaped unit holds virtual stages s and 2 P - 1 - s, so the first stage also ends the forward and starts
     the backward. With F = I = W and m >= 2 P - 1 microbatches, no lane is idle from its first action to its last, in the memory
-    of 1F1B (2 P chunks of half a stage). Units of another shape run as in `zb-h1`; so do V-shaped units whose output other units
-    consume, with both chunks in one memory.
+    of 1F1B (2 P chunks of half a stage). Units and replicas of another shape run as in `zb-h1`; so do V-shaped units whose output
+    other units consume, with both chunks in one memory.
 
     Raises ScheduleError when no unit is V-shaped.
     """
     graph, plan = step.graph, step.plan
     shaped = [unit for unit in graph.unit_names if is_v_shaped(plan.units[unit])]
     if not shaped:
-        found = ", ".join(
-            f"{unit} {[list(stage.layer_ranges) for stage in plan.units[unit].replicas[0].stages]}" for unit in plan.units
-        )
+        found = ", ".join(f"{name} {unit.describe_ranges()}" for name, unit in plan.units.items())
         raise ScheduleError(
             f"zb-v needs a unit whose stages each hold two layer ranges in the shape of a V (the first stage the first and the "
             f"last range, the second stage the second and the last but one, ...), found {found}; give the LLM such ranges in the "
             "plan, or choose zb-h1"
         )
-    depths = {unit: plan.units[unit].num_virtual_stages for unit in graph.unit_names}
+    depths = stage_counts(plan)
     spans = microbatch_spans(step, depths=depths)
-    limits = stage_limits(plan, depths=depths, spans=spans)
+    limits = stage_limits(depths, spans=spans)
     storage = storage_limits(step, limits)
     groups: dict[StageKey, StageKey] = {}
     for unit in shaped:
@@ -55,11 +53,15 @@ def build_zb_v(step: StepGraph) -> Schedule:
 
 
 def is_v_shaped(unit: UnitPlan) -> bool:
-    """Return True if stage s of P holds virtual stages s and 2 P - 1 - s."""
-    return num_chunks(unit) == 2 and all(
-        stage.stage_index == min(stage.index, 2 * len(replica.stages) - 1 - stage.index)
-        for replica in unit.replicas
-        for stage in replica.virtual_stages
+    """Return True if stage s of the P stages of its replicas, or of some, holds virtual stages s and 2 P - 1 - s."""
+    return any(map(is_folded, unit.replicas))
+
+
+def is_folded(replica: Replica) -> bool:
+    """Return True if stage s of its P stages holds virtual stages s and 2 P - 1 - s."""
+    last = 2 * len(replica.stages) - 1
+    return num_chunks(replica) == 2 and all(
+        stage.stage_index == min(stage.index, last - stage.index) for stage in replica.virtual_stages
     )
 
 
@@ -112,7 +114,7 @@ def _share_memory(
     """
     unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
-        for held in chunk_stages(each):
+        for held in chunk_stages(each) if is_folded(each) else ():
             stages = [(name, replica, stage) for stage in held]
             if not all(step.backward_need(*stage).has_backward for stage in stages):
                 continue
@@ -125,7 +127,7 @@ def _orders(name: str, work: StepWork) -> list[Integers]:
     orders = [
         (_order_of_stage(stage_index, len(each.stages), counts[replica]), replica, stages)
         for replica, each in enumerate(unit.replicas)
-        for stage_index, stages in enumerate(chunk_stages(each))
+        for stage_index, stages in enumerate(chunk_stages(each) if is_folded(each) else ())
     ]
     return ordered_pieces(orders, work, name=name)
 

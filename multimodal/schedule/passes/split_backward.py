@@ -30,7 +30,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     when the schedule cannot finish. O((actions + dependencies) log).
     """
     step = schedule.step
-    encoders = {unit.name for unit in step.graph.encoders if not step.graph.upstream(unit.name)}
+    encoders = {unit.name for unit in step.graph.encoders if step.graph.gives_items_once(unit.name)}
     consumers = {each: len(step.consumers(each)) for each in step.microbatches if each.unit in encoders}
     num_subsets = {each: count for each, count in consumers.items() if count > 1}
     rewritten = _cut(schedule, num_subsets)

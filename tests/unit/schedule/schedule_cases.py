@@ -5,7 +5,7 @@ from itertools import pairwise
 
 from hypothesis import strategies as st
 
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, fed_encoders
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from multimodal.values.action import Action, LayerRange
 from multimodal.values.assignment import Assignment, Atom
@@ -17,13 +17,22 @@ SHAPE = Transformer(num_layers=8, hidden_size=8, num_attention_heads=2, ffn_hidd
 
 
 def build_graph(*encoders: str, frozen: Sequence[str] = (), frozen_projectors: Sequence[str] = ()) -> ModelGraph:
-    """A backbone `llm` behind the named encoders, eight transformer layers each."""
+    """A backbone `llm` behind the named encoders, eight transformer layers each; `joint` takes what all others give."""
+    fed = [name for name in encoders if name == "joint"]
     units = [
-        Unit(name, Role.ENCODER, SHAPE, freeze_module=name in frozen, freeze_projector=name in frozen_projectors)
+        Unit(
+            name,
+            Role.ENCODER,
+            SHAPE,
+            join="sequence" if name in fed else None,
+            freeze_module=name in frozen,
+            freeze_projector=name in frozen_projectors,
+        )
         for name in encoders
     ]
     llm = Unit("llm", Role.BACKBONE, SHAPE, freeze_module="llm" in frozen)
-    return ModelGraph((*units, llm), tuple((name, "llm") for name in encoders))
+    edges = [(name, "llm" if name in fed else [*fed, "llm"][0]) for name in encoders]
+    return ModelGraph((*units, llm), tuple(edges))
 
 
 def build_unit_plan(
@@ -91,8 +100,8 @@ def groupings_of(draw: st.DrawFn, atoms: Sequence[Atom], dp: int) -> tuple[tuple
 
 @st.composite
 def cases(draw: st.DrawFn) -> StepGraph:
-    """Random graphs (none to two encoders, any part frozen), plans (disjoint, colocated, copies) and assignments."""
-    encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio")]))
+    """Random graphs (none to three encoders, any part frozen), plans (disjoint, colocated, copies) and assignments."""
+    encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio"), ("vision", "joint"), ("vision", "audio", "joint")]))
     frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
     graph = build_graph(*encoders, frozen=frozen, frozen_projectors=[unit for unit in encoders if draw(st.booleans())])
     colocated = draw(st.booleans())
@@ -119,9 +128,10 @@ def cases(draw: st.DrawFn) -> StepGraph:
         units[name] = build_unit_plan(graph, name, dp=dp, pp=pp, tp=tp, first_rank=first_rank, **layout)
         first_rank += 0 if colocated else dp * pp * tp
     num_items = [[draw(st.integers(0, 2)) for _ in encoders] for _ in range(draw(st.integers(1, 6)))]
+    positions = {name: graph.unit_names.index(graph.item_units(name)[0]) for name in encoders}
     placed = {
         name: [Atom(sample, position * 2 + item) for sample, counts in enumerate(num_items) for item in range(counts[position])]
-        for position, name in enumerate(encoders)
+        for name, position in positions.items()
     }
     placed["llm"] = [Atom(sample) for sample in range(len(num_items))]
     assignment = Assignment({name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()})
@@ -132,7 +142,10 @@ def cases(draw: st.DrawFn) -> StepGraph:
 def unlike_unit_plans(
     draw: st.DrawFn, num_layers: int, *, first_rank: int = 0, tensor_sizes: Sequence[int] = (1, 2), most_ranks: int = 8
 ) -> UnitPlan:
-    """Two or three replicas on consecutive ranks, each with its own number of stages, cuts and tensor parallel size."""
+    """Two or three replicas on consecutive ranks, each with its own number of stages, cuts and tensor parallel size.
+
+    Stages hold one layer range, or two: dealt in turn, or in the shape of a V.
+    """
     replicas: list[Replica] = []
     free = range(first_rank, first_rank + most_ranks)
     for index in range(draw(st.integers(2, 3))):
@@ -145,11 +158,14 @@ def unlike_unit_plans(
         if not fitting:
             break
         size, count = draw(st.sampled_from(fitting))
-        inner = draw(st.permutations(range(1, num_layers)))[: count - 1]
-        bounds = [0, *sorted(inner), num_layers]
-        groups = [tuple(free[stage * size : (stage + 1) * size]) for stage in range(count)]
-        stages = zip(groups, pairwise(bounds), strict=True)
-        replicas.append(Replica(tuple(Stage(ranks, (layers,), size) for ranks, layers in stages)))
+        once = list(range(count))
+        order = once + draw(st.sampled_from([[], [], once, once[::-1]] if 2 * count <= num_layers else [[]]))
+        inner = draw(st.permutations(range(1, num_layers)))[: len(order) - 1]
+        ranges = list(zip(order, pairwise([0, *sorted(inner), num_layers]), strict=True))
+        held = [tuple(layers for stage, layers in ranges if stage == index) for index in once]
+        replicas.append(
+            Replica(tuple(Stage(tuple(free[index * size : (index + 1) * size]), held[index], size) for index in once))
+        )
         free = free[size * count :]
     return UnitPlan(tuple(replicas))
 
@@ -167,6 +183,7 @@ def builders_for(case: StepGraph) -> list[str]:
         if not (row.is_folded and has_no_v)
         and not (row.fewest_encoders > 1 and is_apart)
         and not (row.copies_encoders and has_no_copies)
+        and (row.takes_fed_encoders or not fed_encoders(case.graph))
     ]
 
 

@@ -53,6 +53,20 @@ def test_what_is_opened_after_a_cut_is_cut_as_well() -> None:
         each.close()
 
 
+def test_what_is_opened_for_the_next_generation_is_not_cut_by_who_is_late() -> None:
+    connections = Connections()
+    connections.cut()
+    connections.forget()
+    with connections.opening():
+        sockets = connect()
+        connections.cut_new()
+    connections.cut_new()
+    sockets[1].send(b"x")
+    assert sockets[2].recv(1) == b"x"
+    for each in sockets:
+        each.close()
+
+
 class LeavingStore(dist.Store):
     """A rank's store: it tells where the rank can be reached, and then the rank leaves."""
 

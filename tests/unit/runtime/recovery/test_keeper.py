@@ -107,6 +107,25 @@ def test_a_node_that_returns_is_let_in_after_the_step_and_has_nothing(run: Run) 
     assert (verdict.nodes, verdict.incarnations, verdict.holding, verdict.done_steps) == ((1, 2, 0), (0, 0, 1), (1, 2), 7)
 
 
+def test_a_node_that_starts_again_before_it_is_missed_was_lost(run: Run) -> None:
+    run.incarnations[0] = 1
+    run.start(0)
+    assert run.signals(1) == ["cut"]
+    for node in (1, 2):
+        run.arrive(node, 2, done_steps=3)
+    verdict = run.verdict(2)
+    assert verdict is not None and verdict.nodes == (1, 2)
+
+
+def test_supervisors_of_lost_nodes_are_not_waited_for_when_the_run_is_over() -> None:
+    run = Run(2)
+    run.tell("finished", exit_code=0)
+    ticks = iter(range(10**6))
+    run.keeper._clock = lambda: float(next(ticks))
+    run.keeper.run(num_supervisors=2)
+    assert run.keeper.exit_code == 0 and next(ticks) >= 30
+
+
 def test_a_death_while_nodes_join_cuts_those_that_are_still_in_the_step(run: Run) -> None:
     run.die(0)
     for node in (1, 2):
