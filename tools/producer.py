@@ -1,4 +1,4 @@
-"""Decodes images and sound for the ranks of runs: python tools/producer.py --listen HOST:PORT --token FILE; see docs/data.md.
+"""Tokenises and decodes for the ranks of runs: python tools/producer.py --listen HOST:PORT --token FILE; see docs/data.md.
 
 Start one on each CPU node that sees the files of --data-path, and name them all to the run with --producers and --producer-token.
 """

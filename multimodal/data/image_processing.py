@@ -108,7 +108,8 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int =
     size = (columns * image_input.patch_size, rows * image_input.patch_size)
     image = _convert(image, in_channels=image_input.in_channels)
     if image_input.image_size is not None and image_input.fit == "crop":
-        image = _crop_to_square(image, size=image_input.image_size)
+        shorter_side = image_input.shorter_side or image_input.image_size
+        image = _crop_to_square(image, size=image_input.image_size, shorter_side=shorter_side)
     if tile < math.prod(tiles):
         image = _cut_tile(image, tiles=tiles, tile=tile, size=size)
     if image.size != size:
@@ -130,10 +131,10 @@ def _cut_tile(image: Image.Image, *, tiles: tuple[int, int], tile: int, size: tu
     return scaled.crop((left, top, left + size[0], top + size[1]))
 
 
-def _crop_to_square(image: Image.Image, *, size: int) -> Image.Image:
-    """Scale the shorter side to `size` and cut the longer one off on both ends, as CLIP's image processor does."""
+def _crop_to_square(image: Image.Image, *, size: int, shorter_side: int) -> Image.Image:
+    """Scale the shorter side to `shorter_side` and cut a square out of the middle, as CLIP's image processor does."""
     shorter = min(image.size)
-    width, height = (int(size * side / shorter) for side in image.size)
+    width, height = (int(shorter_side * side / shorter) for side in image.size)
     if image.size != (width, height):
         image = image.resize((width, height), Image.Resampling.BICUBIC)
     left, top = (width - size) // 2, (height - size) // 2

@@ -14,7 +14,7 @@ from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.units.item_passes import pass_item
+from multimodal.values.units.item_passes import pass_items
 
 AUDIO_TOKENS_PER_SECOND = 50
 """Whisper's encoder: 100 frames a second, halved by its convolutions."""
@@ -48,14 +48,14 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
     for index, (where, row) in enumerate(_read_rows(path)):
         try:
             found = (*_items(row, graph), *_images(row, image_encoder), *_audio(row, audio_encoder))
-            items = [pass_item(graph, item) for item in found]
+            items = pass_items(graph, found)
             num_text_tokens = max(1, int(_number(row, next((name for name in _TEXT_COLUMNS if row.get(name)), ""))))
             num_told = int(_number(row, "target_tokens"))
             share = _number(row, "answer_words") / (_number(row, "text_words") or 1) if row.get("answer_words") else 1.0
         except ValueError as problem:
             raise DataError(f"{path}, {where}: {problem}; correct or remove that row") from None
         num_targets = min(num_text_tokens, max(1, num_told or round(num_text_tokens * share)))
-        samples.append(SampleLengths(index, tuple(items), num_text_tokens, num_targets))
+        samples.append(SampleLengths(index, items, num_text_tokens, num_targets))
     if not samples:
         raise DataError(f"{path}: has no rows; give a file with at least one sample")
     return tuple(samples)
@@ -92,19 +92,20 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
         raise DataError(f"lengths are given for '{unknown[0]}'; the model's units are {', '.join(graph.unit_names)}")
     if backbone not in tokens:
         raise DataError(f"no length is given for the backbone; add {backbone}=TOKENS")
-    items = []
+    alone = []
     for unit in graph.units:
         if unit.name in tokens and unit.role is not Role.BACKBONE:
             is_encoder = unit.role is Role.ENCODER
             num_outputs = _num_outputs(unit, tokens[unit.name]) if is_encoder else 0
-            items.append(pass_item(graph, ItemLengths(unit.name, tokens[unit.name], num_outputs)))
+            alone.append(ItemLengths(unit.name, tokens[unit.name], num_outputs))
+    items = pass_items(graph, alone)
     num_text_tokens = tokens[backbone] - sum(item.num_output_tokens for item in items)
     if num_text_tokens < 1:
         raise DataError(
             f"{backbone}={tokens[backbone]} tokens have no room for text beside the {tokens[backbone] - num_text_tokens} tokens "
             f"that encoders hand on; raise {backbone}'s length"
         )
-    return tuple(SampleLengths(sample, tuple(items), num_text_tokens, num_text_tokens) for sample in range(num_samples))
+    return tuple(SampleLengths(sample, items, num_text_tokens, num_text_tokens) for sample in range(num_samples))
 
 
 def _num_outputs(encoder: Unit, num_tokens: int) -> int:

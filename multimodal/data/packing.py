@@ -25,9 +25,9 @@ class EncoderMicrobatch:
     patches: torch.Tensor | None
     """[num_tokens, patch_dim], of the items' type, merge-window order; None where only positions were asked for."""
     positions: torch.Tensor
-    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token. [num_tokens, 4]
-    with the rows and columns of the image, where learned positions are stretched to it. Of sound [num_tokens, 3], as
-    `audio_positions` says."""
+    """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token, and one less for
+    each register behind it. [num_tokens, 4] with the rows and columns of the image, where learned positions are stretched to it.
+    Of sound [num_tokens, 3], as `audio_positions` says."""
     cu_seqlens: torch.Tensor
     """[num_items + 1], int32: the start of each item among the patches, and the total."""
 
@@ -66,8 +66,7 @@ def pack_encoder_microbatch(
     """
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
     positions = [_positions(source.item_grid(*index), item_input) for index in indices]
-    class_token = None if isinstance(item_input, AudioInput) else item_input.class_token
-    patches = [_with_class(source.item(*index).patches, class_token, 0) for index in indices] if with_pixels else None
+    patches = [_with_class(source.item(*index).patches, item_input) for index in indices] if with_pixels else None
     starts = _starts([len(of_item) for of_item in positions])
     return EncoderMicrobatch(
         patches=torch.from_numpy(np.concatenate(patches)) if patches is not None else None,
@@ -122,17 +121,21 @@ def _positions(grid: tuple[int, int], item_input: ItemInput) -> npt.NDArray[np.i
     if isinstance(item_input, AudioInput):
         return audio_positions(grid, audio=item_input)
     places = patch_positions(grid, merge_size=item_input.merge_size)
-    if item_input.position_grid is not None:
+    if item_input.position_grid is not None and item_input.image_size is None:
         places = np.concatenate((places, np.broadcast_to(np.array(grid), places.shape)), axis=1)
-    return _with_class(places, item_input.class_token, CLASS_POSITION)
+    return _with_class(places, item_input, first=CLASS_POSITION)
 
 
-def _with_class(rows: npt.NDArray[Any], class_token: str | None, value: int) -> npt.NDArray[Any]:
-    """Add the row of an item's class token, behind its patches where it is dropped later, so that outputs keep their places."""
-    if class_token is None:
+def _with_class(rows: npt.NDArray[Any], item_input: ItemInput, *, first: int = 0) -> npt.NDArray[Any]:
+    """Add rows of an item's class token and registers, behind patches where they are dropped later: outputs keep their places.
+
+    first: what the class token's row is filled with; those of registers, with one less each. 0: all with that.
+    """
+    if isinstance(item_input, AudioInput) or item_input.class_token is None:
         return rows
-    row = np.full((1, rows.shape[1]), value, dtype=rows.dtype)
-    return np.concatenate((row, rows) if class_token == "kept" else (rows, row))
+    values = first - np.arange(item_input.num_class_tokens) * (first != 0)
+    more = np.broadcast_to(values[:, None], (len(values), rows.shape[1])).astype(rows.dtype)
+    return np.concatenate((more, rows) if item_input.class_token == "kept" else (rows, more))
 
 
 def _spatial_positions(source: SampleSource, index: int, *, merge_sizes: Mapping[str, int]) -> npt.NDArray[np.int64]:

@@ -12,7 +12,7 @@ from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.units.item_passes import pass_item
+from multimodal.values.units.item_passes import pass_items
 
 
 class SourceView(ABC):
@@ -111,10 +111,10 @@ class JoinedSources(SourceView):
 
 
 class PassedItems(SourceView):
-    """The same samples, with lengths of items in all the encoders that they pass through."""
+    """The same samples, with lengths of items in all the units that they pass through."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
-        """`graph` says which encoders feed which."""
+        """`graph` says what encoders feed."""
         self._source, self._graph = source, graph
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ class PassedItems(SourceView):
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample."""
         found = self._source.lengths(index)
-        return replace(found, items=tuple(pass_item(self._graph, item) for item in found.items))
+        return replace(found, items=pass_items(self._graph, found.items))
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
         return self._source, index

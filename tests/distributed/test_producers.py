@@ -1,6 +1,7 @@
 """Runs whose images are decoded by tools/producer.py: the same losses as without, also when a producer is killed."""
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from multimodal.data.index.index_cache import FOLDER_NAME
 from tests.distributed.launch import REPOSITORY, Launched, launch
 from tests.distributed.small_run import working_flags, write_working_files
 
@@ -63,9 +65,12 @@ def losses(folder: Path, name: str) -> list[float]:
 
 
 def test_losses_are_the_same_with_producers_and_when_they_are_killed(folder: Path) -> None:
-    """Two serve; one is killed after some steps, the other some steps later."""
+    """Two serve, and index the data first; one is killed after some steps, the other some steps later."""
     alone = train(folder, "alone.jsonl")
     assert not any(alone.exit_codes), alone.output
+    (index,) = folder.glob(f"**/{FOLDER_NAME}/*")
+    expected = {path.name: path.read_bytes() for path in index.iterdir()}
+    shutil.rmtree(index)
     with ExitStack() as stack:
         first, second = (stack.enter_context(producer(folder)) for _ in range(2))
 
@@ -83,6 +88,7 @@ def test_losses_are_the_same_with_producers_and_when_they_are_killed(folder: Pat
     assert found.output.count(f"producer {second.address} is done without") >= 1
     assert losses(folder, "log.jsonl") == pytest.approx(losses(folder, "alone.jsonl"), rel=0, abs=1e-12)
     assert len(losses(folder, "log.jsonl")) == NUM_STEPS
+    assert {path.name: path.read_bytes() for path in index.iterdir()} == expected
 
 
 def test_a_run_without_its_producer_ends_at_the_start(folder: Path) -> None:

@@ -4,31 +4,30 @@ A resumed run must go on with the same data, in the same order.
 """
 
 import hashlib
-import importlib.metadata
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
 from megatron.runtime.feed.producers.wire import read_token
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from multimodal.data.chat.chat_format import ChatFormat
-from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
+from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.digits import DigitsSource
 from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import ItemReader, item_inputs
+from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import InterleavedSource, JoinedSources, PassedItems, SourceSubset
 from multimodal.data.splits import split_indices
-from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from multimodal.data.tokenizer import Tokenizer, build_tokenizer
 from multimodal.values.errors import CheckpointError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.units.item_passes import count_llm_tokens
@@ -54,7 +53,7 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
     in_turn: lets one rank of a node index the data, and then the others, who find its index; None: nobody waits.
     """
     found = _open_data_sets(config, graph, in_turn=in_turn)
-    if graph.encoders == graph.item_encoders:
+    if not graph.passes_items_on:
         return found
     return replace(found, train=PassedItems(found.train, graph=graph), valid=PassedItems(found.valid, graph=graph))
 
@@ -62,7 +61,7 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None) -> DataSets:
     if config.data.is_digits:
         return _digits(config, graph, build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model))
-    tokenizer, chat = _tokenizer(config)
+    tokenizer, chat = text_settings(config).open()
     with in_turn or nullcontext():
         sources = [
             _manifest(named.path, config=config, graph=graph, tokenizer=tokenizer, chat=chat) for named in config.data.mixture
@@ -83,17 +82,23 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 def _manifest(
     path: str, *, config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None
 ) -> ManifestSource:
+    options = IndexOptions(
+        config.data.seq_length,
+        needs_items_first=config.model.attention_mask == "prefix",
+        allows_outside_paths=config.data.allow_outside_paths,
+        max_image_pixels=config.data.max_image_pixels,
+    )
+    texts = text_settings(config)
+    producers = _find_producers(path, config, graph, texts=texts, options=options)
     source = ManifestSource(
         path,
         graph=graph,
         tokenizer=tokenizer,
-        seq_length=config.data.seq_length,
-        needs_items_first=config.model.attention_mask == "prefix",
-        allows_outside_paths=config.data.allow_outside_paths,
-        max_image_pixels=config.data.max_image_pixels,
+        **asdict(options),
         chat=chat,
-        decoder=_find_producers(path, config, graph),
-        cache=IndexCache(" ".join(map(str, (*tokenizer_digests(config).values(), *_versions())))),
+        decoder=producers,
+        indexing=producers,
+        cache=IndexCache(texts.identity),
     )
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", path, count, reason)
@@ -102,53 +107,26 @@ def _manifest(
     return source
 
 
-def _find_producers(path: str, config: RunConfig, graph: ModelGraph) -> ProducedItems | None:
-    """Return the decoder of a run with producers, all of which are there."""
+def _find_producers(
+    path: str, config: RunConfig, graph: ModelGraph, *, texts: TextSettings, options: IndexOptions
+) -> ProducedItems | None:
+    """Return what decodes and tokenises in a run with producers, all of which are there."""
     token_path = config.data.producer_token
     if not config.data.producers or token_path is None:
         return None
     found = ProducedItems(
         [address for several in config.data.producers for address in several.split(",") if address],
         token=read_token(token_path),
-        data_set=describe_data_set(graph, path),
+        data_set=describe_data_set(graph, path, texts=texts, options=options),
         local=ItemReader(item_inputs(graph), embedded=open_sample_files(path).embedded),
     )
     found.check()
     return found
 
 
-def _tokenizer(config: RunConfig) -> tuple[Tokenizer, ChatFormat | None]:
-    """Return the tokenizer, and the chat format where the tokenizer's folder, or --chat-template, has a template."""
-    model = config.data.tokenizer_model
-    if config.data.tokenizer_type == "ByteTokenizer" or model is None or (template := _template(config)) is None:
-        return build_tokenizer(config.data.tokenizer_type, model), None
-    tokenizer = HuggingFaceTokenizer(model, adds_tokens=False)
-    folder = Path(model) if Path(model).is_dir() else Path(model).parent
-    return tokenizer, ChatFormat(template, tokenizer=tokenizer, folder=folder)
-
-
-def _versions() -> list[str]:
-    """The versions of what makes tokens of texts."""
-    found = []
-    for package in ("braid", "tokenizers", "transformers"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            found.append(f"{package} {importlib.metadata.version(package)}")
-    return found
-
-
-def _template(config: RunConfig) -> ChatTemplate | None:
-    model = config.data.tokenizer_model
-    return find_chat_template(model, chosen=config.data.chat_template) if model is not None else None
-
-
-def tokenizer_digests(config: RunConfig) -> dict[str, str | None]:
-    """What tells how texts are written: the contents of files, wherever these lie."""
-    model, template = config.data.tokenizer_model, _template(config)
-    rendered = repr((template.text, sorted(template.tokens.items()))) if template else None
-    return {
-        "tokenizer_digest": file_digest(Path(model), inside="tokenizer.json") if model else None,
-        "chat_template_digest": hashlib.blake2b(rendered.encode(), digest_size=16).hexdigest() if rendered else None,
-    }
+def text_settings(config: RunConfig) -> TextSettings:
+    """Return how the run's texts become tokens."""
+    return TextSettings(config.data.tokenizer_type, config.data.tokenizer_model, config.data.chat_template)
 
 
 def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
@@ -265,7 +243,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
         "tokenizer_type": config.data.tokenizer_type,
         "tokenizer_model": config.data.tokenizer_model,
         "chat_template": config.data.chat_template,
-        **tokenizer_digests(config),
+        **text_settings(config).digests,
         "attention_mask": config.model.attention_mask,
         "num_train_samples": len(data.train),
         "data_sets": [
@@ -305,9 +283,3 @@ def _show(data: RunData, name: str, shown: str, unit: str) -> str:
     if shown:
         return f"{data.get(shown)} (content {str(data[name])[:12]})"
     return f"{data[name]} {unit}".strip()
-
-
-def file_digest(path: Path, *, inside: str) -> str:
-    """The digest of a file, or of the file `inside` a folder."""
-    with open(path / inside if path.is_dir() else path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,10 +20,21 @@ from multimodal.data.conversation import Conversation
 _SUMMARY = "index.json"
 FORMAT = 1
 """Changes with what is written."""
-_ARRAYS = (
-    *("token_ids", "is_trained", "token_starts", "is_cut", "items", "item_starts"),
-    *("places", "place_starts", "paths", "path_starts"),
-)
+_ARRAYS = {
+    "token_ids": "int32",
+    "is_trained": "bool",
+    "token_starts": "int64",
+    "is_cut": "bool",
+    "items": "int64",
+    "item_starts": "int64",
+    "places": "uint8",
+    "place_starts": "int64",
+    "paths": "uint8",
+    "path_starts": "int64",
+}
+"""Name -> type of the values."""
+_ITEM_NUMBERS = 8
+"""Columns of `items`: unit, start, output tokens, width, height, rows, columns, tile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +65,25 @@ class SampleIndex:
     """Samples by number; O(1) each, and nothing of them is copied before it is asked for."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any]) -> None:
-        """As `build_index` and `read_index` make them."""
+        """As `build_index` makes them, wherever they were since; raises ValueError where they are not such."""
         self._arrays, self._summary = arrays, summary
+        _check_arrays(arrays, summary)
+
+    @property
+    def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
+        """All that is known of the samples; with `summary` they make the same index."""
+        return self._arrays
+
+    @property
+    def summary(self) -> Mapping[str, Any]:
+        """What is known of all of them, as JSON has it."""
+        return self._summary
+
+    def __iter__(self) -> Iterator[IndexedSample]:
+        """Yield the samples."""
+        for index in range(len(self)):
+            items = tuple(self.item(index, item_index) for item_index in range(self.num_items(index)))
+            yield IndexedSample(self.where(index), self.conversation(index), items)
 
     def __len__(self) -> int:
         """Count the samples."""
@@ -140,7 +168,7 @@ def build_index(samples: Iterable[IndexedSample], *, skipped: Mapping[str, int])
         "is_trained": _joined([conversation.is_trained for conversation in conversations], np.bool_),
         "token_starts": _starts([len(conversation.token_ids) for conversation in conversations]),
         "is_cut": np.array([conversation.is_cut for conversation in conversations], dtype=np.bool_),
-        "items": np.array(items, dtype=np.int64).reshape(-1, 8),
+        "items": np.array(items, dtype=np.int64).reshape(-1, _ITEM_NUMBERS),
         "item_starts": _starts([len(conversation.item_starts) for conversation in conversations]),
     }
     for name, texts in (("places", places), ("paths", paths)):
@@ -154,14 +182,27 @@ def read_index(folder: Path) -> SampleIndex | None:
     """Map a written index into memory; None where there is none, or a damaged one."""
     try:
         summary = json.loads((folder / _SUMMARY).read_bytes())
-        if summary["format"] != FORMAT:
-            return None
-        arrays = {name: _mapped(folder / f"{name}.npy") for name in _ARRAYS}
-        index = SampleIndex(arrays, summary)
-        is_whole = len(arrays["token_ids"]) == arrays["token_starts"][-1] and len(arrays["paths"]) == arrays["path_starts"][-1]
-        return index if is_whole and len(arrays["token_starts"]) == len(index) + 1 else None
-    except (OSError, EOFError, ValueError, KeyError, TypeError, IndexError):
+        return SampleIndex({name: _mapped(folder / f"{name}.npy") for name in _ARRAYS}, summary)
+    except (OSError, EOFError, ValueError):
         return None
+
+
+def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any]) -> None:
+    """Raise ValueError for arrays of which an index would not be whole; O(1)."""
+    if not isinstance(summary, Mapping) or summary.get("format") != FORMAT:
+        raise ValueError("an index of another format")
+    if not isinstance(summary.get("units"), list) or not isinstance(summary.get("skipped"), Mapping):
+        raise ValueError("an index without its summary")
+    if {name: str(array.dtype) for name, array in arrays.items()} != _ARRAYS:
+        raise ValueError("an index with other arrays")
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if shapes["items"][1:] != (_ITEM_NUMBERS,) or shapes["is_trained"] != shapes["token_ids"]:
+        raise ValueError("an index with arrays of other shapes")
+    rows_of = {"token": ("is_cut", "token_ids"), "item": ("is_cut", "items"), "place": ("is_cut", "places")}
+    for name, (owners, rows) in {**rows_of, "path": ("items", "paths")}.items():
+        starts = arrays[f"{name}_starts"]
+        if starts.shape != (shapes[owners][0] + 1,) or (starts[0], starts[-1]) != (0, shapes[rows][0]):
+            raise ValueError(f"an index that is cut off ({name}_starts)")
 
 
 def _mapped(path: Path) -> npt.NDArray[Any]:

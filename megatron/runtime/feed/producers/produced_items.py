@@ -1,6 +1,8 @@
 """Items that producers decode, as a rank's reading process sees them: asked for a step at a time, and taken as they come.
 
-A producer that is gone, or silent for too long, is done without: what it still owed is asked of the others, and decoded here
+Likewise samples that they index, before there is an index of the data set.
+
+A producer that is gone, or silent for too long, is done without: what it still owed is asked of the others, and done here
 where there are none. So every item comes once, whatever happens to producers; a producer that is back is used again.
 """
 
@@ -11,11 +13,17 @@ import socket
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import TypeVar
 
 from megatron.runtime.feed.producers.wire import (
+    IndexedBlock,
+    SampleBlock,
+    Wanted,
     WireError,
+    build_block,
     build_pixels,
     pack_wanted,
     parse_address,
@@ -23,7 +31,12 @@ from megatron.runtime.feed.producers.wire import (
     receive_frame,
     send_frame,
 )
+from multimodal.data.chat.text_settings import TextSettings
+from multimodal.data.conversation import TextSegment
+from multimodal.data.forms.segments import SegmentedSample
 from multimodal.data.index.item_reader import ItemReader, WantedItem
+from multimodal.data.index.sample_index import IndexedSample
+from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
@@ -32,16 +45,28 @@ SILENCE_SECONDS = 30.0
 """A producer that says nothing for so long is done without."""
 ABSENCE_SECONDS = 30.0
 """A producer that was lost is looked for again after this time."""
+_BLOCK_WEIGHT = 2**20
+"""Letters of the samples that a producer indexes at a time, besides what a sample weighs anyway."""
+_SAMPLE_WEIGHT = _BLOCK_WEIGHT // 64
+_BLOCKS_ASKED = 8
+"""Blocks that a producer is asked for at once; together far from `MOST_JSON_BYTES`."""
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 
-def describe_data_set(graph: ModelGraph, data_path: str | Path) -> str:
-    """Return all that a producer must know to decode a data set's items: the model's units, and where embedded images lie."""
-    return json.dumps({"model": graph.to_dict(), "data_path": str(Path(data_path).absolute())})
+def describe_data_set(graph: ModelGraph, data_path: str | Path, *, texts: TextSettings, options: IndexOptions) -> str:
+    """Return all that a producer must know of a data set: the model's units, where it lies, and how its texts are tokenised."""
+    found = replace(texts, tokenizer_model=_absolute(texts.tokenizer_model), chat_template=_absolute(texts.chat_template))
+    said = {"model": graph.to_dict(), "data_path": str(Path(data_path).absolute()), "options": asdict(options)}
+    return json.dumps({**said, "texts": asdict(found), "identity": texts.identity})
+
+
+def _absolute(path: str | None) -> str | None:
+    return str(Path(path).absolute()) if path is not None and Path(path).exists() else path
 
 
 class ProducedItems:
-    """An `ItemDecoder` whose items come from producers."""
+    """An `ItemDecoder` whose items come from producers, and a `SampleIndexing`."""
 
     def __init__(self, addresses: Sequence[str], *, token: bytes, data_set: str, local: ItemReader) -> None:
         """local: decodes what no producer does."""
@@ -60,7 +85,7 @@ class ProducedItems:
                     "with the run's token, where it finds the same files, or leave it out"
                 ) from problem
 
-    def expect(self, wanted: Sequence[WantedItem]) -> None:
+    def expect(self, wanted: Sequence[Wanted]) -> None:
         """Ask producers for all of these now; O(items)."""
         if self._process != os.getpid():
             self._forget_connections()  # a forked process reads from connections of its own
@@ -72,6 +97,22 @@ class ProducedItems:
 
     def read(self, wanted: WantedItem) -> ItemPixels:
         """Take one item, waiting until it comes; raises DataError when it cannot be decoded."""
+        found = self._take(wanted)
+        return found if isinstance(found, ItemPixels) else self._local.read(wanted)
+
+    def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[IndexedSample | str]:
+        """Let producers index samples; what cannot be read comes behind what is before it, as without producers."""
+        gathered = _gather(samples, weight=_weight, most=_BLOCK_WEIGHT)
+        blocks = (SampleBlock(number, tuple(each)) for number, each in enumerate(gathered))
+        window = len(self._addresses) * _BLOCKS_ASKED * _BLOCK_WEIGHT
+        for asked in _gather(blocks, weight=lambda block: sum(map(_weight, block.samples)), most=window):
+            self.expect(asked)
+            for block in asked:
+                found = self._take(block)
+                yield from found.found if isinstance(found, IndexedBlock) else local.index_all(block.samples)
+
+    def _take(self, wanted: Wanted) -> ItemPixels | IndexedBlock | None:
+        """Wait until what was wanted comes; None where there is no producer. Raises DataError when it cannot be had."""
         if self._process != os.getpid() or not self._is_expected(wanted):
             self.expect([wanted])
         while wanted not in self._arrived:
@@ -83,7 +124,7 @@ class ProducedItems:
             elif self._asked:
                 self._receive(next(iter(self._asked)))
             else:
-                return self._local.read(wanted)
+                return None
         found = self._arrived[wanted]
         if isinstance(found, str):
             raise DataError(found)
@@ -93,23 +134,22 @@ class ProducedItems:
         self._process = os.getpid()
         self._connections: dict[str, socket.socket] = {}
         self._lost_at: dict[str, float] = {}
-        self._asked: dict[str, deque[WantedItem]] = {}
+        self._asked: dict[str, deque[Wanted]] = {}
         """Producer -> what it still owes, in order."""
-        self._unasked: tuple[WantedItem, ...] = ()
+        self._unasked: tuple[Wanted, ...] = ()
         """What lost producers owed, or what there was no producer for."""
-        self._arrived: dict[WantedItem, ItemPixels | str] = {}
-        """Items, or why they cannot be decoded."""
+        self._arrived: dict[Wanted, ItemPixels | IndexedBlock | str] = {}
+        """What came, or why it cannot be had."""
 
-    def _is_expected(self, wanted: WantedItem) -> bool:
+    def _is_expected(self, wanted: Wanted) -> bool:
         return wanted in self._arrived or wanted in self._unasked or any(wanted in items for items in self._asked.values())
 
-    def _ask(self, wanted: Iterable[WantedItem], *, of: Sequence[str]) -> None:
+    def _ask(self, wanted: Iterable[Wanted], *, of: Sequence[str]) -> None:
         """Ask idle producers. Those that still send are not asked for more: both sides might wait for the other to read."""
         self._unasked = () if of else (*wanted,)
-        shares: dict[str, list[WantedItem]] = {address: [] for address in of}
+        shares: dict[str, list[Wanted]] = {address: [] for address in of}
         for each in wanted if of else ():
-            # Ranks that want the same item ask the same producer, which decodes it once.
-            shares[of[zlib.crc32(f"{each.item.path} {each.item.tile}".encode()) % len(of)]].append(each)
+            shares[of[_number_of(each) % len(of)]].append(each)
         for address, items in shares.items():
             if items:
                 self._asked[address] = deque(items)
@@ -145,7 +185,14 @@ class ProducedItems:
         """Take the next item of a producer; loses it when there is none."""
         try:
             said, payload = receive_frame(self._connections[address])
-            found = str(said["error"]) if "error" in said else build_pixels(said, payload)
+            wanted = self._asked[address][0]
+            found: ItemPixels | IndexedBlock | str
+            if "error" in said:
+                found = str(said["error"])
+            elif isinstance(wanted, WantedItem):
+                found = build_pixels(said, payload)
+            else:
+                found = build_block(said, payload, num_samples=len(wanted.samples))
         except (WireError, OSError, TypeError) as problem:
             self._lose(address, problem)
             return
@@ -160,3 +207,33 @@ class ProducedItems:
         if (connection := self._connections.pop(address, None)) is not None:
             connection.close()
         self._unasked += tuple(self._asked.pop(address, ()))
+
+
+def _number_of(wanted: Wanted) -> int:
+    """Ranks that want the same item ask the same producer, which decodes it once; blocks are dealt in turn."""
+    if isinstance(wanted, SampleBlock):
+        return wanted.number
+    return zlib.crc32(f"{wanted.item.path} {wanted.item.tile}".encode())
+
+
+def _weight(sample: SegmentedSample) -> int:
+    return _SAMPLE_WEIGHT + sum(len(each.text) for each in sample.segments if isinstance(each, TextSegment))
+
+
+def _gather(values: Iterable[Value], *, weight: Callable[[Value], int], most: int) -> Iterator[list[Value]]:
+    """Yield values in lists of about this weight; those before an error come before the error."""
+    gathered: list[Value] = []
+    total = 0
+    try:
+        for value in values:
+            gathered.append(value)
+            total += weight(value)
+            if total >= most:
+                yield gathered
+                gathered, total = [], 0
+    except DataError:
+        if gathered:
+            yield gathered
+        raise
+    if gathered:
+        yield gathered

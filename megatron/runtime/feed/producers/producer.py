@@ -1,8 +1,9 @@
-"""A producer: decodes the items that ranks ask for, ahead of their need, in processes of its own.
+"""A producer: tokenises samples, and decodes the items that ranks ask for, ahead of their need, in processes of its own.
 
 A connection belongs to one reading process of a rank. It first says which data set and model it reads for, so one producer
 serves any run; then it sends lists of items, which come back in that order, a few decoded ahead of what has been sent. Tensor and
-context parallel ranks want the same items: each is decoded once and kept for the others, as far as memory allows.
+context parallel ranks want the same items: each is decoded once and kept for the others, as far as memory allows. Where there
+is no index of the data set yet, samples come before, whose texts are tokenised and whose items are measured.
 """
 
 import json
@@ -11,8 +12,8 @@ import multiprocessing
 import os
 import socket
 import threading
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
@@ -20,17 +21,23 @@ from itertools import islice
 from typing import Any
 
 from megatron.runtime.feed.producers.wire import (
+    SampleBlock,
+    Wanted,
     WireError,
     describe_pixels,
+    pack_index,
     prove_token,
     receive_frame,
     send_frame,
     unpack_wanted,
 )
+from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
+from multimodal.data.index.sample_index import IndexedSample, SampleIndex, build_index
+from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer
 from multimodal.data.sample_source import ItemPixels
-from multimodal.values.errors import BraidError
+from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import ModelGraph
 
 SILENCE_SECONDS = 10.0
@@ -89,16 +96,24 @@ class Producer:
                 logger.warning("a process that decodes was killed; the ranks that waited for it decode by themselves")
                 self._replace(pool)
 
-    def _send_items(self, connection: socket.socket, data_set: str, wanted: Sequence[WantedItem]) -> None:
+    def _send_items(self, connection: socket.socket, data_set: str, wanted: Sequence[Wanted]) -> None:
         remaining = iter(wanted)
-        decoding = deque(self._decode(data_set, each) for each in islice(remaining, ITEMS_AHEAD * self._num_workers))
-        while decoding:
+        producing = deque(self._produce(data_set, each) for each in islice(remaining, ITEMS_AHEAD * self._num_workers))
+        while producing:
             try:
-                pixels = decoding.popleft().result()
-                send_frame(connection, describe_pixels(pixels), pixels.patches.tobytes())
+                found = producing.popleft().result()
+                if isinstance(found, ItemPixels):
+                    send_frame(connection, describe_pixels(found), found.patches.tobytes())
+                else:
+                    send_frame(connection, *pack_index(found))
             except BraidError as problem:
                 send_frame(connection, {"error": str(problem)})
-            decoding.extend(self._decode(data_set, each) for each in islice(remaining, 1))
+            producing.extend(self._produce(data_set, each) for each in islice(remaining, 1))
+
+    def _produce(self, data_set: str, wanted: Wanted) -> "Future[ItemPixels] | Future[SampleIndex]":
+        if isinstance(wanted, WantedItem):
+            return self._decode(data_set, wanted)
+        return self._pool.submit(index_block, data_set, wanted)
 
     def _decode(self, data_set: str, item: WantedItem) -> "Future[ItemPixels]":
         key = data_set, item
@@ -140,6 +155,21 @@ def decode_item(data_set: str, item: WantedItem) -> ItemPixels:
     return _open_data_set(data_set).read(item)
 
 
+def index_block(data_set: str, block: SampleBlock) -> SampleIndex:
+    """Index samples of a data set; in a process that decodes."""
+    skipped: Counter[str] = Counter()
+    found = _open_indexer(data_set).index_all(block.samples)
+
+    def usable() -> Iterator[IndexedSample]:
+        for each in found:
+            if isinstance(each, str):
+                skipped[each] += 1
+            else:
+                yield each
+
+    return build_index(usable(), skipped=skipped)
+
+
 def _end_with_parent() -> None:
     """Let a process that decodes end when the producer is killed."""
     parent = multiprocessing.parent_process()
@@ -155,6 +185,7 @@ def _end_with_parent() -> None:
 def _check_data_set(data_set: str) -> Mapping[str, str]:
     try:
         _open_data_set(data_set)
+        _open_indexer(data_set)
     except BraidError as problem:
         return {"error": str(problem)}
     except (KeyError, TypeError, ValueError) as problem:
@@ -167,3 +198,22 @@ def _open_data_set(data_set: str) -> ItemReader:
     """data_set: as `describe_data_set` wrote it."""
     said = json.loads(data_set)
     return ItemReader(item_inputs(ModelGraph.from_dict(said["model"])), embedded=open_sample_files(said["data_path"]).embedded)
+
+
+@lru_cache(maxsize=MOST_DATA_SETS)
+def _open_indexer(data_set: str) -> SampleIndexer:
+    """data_set: as `describe_data_set` wrote it; raises BraidError where texts would become other tokens than on the ranks."""
+    said = json.loads(data_set)
+    texts = TextSettings(**said["texts"])
+    try:
+        identity = texts.identity
+    except OSError as problem:
+        raise DataError(f"{problem.filename}: the tokenizer cannot be read there ({problem.strerror})") from problem
+    if identity != said["identity"]:
+        raise DataError(
+            f"texts would become other tokens there: the run's tokenizer, template and packages are {said['identity']}, the "
+            f"producer's are {identity}; use the same files and versions"
+        )
+    tokenizer, chat = texts.open()
+    files, options = open_sample_files(said["data_path"]), IndexOptions(**said["options"])
+    return SampleIndexer(ModelGraph.from_dict(said["model"]), files=files, tokenizer=tokenizer, chat=chat, options=options)

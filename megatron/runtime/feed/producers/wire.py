@@ -6,18 +6,21 @@ challenge with an HMAC. What follows is neither encrypted nor signed, so produce
 
 import hmac
 import json
+import math
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from multimodal.data.conversation import TextSegment
+from multimodal.data.forms.segments import AudioSegment, ImageSegment, Segment, SegmentedSample
 from multimodal.data.index.item_reader import WantedItem
-from multimodal.data.index.sample_index import IndexedItem
+from multimodal.data.index.sample_index import IndexedItem, IndexedSample, SampleIndex
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError
 
@@ -26,6 +29,25 @@ LEAST_TOKEN_BYTES = 16
 _CHALLENGE_BYTES = 32
 _SIZES = struct.Struct("!IQ")
 _DTYPES = ("uint8", "float32")
+_INDEX_DTYPES = ("uint8", "bool", "int32", "int64")
+_SEGMENTS: Mapping[str, Callable[..., Segment]] = {"text": TextSegment, "image": ImageSegment, "audio": AudioSegment}
+
+
+class SampleBlock(NamedTuple):
+    """Samples to index."""
+
+    number: int
+    """Of the block, among those of a data set."""
+    samples: tuple[SegmentedSample, ...]
+
+
+class IndexedBlock(NamedTuple):
+    """The samples of a block, and the reasons for which others are left out."""
+
+    found: tuple[IndexedSample | str, ...]
+
+
+Wanted = WantedItem | SampleBlock
 
 
 class WireError(Exception):
@@ -98,22 +120,48 @@ def receive_bytes(connection: socket.socket, count: int) -> bytearray:
     return received
 
 
-def pack_wanted(wanted: Sequence[WantedItem]) -> list[dict[str, Any]]:
-    """Return items as JSON has them."""
-    return [{**asdict(each.item), "where": each.where} for each in wanted]
+def pack_wanted(wanted: Sequence[Wanted]) -> list[Any]:
+    """Return what is wanted as JSON has it: items, and lists of samples to index."""
+    return [_pack_block(each) if isinstance(each, SampleBlock) else {**asdict(each.item), "where": each.where} for each in wanted]
 
 
-def unpack_wanted(said: Sequence[Mapping[str, Any]]) -> list[WantedItem]:
+def unpack_wanted(said: Sequence[Any]) -> list[Wanted]:
     """Return what `pack_wanted` was given; raises WireError."""
     try:
-        return [_unpack_item(**each) for each in said]
-    except (TypeError, ValueError) as problem:
+        return [_unpack_block(each) if isinstance(each, list) else _unpack_item(**each) for each in said]
+    except (KeyError, TypeError, ValueError) as problem:
         raise WireError(f"items that are none ({problem})") from problem
 
 
 def _unpack_item(*, unit: str, path: str, size: Sequence[int], grid: Sequence[int], tile: int, where: str) -> WantedItem:
     (width, height), (rows, columns) = map(int, size), map(int, grid)
     return WantedItem(IndexedItem(str(unit), str(path), (width, height), (rows, columns), int(tile)), str(where))
+
+
+def _pack_block(block: SampleBlock) -> list[Any]:
+    kinds = {kind: name for name, kind in _SEGMENTS.items()}
+    return [
+        block.number,
+        *([sample.where, *({"kind": kinds[type(each)], **asdict(each)} for each in sample.segments)] for sample in block.samples),
+    ]
+
+
+def _unpack_block(said: Sequence[Any]) -> SampleBlock:
+    number, *samples = said
+    return SampleBlock(int(number), tuple(_unpack_sample(*each) for each in samples))
+
+
+def _unpack_sample(where: str, *segments: Mapping[str, Any]) -> SegmentedSample:
+    return SegmentedSample(str(where), tuple(_unpack_segment(**each) for each in segments))
+
+
+def _unpack_segment(*, kind: str, size: Sequence[int] | None = None, **fields: Any) -> Segment:
+    for name, value in fields.items():
+        if not isinstance(value, str | bool | None):
+            raise TypeError(f"a segment whose {name} is {type(value).__name__}")
+    if kind != "image":
+        return _SEGMENTS[kind](**fields)
+    return ImageSegment(size=None if size is None else (int(size[0]), int(size[1])), **fields)
 
 
 def describe_pixels(pixels: ItemPixels) -> dict[str, Any]:
@@ -130,3 +178,28 @@ def build_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> It
         return ItemPixels(np.frombuffer(payload, dtype).reshape(shape), (rows, columns))
     except (KeyError, TypeError, ValueError) as problem:
         raise WireError(f"an item that is none ({problem})") from problem
+
+
+def pack_index(index: SampleIndex) -> tuple[dict[str, Any], bytes]:
+    """Return what must be known to read an index, and its values."""
+    arrays = {name: [str(array.dtype), list(array.shape)] for name, array in index.arrays.items()}
+    return {"summary": index.summary, "arrays": arrays}, b"".join(array.tobytes() for array in index.arrays.values())
+
+
+def build_block(said: Mapping[str, Any], payload: bytearray, *, num_samples: int) -> IndexedBlock:
+    """Return the samples of what `pack_index` gave, of so many; raises WireError."""
+    try:
+        arrays, position = {}, 0
+        for name, (dtype, shape) in said["arrays"].items():
+            if dtype not in _INDEX_DTYPES:
+                raise ValueError(f"values of type {dtype}")
+            count = math.prod(map(int, shape))
+            arrays[name] = np.frombuffer(payload, dtype, count, position).reshape(shape)
+            position += arrays[name].nbytes
+        index = SampleIndex(arrays, said["summary"])
+        if len(index) + sum(map(int, index.skipped.values())) != num_samples:
+            raise ValueError(f"of other than {num_samples} samples")
+        skipped = [str(reason) for reason, count in index.skipped.items() for _ in range(int(count))]
+        return IndexedBlock((*skipped, *index))
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as problem:
+        raise WireError(f"an index that is none ({problem})") from problem

@@ -1,10 +1,9 @@
 """Items that producers decode are those that a rank decodes, whatever happens to producers."""
 
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,16 @@ from PIL import Image
 
 from megatron.runtime.feed.producers import produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
-from megatron.runtime.feed.producers.producer import Producer
+from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedItem
+from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.runtime.feed.producers.serving import TOKEN, Serving
 
-TOKEN = b"0123456789abcdef"
+TEXTS, OPTIONS = TextSettings("ByteTokenizer"), IndexOptions(64)
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
 IMAGE = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
 GRAPH = ModelGraph.from_dict(
@@ -30,24 +31,9 @@ GRAPH = ModelGraph.from_dict(
 )
 
 
-class _Serving:
-    """A producer in this process, whose decoding threads a test may hold."""
-
-    def __init__(self, token: bytes = TOKEN, cache_bytes: int = 2**20) -> None:
-        self.producer = Producer(token=token, num_workers=2, cache_bytes=cache_bytes)
-        self.listener = socket.create_server(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self.producer.serve, args=(self.listener,), daemon=True).start()
-
-    def stop(self) -> None:
-        """Accept nobody any more."""
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
-
-
 @pytest.fixture(autouse=True)
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[WantedItem]:
-    """All that producers decode, in threads in place of processes."""
+    """All that producers decode."""
     found: list[WantedItem] = []
     decode = producer.decode_item
 
@@ -56,22 +42,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[WantedItem]:
         return decode(data_set, item)
 
     monkeypatch.setattr(producer, "decode_item", counted)
-    monkeypatch.setattr(Producer, "_make_pool", lambda self: ThreadPoolExecutor(self._num_workers))
     return found
-
-
-@pytest.fixture
-def serve() -> Iterator[Callable[..., _Serving]]:
-    """Start producers."""
-    started: list[_Serving] = []
-
-    def start(**options: Any) -> _Serving:
-        started.append(_Serving(**options))
-        return started[-1]
-
-    yield start
-    for each in started:
-        each.producer.close()
 
 
 @pytest.fixture
@@ -90,9 +61,9 @@ def _local() -> ItemReader:
     return ItemReader(item_inputs(GRAPH), embedded=lambda address: b"")
 
 
-def _open(tmp_path: Path, *producers: _Serving, token: bytes = TOKEN) -> ProducedItems:
+def _open(tmp_path: Path, *producers: Serving, token: bytes = TOKEN) -> ProducedItems:
     (tmp_path / "manifest.jsonl").touch()
-    data_set = describe_data_set(GRAPH, tmp_path / "manifest.jsonl")
+    data_set = describe_data_set(GRAPH, tmp_path / "manifest.jsonl", texts=TEXTS, options=OPTIONS)
     return ProducedItems([each.address for each in producers], token=token, data_set=data_set, local=_local())
 
 
@@ -104,7 +75,7 @@ def _check(found: ProducedItems, wanted: list[WantedItem]) -> None:
 
 
 def test_items_come_in_any_order_and_each_is_decoded_once(
-    serve: Callable[..., _Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
+    serve: Callable[..., Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
 ) -> None:
     first, second = serve(), serve()
     ranks = [_open(tmp_path, first, second) for _ in range(2)]
@@ -116,7 +87,7 @@ def test_items_come_in_any_order_and_each_is_decoded_once(
     assert len(decoded) == len(wanted) and set(decoded) == set(wanted)
 
 
-def test_what_was_expected_before_may_be_left(serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
+def test_what_was_expected_before_may_be_left(serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
     found = _open(tmp_path, serve())
     found.expect(wanted[:6])
     found.read(wanted[3])
@@ -125,7 +96,7 @@ def test_what_was_expected_before_may_be_left(serve: Callable[..., _Serving], wa
 
 
 def test_a_small_cache_lets_items_go(
-    serve: Callable[..., _Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
+    serve: Callable[..., Serving], wanted: list[WantedItem], decoded: list[WantedItem], tmp_path: Path
 ) -> None:
     found = _open(tmp_path, serve(cache_bytes=0))
     for _ in range(2):
@@ -135,7 +106,7 @@ def test_a_small_cache_lets_items_go(
 
 
 def test_a_lost_producer_s_items_come_from_the_other(
-    serve: Callable[..., _Serving],
+    serve: Callable[..., Serving],
     wanted: list[WantedItem],
     decoded: list[WantedItem],
     tmp_path: Path,
@@ -163,7 +134,7 @@ def test_a_lost_producer_s_items_come_from_the_other(
 
 
 def test_without_producers_a_rank_decodes_until_one_is_back(
-    serve: Callable[..., _Serving],
+    serve: Callable[..., Serving],
     wanted: list[WantedItem],
     decoded: list[WantedItem],
     tmp_path: Path,
@@ -185,7 +156,7 @@ def test_without_producers_a_rank_decodes_until_one_is_back(
 def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It decodes for ever."""
     monkeypatch.setattr(produced_items, "SILENCE_SECONDS", 0.3)
-    hanging = _Serving()
+    hanging = Serving()
     monkeypatch.setattr(hanging.producer, "_decode", lambda data_set, item: Future())
     found = _open(tmp_path, hanging)
     start = time.monotonic()
@@ -195,7 +166,7 @@ def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: P
 
 
 def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
-    serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path
+    serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
 ) -> None:
     Path(wanted[1].item.path).write_bytes(b"no picture")
     found = _open(tmp_path, serve())
@@ -208,14 +179,14 @@ def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
     _check(found, [wanted[0], *wanted[2:]])
 
 
-def test_both_sides_refuse_another_token(serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
+def test_both_sides_refuse_another_token(serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
     found = _open(tmp_path, serve(token=b"another token, as long"))
     with pytest.raises(ConfigError, match="--producers 127.0.0.1:.*: it has another token; start it with"):
         found.check()
 
 
-def test_a_producer_that_does_not_find_the_data_set_says_so(serve: Callable[..., _Serving], tmp_path: Path) -> None:
-    data_set = describe_data_set(GRAPH, tmp_path / "elsewhere.jsonl")
+def test_a_producer_that_does_not_find_the_data_set_says_so(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    data_set = describe_data_set(GRAPH, tmp_path / "elsewhere.jsonl", texts=TEXTS, options=OPTIONS)
     with pytest.raises(ConfigError, match="elsewhere.jsonl"):
         ProducedItems([serve().address], token=TOKEN, data_set=data_set, local=_local()).check()
 
@@ -224,14 +195,14 @@ def test_nobody_there(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
     (tmp_path / "manifest.jsonl").touch()
-    data_set = describe_data_set(GRAPH, tmp_path / "manifest.jsonl")
+    data_set = describe_data_set(GRAPH, tmp_path / "manifest.jsonl", texts=TEXTS, options=OPTIONS)
     with pytest.raises(ConfigError, match=f"--producers {address}: .*refused.*; start it with"):
         ProducedItems([address], token=TOKEN, data_set=data_set, local=_local()).check()
 
 
 @pytest.mark.parametrize("noise", [b"", b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 200, b"\xff" * 200])
 def test_noise_ends_a_connection_and_nothing_else(
-    noise: bytes, serve: Callable[..., _Serving], wanted: list[WantedItem], tmp_path: Path
+    noise: bytes, serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
 ) -> None:
     serving = serve()
     with socket.create_connection(wire.parse_address(serving.address), timeout=10) as connection:

@@ -1,0 +1,65 @@
+"""How texts become tokens: tokenizer and chat template, by what names them, so that any process can open the same."""
+
+import hashlib
+import importlib.metadata
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from multimodal.data.chat.chat_format import ChatFormat
+from multimodal.data.chat.chat_template import ChatTemplate, find_chat_template
+from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """What --tokenizer-type, --tokenizer-model and --chat-template say."""
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    chat_template: str | None = None
+
+    def open(self) -> tuple[Tokenizer, ChatFormat | None]:
+        """Return the tokenizer, and the chat format where its folder, or --chat-template, has a template; raises ConfigError."""
+        model = self.tokenizer_model
+        if self.tokenizer_type == "ByteTokenizer" or model is None or (template := self._template) is None:
+            return build_tokenizer(self.tokenizer_type, model), None
+        tokenizer = HuggingFaceTokenizer(model, adds_tokens=False)
+        folder = Path(model) if Path(model).is_dir() else Path(model).parent
+        return tokenizer, ChatFormat(template, tokenizer=tokenizer, folder=folder)
+
+    @property
+    def digests(self) -> dict[str, str | None]:
+        """What tells how texts are written: the contents of files, wherever these lie."""
+        model, template = self.tokenizer_model, self._template
+        rendered = repr((template.text, sorted(template.tokens.items()))) if template else None
+        return {
+            "tokenizer_digest": file_digest(Path(model), inside="tokenizer.json") if model else None,
+            "chat_template_digest": hashlib.blake2b(rendered.encode(), digest_size=16).hexdigest() if rendered else None,
+        }
+
+    @property
+    def identity(self) -> str:
+        """Differs where the same texts might become other tokens: digests, and the versions of what makes tokens of texts."""
+        return " ".join(map(str, (*self.digests.values(), *_versions())))
+
+    @property
+    def _template(self) -> ChatTemplate | None:
+        model = self.tokenizer_model
+        return find_chat_template(model, chosen=self.chat_template) if model is not None else None
+
+
+def file_digest(path: Path, *, inside: str) -> str:
+    """The digest of a file, or of the file `inside` a folder."""
+    with open(path / inside if path.is_dir() else path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def _versions() -> tuple[str, ...]:
+    found = []
+    for package in ("braid", "tokenizers", "transformers"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{package} {importlib.metadata.version(package)}")
+    return tuple(found)

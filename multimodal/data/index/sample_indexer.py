@@ -1,0 +1,183 @@
+"""Indexing of single samples: what their texts and items become in the LLM, wherever it happens."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+from multimodal.data.audio.audio_files import read_audio_length
+from multimodal.data.audio.audio_processing import audio_grid
+from multimodal.data.chat.chat_format import ChatFormat
+from multimodal.data.conversation import (
+    Conversation,
+    GeneratedSegment,
+    ItemSegment,
+    Segment,
+    TextSegment,
+    build_conversation,
+    find_item_behind_text,
+)
+from multimodal.data.forms.sample_files import SampleFiles
+from multimodal.data.forms.segments import EMBEDDED, AudioSegment, ImageSegment, SegmentedSample
+from multimodal.data.image_files import ManifestPaths, check_image_size, read_image_size
+from multimodal.data.image_processing import image_grid, num_tiles
+from multimodal.data.index.sample_index import IndexedItem, IndexedSample
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
+from multimodal.data.tokenizer import Tokenizer
+from multimodal.values.errors import DataError
+from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
+from multimodal.values.units.item_passes import count_llm_tokens
+
+
+@dataclass(frozen=True)
+class IndexOptions:
+    """What an index depends on beside data, model and tokenizer."""
+
+    seq_length: int
+    """Longer samples are cut at the end (`build_conversation`)."""
+    needs_items_first: bool = False
+    """Images must come before the text of their sample, as --attention-mask prefix wants it."""
+    allows_outside_paths: bool = False
+    """Image files may lie outside the manifest's folder (`ManifestPaths`)."""
+    max_image_pixels: int = DEFAULT_MAX_PIXELS
+    """The largest image (width x height of its file) that is decoded."""
+
+
+class SampleIndexing(Protocol):
+    """Indexes samples somewhere."""
+
+    def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer") -> Iterator[IndexedSample | str]:
+        """Yield the samples in their order, and for one that is left out the reason; local: indexes what nobody else does.
+
+        Raises DataError for the first sample that is at fault.
+        """
+        ...
+
+
+class SampleIndexer:
+    """Indexes samples in this process."""
+
+    def __init__(
+        self,
+        graph: ModelGraph,
+        *,
+        files: SampleFiles,
+        tokenizer: Tokenizer,
+        chat: ChatFormat | None,
+        options: IndexOptions,
+    ) -> None:
+        """files: the data set, for images that stand in it; chat: writes conversations by a model's template."""
+        self._graph, self._files, self._tokenizer, self._chat, self._options = graph, files, tokenizer, chat, options
+        self._paths = ManifestPaths(files.folder, allows_outside=options.allows_outside_paths)
+
+    def index_all(
+        self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer | None" = None
+    ) -> Iterator[IndexedSample | str]:
+        """Index one sample after another."""
+        yield from map(self.index, samples)
+
+    def index(self, sample: SegmentedSample) -> IndexedSample | str:
+        """Return the sample, or the reason for which it is left out; raises DataError for one that is at fault."""
+        found: list[tuple[ImageSegment | AudioSegment, Unit]] = []
+        for segment in sample.segments:
+            if not isinstance(segment, TextSegment):
+                unit = self._unit_of(segment, where=sample.where)
+                if unit is None:
+                    return _reason_of(segment)
+                found.append((segment, unit))
+        tiles = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
+        segments = _with_items(sample.segments, tiles, [unit for _, unit in found], graph=self._graph)
+        conversation, items = self._tokenise(segments, where=sample.where), [*chain.from_iterable(tiles)]
+        if not conversation.num_target_tokens:
+            return f"without a target token among the first {self._options.seq_length} (seq_length)"
+        if self._options.needs_items_first:
+            _check_items_first(conversation, items, where=sample.where)
+        return IndexedSample(sample.where, conversation, tuple(items[: len(conversation.item_starts)]))
+
+    def _tokenise(self, segments: Sequence[Segment], *, where: str) -> Conversation:
+        if self._chat is not None:
+            return self._chat.build(segments, seq_length=self._options.seq_length, where=where)
+        return build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
+
+    def _opened(self, path: str) -> tuple[str, bytes | None]:
+        """Return what messages call an image, and its bytes where it is no file."""
+        return ("its image", self._files.embedded(path)) if path.startswith(EMBEDDED) else (path, None)
+
+    def _unit_of(self, segment: ImageSegment | AudioSegment, *, where: str) -> Unit | None:
+        """Return the unit that takes or makes an item; raises DataError where the item does not say which of several."""
+        if isinstance(segment, AudioSegment):
+            fitting = [unit for unit in self._graph.item_encoders if unit.audio is not None]
+        else:
+            made = [unit for unit in self._graph.generators if unit.image is not None]
+            taken = [unit for unit in self._graph.item_encoders if unit.image is not None]
+            fitting = made if segment.is_answer and made else taken
+        if segment.unit is not None:
+            return next((unit for unit in fitting if unit.name == segment.unit), None)
+        if len(fitting) > 1:
+            names = [unit.name for unit in fitting]
+            raise DataError(
+                f'{where}: {segment.path} might be for any of the units {", ".join(names)}; say for which: "unit": "{names[0]}"'
+            )
+        return fitting[0] if fitting else None
+
+    def _index_item(self, segment: ImageSegment | AudioSegment, unit: Unit, *, where: str) -> list[IndexedItem]:
+        """Return an item, or the tiles of an image."""
+        found = input_of(unit)
+        path = segment.path if segment.path.startswith(EMBEDDED) else self._paths.resolve(segment.path, where=where)
+        name = path
+        if isinstance(segment, ImageSegment):
+            name, content = self._opened(path)
+            size = segment.size or read_image_size(name, content=content, where=where)
+            check_image_size(name, size=size, max_pixels=self._options.max_image_pixels, where=where)
+        elif path.startswith(EMBEDDED):
+            raise DataError(f"{where}: sound inside a data set cannot be read; save it as files, and name these")
+        else:
+            size = read_audio_length(path, where=where), 1
+        try:
+            if isinstance(found, AudioInput):
+                return [IndexedItem(unit.name, path, size, audio_grid(size[0], audio=found))]
+            grid = image_grid(width=size[0], height=size[1], image_input=found)
+            count = num_tiles(width=size[0], height=size[1], image_input=found)
+            return [IndexedItem(unit.name, path, size, grid, tile) for tile in range(count)]
+        except DataError as problem:
+            raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
+
+
+def _with_items(
+    segments: Sequence[TextSegment | ImageSegment | AudioSegment],
+    tiles: Sequence[Sequence[IndexedItem]],
+    units: Sequence[Unit],
+    *,
+    graph: ModelGraph,
+) -> list[Segment]:
+    """Return the segments of a sample with what its items become in the LLM; tiles: of each; units: those that take them."""
+    remaining = zip(tiles, units, strict=True)
+    return [segment if isinstance(segment, TextSegment) else _item_segment(*next(remaining), graph=graph) for segment in segments]
+
+
+def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph) -> Segment:
+    if unit.role is Role.GENERATOR:
+        return GeneratedSegment()
+    num_output_tokens = sum(count_llm_tokens(graph, unit, tile.grid) for tile in tiles)
+    return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles))
+
+
+def _reason_of(segment: ImageSegment | AudioSegment) -> str:
+    """Return why a sample is left out that has an item which no unit takes."""
+    kind = "audio" if isinstance(segment, AudioSegment) else "images"
+    return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
+
+
+def _check_items_first(conversation: Conversation, items: Sequence[IndexedItem], *, where: str) -> None:
+    item_index = find_item_behind_text(conversation)
+    if item_index is not None:
+        raise DataError(
+            f"{where}: {items[item_index].path} stands behind text, but --attention-mask prefix has images before all of "
+            "a sample's text; put the images first there, or use --attention-mask embedded"
+        )
+
+
+def input_of(unit: Unit) -> ItemInput:
+    """Return what a unit takes or makes."""
+    assert unit.item_input is not None
+    return unit.item_input

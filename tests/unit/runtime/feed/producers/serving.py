@@ -1,0 +1,23 @@
+"""A producer in the process of a test."""
+
+import socket
+import threading
+
+from megatron.runtime.feed.producers.producer import Producer
+
+TOKEN = b"0123456789abcdef"
+
+
+class Serving:
+    """A producer in this process, whose decoding threads a test may hold."""
+
+    def __init__(self, token: bytes = TOKEN, cache_bytes: int = 2**20) -> None:
+        self.producer = Producer(token=token, num_workers=2, cache_bytes=cache_bytes)
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
+        threading.Thread(target=self.producer.serve, args=(self.listener,), daemon=True).start()
+
+    def stop(self) -> None:
+        """Accept nobody any more."""
+        self.listener.shutdown(socket.SHUT_RDWR)
+        self.listener.close()

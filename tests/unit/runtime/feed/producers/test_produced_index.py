@@ -1,0 +1,184 @@
+"""Indices whose samples producers tokenise and measure are those that a rank builds by itself, and so are their errors."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megatron.runtime.feed.producers import produced_items, producer, wire
+from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
+from multimodal.data.chat.text_settings import TextSettings
+from multimodal.data.conversation import TextSegment
+from multimodal.data.forms.segments import AudioSegment, ImageSegment, SegmentedSample
+from multimodal.data.index.item_reader import ItemReader, item_inputs
+from multimodal.data.index.sample_index import build_index
+from multimodal.data.index.sample_indexer import IndexOptions
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.errors import ConfigError, DataError
+from multimodal.values.model_graph import ModelGraph
+from tests.unit.runtime.feed.producers.serving import TOKEN, Serving
+
+SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 1, "ffn_hidden_size": 8}
+IMAGE = {"patch_size": 4, "merge_size": 2, "min_pixels": 64, "max_pixels": 4096}
+GRAPH = ModelGraph.from_dict(
+    {"units": {"vision": {"role": "encoder", **SHAPE, "image": IMAGE}, "llm": {"role": "backbone", **SHAPE}}}
+)
+TEXTS, OPTIONS = TextSettings("ByteTokenizer"), IndexOptions(48)
+NUM_SAMPLES = 150
+
+
+class NoTokenizer(ByteTokenizer):
+    """Knows its special tokens, and tokenises nothing."""
+
+    def encode(self, text: str) -> list[int]:
+        """Fail."""
+        raise AssertionError("a rank tokenised")
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> list[dict[str, Any]]:
+    """Samples of several kinds: with and without an image, too long, without a target, and with sound, which nothing takes."""
+    Image.new("RGB", (32, 24)).save(tmp_path / "a.png")
+    image, sound = {"type": "image", "path": "a.png"}, {"type": "audio", "path": "a.wav"}
+    found = []
+    for number in range(NUM_SAMPLES):
+        text = {"type": "text", "role": "assistant", "text": "cats\ud800é" * (1 + number % 9)}
+        segments = [[text], [image, text], [text, image], [sound, text], [{**text, "role": "user"}]][number % 5]
+        found.append({"id": number, "segments": segments})
+    return found
+
+
+@pytest.fixture
+def open_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ManifestSource]:
+    """Write a manifest, and index it by producers or, without any, here."""
+    monkeypatch.setattr(produced_items, "_BLOCK_WEIGHT", 2**17)  # eight samples
+
+    def build(lines: list[Any], *producers: Serving, texts: TextSettings = TEXTS) -> ManifestSource:
+        path = tmp_path / "manifest.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        indexing = None
+        if producers:
+            local = ItemReader(item_inputs(GRAPH), embedded=lambda address: b"")
+            data_set = describe_data_set(GRAPH, path, texts=texts, options=OPTIONS)
+            indexing = ProducedItems([each.address for each in producers], token=TOKEN, data_set=data_set, local=local)
+            indexing.check()
+        tokenizer = NoTokenizer() if producers else ByteTokenizer()
+        return ManifestSource(path, graph=GRAPH, tokenizer=tokenizer, seq_length=OPTIONS.seq_length, indexing=indexing)
+
+    return build
+
+
+def _check_alike(found: ManifestSource, expected: ManifestSource) -> None:
+    assert (len(found), found.num_cut, dict(found.skipped)) == (len(expected), expected.num_cut, dict(expected.skipped))
+    for index in range(len(expected)):
+        assert found.lengths(index) == expected.lengths(index)
+        np.testing.assert_array_equal(found.text(index).token_ids, expected.text(index).token_ids)
+        np.testing.assert_array_equal(found.text(index).is_target, expected.text(index).is_target)
+        assert found._wanted(index, 0) == expected._wanted(index, 0) if expected.lengths(index).items else True
+
+
+def test_producers_index_as_a_rank_would(
+    serve: Callable[..., Serving], lines: list[dict[str, Any]], open_source: Callable[..., ManifestSource]
+) -> None:
+    expected = open_source(lines)
+    assert expected.num_cut and len(expected.skipped) == 2
+    _check_alike(open_source(lines, serve(), serve()), expected)
+
+
+@pytest.mark.parametrize("has_other", [True, False])
+def test_what_a_lost_producer_owed_is_indexed_once(
+    serve: Callable[..., Serving],
+    lines: list[dict[str, Any]],
+    open_source: Callable[..., ManifestSource],
+    monkeypatch: pytest.MonkeyPatch,
+    has_other: bool,
+) -> None:
+    """It closes its connection between two blocks; without another the rank has to tokenise."""
+    expected, failing = open_source(lines), serve()
+    send, port, sent = wire.send_frame, failing.listener.getsockname()[1], [0]
+
+    def send_some(connection: socket.socket, said: Any, payload: bytes = b"") -> None:
+        if connection.getsockname()[1] == port:
+            sent[0] += 1
+            if sent[0] > 4:  # twice it has accepted the data set
+                failing.stop()
+                raise wire.WireError("planted")
+        send(connection, said, payload)
+
+    monkeypatch.setattr(producer, "send_frame", send_some)
+    if not has_other:
+        monkeypatch.setattr(NoTokenizer, "encode", ByteTokenizer.encode)
+    _check_alike(open_source(lines, failing, *([serve()] if has_other else [])), expected)
+    assert sent[0] > 4
+
+
+@pytest.mark.parametrize("faults", [("missing.png",), ("missing.png", "no JSON"), ("no JSON", "missing.png")])
+def test_the_first_fault_is_told_whoever_finds_it(
+    serve: Callable[..., Serving],
+    lines: list[dict[str, Any]],
+    open_source: Callable[..., ManifestSource],
+    faults: tuple[str, ...],
+) -> None:
+    wrong: list[Any] = list(lines)
+    for place, fault in zip((37, 60), faults, strict=False):
+        wrong[place] = fault if fault == "no JSON" else {"id": "x", "segments": [{"type": "image", "path": fault}]}
+    with pytest.raises(DataError) as here:
+        open_source(wrong)
+    with pytest.raises(DataError) as there:
+        open_source(wrong, serve(), serve())
+    assert str(there.value) == str(here.value) and ", line 38" in str(here.value)
+
+
+def test_another_tokenizer_is_refused_at_the_start(serve: Callable[..., Serving], tmp_path: Path) -> None:
+    (tmp_path / "manifest.jsonl").touch()
+    data_set = json.loads(describe_data_set(GRAPH, tmp_path / "manifest.jsonl", texts=TEXTS, options=OPTIONS))
+    local = ItemReader(item_inputs(GRAPH), embedded=lambda address: b"")
+    found = ProducedItems([serve().address], token=TOKEN, data_set=json.dumps({**data_set, "identity": "other"}), local=local)
+    with pytest.raises(ConfigError, match="--producers .*other tokens there: the run's .* are other, the producer's are None"):
+        found.check()
+
+
+def test_samples_travel_as_they_are() -> None:
+    segments = (
+        TextSegment("user", "\ud800 \n"),
+        ImageSegment("a", (3, 4), True, "vision"),
+        ImageSegment("\0b"),
+        AudioSegment("c"),
+    )
+    block = wire.SampleBlock(3, (SegmentedSample("line 1", segments), SegmentedSample("", ())))
+    assert wire.unpack_wanted(json.loads(json.dumps(wire.pack_wanted([block])))) == [block]
+
+
+@pytest.mark.parametrize(
+    "said", [[[]], [["a"]], [[0, 1]], [[0, ["", {"kind": "film"}]]], [[0, ["", {"kind": "text", "role": 1}]]]]
+)
+def test_samples_that_are_none_are_refused(said: Any) -> None:
+    with pytest.raises(wire.WireError, match="items that are none"):
+        wire.unpack_wanted(said)
+
+
+def test_indices_that_are_none_are_refused() -> None:
+    good, payload = wire.pack_index(build_index([], skipped={"why": 2}))
+    assert wire.build_block(good, bytearray(payload), num_samples=2).found == ("why", "why")
+    with pytest.raises(wire.WireError, match="an index that is none .of other than 3 samples"):
+        wire.build_block(good, bytearray(payload), num_samples=3)
+    arrays: dict[str, Any] = good["arrays"]
+    wrong: list[Any] = [
+        [],
+        {},
+        {**good, "arrays": {}},
+        {**good, "summary": {}},
+        {**good, "arrays": {**arrays, "token_ids": ["object", [1]]}},
+        {**good, "arrays": {**arrays, "token_ids": ["int32", [2**40]]}},
+        {**good, "arrays": {**arrays, "items": ["int64", [0, 3]]}},
+        {**good, "arrays": {**arrays, "token_starts": ["int64", []]}},
+    ]
+    for said in wrong:
+        with pytest.raises(wire.WireError, match="an index that is none"):
+            wire.build_block(said, bytearray(payload), num_samples=2)
