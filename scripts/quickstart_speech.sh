@@ -5,7 +5,7 @@
 #   ./scripts/quickstart_speech.sh            train, export, transcribe; a run that was stopped goes on
 #   ./scripts/quickstart_speech.sh --fresh    forget the earlier run and start anew
 #
-# All other arguments go to pretrain_mllm.py as it trains: ./scripts/quickstart_speech.sh --fresh --train-iters 400
+# All other arguments go to pretrain_mllm.py as it trains: ./scripts/quickstart_speech.sh --fresh --train-iters 800
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

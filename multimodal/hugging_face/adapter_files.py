@@ -86,7 +86,7 @@ class PeftAdapter:
 
     def names(self, unit: str) -> UnitNames:
         """Return the names that a unit's weights have."""
-        return self.architecture.names[self.graph.unit_names.index(unit)]
+        return self.architecture.names_of(self.graph)[self.graph.unit_names.index(unit)]
 
     def columns(self, own: OwnModule) -> Iterator[tuple[PeftModule, int]]:
         """Yield the parts of a linear layer, and the first of the rows of A here that are theirs."""
@@ -175,7 +175,7 @@ def all_spellings(architecture: Architecture) -> Iterable[Spelling]:
 
 def _own_modules(graph: ModelGraph, architecture: Architecture) -> Iterator[tuple[str, tuple[OwnModule, int, str]]]:
     """Yield their names of linear layers, in every spelling, with ours, the place among those that make it up, and the key."""
-    for unit, names in zip(graph.units, architecture.names, strict=True):
+    for unit, names in zip(graph.units, architecture.names_of(graph), strict=True):
         for index, kind in enumerate(unit.layers):
             is_end = index in (0, len(unit.layers) - 1)
             prefix = "" if is_end else names.prefix.format(index - 1)

@@ -44,8 +44,8 @@ class Architecture:
     to_config: Callable[[ModelGraph], dict[str, Any]] | None
     """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back. None for models
     that are written like another folder only, with parts that are not trained here."""
-    names: tuple[UnitNames, ...]
-    """Of every unit, in the order of the model graph."""
+    names: tuple[UnitNames | Callable[[Unit], UnitNames], ...]
+    """Of every unit, in the order of the model graph; a function where they follow from the unit."""
     is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
     """True for tensors that no parameter here is made of, and which are copied: older versions saved some that follow from the
     config.json."""
@@ -55,6 +55,8 @@ class Architecture:
     """The one of what is written without a folder to follow: that of transformers."""
     module_spelling: Spelling = ()
     """The one of modules inside transformers."""
+    names_modules: Callable[[Unit], bool] = lambda unit: True
+    """False for units whose modules have other names than their weights in files, whatever the spelling."""
     tied_copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
     """Tensors that some files have beside those that they are copies of, where word embeddings are tied."""
     to_processor: Callable[[ModelGraph], dict[str, Any]] = lambda graph: {}
@@ -64,6 +66,11 @@ class Architecture:
     these are zero where there is no folder to copy them from."""
     placeholders: Mapping[str, str] = field(default_factory=dict)
     """What config.json calls the tokens that stand for images and sound, and some around them: the tokenizer's name -> key."""
+
+    def names_of(self, graph: ModelGraph) -> tuple[UnitNames, ...]:
+        """Return the names of every unit's weights."""
+        pairs = zip(self.names, graph.units, strict=True)
+        return tuple(names if isinstance(names, UnitNames) else names(unit) for names, unit in pairs)
 
     @property
     def items(self) -> list[str]:
@@ -80,8 +87,10 @@ class Encoder:
     to_unit: Callable[[Config], dict[str, Any]]
     """From a config.json to the plain form of an encoder; raises ModelError for what cannot be computed here."""
     names: UnitNames
-    unused: tuple[str, ...]
-    """Beginnings of the names of tensors that are no part of the encoder, and are copied."""
+    is_unused: Callable[[str, Unit], bool]
+    """True for tensors that are no part of the encoder, and are copied."""
+    spellings: tuple[Spelling, ...] = ((),)
+    """Ways in which the names are spelled, as above."""
 
 
 def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:

@@ -5,7 +5,7 @@ file, which pretrain_mllm.py and all tools read.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,17 +50,21 @@ def compose(
     encoders: Mapping[str, str | Path],
     projector: str = "mlp",
     merge_size: int | Mapping[str, int] = 1,
+    feature_layer: int | Mapping[str, int] = -1,
     freeze: Sequence[str] = (),
+    as_modules: Sequence[str] = (),
     callbacks: Mapping[str, Mapping[str, str]] | None = None,
     output: str | Path = "model.yaml",
 ) -> ModelGraph:
     """Write a model file of an LLM behind encoders, and return its graph. Weights stay in their folders, which runs read.
 
-    llm: the folder of a text model that can be trained here; encoders: a unit's name -> the folder of a Whisper, or of an encoder
-    of images of one size or of sound, which is taken as it is; projector: one of `PROJECTORS`; merge_size: merge_size x
-    merge_size patches become one token, and so many neighbours of sound; of all encoders, or by unit; freeze: units whose module
-    is not trained, or `<unit>.projector`; callbacks: unit -> one of `CALLBACKS` -> the function, as `package.module:function`.
-    Raises ModelError where the parts do not fit.
+    llm: the folder of a text model that can be trained here; encoders: a unit's name -> the folder of a CLIP, SigLIP, DINOv2 or
+    Whisper, whose layers become Braid's, or of another encoder of images of one size or of sound, which is taken as it is;
+    projector: one of `PROJECTORS`; merge_size: merge_size x merge_size patches become one token, and so many neighbours of sound;
+    feature_layer: the layer whose output is taken, where layers are Braid's and see images: -1 for what the encoder gives, -2 for
+    the one before the last (LLaVA); both of all encoders, or by unit; freeze: units whose module is not trained, or
+    `<unit>.projector`; as_modules: units that are taken as they are nevertheless, as are those with callbacks; callbacks: unit ->
+    one of `CALLBACKS` -> the function, as `package.module:function`. Raises ModelError where the parts do not fit.
     """
     if projector not in PROJECTORS:
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
@@ -70,11 +74,17 @@ def compose(
             f"compose: llm {llm} is no text model, but has {', '.join(language.unit_names)}; give one without encoders"
         )
     backbone = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
-    sizes = merge_size if isinstance(merge_size, Mapping) else dict.fromkeys(encoders, merge_size)
-    units = {name: _encoder(name, Path(folder), projector, sizes.get(name, 1), language) for name, folder in encoders.items()}
-    for name, functions in (callbacks or {}).items():
-        if "module" not in _unit(units, name, "callbacks"):
-            raise ModelError(f"compose: callbacks of '{name}', which is no module of transformers; leave them out")
+    given = callbacks or {}
+    for argument, names in (("as_modules", as_modules), ("callbacks", given)):
+        if unknown := [name for name in names if name not in encoders]:
+            raise ModelError(f"compose: {argument} names '{unknown[0]}', which is none of {', '.join(encoders)}; correct it")
+    shared = _Shared(projector, language, frozenset((*as_modules, *given)))
+    sizes, layers = _by_unit(merge_size, encoders, default=1), _by_unit(feature_layer, encoders, default=-1)
+    units = {
+        name: _encoder(name, Path(folder), shared, merge_size=sizes[name], layer=layers[name])
+        for name, folder in encoders.items()
+    }
+    for name, functions in given.items():
         units[name]["module"] |= _checked_callbacks(name, functions)
     units["llm"] = backbone
     for entry in freeze:
@@ -84,27 +94,59 @@ def compose(
     return ModelGraph.from_file(output)
 
 
-def _encoder(name: str, folder: Path, projector: str, merge_size: int, language: ModelGraph) -> dict[str, Any]:
+class _Shared(NamedTuple):
+    """What all encoders are told."""
+
+    projector: str
+    language: ModelGraph
+    modules: frozenset[str]
+    """Units that are taken as they are."""
+
+
+def _by_unit(value: int | Mapping[str, int], names: Iterable[str], *, default: int) -> dict[str, int]:
+    return {name: value.get(name, default) if isinstance(value, Mapping) else value for name in names}
+
+
+def _encoder(name: str, folder: Path, shared: _Shared, *, merge_size: int, layer: int) -> dict[str, Any]:
     where = f"compose: encoder '{name}', {folder / CONFIG_NAME}"
     if not (folder / CONFIG_NAME).is_file():
         raise ModelError(f"{where}: there is no such file; give the folder of a model of Hugging Face")
     whole = read_mapping(folder / CONFIG_NAME, error=ModelError)
-    norm, has_llm_width = PROJECTORS[projector]
+    norm, has_llm_width = PROJECTORS[shared.projector]
     described: dict[str, Any] = {"weights": str(folder.absolute())}
     if has_llm_width:
-        described["projector_hidden_size"] = language.backbone.transformer.hidden_size
+        described["projector_hidden_size"] = shared.language.backbone.transformer.hidden_size
+    is_module = name in shared.modules or not is_known_encoder(whole)
     try:
-        if is_known_encoder(whole):
-            unit = _with_merging(read_encoder(folder)[0].to_unit(whole), merge_size)
-        else:
+        if is_module:
             unit = {**_module(whole, folder, merge_size=merge_size, where=where), "projector_norm": norm}
+        else:
+            unit = _with_merging(read_encoder(folder)[0].to_unit(whole), merge_size)
+        if layer != -1:
+            unit = _of_layer(unit, layer)
+        if unit["projector_norm"] == "none" and norm != "none":
+            unit["projector_norm"] = "merged"  # where it is the encoder's own it is of patches
         return dict(with_processors({"units": {name: {**unit, **described}}}, read_processors(folder))["units"][name])
     except BraidError as problem:
-        raise ModelError(str(problem) if str(problem).startswith(where) else f"{where}: {problem}") from None
+        hint = "" if is_module else f"; or take it as it is: as_modules=['{name}']"
+        raise ModelError(str(problem) if str(problem).startswith(where) else f"{where}: {problem}{hint}") from None
 
 
 def _with_merging(unit: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
-    return {**unit, "audio": {**unit["audio"], "merge": "joined", "merge_factor": merge_size}}
+    if "audio" in unit:
+        return {**unit, "audio": {**unit["audio"], "merge": "joined", "merge_factor": merge_size}}
+    return {**unit, "image": {**unit["image"], "merge_size": merge_size}}
+
+
+def _of_layer(unit: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """Return an encoder that ends with one of its layers, whose output goes through no norm."""
+    num_layers = unit["num_layers"] + 1 + layer
+    if "image" not in unit or "module" in unit or not 1 <= num_layers < unit["num_layers"]:
+        raise ModelError(
+            f"feature_layer is {layer}, expected -1, or one from -2 on down to the first where the layers of an encoder of "
+            "images become Braid's; correct it"
+        )
+    return {**unit, "num_layers": num_layers, "projector_norm": "none"}
 
 
 def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: str) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def write_internvl(graph: ModelGraph) -> dict[str, Any]:
         "vision_config": {
             **{key: values[0] for key, values in _COMPUTED.items()},
             **write_keys(VIT_KEYS, vision),
-            "image_size": [image.image_size, image.image_size],
+            "image_size": [(image.position_grid or image.grid_size) * image.patch_size] * 2,
             "patch_size": [image.patch_size, image.patch_size],
             "num_channels": image.in_channels,
             "model_type": "internvl_vision",

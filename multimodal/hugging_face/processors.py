@@ -72,12 +72,7 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[
     sides = size if isinstance(size, Mapping) else {"height": size}
     values = {"mean": processor["image_mean"], "std": processor["image_std"]}
     if image.get("image_size") is not None:
-        found = sides.get("shortest_edge", sides.get("height"))
-        if found not in (image["image_size"], None):
-            raise ModelError(
-                f"the image processor's size is {size}, but the encoder takes {image['image_size']} pixels; correct one of them"
-            )
-        values["fit"] = "crop" if processor.get("do_center_crop") else "stretch"
+        values |= _one_size(unit, processor, side=sides.get("shortest_edge", sides.get("height")))
         if processor.get("crop_to_patches"):
             require(processor, {"min_patches": (1, None)}, where="the image processor's ")
             values["max_tiles"] = processor.get("max_patches") or _MAX_TILES
@@ -86,6 +81,28 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[
         bounds = processor.get("min_pixels", sides.get("shortest_edge")), processor.get("max_pixels", sides.get("longest_edge"))
         values |= {key: bound for key, bound in zip(("min_pixels", "max_pixels"), bounds, strict=True) if bound is not None}
     return {**unit, "image": {**image, **values}}
+
+
+def _one_size(unit: Mapping[str, Any], processor: Mapping[str, Any], *, side: Any) -> dict[str, Any]:
+    """Return how images get the one size that they have; side: what the processor scales the shorter one to, or both.
+
+    Raises ModelError where that is not the encoder's, and its positions are not stretched to others.
+    """
+    image, is_cut = unit["image"], bool(processor.get("do_center_crop"))
+    crop = processor.get("crop_size") if is_cut else None
+    found = (crop.get("height") if isinstance(crop, Mapping) else crop) or side
+    values: dict[str, Any] = {"fit": "crop" if is_cut else "stretch"}
+    if is_cut and side not in (found, None):
+        values["shorter_side"] = side
+    if found in (image["image_size"], None):
+        return values
+    if unit.get("module") is None and not unit.get("has_layer_scale"):
+        raise ModelError(
+            f"the image processor's size is {crop or processor['size']}, but the encoder takes {image['image_size']} pixels; "
+            "correct one of them"
+        )
+    grid = {} if unit.get("module") is not None else {"position_grid": image["image_size"] // image["patch_size"]}
+    return {**values, "image_size": found, **grid}
 
 
 def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[str, Any]:
@@ -107,7 +124,8 @@ def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[st
         return {**written, **sizes, **bounds, "size": size, "image_processor_type": kind or "Qwen2VLImageProcessor"}
     square = dict.fromkeys(("height", "width"), image.image_size)
     if image.fit == "crop":
-        sizes = {"size": {"shortest_edge": image.image_size}, "crop_size": square, "do_center_crop": True}
+        shorter = {"shortest_edge": image.shorter_side or image.image_size}
+        sizes = {"size": shorter, "crop_size": square, "do_center_crop": True}
         return {**written, **sizes, "image_processor_type": kind or "CLIPImageProcessor"}
     tiles = {"crop_to_patches": True, "min_patches": 1, "max_patches": image.max_tiles} if image.max_tiles > 1 else {}
     return {**written, **tiles, "size": square, "image_processor_type": kind or "SiglipImageProcessor"}

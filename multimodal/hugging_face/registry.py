@@ -14,10 +14,11 @@ from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
 from multimodal.hugging_face.qwen3_vl import QWEN3_VL
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
+from multimodal.hugging_face.vision_towers import VISION_ENCODERS
 from multimodal.hugging_face.whisper import WHISPERS
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 CONFIG_NAME = "config.json"
 Family = TypeVar("Family", Architecture, Encoder)
@@ -34,7 +35,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     )
 }
 """By the name that `architectures` in config.json has."""
-ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in WHISPERS}
+ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in (*WHISPERS, *VISION_ENCODERS)}
 """Likewise."""
 _FREE = frozenset(
     ("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels", "max_tiles")
@@ -103,8 +104,30 @@ def check_same_model(folder: str | Path, graph: ModelGraph) -> ModelGraph:
     return described
 
 
+def check_same_unit(graph: ModelGraph, unit: Unit) -> None:
+    """Raise ModelError where the folder of a composed model's unit is of another one."""
+    assert unit.weights is not None
+    if unit.role is Role.BACKBONE:
+        check_same_model(unit.weights, ModelGraph((replace(unit, weights=None),)))
+        return
+    encoder, config = read_encoder(unit.weights)
+    plain = {unit.name: encoder.to_unit(config), graph.backbone.name: {**graph.to_dict()["units"][graph.backbone.name]}}
+    theirs = _comparable(ModelGraph.from_dict({"units": plain}).unit(unit.name))
+    for key, value in _comparable(unit).items():
+        is_earlier = key == "num_layers" and value < theirs[key]  # whose output may be taken
+        if key in asdict(unit.transformer) and value != theirs[key] and not is_earlier:
+            raise ModelError(
+                f"{Path(unit.weights) / CONFIG_NAME} is of another model: unit '{unit.name}' would need {key} {theirs[key]}, "
+                f"found {value}; correct the model file, or its weights"
+            )
+
+
 def architecture_of(graph: ModelGraph) -> Architecture:
-    """Return the family that describes a model graph; raises ModelError, with what would have to change, when none does."""
+    """Return the family that describes a model graph, wherever its weights are from.
+
+    Raises ModelError, with what would have to change, when none does.
+    """
+    graph = replace(graph, units=tuple(replace(unit, weights=None) for unit in graph.units))
     differences = []
     for architecture in ARCHITECTURES.values():
         if len(architecture.names) != len(graph.units):

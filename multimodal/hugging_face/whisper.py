@@ -121,7 +121,7 @@ def read_whisper(config: Config) -> dict[str, Any]:
 
 def _whisper(name: str, prefix: str) -> Encoder:
     names = audio_names(f"{prefix}encoder.", last_norm=f"{prefix}encoder.layer_norm")
-    return Encoder(name, read_whisper, names, unused=(f"{prefix}decoder.", "proj_out."))
+    return Encoder(name, read_whisper, names, lambda key, unit: key.startswith((f"{prefix}decoder.", "proj_out.")))
 
 
 WHISPERS = (_whisper("WhisperForConditionalGeneration", "model."), _whisper("WhisperModel", ""))

@@ -30,10 +30,11 @@ from tests.distributed.hugging_face_comparison import VOCABULARY
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.test_hugging_face_audio import CLIPS, MAX_TOKENS
+from tests.distributed.test_hugging_face_llava import pixels_of
 from tests.distributed.test_hugging_face_text import llama
 from tests.distributed.test_opaque import GROUPS, ITEMS, dinov2
 from tests.distributed.training_case import build_plan
-from tests.distributed.wide_transformers import double_precision
+from tests.distributed.wide_transformers import double_precision, randomize_vectors
 
 ONE, TWO = (("vision", 2, 2),), (("vision", 2, 2), ("vision", 2, 2))
 SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2), SampleShape(ONE, 6, 2), SampleShape((), 6, 2))
@@ -41,13 +42,28 @@ SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a Llama, of a DINOv2, and of a CLIP of which only the part that sees is wanted."""
-    from transformers import CLIPConfig, CLIPModel, Dinov2Model, WhisperConfig, WhisperForConditionalGeneration
+    """Folders of a Llama, two DINOv2, a SigLIP, a CLIP of which only the part that sees is wanted, and a Whisper."""
+    from transformers import (
+        CLIPConfig,
+        CLIPModel,
+        Dinov2Model,
+        Dinov2WithRegistersConfig,
+        Dinov2WithRegistersModel,
+        SiglipVisionConfig,
+        SiglipVisionModel,
+        WhisperConfig,
+        WhisperForConditionalGeneration,
+    )
 
     folder = tmp_path_factory.mktemp("models")
     torch.manual_seed(1)
     llama().save_pretrained(folder / "llm")
     Dinov2Model(dinov2()).save_pretrained(folder / "dinov2")
+    shape = {**dinov2().to_dict(), "hidden_dropout_prob": 0.0, "image_size": 12, "num_register_tokens": 2}
+    registers = Dinov2WithRegistersModel(Dinov2WithRegistersConfig(**{key: shape[key] for key in OF_REGISTERS}))
+    randomize_vectors(registers)
+    registers.save_pretrained(folder / "registers")
+    (folder / "registers" / "preprocessor_config.json").write_text(json.dumps(SMALLER))
     vision = {
         "hidden_size": 16,
         "intermediate_size": 24,
@@ -62,8 +78,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id"), 1)
     whisper = WhisperConfig(**shape, **beside, **ids, max_source_positions=MAX_TOKENS, init_std=0.3)
     WhisperForConditionalGeneration(whisper).save_pretrained(folder / "whisper")
+    SiglipVisionModel(SiglipVisionConfig(**vision)).save_pretrained(folder / "siglip")
     CLIPModel(CLIPConfig(vision_config=vision, text_config=text, projection_dim=8)).save_pretrained(folder / "clip")
     return folder
+
+
+OF_REGISTERS = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "mlp_ratio", "image_size", "patch_size", "num_register_tokens"),
+    *("initializer_range", "layerscale_value", "hidden_dropout_prob"),
+)
+SMALLER = {
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+    "do_center_crop": True,
+    "size": {"shortest_edge": 10},
+    "crop_size": {"height": 8, "width": 8},
+}
+"""Than the images for which the DINOv2 with registers has positions."""
 
 
 def composed(folders: Path, target: Path, encoder: str, **options: Any) -> ModelGraph:
@@ -92,17 +123,20 @@ def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
     return run_step(session, plan_case(case))
 
 
-@pytest.mark.parametrize("encoder", ["dinov2", "clip"])
+@pytest.mark.parametrize(
+    ("encoder", "as_modules"), [("dinov2", ["vision"]), ("clip", ["vision"]), ("clip", []), ("siglip", []), ("registers", [])]
+)
 def test_weights_come_from_their_folders_and_go_into_folders_like_them(
-    folders: Path, encoder: str, ranks: RankPool, tmp_path: Path
+    folders: Path, encoder: str, as_modules: list[str], ranks: RankPool, tmp_path: Path
 ) -> None:
-    graph = composed(folders, tmp_path, encoder, freeze=["vision"])
+    graph = composed(folders, tmp_path, encoder, freeze=["vision"], as_modules=as_modules)
     assert graph == read_model(tmp_path / "model.yaml")
     assert (graph.unit("vision").freeze_module, graph.backbone.vocab_size) == (True, VOCABULARY)
     alone = case_of(graph, sizes={"vision": (1, 1, 1), "llm": (1, 1, 1)}, colocated=True)
     (expected,) = ranks.run(run_and_save, alone, str(tmp_path / "alone"), world_size=1)
+    cut = {} if as_modules else {"vision": (2, 2, 1)}
     for name, case in (
-        ("tp 2", case_of(graph)),
+        ("tp 2", case_of(graph, sizes=cut)),
         ("zero 3", case_of(graph, shards_weights=True, sizes={"llm": (1, 1, 2)}, colocated=True)),
     ):
         assert_matches(case, ranks, run=partial(run_and_save, target=str(tmp_path / name)), expected=expected)
@@ -113,7 +147,44 @@ def test_weights_come_from_their_folders_and_go_into_folders_like_them(
         projector = load_file(tmp_path / name / "projectors" / "model.safetensors")
         assert {key.split(".", 4)[4] for key in projector} == {
             f"linear_fc{index}.{kind}" for index in (1, 2) for kind in ("weight", "bias")
-        }
+        }, "a norm is the encoder's"
+
+
+def test_what_transformers_has_as_a_whole_is_written_as_that(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """A CLIP before a Llama is a LLaVA: their tensors, the LLM's other files, and the images of the CLIP."""
+    (folders / "llm" / "tokenizer_config.json").write_text("{}")
+    encoders, output = {"vision": folders / "clip"}, tmp_path / "model.yaml"
+    graph = multimodal.compose(llm=folders / "llm", encoders=encoders, feature_layer=-2, output=output)
+    shapes = tuple(SampleShape((("vision", 4, 4),) * count, 5, 3) for count in (1, 0, 2))
+    case = comparison.case_of(graph, shapes, {"vision": (1, 1, 1), "llm": (2, 1, 1)})
+    ranks.run(run_and_save, case, str(tmp_path / "llava"), world_size=case.plan.num_ranks)
+    from transformers import LlavaForConditionalGeneration
+
+    model, info = LlavaForConditionalGeneration.from_pretrained(tmp_path / "llava", output_loading_info=True)
+    assert not any(info.values()), info
+    assert (model.config.vision_config.num_hidden_layers, model.config.vision_feature_layer) == (1, -1)
+    found = load_file(tmp_path / "llava" / "model.safetensors")
+    theirs = {f"language_model.{key}": value for key, value in load_file(folders / "llm" / "model.safetensors").items()}
+    for key, value in load_file(folders / "clip" / "model.safetensors").items():
+        if key.startswith("vision_model.") and ".layers.1." not in key and "post_layernorm" not in key:
+            theirs[f"vision_tower.{key.removeprefix('vision_model.')}"] = value
+    rest = {key for key in found.keys() - theirs.keys() if "projector" not in key and "post_layernorm" not in key}
+    assert not rest and all(torch.equal(found[key].float(), value) for key, value in theirs.items())
+    assert {"tokenizer_config.json", "preprocessor_config.json"} <= {path.name for path in (tmp_path / "llava").iterdir()}
+
+
+def test_a_tower_sees_what_transformers_see(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
+    """Patches behind the norm, without class token and registers, of images smaller than its positions."""
+    graph = multimodal.compose(llm=folders / "llm", encoders={"vision": folders / "registers"}, output=tmp_path / "model.yaml")
+    sizes: dict[str, Any] = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
+    case = comparison.case_of(graph, (SampleShape((("vision", 4, 4),), 7, 3),), sizes)
+    (found,) = ranks.run(heard, case, "vision", world_size=1)
+    from transformers import Dinov2WithRegistersModel
+
+    pixels = pixels_of(case.source.item(0, 0).patches, 1)
+    with torch.no_grad(), double_precision():
+        eye = Dinov2WithRegistersModel.from_pretrained(folders / "registers").double().eval()
+        assert torch.allclose(torch.from_numpy(found), eye(pixels[None]).last_hidden_state[0, 3:], atol=1e-12)
 
 
 def test_the_layers_of_a_whisper_are_trained_here(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
@@ -177,11 +248,11 @@ def test_adapters_and_projectors_are_written_apart(folders: Path, ranks: RankPoo
     }
 
 
-def heard(case: GradientCase) -> Any:
+def heard(case: GradientCase, unit_name: str = "audio") -> Any:
     """What the projector of a case's first microbatch multiplies."""
     session, rows = build_session(case), []
     load_units(session)
-    (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == "audio"]
+    (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == unit_name]
     projector: Any = stage.layers[str(len(stage.unit.layers) - 1)]
     projector.mlp.register_forward_pre_hook(lambda module, inputs: rows.append(inputs[0][:, 0].detach().numpy()))
     run_step(session, plan_case(case))
@@ -220,12 +291,17 @@ def test_parts_that_do_not_fit_are_said(folders: Path, tmp_path: Path, changes: 
     given = {"llm": "llm", "encoders": {"vision": "dinov2"}, **changes}
     given["llm"] = folders / given["llm"]
     given["encoders"] = {name: folders / folder for name, folder in given["encoders"].items()}
+    given["as_modules"] = ["vision"]
     with pytest.raises(ModelError, match=message):
         multimodal.compose(**given, output=tmp_path / "model.yaml")
 
 
 def test_weights_of_another_model_are_an_error_on_every_rank(folders: Path, ranks: RankPool, tmp_path: Path) -> None:
-    graph = composed(folders, tmp_path, "dinov2")
-    other = replace(graph, units=(replace(graph.units[0], weights=str(folders / "clip")), graph.units[1]))
-    with pytest.raises(RankError, match=rf"(?s){CheckpointError.__name__}.*clip.* is missing"):
-        ranks.run(run_and_save, case_of(other), world_size=4)
+    for as_modules, message in (
+        (["vision"], "clip.* is missing"),
+        ([], "clip.*config.json is of another model: unit 'vision' would need .* found"),
+    ):
+        graph = composed(folders, tmp_path, "dinov2" if as_modules else "registers", as_modules=as_modules)
+        other = replace(graph, units=(replace(graph.units[0], weights=str(folders / "clip")), graph.units[1]))
+        with pytest.raises(RankError, match=rf"(?s){CheckpointError.__name__}.*{message}"):
+            ranks.run(run_and_save, case_of(other), world_size=4)

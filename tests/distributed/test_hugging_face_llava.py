@@ -1,5 +1,6 @@
-"""LLaVA-1.5 (CLIP, SigLIP) and InternVL3 of transformers: the same logits and gradients, alone and under any plan."""
+"""LLaVA-1.5 (CLIP, SigLIP, DINOv2) and InternVL3 of transformers: the same logits and gradients, alone and under any plan."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,8 @@ from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 
 IMAGE_TOKEN, PATCH, GRID = 60, 2, 4
+LARGER = 12
+"""Pixels of images for which a DINOv2 has a position each."""
 SHAPE = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "initializer_range": 0.3}
 VISION = {**SHAPE, "patch_size": PATCH, "image_size": GRID * PATCH}
 SHAPES = ((2, 9, 4), (0, 5, 5), (1, 7, 3), (3, 8, 2))
@@ -46,6 +49,24 @@ def siglip_and_qwen2() -> Any:
 
     text = Qwen2Config(**SHAPE, vocab_size=VOCABULARY, num_key_value_heads=2)
     return build(SiglipVisionConfig(**VISION), text, vision_feature_select_strategy="full")
+
+
+def dinov2_and_qwen2() -> Any:
+    from transformers import Dinov2Config, Qwen2Config
+
+    shape = {key: value for key, value in VISION.items() if key != "intermediate_size"}
+    text = Qwen2Config(**SHAPE, vocab_size=VOCABULARY, num_key_value_heads=2)
+    return build(Dinov2Config(**shape, mlp_ratio=2, layerscale_value=0.7), text)
+
+
+def registers_and_llama() -> Any:
+    """With a gate in the MLP, and positions of larger images, between which those of the ones that are given lie."""
+    from transformers import Dinov2WithRegistersConfig, LlamaConfig
+
+    shape = {key: value for key, value in VISION.items() if key != "intermediate_size"} | {"image_size": LARGER}
+    gated = {"use_swiglu_ffn": True, "mlp_ratio": 3}
+    vision = Dinov2WithRegistersConfig(**shape, **gated, num_register_tokens=3, layerscale_value=0.7)
+    return build(vision, LlamaConfig(**SHAPE, vocab_size=VOCABULARY), vision_feature_select_strategy="full")
 
 
 def internvl() -> Any:
@@ -92,9 +113,22 @@ def images_of(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapp
 
 
 @pytest.mark.parametrize(
-    ("make", "merge_size"), [(clip_and_llama, 1), (clip_with_its_class_token, 1), (siglip_and_qwen2, 1), (internvl, 2)]
+    ("make", "merge_size"),
+    [
+        (clip_and_llama, 1),
+        (clip_with_its_class_token, 1),
+        (siglip_and_qwen2, 1),
+        (dinov2_and_qwen2, 1),
+        (registers_and_llama, 1),
+        (internvl, 2),
+    ],
 )
 def test_logits_and_gradients_equal_transformers(make: Any, merge_size: int, ranks: RankPool, tmp_path: Path) -> None:
+    if make is registers_and_llama:
+        (tmp_path / "model").mkdir()
+        sizes = {"size": {"shortest_edge": LARGER}, "crop_size": {"height": GRID * PATCH, "width": GRID * PATCH}}
+        processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3, "do_center_crop": True, **sizes}
+        (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(processor))
     comparison = compare_logits(make, tmp_path / "model", ranks, shapes=samples(merge_size), inputs=images_of)
     comparison.assert_under_plans(PLANS, ranks)
 

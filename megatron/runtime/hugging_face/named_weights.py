@@ -79,7 +79,7 @@ def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: 
         return _adapter_rows(key, shape, graph=graph, architecture=architecture)
     unit_name, parameter = key.removeprefix(_MODEL).split(".", 1)
     unit = graph.unit(unit_name)
-    rows = rows_of(architecture.names[graph.units.index(unit)], unit, parameter, num_rows=shape[0])
+    rows = rows_of(architecture.names_of(graph)[graph.units.index(unit)], unit, parameter, num_rows=shape[0])
     if not rows:
         raise CheckpointError(
             f"{architecture.name} has nothing for {key}; change the model to what the family has, or leave --load-hf and "
@@ -111,12 +111,17 @@ def as_spelled(names: NamedWeights, spelling: Spelling, *, prefix: str = "") -> 
     return NamedWeights(rows, {named(key): shape for key, shape in names.shapes.items()})
 
 
+def best_spelling(names: NamedWeights, spellings: Iterable[Spelling], *, found: Collection[str]) -> Spelling:
+    """Return the one in which most names are found."""
+    return max(spellings, key=lambda each: sum(spelled(key, each) in found for key in names.shapes))
+
+
 def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Iterable[str]) -> NamedWeights:
     """Return the same under the names that files have, with the copies of tied embeddings that they have; found: their names."""
     known = set(found)
-    spelling = max(architecture.spellings, key=lambda each: sum(spelled(key, each) in known for key in names.shapes))
-    rows = {key: tuple(part._replace(key=spelled(part.key, spelling)) for part in parts) for key, parts in names.rows.items()}
-    shapes = {spelled(key, spelling): shape for key, shape in names.shapes.items()}
+    spelling = best_spelling(names, architecture.spellings, found=known)
+    in_files = as_spelled(names, spelling)
+    rows, shapes = in_files.rows, dict(in_files.shapes)
     for copy, original in ((spelled(copy, spelling), spelled(own, spelling)) for copy, own in architecture.tied_copies):
         if copy in known and copy not in shapes and original in shapes:
             shapes[copy] = shapes[original]

@@ -33,6 +33,13 @@ def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) 
             "are written apart; use --save-hf, which adds them to the weights"
         )
     check_hugging_face_target(folder, graph=graph, like=like, flag="--save-adapter")
+    architecture = None if is_composed(graph) else read_config(like)[0] if like is not None else architecture_of(graph)
+    for unit in graph.units:
+        if architecture is not None and unit.lora is not None and not architecture.names_modules(unit):
+            raise CheckpointError(
+                f"--save-adapter {folder}: unit '{unit.name}' has adapters, and transformers calls its modules otherwise than "
+                "their weights in files; use --save-hf, which adds them to the weights"
+            )
     for unit in graph.units:
         if not unit.freeze_module and unit.lora is None:
             raise CheckpointError(

@@ -14,7 +14,7 @@ from megatron.runtime.hugging_face.named_weights import (
     name_tensors,
     name_weights,
 )
-from megatron.runtime.hugging_face.unit_weights import check_units, is_composed, is_of_projector, name_unit
+from megatron.runtime.hugging_face.unit_weights import check_units, is_of_projector, is_written_in_parts, name_unit
 from megatron.runtime.hugging_face.weight_files import SINGLE_NAME, WeightFiles
 from megatron.runtime.hugging_face.write_folder import Export, write_folder
 from megatron.runtime.session import Session
@@ -44,7 +44,7 @@ def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | N
         raise CheckpointError(f"{flag} {folder}: is there already; give another folder, or remove it")
     if like is not None:
         check_same_model(like, graph)
-    elif is_composed(graph):
+    elif is_written_in_parts(graph):
         check_units(graph)
     else:
         architecture_of(graph)
@@ -64,7 +64,7 @@ def save_hugging_face(
     on_first_rank(lambda: _checked(folder, session.graph, like), what=what)
     adapters = gather_adapters(session)
     exports: Iterable[tuple[str, Export, Collection[str] | None]]
-    if like is None and is_composed(session.graph):
+    if like is None and is_written_in_parts(session.graph):
         exports = _parts(session, what)
     else:
         exports = [("", _prepare(session, like, special_tokens=special_tokens or {}, what=what), None)]
@@ -120,7 +120,8 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
         layout = cut_into_files(names, dtype, is_vector=name_vectors(tensors, names, what=what), given=shapes)
         tokens = {key: special_tokens[name] for name, key in architecture.placeholders.items() if name in special_tokens}
         written = {**config, **tokens, "dtype": str(dtype).removeprefix("torch.")}
-        return Export(names, layout, written, processor=architecture.to_processor(graph))
+        beside = Path(graph.backbone.weights) if graph.backbone.weights is not None else None
+        return Export(names, layout, written, beside=beside, processor=architecture.to_processor(graph))
     vocab_size = graph.backbone.vocab_size or 0
     before = check_same_model(like, graph).backbone.vocab_size or 0
 

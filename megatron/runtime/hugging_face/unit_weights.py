@@ -1,16 +1,25 @@
 """Weights of composed models: every unit from a folder of its own, an LLM of a family that is known or a module as it is."""
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank
 from megatron.runtime.hugging_face.load_weights import fill
-from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_files, check_weights, name_tensors, name_weights
+from megatron.runtime.hugging_face.named_weights import (
+    NamedWeights,
+    as_in_files,
+    as_spelled,
+    best_spelling,
+    check_weights,
+    name_tensors,
+    name_weights,
+)
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
-from multimodal.hugging_face.registry import read_config, read_encoder
+from multimodal.hugging_face.registry import architecture_of, check_same_unit, read_config, read_encoder
 from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.model.adapter import is_adapter
 from multimodal.model.layers.opaque_module import rename_keys
@@ -32,6 +41,14 @@ def is_composed(graph: ModelGraph) -> bool:
     return any(unit.weights is not None for unit in graph.units)
 
 
+def is_written_in_parts(graph: ModelGraph) -> bool:
+    """Return whether a model becomes a folder like each that its units have, because no family describes all of it."""
+    try:
+        return is_composed(graph) and not architecture_of(graph)
+    except ModelError:
+        return True
+
+
 def check_units(graph: ModelGraph) -> None:
     """Raise ModelError where a unit has no folder like which it could be written."""
     if strays := [unit.name for unit in graph.units if unit.weights is None]:
@@ -51,6 +68,8 @@ def load_units(session: Session) -> None:
         if unit.weights is None:
             continue
         what = f"loading unit '{unit.name}' from {unit.weights}"
+        if unit.module is None:
+            on_all_ranks(partial(_check, session.graph, unit), what=what)
         theirs = name_unit(tensors, session.graph, unit, what=what)
         own = [tensor for tensor in tensors if tensor.key in theirs.names.rows]
 
@@ -63,6 +82,13 @@ def load_units(session: Session) -> None:
         optimizer.reload_model_params()
 
 
+def _check(graph: ModelGraph, unit: Unit) -> None:
+    try:
+        check_same_unit(graph, unit)
+    except ModelError as problem:
+        raise CheckpointError(str(problem)) from problem
+
+
 def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, what: str) -> UnitWeights:
     """Name what all ranks hold of a unit, but for its projector, as its folder does; collective."""
     assert unit.weights is not None
@@ -71,12 +97,10 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     if unit.module is not None:
         names = name_tensors(own, lambda key, shape: (Rows(_module_key(key), 0, 0, shape[0]),), what=what)
         return UnitWeights(folder, on_first_rank(lambda: _found_in(folder, names, unit), what=what))
-    if unit.audio is not None:
+    if unit.role is Role.ENCODER:
         return UnitWeights(folder, _encoder_names(own, unit, folder, what=what))
     if unit.role is not Role.BACKBONE:
-        raise CheckpointError(
-            f"unit '{unit.name}' has weights {folder}, which only the LLM, encoders of sound and modules of transformers may have"
-        )
+        raise CheckpointError(f"unit '{unit.name}' has weights {folder}, which only the LLM and encoders may have")
 
     on_all_ranks(lambda: read_config(folder)[0].name, what=what)
     architecture, config = read_config(folder)
@@ -100,15 +124,19 @@ def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what:
     encoder, _ = read_encoder(folder)
 
     def rows(key: str, shape: tuple[int, ...]) -> tuple[Rows, ...]:
-        return rows_of(encoder.names, unit, key.split(".", 2)[2], num_rows=shape[0])
+        found = rows_of(encoder.names, unit, key.split(".", 2)[2], num_rows=shape[0])
+        if not found:
+            raise CheckpointError(f"{encoder.name} in {folder} has nothing for {key}; correct the model file, or its weights")
+        return found
 
     names = name_tensors(own, rows, what=what)
 
     def check() -> NamedWeights:
         with WeightFiles(folder) as files:
-            unused = [key for key in files.weights if key.startswith(encoder.unused)]
-            check_weights(folder, names, found=files.weights, unused=unused, grown_from=(0, 0))
-            return names
+            theirs = as_spelled(names, best_spelling(names, encoder.spellings, found=files.weights))
+            unused = [key for key in files.weights if encoder.is_unused(key, unit)]
+            check_weights(folder, theirs, found=files.weights, unused=unused, grown_from=(0, 0))
+            return theirs
 
     return on_first_rank(check, what=what)
 
@@ -116,13 +144,14 @@ def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what:
 def is_of_projector(graph: ModelGraph, key: str) -> bool:
     """Return whether a tensor (`model.<unit>.layers.<layer>. ...`) is of an encoder's projector, and not of what is before it.
 
-    The norm behind an encoder's layers comes from its folder, where that has one: the projector begins with it.
+    The norm behind an encoder's layers comes from its folder, where that has one: the projector begins with it. One of merged
+    tokens is the projector's.
     """
     _, name, _, layer, tensor = key.split(".", 4)
     unit = graph.unit(name)
     if unit.role is not Role.ENCODER or int(layer) != len(unit.layers) - 1:
         return False
-    has_own_norm = unit.audio is not None and unit.weights is not None and unit.module is None
+    has_own_norm = unit.weights is not None and unit.module is None
     return not (has_own_norm and unit.projector_norm == "patches" and tensor.startswith("norm."))
 
 

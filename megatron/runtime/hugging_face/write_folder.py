@@ -46,6 +46,8 @@ class Export(NamedTuple):
     config_name: str = CONFIG_NAME
     like: Path | None = None
     """The folder whose other files and tensors are copied."""
+    beside: Path | None = None
+    """The folder whose other files are copied, where there is none of which tensors are, too."""
     processor: Mapping[str, Any] = MappingProxyType({})
     """The content of preprocessor_config.json, where there is no folder to copy it from."""
 
@@ -179,8 +181,8 @@ def _bytes_of(values: Tensor) -> memoryview:
 
 
 def _complete(partial: Path, folder: Path, export: Export) -> None:
-    if export.like is not None:
-        for path in sorted(export.like.iterdir()):
+    if (source := export.like or export.beside) is not None:
+        for path in sorted(source.iterdir()):
             is_wanted = path.suffix in _COPIED and path.name not in (CONFIG_NAME, INDEX_NAME) and path.is_file()
             if is_wanted and path.stat().st_size <= _LARGEST_COPY and not path.name.endswith(".index.json"):
                 shutil.copyfile(path, partial / path.name)

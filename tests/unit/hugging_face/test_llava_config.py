@@ -92,6 +92,9 @@ def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:
         ({"multimodal_projector_bias": False}, "multimodal_projector_bias is False, and only True"),
         ({"text_config": {"model_type": "mistral"}}, "text_config: model_type is 'mistral', expected one of llama, qwen2, qwen3"),
         ({"vision_config": {**CLIP, "model_type": "siglip_vision_model"}}, "vision_feature_select_strategy is 'default'"),
+        ({"vision_config": {**CLIP, "model_type": "dinov2_with_registers"}}, "vision_feature_select_strategy is 'default'"),
+        ({"vision_config": {"model_type": "dinov2", "hidden_dropout_prob": 0.1}}, "hidden_dropout_prob is 0.1, and only 0"),
+        ({"vision_config": {"model_type": "dinov2", "mlp_ratio": "4"}}, "mlp_ratio is '4', expected a number"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(config: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Pixels of images of one size, against the image processors of transformers."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ MEAN, STD = (0.48, 0.45, 0.4), (0.26, 0.27, 0.28)
 SIZES = [(40, 40), (100, 37), (37, 100), (31, 200), (24, 24)]
 
 
-def clip_processor() -> Any:
+def clip_processor(shorter_side: int = 24) -> Any:
     module = pytest.importorskip("transformers.models.clip", reason="transformers is not installed (pip install 'braid[hf]')")
     kind = getattr(module, "CLIPImageProcessorPil", module.CLIPImageProcessor)
-    return kind(size={"shortest_edge": 24}, crop_size={"height": 24, "width": 24}, image_mean=list(MEAN), image_std=list(STD))
+    sizes = {"size": {"shortest_edge": shorter_side}, "crop_size": {"height": 24, "width": 24}}
+    return kind(**sizes, image_mean=list(MEAN), image_std=list(STD))
 
 
 def siglip_processor() -> Any:
@@ -28,10 +30,17 @@ def siglip_processor() -> Any:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(("fit", "build"), [("crop", clip_processor), ("stretch", siglip_processor)])
-def test_pixels_are_those_of_transformers(fit: Any, build: Any, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("fit", "build", "changes"),
+    [
+        ("crop", clip_processor, {}),
+        ("crop", partial(clip_processor, 28), {"shorter_side": 28}),
+        ("stretch", siglip_processor, {}),
+    ],
+)
+def test_pixels_are_those_of_transformers(fit: Any, build: Any, changes: Any, size: tuple[int, int]) -> None:
     image = Image.effect_noise(size, 80).convert("RGB")
-    described = ImageInput(patch_size=6, merge_size=1, image_size=24, fit=fit, mean=MEAN, std=STD)
+    described = ImageInput(patch_size=6, merge_size=1, image_size=24, fit=fit, mean=MEAN, std=STD, **changes)
     found = image_to_patches(image, image_input=described)
     assert found.grid == image_grid(width=size[0], height=size[1], image_input=described) == (4, 4)
     (expected,) = build()(images=[image], return_tensors="np")["pixel_values"]
