@@ -111,9 +111,7 @@ def prefix(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
 
 def embedded(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
     """Encoder outputs inside one text."""
-    return build_bitfield_mask(
-        [draw_embedded(draw, num_tokens)], modalities=MODALITIES, mode="embedded", attend_across_items=True
-    )
+    return build_bitfield_mask([draw_embedded(draw, num_tokens)], modalities=MODALITIES, mode="modality")
 
 
 def packed(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
@@ -123,7 +121,7 @@ def packed(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
         length = min(missing, int(draw.lognormal(8.3, 1.0)) + 16)
         samples.append(draw_embedded(draw, length))
         missing -= length
-    return build_bitfield_mask(samples, modalities=MODALITIES, mode="packed", attend_across_items=True)
+    return build_bitfield_mask(samples, modalities=MODALITIES, mode="modality")
 
 
 def documents_of(lengths: Sequence[SampleLengths]) -> Callable[[np.random.Generator, int], BitfieldMask]:

@@ -24,6 +24,7 @@
 #include "rearrange_nodes.h"
 #include "reorder_microbatches.h"
 #include "simulate_events.h"
+#include "work_list.h"
 
 namespace py = pybind11;
 
@@ -154,6 +155,32 @@ py::tuple count_mask_blocks(const Array<std::int64_t>& starts, const Array<std::
                             std::int64_t query_block_size, std::int64_t key_block_size) {
     const auto summary = summarize_mask_blocks(starts, bits, sample_ids, item_ids, query_block_size, key_block_size);
     return py::make_tuple(to_array(summary.row_starts), to_array(summary.visible_pairs));
+}
+
+py::tuple order_blocks(const Array<std::int64_t>& row_starts, const Array<std::int32_t>& blocks, const Array<bool>& is_full,
+                       std::int64_t num_whole_rows, std::int64_t num_whole_columns) {
+    const auto starts = view(row_starts);
+    const auto listed = view(blocks);
+    const auto full = view(is_full);
+    py::array_t<std::int32_t> full_ends(static_cast<py::ssize_t>(starts.size - 1)), ordered(static_cast<py::ssize_t>(listed.size));
+    {
+        std::int32_t* const ends = full_ends.mutable_data();
+        std::int32_t* const entries = ordered.mutable_data();
+        py::gil_scoped_release release;
+        braid::order_blocks(starts, listed, full, num_whole_rows, num_whole_columns, ends, entries);
+    }
+    return py::make_tuple(full_ends, ordered);
+}
+
+py::tuple plan_work_list(const Array<std::int32_t>& row_starts, const Array<std::int32_t>& full_ends, std::int64_t limit) {
+    const auto starts = view(row_starts);
+    const auto ends = view(full_ends);
+    braid::WorkList work;
+    {
+        py::gil_scoped_release release;
+        work = braid::plan_work_list(starts, ends, limit);
+    }
+    return py::make_tuple(to_array(work.items), to_array(work.split_rows), work.num_slots);
 }
 
 py::array_t<std::int64_t> find_mask_runs(const Array<std::int64_t>& bits, const Array<std::int32_t>& sample_ids,
@@ -333,6 +360,9 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
     module.def("count_mask_blocks", &count_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
                py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
+    module.def("order_blocks", &order_blocks, py::arg("row_starts"), py::arg("blocks"), py::arg("is_full"),
+               py::arg("num_whole_rows"), py::arg("num_whole_columns"));
+    module.def("plan_work_list", &plan_work_list, py::arg("row_starts"), py::arg("full_ends"), py::arg("limit"));
     module.def("assign_entrain", &assign_entrain, py::arg("llm_loads"), py::arg("encoder_loads"), py::kw_only(),
                py::arg("num_replicas"), py::arg("num_microbatches"), py::arg("min_num_microbatches"),
                py::arg("max_subset_sums"));

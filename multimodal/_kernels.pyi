@@ -116,6 +116,16 @@ def count_mask_blocks(
     query_block_size: int,
     key_block_size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
+def order_blocks(
+    row_starts: NDArray[np.int64],
+    blocks: NDArray[np.int32],
+    is_full: NDArray[np.bool_],
+    num_whole_rows: int,
+    num_whole_columns: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]: ...
+def plan_work_list(
+    row_starts: NDArray[np.int32], full_ends: NDArray[np.int32], limit: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], int]: ...
 def assign_entrain(
     llm_loads: NDArray[np.float64],
     encoder_loads: NDArray[np.float64],

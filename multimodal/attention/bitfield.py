@@ -48,8 +48,8 @@ class MaskMode(StrEnum):
     """
     EMBEDDED = "embedded"
     """Items keep their positions in the document, and attend in both directions within themselves."""
-    PACKED = "packed"
-    """Like EMBEDDED; the name for sequences of several samples (the paper's third family)."""
+    MODALITY = "modality"
+    """As EMBEDDED, but items also attend to the others of their encoder in their sample: the published mask, without item ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,17 +115,13 @@ def build_bitfield_mask(
     samples: Sequence[Sequence[MaskSegment]],
     *,
     modalities: Sequence[str],
-    mode: MaskMode | str = MaskMode.PACKED,
-    attend_across_items: bool = False,
+    mode: MaskMode | str = MaskMode.EMBEDDED,
 ) -> BitfieldMask:
     """Build the mask of samples that are packed one after another.
 
     samples: per sample its segments in the order of the sequence; segments and samples may be empty.
     modalities: names of the encoders, at most MAX_ENCODERS; the m-th (from 1) gets bit m. All ranks must give the same order.
     mode: see MaskMode.
-    attend_across_items: items also attend, in both directions, to the other items of their modality in their sample. That is
-        the published mask, which has no item ids; an encoder's tokens never attend to another encoder's. In mode `prefix` they
-        see all of the prefix anyway.
 
     Raises ModelError when there are too many modalities, DataError when a segment or the mode is wrong.
     O(number of tokens).
@@ -133,7 +129,7 @@ def build_bitfield_mask(
     mode = _read_mode(mode)
     bit_of_modality = _assign_bits(modalities)
     text_bits = CAUSAL_BIT | sum(bit_of_modality.values())
-    item_control = ACROSS_ITEMS_BIT if attend_across_items else 0
+    item_control = ACROSS_ITEMS_BIT if mode is MaskMode.MODALITY else 0
     bits, sample_ids, item_ids, num_tokens = [], [], [], []
     for sample_id, segments in enumerate(samples):
         _validate_segments(segments, sample_id=sample_id, bit_of_modality=bit_of_modality)

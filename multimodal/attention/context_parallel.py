@@ -23,6 +23,10 @@ from multimodal.values.errors import ConfigError
 
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""Both under torch's new names, also where torch has the former ones only."""
+
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
@@ -185,7 +189,7 @@ def _start_gather(key: Tensor, value: Tensor, context: ContextGroup) -> tuple[An
     local = key.new_zeros(shares.num_rows, 2 * _at_once(context), key.shape[2])
     torch.cat((key, value), dim=1, out=local[: key.shape[0]])
     gathered = key.new_empty(shares.num_ranks * shares.num_rows, *local.shape[1:])
-    return dist.all_gather_into_tensor(gathered, local, group=context.group, async_op=True), gathered
+    return all_gather_single(gathered, local, group=context.group, async_op=True), gathered
 
 
 class _Reduction:
@@ -198,7 +202,7 @@ class _Reduction:
         self._padded.index_copy_(0, context.gathered_rows, both)
         self._local = both.new_empty(shares.num_rows, *both.shape[1:])
         self._num_local = int(shares.num_tokens_of_rank[context.rank])
-        self._work: Any = dist.reduce_scatter_tensor(self._local, self._padded, group=context.group, async_op=True)
+        self._work: Any = reduce_scatter_single(self._local, self._padded, group=context.group, async_op=True)
 
     def finish(self) -> tuple[Tensor, Tensor]:
         """Wait; returns the gradients of this rank's keys and values."""

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.attention.block_summary import BlockLists
+from multimodal.kernels import kernels
 from multimodal.values.errors import ConfigError
 
 DIRECT = -1
@@ -44,16 +45,20 @@ class WorkList:
 def order_blocks(lists: BlockLists, *, num_row_tokens: int, num_column_tokens: int, block_size: int) -> OrderedBlocks:
     """Order every row; a block that reaches beyond the last token counts as partial, so that the mask hides the rest.
 
-    num_row_tokens, num_column_tokens: tokens along the rows and along the listed blocks.
+    num_row_tokens, num_column_tokens: tokens along the rows and along the listed blocks. Runs as a C++ kernel where that is
+    built, with the same result. O(listed blocks).
     """
+    num_whole_rows, num_whole_columns = num_row_tokens // block_size, num_column_tokens // block_size
+    row_starts = lists.row_starts.astype(np.int32)
+    if kernels is not None:
+        arrays = lists.row_starts, lists.blocks, lists.is_full
+        return OrderedBlocks(row_starts, *kernels.order_blocks(*arrays, num_whole_rows, num_whole_columns))
     counts = np.diff(lists.row_starts)
     row_of_entry = np.repeat(np.arange(len(counts)), counts)
-    is_full = lists.is_full & (lists.blocks < num_column_tokens // block_size) & (row_of_entry < num_row_tokens // block_size)
+    is_full = lists.is_full & (lists.blocks < num_whole_columns) & (row_of_entry < num_whole_rows)
     order = np.argsort(2 * row_of_entry + ~is_full, kind="stable")
     num_full = np.bincount(row_of_entry[is_full], minlength=len(counts))
-    return OrderedBlocks(
-        lists.row_starts.astype(np.int32), (lists.row_starts[:-1] + num_full).astype(np.int32), lists.blocks[order]
-    )
+    return OrderedBlocks(row_starts, (lists.row_starts[:-1] + num_full).astype(np.int32), lists.blocks[order])
 
 
 def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) -> WorkList:
@@ -61,11 +66,14 @@ def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) ->
 
     max_blocks_per_item: at least 1; None keeps rows whole and in their order: a grid without balancing.
     Equal lengths keep the order of rows, whose neighbours share blocks. Raises ConfigError when the length is below 1.
-    O(n log n) in the number of items.
+    Runs as a C++ kernel where that is built, with the same result. O(items).
     """
-    lengths = np.diff(blocks.row_starts).astype(np.int64)
     if max_blocks_per_item is not None and max_blocks_per_item < 1:
         raise ConfigError(f"a sub-block of attention work cannot have {max_blocks_per_item} blocks; allow at least 1")
+    if kernels is not None:
+        items, split_rows, num_slots = kernels.plan_work_list(blocks.row_starts, blocks.full_ends, max_blocks_per_item or 0)
+        return WorkList(items.reshape(-1, 5), split_rows.reshape(-1, 3), num_slots)
+    lengths = np.diff(blocks.row_starts).astype(np.int64)
     limit = max_blocks_per_item or max(1, int(lengths.max(initial=1)))
     parts = np.maximum(1, -(-lengths // limit))
     row = np.repeat(np.arange(len(lengths)), parts)

@@ -28,7 +28,11 @@ MASKS: dict[str, tuple[str, Sequence[Sequence[MaskSegment]]]] = {
     "prefix": ("prefix", [[item(21, 0), item(20, 1, "audio"), text(12)]]),
     "prefix with markers": ("prefix", [[text(2), item(17, 0), text(2), item(9, 1, "audio"), text(19)], [text(5)]]),
     "embedded": ("embedded", [[text(5), item(20, 0), text(11), item(7, 1, "audio"), item(18, 2), text(3)]]),
-    "packed, empty modalities": ("packed", [[text(17)], [item(0, 0), text(1)], [text(3), item(19, 0, "audio")], [], [text(16)]]),
+    "modality": ("modality", [[item(20, 0), text(6), item(13, 1, "audio"), item(18, 2), text(9)], [item(7, 0)]]),
+    "packed, empty modalities": (
+        "embedded",
+        [[text(17)], [item(0, 0), text(1)], [text(3), item(19, 0, "audio")], [], [text(16)]],
+    ),
     "whole blocks": ("embedded", [[item(32, 0), text(16)], [text(16)]]),
 }
 """Name -> mode and samples; lengths that do and do not fill blocks of 16."""
@@ -44,7 +48,7 @@ def build_mask(
 @st.composite
 def random_masks(draw: st.DrawFn) -> AttentionMask:
     """Masks of every mode, up to about a hundred tokens, in blocks of any size, of all queries or those of some blocks."""
-    mode = draw(st.sampled_from(("causal", "prefix", "embedded", "packed")))
+    mode = draw(st.sampled_from(("causal", "prefix", "embedded", "modality")))
     samples = []
     for _ in range(draw(st.integers(1, 3))):
         kinds = draw(st.lists(st.sampled_from((TEXT, *MODALITIES)), min_size=1, max_size=5))

@@ -56,7 +56,7 @@ def test_blocks_in_bfloat16_are_summed_in_float32() -> None:
 
 
 def test_blocks_touch_what_is_visible_only() -> None:
-    mask = build_mask(MASKS["packed, empty modalities"][1], mode="packed", query_blocks=(0,))
+    mask = build_mask(MASKS["packed, empty modalities"][1], mode="embedded", query_blocks=(0,))
     query, key, value, _ = draw_inputs(mask)
     key[16:], value[16:] = math.nan, math.nan
     assert attend_by_blocks(query, key, value, mask=mask, softmax_scale=None).isfinite().all()

@@ -37,8 +37,8 @@ def test_a_prefix_needs_an_item():
     assert rows(build_bitfield_mask([[TEXT2]], modalities=(), mode="prefix")) == ["x.", "xx"]
 
 
-def test_items_see_other_items_of_their_modality_when_asked():
-    mask = build([item(1, 0), item(1, 1, "audio"), TEXT1, item(1, 2)], attend_across_items=True)
+def test_items_see_other_items_of_their_modality_in_the_published_mask():
+    mask = build([item(1, 0), item(1, 1, "audio"), TEXT1, item(1, 2)], mode="modality")
     assert rows(mask) == ["x..x", ".x..", "xxx.", "x..x"]
 
 
@@ -90,7 +90,7 @@ def test_64_modalities_are_refused():
         ([TEXT1, MaskSegment(-1)], {}, "segment 1: has -1 tokens"),
         ([item(1, -1)], {}, "an item of 'vision' has index -1; number items from 0"),
         ([item(1, 0), item(1, 0, "audio")], {}, "item 0 is of 'audio' here and of 'vision' before"),
-        ([TEXT1], {"mode": "sliding"}, "'sliding' is no mask mode; expected one of causal, prefix, embedded, packed"),
+        ([TEXT1], {"mode": "sliding"}, "'sliding' is no mask mode; expected one of causal, prefix, embedded, modality"),
     ],
 )
 def test_wrong_segments_are_named(segments, options, message):

@@ -28,8 +28,7 @@ def masks(draw):
     mask = build_bitfield_mask(
         segments,
         modalities=("vision", "audio"),
-        mode=draw(st.sampled_from(("causal", "packed"))),
-        attend_across_items=draw(st.booleans()),
+        mode=draw(st.sampled_from(("causal", "embedded", "modality"))),
     )
     if not draw(st.booleans()):
         return mask

@@ -78,7 +78,7 @@ def test_inputs_may_be_strided_views() -> None:
 
 
 def test_empty_blocks_are_never_visited() -> None:
-    mask = build_mask(MASKS["packed, empty modalities"][1], mode="packed", query_blocks=(0,))
+    mask = build_mask(MASKS["packed, empty modalities"][1], mode="embedded", query_blocks=(0,))
     query, key, value, _ = (tensor.float() for tensor in draw_inputs(mask, channels=16))
     key[16:], value[16:] = torch.nan, torch.nan
     assert attend_by_triton(query, key, value, mask=mask, softmax_scale=None, options=options(2)).isfinite().all()
