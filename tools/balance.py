@@ -109,7 +109,9 @@ def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
     """Return unit -> bytes of raw data behind one of its tokens."""
     sizes = {}
     for unit in graph.units:
-        if unit.role is Role.ENCODER and unit.image is not None and "audio" not in unit.name:
+        if unit.join is not None:
+            sizes[unit.name] = 0  # it takes what other encoders give
+        elif unit.role is not Role.BACKBONE and unit.image is not None and "audio" not in unit.name:
             sizes[unit.name] = unit.image.in_channels * unit.image.patch_size**2
         else:
             sizes[unit.name] = AUDIO_TOKEN_BYTES if unit.role is Role.ENCODER else TOKEN_BYTES

@@ -51,9 +51,28 @@ class _StageSizes:
         return sum(self._whole_bytes(stage)) / (self._num_tensor_ranks(stage) * self._num_holders(stage))
 
     def copied_bytes(self, stage: StageKey) -> float:
+        """Where replicas share experts, each has a part of them, which fewer ranks hold; shares of all are as large as ever."""
         weights, optimizer = self._whole_bytes(stage)
-        shared = {0: 0.0, 1: optimizer, 2: optimizer, 3: weights + optimizer}[self.zero_stage]
-        return (weights + optimizer - shared + shared / self._num_holders(stage)) / self._num_tensor_ranks(stage)
+        expert_weights, expert_optimizer = self._expert_bytes(stage)
+        elsewhere = 1 - 1 / self.layers.plan.units[stage[0]].expert_parallel_size
+        held_weights, held_optimizer = weights - elsewhere * expert_weights, optimizer - elsewhere * expert_optimizer
+        shared = optimizer / self._num_holders(stage)
+        copied = {
+            0: held_weights + held_optimizer,
+            1: held_weights + shared,
+            2: held_weights + shared,
+            3: weights / self._num_holders(stage) + shared,
+        }
+        return copied[self.zero_stage] / self._num_tensor_ranks(stage)
+
+    def _expert_bytes(self, stage: StageKey) -> tuple[float, float]:
+        """Return the bytes of all experts' weights, and of their optimizer state; these have no adapters."""
+        held = trained = 0
+        for kind, need in self.layers.in_order(stage):
+            layer = self.layers.describe(stage[0], kind)
+            held += layer.num_expert_weights
+            trained += layer.num_expert_weights if need.trains_weights and not layer.adapted else 0
+        return held * self.bytes_per_element, trained * self._optimizer_bytes
 
     def _whole_bytes(self, stage: StageKey) -> tuple[float, float]:
         """Return the bytes of weights, and of optimizer state, all tensor parallel ranks together."""
@@ -68,9 +87,13 @@ class _StageSizes:
                 own = layer.num_parameters - (layer.num_weights if is_copy else 0)
                 held += own
                 trained += (layer.num_adapter_weights or own) if need.trains_weights else 0
-            optimizer = OPTIMIZER_BYTES if self.bytes_per_element < 4 else 2 * self.bytes_per_element
-            self._known[key] = held * self.bytes_per_element, trained * optimizer
+            self._known[key] = held * self.bytes_per_element, trained * self._optimizer_bytes
         return self._known[key]
+
+    @property
+    def _optimizer_bytes(self) -> int:
+        """Of one trained weight."""
+        return OPTIMIZER_BYTES if self.bytes_per_element < 4 else 2 * self.bytes_per_element
 
     @cached_property
     def _known(self) -> dict[tuple[str | int, ...], tuple[float, float]]:

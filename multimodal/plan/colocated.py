@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
-from multimodal.plan.unit_grid import build_unit_plan
+from multimodal.plan.unit_grid import EVEN, LayerSeconds, build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes, complete_sizes
 from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
@@ -11,19 +12,26 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 
-def plan_colocated(graph: ModelGraph, *, sizes: Mapping[str, UnitSizes], world_size: int, is_folded: bool = False) -> Plan:
+def plan_colocated(
+    graph: ModelGraph,
+    *,
+    sizes: Mapping[str, UnitSizes],
+    world_size: int,
+    is_folded: bool = False,
+    layer_seconds: LayerSeconds = EVEN,
+) -> Plan:
     """Lay every unit over all ranks; each unit's data parallel size is `world_size / (tp x cp x pp)`.
 
     sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size.
     world_size: number of processes. is_folded: two virtual stages per rank form a V (ZB-V).
+    layer_seconds: see `build_unit_plan`; units without are cut evenly.
     Raises PlanError when a unit's replicas do not fill the ranks, or a given data parallel size is another one.
     """
     spread = {
         name: _spread(name, sizes=each, world_size=world_size) for name, each in complete_sizes(sizes, graph.unit_names).items()
     }
-    plan = Plan(
-        {unit.name: build_unit_plan(unit, sizes=spread[unit.name], first_rank=0, is_folded=is_folded) for unit in graph.units}
-    )
+    build = partial(build_unit_plan, first_rank=0, is_folded=is_folded)
+    plan = Plan({unit.name: build(unit, sizes=spread[unit.name], seconds=layer_seconds.get(unit.name)) for unit in graph.units})
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan
 

@@ -5,9 +5,10 @@ Unless that would split tensor parallel groups over nodes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from multimodal.plan.node_placement import split_units
-from multimodal.plan.unit_grid import build_unit_plan
+from multimodal.plan.unit_grid import EVEN, LayerSeconds, build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes, complete_sizes, describe_sizes
 from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
@@ -22,6 +23,7 @@ def plan_disaggregated(
     world_size: int,
     is_folded: bool = False,
     ranks_per_node: int | None = None,
+    layer_seconds: LayerSeconds = EVEN,
 ) -> Plan:
     """Give each unit `tp x cp x pp x dp` ranks of its own, one unit after the other.
 
@@ -32,22 +34,28 @@ def plan_disaggregated(
     At most one unit may leave its data parallel size open; it takes all ranks that the others leave.
     world_size: number of processes; all of them must be used. is_folded: two virtual stages per rank form a V (ZB-V).
     ranks_per_node: None where that is not known, or they are all on one.
+    layer_seconds: see `build_unit_plan`; units without are cut evenly.
     Raises PlanError, with the arithmetic, when the ranks do not come out even.
     """
     complete = _fill_open_size(complete_sizes(sizes, graph.unit_names), world_size=world_size)
-    plan = _place(graph, graph.unit_names, complete, is_folded=is_folded)
+    place = partial(_place, graph, sizes=complete, is_folded=is_folded, layer_seconds=layer_seconds)
+    plan = place(graph.unit_names)
     if ranks_per_node is not None and split_units(plan, ranks_per_node=ranks_per_node):
         order = sorted(graph.unit_names, key=lambda name: -complete[name].tensor_parallel_size)
-        other = _place(graph, order, complete, is_folded=is_folded)
+        other = place(order)
         plan = min(plan, other, key=lambda each: len(split_units(each, ranks_per_node=ranks_per_node)))
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan
 
 
-def _place(graph: ModelGraph, order: Sequence[str], sizes: Mapping[str, UnitSizes], *, is_folded: bool) -> Plan:
+def _place(
+    graph: ModelGraph, order: Sequence[str], *, sizes: Mapping[str, UnitSizes], is_folded: bool, layer_seconds: LayerSeconds
+) -> Plan:
     units, first_rank = {}, 0
     for name in order:
-        units[name] = build_unit_plan(graph.unit(name), sizes=sizes[name], first_rank=first_rank, is_folded=is_folded)
+        units[name] = build_unit_plan(
+            graph.unit(name), sizes=sizes[name], first_rank=first_rank, is_folded=is_folded, seconds=layer_seconds.get(name)
+        )
         first_rank += len(units[name].ranks)
     return Plan({name: units[name] for name in graph.unit_names})
 

@@ -2,23 +2,35 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
+from multimodal.plan.partition_layers import Range, partition_unit, range_seconds
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 from multimodal.values.plan import Replica, Stage, UnitPlan, split_layers
 
+LayerSeconds = Mapping[str, Sequence[float]]
+"""Unit -> the seconds of each of its layers, forward and backward."""
+EVEN: LayerSeconds = MappingProxyType({})
+"""Equally many transformer layers in all stages."""
+LEAST_GAIN = 0.01
+"""Part of the slowest range's seconds that uneven ranges must save."""
 V_SHAPE_RANGES = 2
 """Layer ranges of a stage that is folded into a V."""
 
 
-def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded: bool = False) -> UnitPlan:
+def build_unit_plan(
+    unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded: bool = False, seconds: Sequence[float] | None = None
+) -> UnitPlan:
     """Build the unit's plan on ranks `first_rank` and up.
 
-    Transformer layers are divided evenly over the layer ranges. Of several ranges per stage, stage p of P holds every P-th from p
-    on, as Megatron deals model chunks (interleaved 1F1B).
+    Layers are cut so that the slowest range is as fast as can be; without their seconds, where that gains little, and where a
+    number of transformer layers is asked for, these are divided evenly. Of several ranges per stage, stage p of P holds every
+    P-th from p on, as Megatron deals model chunks (interleaved 1F1B).
 
     is_folded: two ranges per stage are p and 2 P - 1 - p instead, in the shape of a V (ZB-V).
+    seconds: of each of the unit's layers.
     Raises PlanError when there are more ranges than layers, and for virtual stages without a pipeline.
     """
     assert sizes.data_parallel_size is not None
@@ -28,6 +40,8 @@ def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded:
         ranges = split_layers(unit.layers, num_stages=num_stages * num_chunks)
     except PlanError as problem:
         raise PlanError(f"unit '{unit.name}': {_explain(problem, unit, sizes=sizes, num_chunks=num_chunks)}") from None
+    if seconds is not None and sizes.layers_per_virtual_stage is None:
+        ranges = _shortened(ranges, unit, seconds=seconds)
     folds = is_folded and num_chunks == V_SHAPE_RANGES
     held = {p: (ranges[p], ranges[-1 - p]) if folds else ranges[p::num_stages] for p in range(num_stages)}
     plan = place_stages(
@@ -38,6 +52,12 @@ def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded:
         first_rank=first_rank,
     )
     return replace(plan, expert_parallel_size=sizes.expert_parallel_size)
+
+
+def _shortened(even: tuple[Range, ...], unit: Unit, *, seconds: Sequence[float]) -> tuple[Range, ...]:
+    """Return ranges of which the slowest is faster, or the even ones: cuts alike in this differ in how pipelines fill."""
+    best = partition_unit(unit, seconds, num_stages=len(even))
+    return best if max(range_seconds(seconds, best)) < (1 - LEAST_GAIN) * max(range_seconds(seconds, even)) else even
 
 
 def place_stages(

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
+from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_node
 from megatron.runtime.profiler import find_peak_tflops
+from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
 
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
@@ -28,7 +30,7 @@ _NUM_WARM_UPS, _NUM_REPETITIONS = 3, 10
 
 def assumed_cluster() -> Cluster:
     """Return a machine like this one, by the accelerator's name: what matters is how computing and sending compare."""
-    ranks_per_node = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks_per_node = ranks_on_node()
     if not torch.cuda.is_available():
         return Cluster(
             ranks_per_node,
@@ -43,6 +45,13 @@ def assumed_cluster() -> Cluster:
         )
     peak = peak_tflops(torch.cuda.get_device_name(), "bfloat16") or _UNKNOWN_DEVICE_TFLOPS
     return Cluster(ranks_per_node, peak, 80.0, *_NVLINK)
+
+
+def ranks_on_node() -> int:
+    """Return the ranks of a node as the launcher says, else as many as there are accelerators, or all."""
+    num_ranks = find_rank_place(os.environ).size
+    most = torch.cuda.device_count() if torch.cuda.is_available() else num_ranks
+    return find_ranks_per_node(os.environ) or min(num_ranks, most)
 
 
 def describe_device(*, dtype: str, ranks_per_node: int) -> Cluster:
@@ -98,7 +107,7 @@ def _time_link(groups: list[list[int]], rank: int) -> tuple[float, float]:
         whole = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
 
         def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> None:
-            dist.all_gather_into_tensor(whole, part, group=group)
+            all_gather_single(whole, part, group=group)
 
         seconds[num_bytes] = _time(gather)
     (small_bytes, small), (_, large) = seconds.items()

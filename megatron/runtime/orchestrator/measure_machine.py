@@ -1,17 +1,15 @@
 """What planners must know of this machine: its links, and how long layers take on it; measured once, then kept."""
 
-import os
 import platform as host
 import time
 from dataclasses import replace
 
 import torch
 
-from megatron.runtime.flags.arguments import find_ranks_per_node
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.distributed_setup import World
 from megatron.runtime.orchestrator.kept_values import find_value, keep_value, key_of
-from megatron.runtime.orchestrator.machine import assumed_cluster, describe_device, measure_links
+from megatron.runtime.orchestrator.machine import assumed_cluster, describe_device, measure_links, ranks_on_node
 from megatron.runtime.orchestrator.profile_layers import ProfileOptions, join_profile, layers_of, profile_layer
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.registry import LAYER_KINDS
@@ -42,23 +40,17 @@ def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bo
     try:
         return Cluster.from_dict(find_value("machines", _machine_key(config, world_size)) or {}), True
     except BraidError:
-        return describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node(world_size)), False
+        return describe_device(dtype=config.training.dtype, ranks_per_node=ranks_on_node()), False
 
 
 def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) -> Cluster:
     """Measure the links, for this run and later ones; collective. cluster: on rank 0 what is known else."""
     world.connect(backend=config.training.distributed_backend)
-    known = cluster or replace(assumed_cluster(), gpus_per_node=ranks_on_node(world.size))
+    known = cluster or replace(assumed_cluster(), gpus_per_node=ranks_on_node())
     measured = measure_links(known, rank=world.rank, world_size=world.size)
     if world.rank == 0:
         keep_value("machines", _machine_key(config, world.size), measured.to_dict())
     return measured
-
-
-def ranks_on_node(world_size: int) -> int:
-    """Return the ranks of a node as the launcher says, else as many as there are accelerators, or all."""
-    most = torch.cuda.device_count() if torch.cuda.is_available() else world_size
-    return find_ranks_per_node(os.environ) or min(world_size, most)
 
 
 def _device() -> str:
@@ -67,7 +59,7 @@ def _device() -> str:
 
 
 def _machine_key(config: RunConfig, world_size: int) -> str:
-    of_run = (config.training.dtype, config.training.distributed_backend, world_size, ranks_on_node(world_size))
+    of_run = (config.training.dtype, config.training.distributed_backend, world_size, ranks_on_node())
     return key_of((_device(), torch.__version__, *of_run))
 
 

@@ -23,6 +23,7 @@ from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_to_fi
 from multimodal.plan.planners.search.tune_planner import plan_tuned
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.schedule.builders import fed_encoders
 from multimodal.values.errors import PlanError
 
 
@@ -45,6 +46,8 @@ class PlannerRow:
     """The paper that it comes from, or is the baseline of."""
     searches_others: bool = False
     """True if it judges the other planners' plans beside its own, so that none of them is better."""
+    takes_fed_encoders: bool = True
+    """False if it is only for models whose encoders all feed the LLM, and none another encoder."""
 
     def plan_best(self, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
         """Plan as well as the planner's user would: at its best microbatch size and with its best balancer (`plan_tuned`).
@@ -60,6 +63,11 @@ class PlannerRow:
         Units that the data asks nothing of are placed afterwards, by one rule for all planners (`place_idle_units`).
         """
         started = time.perf_counter()
+        if (fed := fed_encoders(request.graph)) and not self.takes_fed_encoders:
+            raise PlanError(
+                f"planner '{self.name}' is for models whose encoders all feed the LLM, but {', '.join(fed)} takes what other "
+                "encoders give; choose another planner"
+            )
         try:
             run = self._plan_experts(request)
         except PlanError as problem:
@@ -153,12 +161,14 @@ _ROWS = (
         plan_encoders_colocated,
         "all encoders fused in the same first stages",
         "Cornstarch 2",
+        takes_fed_encoders=False,
     ),
     PlannerRow(
         "encoders-replicated",
         plan_encoders_replicated,
         "a copy of every encoder in each LLM stage; a baseline that is predicted but cannot be run",
         "Cornstarch 2",
+        takes_fed_encoders=False,
     ),
     PlannerRow(
         "disttrain",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from statistics import fmean
 
 from multimodal.balance import Placement
@@ -27,7 +27,7 @@ from multimodal.plan.planners.search.run_variants import (
     overlapped,
     placements,
 )
-from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, Fidelity, SearchBudget, Trials
 from multimodal.plan.planners.search.tune_planner import judge_tuned, tune
 from multimodal.schedule.builders import BUILDERS
 
@@ -72,20 +72,22 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
        where sequences are long) are simulated quickly, with the schedules and balancers that suit them. What comes next is the
        layout with the shortest estimate, corrected by how far off estimates of its kind have been. The best few are simulated
        more closely.
-    2. The other planners' plans are tuned (`tune`): those that no microbatch size and no balancer could bring below the best.
-    3. The best of all of these are varied, step by step: balancer, schedule, passes, microbatch size, overlapped tensor
-       parallelism, partition of microbatches over encoder pipelines; and again, while that helps.
+    2. The best are varied, step by step: balancer, schedule, passes, microbatch size, overlapped tensor parallelism, partition of
+       microbatches over encoder pipelines; the best of each kind of placement first, and again, while that helps.
+    3. The other planners' plans are tuned (`tune`), except those that no microbatch size and no balancer could bring below the
+       best; and the best of all are varied again.
     4. The best are judged as `tools/plan.py` judges every plan; and so is every other planner's tuned plan that did not rank far
        behind the best, so that this planner is not behind them.
 
     The search ends when `request.time_budget_seconds` of nominal work are used up (`SearchBudget`): the same inputs give the same
-    plan on every machine, sooner or later. Step 2 is done in any case.
+    plan on every machine, sooner or later. Step 3 is done in any case.
     Interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second time, nothing.
-    others: the planners of step 2. Raises PlanError when nothing fits.
+    others: the planners of step 3. Raises PlanError when nothing fits.
     """
     search = PlanSearch(request, budget=SearchBudget(request.time_budget_seconds))
     try:
         search.rank_layouts()
+        search.vary_best()
         search.rank_others(others)
         search.vary_best()
     except KeyboardInterrupt:
@@ -106,6 +108,7 @@ class PlanSearch:
         self.trials = Trials(request, budget, request.max_actions)
         self.tuned: list[tuple[Planner, list[PredictedRun]]] = []
         self.judged: set[str] = set()
+        self.varied: dict[str, Placed] = {}
         self.num_estimated = 0
         self.is_interrupted = False
 
@@ -238,7 +241,7 @@ class PlanSearch:
 
         What a planner cannot plan is left out, and so is a plan that no run could follow.
         """
-        below = min((each.prediction.iteration_seconds for each in self.best(1)), default=math.inf)
+        below = self._least_seconds(RANKING)
         for planner in planners:
             tuned = [each for each in tune(planner, self.trials, below=below) if BUILDERS[each.run.schedule].can_train]
             if tuned:
@@ -248,12 +251,8 @@ class PlanSearch:
         """Try variants of the best runs, and of those that turn out best, while the budget lasts and that helps."""
         budget = self.trials.budget
         until = max(VARIANTS_UNTIL * budget.seconds, budget.spent_seconds + LEAST_VARIANTS * budget.seconds)
-        varied: set[str] = set()
-        while True:
-            run = next((each.run for each in self.best(NUM_FINALISTS) if each.run.key not in varied), None)
-            if run is None:
-                return
-            varied.add(run.key)
+        while (chosen := self.next_to_vary()) is not None:
+            run = chosen
             self.trials.try_run(run, RANKING)
             forms = (overlapped, other_sizes, other_balances, other_schedules)
             for kind in (*forms, self._other_layouts, other_passes, other_partitions):
@@ -262,8 +261,20 @@ class PlanSearch:
                     if budget.spent_seconds > until:
                         return
                     glances.append(self._glance(variant))
-                better = self._look_closer(run, filter(None, glances))
+                better = self.closer_variant(run, filter(None, glances))
                 run = better.run if better else run
+            self.varied[chosen.key] = self.trials.placed(chosen)
+
+    def next_to_vary(self) -> PlannedRun | None:
+        """Return the best run of a kind of plan of which none was varied, if it is close to the best run; else one of the best.
+
+        The best variants of the best plan are hardly better than each other, while those of another kind may be.
+        """
+        best = self.best(len(self.trials.found))
+        waiting = [each.run for each in best[:NUM_FINALISTS] if each.run.key not in self.varied]
+        close = (each.run for each in best if each.prediction.iteration_seconds <= CLOSE * best[0].prediction.iteration_seconds)
+        others = (run for run in close if self.trials.placed(run) not in self.varied.values())
+        return next(chain(others, waiting), None)
 
     def _other_layouts(self, run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
         """Yield the best runs of other plans with the schedule and balancer of the best run, which a variant may have found."""
@@ -279,13 +290,16 @@ class PlanSearch:
                 if changed is not None and changed != other.run:
                     yield changed
 
-    def _look_closer(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> PredictedRun | None:
+    def closer_variant(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> PredictedRun | None:
         """Simulate the best variants of a run more closely, unless at a glance they are no better, and as good only by chance.
 
+        Those of a run that does not fit need only be as good as the best run that does.
         Returns the best of them if it is better than the run, or the run does not fit.
         """
         known = self._glance(run)
-        seconds = known.prediction.iteration_seconds if known else math.inf
+        seconds = self._least_seconds(RANKING) / self.trials.corrections().get(self.trials.placed(run), 1.0)
+        if known and not self.trials.is_misfit(run):
+            seconds = known.prediction.iteration_seconds
         near = (each for each in glances if each.prediction.iteration_seconds <= CHANCE * seconds)
         better = [each for each in near if each.prediction != (known and known.prediction)]
         closer = [self.trials.try_run(each.run, RANKING) for each in sorted(better, key=lambda each: each.key)[:NUM_CLOSER]]
@@ -304,27 +318,31 @@ class PlanSearch:
         fit the budget, or none has fitted.
         """
         budget = self.trials.budget
-        while not self._final and self._judge_next():
+        while not self._fitting(FINAL) and self._judge_next():
             pass
         if not self.is_interrupted:
             self._judge_others()
             slowest = 0.0
-            while not self._final or self._is_undecided() or budget.left(1.0) > slowest:
+            while not self._fitting(FINAL) or self._is_undecided() or budget.left(1.0) > slowest:
                 before = budget.spent_seconds
                 if not self._judge_next():
                     break
                 slowest = max(slowest, budget.spent_seconds - before)
-        if not self._final:
+        if not self._fitting(FINAL):
             raise infeasible(self.request)
-        return self._final[0]
+        return self._fitting(FINAL)[0]
 
-    @property
-    def _final(self) -> list[PredictedRun]:
-        return [each for each in self.trials.fitting(FINAL) if BUILDERS[each.run.schedule].can_train]
+    def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
+        """Return the runs that fit and could train, as they were simulated; the shortest step first."""
+        return [each for each in self.trials.fitting(fidelity) if BUILDERS[each.run.schedule].can_train]
+
+    def _least_seconds(self, fidelity: Fidelity) -> float:
+        """Return the shortest step of those."""
+        return next((each.prediction.iteration_seconds for each in self._fitting(fidelity)), math.inf)
 
     def _judge_others(self) -> None:
         """Judge the other planners' tuned plans that ranked close to the best, and while the budget lasts promising ones."""
-        least = self.trials.least_seconds(FINAL)
+        least = self._least_seconds(FINAL)
         for planner, tuned in sorted(self.tuned, key=lambda entry: entry[1][0].key):
             behind = tuned[0].prediction.iteration_seconds / least
             if behind > PROMISING or (behind > CLOSE and self.trials.budget.left(1.0) < 0):
@@ -334,15 +352,15 @@ class PlanSearch:
 
     def _is_undecided(self) -> bool:
         """Return True if the best plan so far is clearly behind the seconds that the next one was ranked at."""
-        waiting = [each for each in self.trials.fitting(RANKING) if each.run.key not in self.judged]
-        is_behind = bool(waiting) and self.trials.least_seconds(FINAL) > PROMISING * waiting[0].prediction.iteration_seconds
+        waiting = [each for each in self._fitting(RANKING) if each.run.key not in self.judged]
+        is_behind = bool(waiting) and self._least_seconds(FINAL) > PROMISING * waiting[0].prediction.iteration_seconds
         return is_behind and len(self.judged) < MOST_JUDGED
 
     def _judge_next(self) -> bool:
         """Judge the best of the search that has not been; False where none is left that may be better than the best judged."""
         waiting = (each for each in self.best(len(self.trials.found)) if each.run.key not in self.judged)
         found = min(waiting, key=lambda each: self.trials.found.get((each.run.key, RANKING)) is None, default=None)
-        if found is None or found.prediction.iteration_seconds > CLOSE * self.trials.least_seconds(FINAL):
+        if found is None or found.prediction.iteration_seconds > CLOSE * self._least_seconds(FINAL):
             return False
         self.judged.add(found.run.key)
         self.trials.try_run(found.run, FINAL)

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 
+from multimodal.plan.partition_layers import partition_unit, range_seconds
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, with_replicas
 from multimodal.plan.planners.estimate.step_estimate import choose_candidate
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, partition_unit, range_seconds
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize

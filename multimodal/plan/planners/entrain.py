@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from multimodal.cost.communication import message_cost
 from multimodal.cost.unit_load import UnitLoad
+from multimodal.plan.partition_layers import partition_unit
 from multimodal.plan.planners.baselines.flops_ratio import proportional_gpus
 from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_seconds
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes
 from multimodal.plan.planners.estimate.step_estimate import choose, unit_stage_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, partition_unit
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.model_graph import Role, Unit

@@ -4,12 +4,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
+from multimodal.plan.partition_layers import partition_unit
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.shared_sizes import largest_fitting
 from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule

@@ -62,3 +62,14 @@ def test_of_frozen_units_weights_alone_are_saved() -> None:
     adapters = 2 * 2 * (WIDTH + 3 * WIDTH)
     whole = 2 * LAYER + 2 * EMBEDDING + WIDTH
     assert size_of(graph, 1).num_bytes == 2 * (whole + adapters) + 12 * adapters
+
+
+def test_replicas_that_share_experts_copy_their_own_ones() -> None:
+    """Of optimizer state a rank has as much as ever: a smaller part of the experts', which fewer ranks share."""
+    graph = build_graph(experts={"num_experts": 4, "router_topk": 2, "ffn_hidden_size": INNER})
+    apart, shared = (size_of(graph, 4, data_parallel_size=4, expert_parallel_size=each) for each in (1, 2))
+    experts = 2 * 4 * 3 * WIDTH * INNER
+    assert apart.most_copied_bytes - shared.most_copied_bytes == 2 * experts / 2
+    assert shared[:3] == apart[:3]
+    apart, shared = (size_of(graph, 4, zero_stage=0, data_parallel_size=4, expert_parallel_size=each) for each in (1, 2))
+    assert apart.most_copied_bytes - shared.most_copied_bytes == 14 * experts / 2

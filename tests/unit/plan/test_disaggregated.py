@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -115,6 +117,13 @@ def test_a_tensor_parallel_size_that_divides_no_heads() -> None:
         plan_disaggregated(TEXT_ONLY, sizes={"llm": UnitSizes(3)}, world_size=3)
 
 
+def test_a_tensor_parallel_size_that_does_not_divide_the_projector() -> None:
+    narrow = dataclasses.replace(TWO.unit("vision"), projector_hidden_size=7)
+    graph = dataclasses.replace(TWO, units=(narrow, *TWO.units[1:]))
+    with pytest.raises(PlanError, match=r"unit 'vision': projector_hidden_size 7 is not divisible by tensor parallel size 2"):
+        plan_disaggregated(graph, sizes={"vision": UnitSizes(2), "llm": UnitSizes()}, world_size=3)
+
+
 def test_an_unknown_unit() -> None:
     with pytest.raises(PlanError, match="unit 'audio'; the model's units are vision, llm"):
         plan_disaggregated(TWO, sizes={"audio": UnitSizes()}, world_size=2)
@@ -146,3 +155,28 @@ def test_sizes_that_need_more_ranks_than_there_are_lay_out_none() -> None:
         plan_disaggregated(TEXT_ONLY, sizes={"llm": largest}, world_size=2)
     with pytest.raises(PlanError, match="a replica takes 1152921504606846976 ranks"):
         plan_colocated(TEXT_ONLY, sizes={"llm": largest}, world_size=2)
+
+
+def test_layers_with_unlike_seconds_are_cut_where_the_slowest_stage_is_fastest() -> None:
+    sizes = {"vision": UnitSizes(pipeline_parallel_size=2, data_parallel_size=1), "llm": UnitSizes(pipeline_parallel_size=2)}
+    seconds = {"llm": (0, 3, 3, 3, 3, 6)}
+    own, shared = (
+        plan_disaggregated(TWO, sizes=sizes, world_size=4, layer_seconds=seconds),
+        plan_colocated(TWO, sizes=sizes, world_size=2, layer_seconds=seconds),
+    )
+    for plan in (own, shared):
+        assert [stage.layer_ranges for stage in plan.units["llm"].replicas[0].stages] == [((0, 4),), ((4, 6),)]
+        assert [stage.layer_ranges for stage in plan.units["vision"].replicas[0].stages] == [((0, 3),), ((3, 6),)]
+
+
+def test_a_number_of_layers_that_is_asked_for_wins_over_their_seconds() -> None:
+    sizes = {"llm": UnitSizes(pipeline_parallel_size=2, layers_per_virtual_stage=2)}
+    plan = plan_disaggregated(TEXT_ONLY, sizes=sizes, world_size=2, layer_seconds={"llm": (0, 3, 3, 3, 3, 6)})
+    assert [stage.layer_ranges for stage in plan.units["llm"].replicas[0].stages] == [((0, 3),), ((3, 6),)]
+
+
+def test_stages_that_would_hardly_be_faster_stay_even() -> None:
+    sizes = {"llm": UnitSizes(pipeline_parallel_size=3)}
+    for embedding, first in ((0, (0, 3)), (0.01, (0, 3)), (0.1, (0, 2))):
+        plan = plan_disaggregated(TEXT_ONLY, sizes=sizes, world_size=3, layer_seconds={"llm": (embedding, 1, 1, 1, 1, 0)})
+        assert plan.units["llm"].replicas[0].stages[0].layer_ranges == (first,)

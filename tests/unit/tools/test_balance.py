@@ -99,3 +99,21 @@ def test_wrong_input_is_one_line(lengths, capsys, changes, message):
     assert main(base(lengths, **changes)) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_encoders_that_encoders_feed_are_balanced_and_move_no_data(tmp_path, lengths, capsys):
+    shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
+    units = {
+        "siglip": {"role": "encoder", **shape},
+        "joint": {"role": "encoder", **shape, "join": "sequence", "queries": {"num_queries": 16}},
+        "llm": {"role": "backbone", **shape},
+    }
+    model = tmp_path / "model.yaml"
+    model.write_text(json.dumps({"units": units, "edges": [["siglip", "joint"], ["joint", "llm"]]}))
+    flags = base(lengths, replicas="siglip=4,joint=4,llm=4")
+    place = flags.index("--units")
+    report = balance(capsys, *flags[:place], *flags[place + 2 :], "--model", str(model), "--json")
+    assert set(report["units"]) == set(units)
+    joint = report["units"]["joint"]
+    assert joint["replica_imbalance"] < joint["replica_imbalance_before"]
+    assert joint["inter_node_bytes"] == {"before": 0, "after": 0}

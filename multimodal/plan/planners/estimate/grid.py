@@ -4,18 +4,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, samples_in_flight
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.shared_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread, reduction_seconds
-from multimodal.plan.planners.estimate.unit_layout import (
-    Range,
-    UnitLayout,
-    lay_out_grid,
-    partition_layers,
-    unit_pieces,
-)
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, lay_out_grid
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 

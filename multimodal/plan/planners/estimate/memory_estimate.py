@@ -16,7 +16,8 @@ from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.planners.estimate.unit_layout import Range, UnitLayout
+from multimodal.plan.partition_layers import Range
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 
 NUM_DRAWN = 512

@@ -1,13 +1,10 @@
-"""One unit's sizes and layer ranges: layers cut into stages by their times, and units laid out on ranks."""
+"""One unit's sizes and layer ranges, and units laid out on ranks."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from itertools import pairwise
 
-import numpy as np
-from numpy.typing import NDArray
-
+from multimodal.plan.partition_layers import Range
 from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.unit_grid import place_stages
 from multimodal.values.checks.validate_plan import validate_plan
@@ -15,8 +12,6 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, Replica, UnitPlan, split_layers
 
-Range = tuple[int, int]
-"""Layers from the first to before the second."""
 Groups = tuple[tuple[str, ...], ...]
 """Units that share ranks, group by group."""
 
@@ -152,82 +147,3 @@ def _checked(graph: ModelGraph, units: Mapping[str, UnitPlan]) -> Plan:
     plan = Plan({name: units[name] for name in graph.unit_names})
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
     return plan
-
-
-def partition_layers(seconds: Sequence[float], *, num_stages: int) -> tuple[Range, ...]:
-    """Return `num_stages` half-open ranges that cover all layers, none empty, with the smallest possible slowest range.
-
-    seconds: one per layer, not negative. Among equally good cuts, each prefix has the least sum of squares, which spreads the
-    rest evenly. Raises PlanError when there are fewer layers than stages. O(layers^2 x stages).
-    """
-    if not 1 <= num_stages <= len(seconds):
-        raise PlanError(f"{len(seconds)} layers cannot be cut into {num_stages} stages; use 1 to {len(seconds)}")
-    return _table_of(tuple(map(float, seconds))).partition(num_stages)
-
-
-class _Table:
-    """F(., m) for m = 1, 2, ..., computed as far as asked for, so that all numbers of stages share one table."""
-
-    def __init__(self, seconds: tuple[float, ...]) -> None:
-        self.num_layers = len(seconds)
-        total = np.concatenate(([0.0], np.cumsum(seconds)))
-        ends = np.arange(self.num_layers + 1)
-        self.of_range = np.where(ends[:, None] < ends[None, :], total[None, :] - total[:, None], np.inf)
-        self.slowest = np.where(ends > 0, total, np.inf)
-        self.squares = self.slowest**2
-        self.cut_of: list[NDArray[np.int64]] = []
-
-    def _extend(self) -> None:
-        latest = np.maximum(self.slowest[:, None], self.of_range)
-        best = latest.min(axis=0)
-        with np.errstate(invalid="ignore"):
-            is_best = latest <= best * (1 + 1e-12)
-        spread = np.where(is_best, self.squares[:, None] + self.of_range**2, np.inf)
-        cut = spread.argmin(axis=0)
-        self.cut_of.append(cut)
-        self.slowest, self.squares = best, spread[cut, np.arange(self.num_layers + 1)]
-
-    def partition(self, num_stages: int) -> tuple[Range, ...]:
-        """Follow the cuts back from the last layer."""
-        while len(self.cut_of) < num_stages - 1:
-            self._extend()
-        bounds = [self.num_layers]
-        for cut in reversed(self.cut_of[: num_stages - 1]):
-            bounds.append(int(cut[bounds[-1]]))
-        bounds.append(0)
-        bounds.reverse()
-        return tuple(pairwise(bounds))
-
-
-@lru_cache(maxsize=256)
-def _table_of(seconds: tuple[float, ...]) -> _Table:
-    return _Table(seconds)
-
-
-def partition_unit(unit: Unit, seconds: Sequence[float], *, num_stages: int) -> tuple[Range, ...]:
-    """Partition a unit's layers; the first and the last one (embedding, projector, head) stay with a transformer layer.
-
-    seconds: one per layer of `unit.layers`. Raises PlanError when there are fewer transformer layers than stages.
-    """
-    pieces = unit_pieces(unit)
-    if not 1 <= num_stages <= len(pieces):
-        raise PlanError(
-            f"unit '{unit.name}': {len(pieces)} transformer layers cannot be cut into {num_stages} stages; use 1 to {len(pieces)}"
-        )
-    ranges = partition_layers([sum(seconds[first:end]) for first, end in pieces], num_stages=num_stages)
-    return tuple((pieces[first][0], pieces[end - 1][1]) for first, end in ranges)
-
-
-def unit_pieces(unit: Unit) -> tuple[Range, ...]:
-    """Return the smallest ranges that a unit's layers are cut into: each holds one transformer layer, or a whole module."""
-    num_layers = len(unit.layers)
-    if unit.module is not None:
-        return ((0, num_layers),)
-    return tuple(
-        (layer if layer > 1 else 0, layer + 1 if layer < num_layers - 2 else num_layers) for layer in range(1, num_layers - 1)
-    )
-
-
-def range_seconds(seconds: Sequence[float], ranges: Sequence[Range]) -> tuple[float, ...]:
-    """Return the seconds of each range."""
-    return tuple(sum(seconds[first:end]) for first, end in ranges)

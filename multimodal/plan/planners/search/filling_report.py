@@ -9,7 +9,8 @@ import numpy as np
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.prediction import SEED, choose_share, keep_replicas, prepare_step
+from multimodal.plan.planners.search.prediction import SEED, prepare_step
+from multimodal.plan.planners.search.simulated_part import choose_share, keep_replicas
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.measure_filling import measure_filling
 from multimodal.values.model_graph import ModelGraph

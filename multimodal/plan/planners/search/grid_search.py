@@ -10,6 +10,7 @@ from random import Random
 import numpy as np
 
 from multimodal.cost.step_memory import GRADIENT_BYTES
+from multimodal.plan.partition_layers import Range
 from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight, num_nodes
 from multimodal.plan.planners.estimate.grid import (
     Grid,
@@ -30,7 +31,6 @@ from multimodal.plan.planners.estimate.step_estimate import (
     reduction_seconds,
     replicas_seconds,
 )
-from multimodal.plan.planners.estimate.unit_layout import Range
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 

@@ -8,6 +8,7 @@ from itertools import product
 
 import numpy as np
 
+from multimodal.plan.partition_layers import partition_unit
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.estimate.candidate import Candidate, fits
@@ -16,7 +17,7 @@ from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_t
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread, estimate_seconds, lower_bound_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout, partition_unit
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest

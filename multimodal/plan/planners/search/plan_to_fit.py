@@ -98,7 +98,7 @@ def _plan_attempt(
 
 def has_virtual_stages(run: PlannedRun) -> bool:
     """Return True if some stage holds several layer ranges."""
-    return any(len(stage.layer_ranges) > 1 for unit in run.plan.units.values() for stage in unit.replicas[0].stages)
+    return any(unit.has_virtual_stages for unit in run.plan.units.values())
 
 
 def describe(planned: PredictedRun) -> str:

@@ -1,6 +1,5 @@
 """Predicts a planned run by simulation of real batches on all its replicas, or on a true share of them."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,7 +11,6 @@ import numpy as np
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import drop_idle_samples
-from multimodal.balance.unlike_replicas import has_unequal_shares
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
@@ -20,6 +18,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICAS, choose_part
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.compile_schedule import CompiledSchedule
@@ -28,20 +27,14 @@ from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulate_events import Floats, NodeKind
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
-from multimodal.values.plan import Plan, Replica, UnitPlan
+from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.step_graph import StepGraph, validate_assignment
 
-KEPT_REPLICAS = 4
-"""Replicas of every unit that are simulated at least if lengths vary: the heaviest decides."""
 SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
-VARIED_FACTOR = 6
-"""If lengths vary, a step this many times as large is simulated whole: the time of a part says little."""
 PART_OF_IDEAL = ("tp",)
 """Kinds of idle time that are parts of computations: the ideal holds them."""
-FILLING = 3.0
-"""Number of times that the larger of two simulated batches fills all pipelines; the smaller one fills them half as often."""
 
 
 @dataclass(frozen=True)
@@ -98,35 +91,6 @@ class ShareCosts(ModelCosts):
         return round(super().static_bytes(lane) - excess)
 
 
-SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.04e-3, 25e-6
-"""Nominal seconds of assigning, building and simulating: one core's of 2024, rounded from `benchmarks/planning.py`."""
-
-
-def nominal_seconds(
-    run: PlannedRun,
-    request: PlanningRequest,
-    *,
-    max_actions: int | None,
-    num_batches: int,
-    filling: float = FILLING,
-    kept_replicas: int = KEPT_REPLICAS,
-) -> float:
-    """Return about what `predict_run` takes, from sizes alone: the same on every machine, fast or slow, busy or not."""
-    num_batches = num_batches if request.lengths_vary else 1
-    if max_actions is not None and request.lengths_vary:
-        max_actions *= VARIED_FACTOR
-    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
-    units = _busy_units(kept_plan(run.plan, request, share) or run.plan, request)
-    whole = -(-request.global_batch_size // share)
-    part = _num_samples(run, units, whole, max_actions, filling)
-    samples = [part] if part == whole else [part, part // 2]
-    seconds = sum(
-        SECONDS_PER_SIMULATION + SECONDS_PER_SAMPLE * count + SECONDS_PER_COMPUTATION * _num_actions(run, units, count)
-        for count in samples
-    )
-    return num_batches * seconds
-
-
 def predict_run(
     run: PlannedRun,
     request: PlanningRequest,
@@ -149,20 +113,17 @@ def predict_run(
     is_checked: whether assignments and schedules are validated, too.
     Raises ScheduleError or AssignmentError where the run is impossible.
     """
-    num_batches = num_batches if request.lengths_vary else 1
-    if max_actions is not None and request.lengths_vary:
-        max_actions *= VARIED_FACTOR
-    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
-    plan = kept_plan(run.plan, request, share) or run.plan
-    simulate = partial(_simulate, run, request, plan, is_checked=is_checked)
-    parts = [
-        (batch[::share], _num_samples(run, _busy_units(plan, request), len(batch[::share]), max_actions, filling))
-        for batch in draw_length_batches(
-            request.lengths, batch_size=request.global_batch_size, num_batches=num_batches, seed=SEED
-        )
-    ]
-    steps = [_of_batch(batch, part, simulate, keeps_all=BUILDERS[run.schedule].keeps_all) for batch, part in parts]
-    num_ranks = sum(map(len, plan.lanes))
+    part = choose_part(run, request, max_actions=max_actions, filling=filling, kept_replicas=kept_replicas)
+    simulate = partial(_simulate, run, request, part.plan, is_checked=is_checked)
+    batches = draw_length_batches(
+        request.lengths,
+        batch_size=request.global_batch_size,
+        num_batches=num_batches if request.lengths_vary else 1,
+        seed=SEED,
+    )
+    keeps_all = BUILDERS[run.schedule].keeps_all
+    steps = [_of_batch(batch[:: part.share], part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]
+    num_ranks = sum(map(len, part.plan.lanes))
     total = sum(step.seconds for step in steps) + len(steps) * _update_seconds(run, request)
     kinds = steps[0].bubble_seconds
     return Prediction(
@@ -175,7 +136,7 @@ def predict_run(
         floor_seconds=fmean(step.floor_seconds for step in steps),
         busiest_seconds=fmean(step.busiest_seconds for step in steps),
         update_seconds=_update_seconds(run, request),
-        replica_share=share,
+        replica_share=part.share,
     )
 
 
@@ -203,20 +164,25 @@ class _Step:
 
 
 def _of_batch(
-    lengths: Sequence[SampleLengths], part: int, simulate: Callable[[Sequence[SampleLengths]], _Simulated], *, keeps_all: bool
+    lengths: Sequence[SampleLengths],
+    sample_counts: Sequence[int],
+    simulate: Callable[[Sequence[SampleLengths]], _Simulated],
+    *,
+    keeps_all: bool,
 ) -> _Step:
     """Simulate a batch, or two parts of it that are continued in a straight line.
 
     With lengths that vary, the line's slope is uncertain; it is kept between that of the work itself (nothing more waits) and
     that of a step without fixed costs.
     """
-    if part == len(lengths):
+    if len(sample_counts) == 1:
         return _measure(lengths, simulate)
-    larger, smaller = (_measure(_like(lengths, count), simulate) for count in (part, part // 2))
+    part, half = sample_counts
+    larger, smaller = (_measure(_like(lengths, count), simulate) for count in (part, half))
     # By work rather than by samples: with lengths that vary, no part is as heavy as its number of samples says.
     work = larger.peak_seconds * _num_tokens(lengths) / larger.num_tokens if larger.num_tokens else 0.0
     step = larger.peak_seconds - smaller.peak_seconds
-    weight = (work - larger.peak_seconds) / step if step > 0 else (len(lengths) - part) / (part - part // 2)
+    weight = (work - larger.peak_seconds) / step if step > 0 else (len(lengths) - part) / (part - half)
 
     def continued(large: float, small: float) -> float:
         return max(0.0, large + weight * (large - small))
@@ -260,111 +226,6 @@ def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[Samp
         {kind: share * seconds for kind, share in found.bubble.items()},
         found.peak_memory_bytes,
     )
-
-
-def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
-    """Return the units that compute anything: those that the data asks nothing of only lie beside them."""
-    return [unit for name, unit in plan.units.items() if name not in request.idle_units]
-
-
-def _num_actions(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int) -> int:
-    num_stages = sum(unit.num_virtual_stages for unit in units)
-    return 2 * num_stages * -(-num_samples // run.micro_batch_size)
-
-
-def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, max_actions: int | None, filling: float) -> int:
-    """Return how many samples to simulate: all, or enough to fill the pipelines in both parts."""
-    if max_actions is None or _num_actions(run, units, num_samples) <= max_actions:
-        return num_samples
-    # Both parts give every replica of every unit equally many microbatches.
-    even = 2 * run.micro_batch_size * math.lcm(*map(_microbatches_per_turn, units))
-    in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in units)
-    wanted = max(
-        math.ceil(filling * run.micro_batch_size * in_flight),
-        int(num_samples * max_actions / _num_actions(run, units, num_samples)),
-    )
-    rounded = -(-wanted // even) * even
-    return rounded if rounded < 0.8 * num_samples else num_samples
-
-
-def _microbatches_per_turn(unit: UnitPlan) -> int:
-    """Return the microbatches after which all replicas have had what their shares say."""
-    shares = unit.microbatch_shares or (1,)
-    return unit.data_parallel_size * sum(shares) // len(shares)
-
-
-def choose_share(
-    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int = KEPT_REPLICAS
-) -> int:
-    """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough.
-
-    Units without work do not count; replicas that share experts count as one.
-    """
-    sizes = [unit.data_parallel_size // unit.expert_parallel_size for unit in _busy_units(run.plan, request)]
-    common = math.gcd(request.global_batch_size, *sizes)
-    num_actions = _num_actions(run, _busy_units(run.plan, request), request.global_batch_size)
-    if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
-        return 1  # replicas that share weights meet in every layer
-    if has_unequal_shares(request.graph, run.plan):
-        return 1  # no replica stands for another one
-    most = max(1, min(sizes) // kept_replicas) if request.lengths_vary else common
-    divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
-    shares = [share for share in divisors if kept_plan(run.plan, request, share) is not None]
-    return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
-
-
-def kept_plan(plan: Plan, request: PlanningRequest, share: int) -> Plan | None:
-    """Keep one of every `share` replicas of each unit that has work (`keep_replicas`); the others move onto ranks of the LLM.
-
-    None where the replicas of the units overlap in part, or where the LLM's stages are too few or too small for another unit's.
-    """
-    alone = [name for name in request.idle_units if plan.units[name].data_parallel_size == 1]
-    if share == 1 or not alone:
-        return keep_replicas(plan, share)
-    kept = keep_replicas(Plan({name: unit for name, unit in plan.units.items() if name not in alone}), share)
-    if kept is None:
-        return None
-    units = dict(kept.units)
-    places = [stage.ranks for replica in units[request.graph.backbone.name].replicas for stage in replica.stages]
-    for name in alone:
-        unit = plan.units[name]
-        stages = unit.replicas[0].stages
-        if len(places) < len(stages) or len(places[0]) < len(stages[0].ranks):
-            return None
-        moved = (replace(stage, ranks=ranks[: len(stage.ranks)]) for stage, ranks in zip(stages, places, strict=False))
-        units[name] = replace(unit, replicas=(Replica(tuple(moved)),))
-    return Plan({name: units[name] for name in plan.units})
-
-
-def keep_replicas(plan: Plan, share: int) -> Plan | None:
-    """Keep one of every `share` replicas of each unit, on the ranks that they have.
-
-    Of one unit the first replicas are kept, and of units that share ranks with it those on kept ranks. None where that is not one
-    of every `share`, whichever unit comes first, because replicas of different units overlap in part.
-    """
-    if share == 1:
-        return plan
-    by_size = sorted(plan.units, key=lambda name: plan.units[name].data_parallel_size)
-    attempts = (_keep(plan, share, (first, *(name for name in by_size if name != first))) for first in by_size)
-    return next((kept for kept in attempts if kept is not None), None)
-
-
-def _keep(plan: Plan, share: int, order: Sequence[str]) -> Plan | None:
-    units: dict[str, UnitPlan] = {}
-    kept_ranks: set[int] = set()
-    dropped_ranks: set[int] = set()
-    for name in order:
-        unit = plan.units[name]
-        count = unit.data_parallel_size // share
-        is_shared = not (kept_ranks | dropped_ranks).isdisjoint(unit.ranks)
-        kept = [each for each in unit.replicas if kept_ranks.issuperset(each.ranks)] if is_shared else unit.replicas[:count]
-        units[name] = replace(unit, replicas=tuple(kept))
-        left_out = set(unit.ranks).difference(units[name].ranks)
-        if len(kept) != count or not kept_ranks.isdisjoint(left_out):
-            return None
-        kept_ranks.update(units[name].ranks)
-        dropped_ranks.update(left_out)
-    return Plan({name: units[name] for name in plan.units})
 
 
 def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> Assignment:

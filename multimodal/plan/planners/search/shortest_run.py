@@ -7,8 +7,9 @@ from typing import Any, NamedTuple
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.prediction import nominal_seconds, predict_run
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import first_balances, placements
+from multimodal.plan.planners.search.simulated_part import nominal_seconds
 from multimodal.plan.planners.search.trials import RANKING
 from multimodal.values.errors import BraidError
 

@@ -13,8 +13,9 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
-from multimodal.plan.planners.search.prediction import FILLING, KEPT_REPLICAS, Prediction, nominal_seconds, predict_run
+from multimodal.plan.planners.search.prediction import Prediction, predict_run
 from multimodal.plan.planners.search.run_variants import Placed, placed
+from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICAS, nominal_seconds
 from multimodal.values.errors import BraidError
 
 MISFIT = 1.1
@@ -145,6 +146,10 @@ class Trials:
                 ratios.setdefault(self.placed(glance.run), []).append(ratio)
         return {kind: fmean(found) for kind, found in ratios.items()}
 
+    def is_misfit(self, run: PlannedRun) -> bool:
+        """Return True if a run did not fit when it was ranked, whatever a glance said."""
+        return (run.key, RANKING) in self.found and self.found[run.key, RANKING] is None
+
     def expected(self) -> list[PredictedRun]:
         """Return the runs that fit, as they were ranked or else at a glance, by what they are expected to take.
 
@@ -153,14 +158,9 @@ class Trials:
         factors, ranked = self.corrections(), {each.run.key: each for each in self.fitting(RANKING)}
 
         def seconds(glance: PredictedRun) -> float:
-            is_misfit = self.found.get((glance.run.key, RANKING), glance) is None
-            factor = factors.get(self.placed(glance.run), 1.0) * (MISFIT if is_misfit else 1.0)
+            factor = factors.get(self.placed(glance.run), 1.0) * (MISFIT if self.is_misfit(glance.run) else 1.0)
             return factor * glance.prediction.iteration_seconds
 
         glances = (each for each in self.fitting(QUICK) if each.run.key not in ranked)
         found = [(each.prediction.iteration_seconds, each) for each in ranked.values()]
         return [each for _, each in sorted([*found, *((seconds(each), each) for each in glances)], key=lambda entry: entry[0])]
-
-    def least_seconds(self, fidelity: Fidelity) -> float:
-        """Return the shortest step of those."""
-        return min((each.prediction.iteration_seconds for each in self.fitting(fidelity)), default=float("inf"))

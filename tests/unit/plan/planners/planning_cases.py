@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import ImageInput, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.units.item_passes import pass_item
 
 CLUSTER = Cluster(
     gpus_per_node=4,
@@ -23,7 +24,9 @@ TEXT_ONLY = ModelGraph((LLM,))
 TWO = ModelGraph((VISION, LLM), (("vision", "llm"),))
 THREE = ModelGraph((VISION, LLM, GENERATOR), (("vision", "llm"), ("llm", "generator")))
 TWO_ENCODERS = ModelGraph((VISION, AUDIO, LLM), (("vision", "llm"), ("audio", "llm")))
-GRAPHS = {"text-only": TEXT_ONLY, "two": TWO, "three": THREE, "two-encoders": TWO_ENCODERS}
+JOINT = Unit("joint", Role.ENCODER, Transformer(3, 512, 8, 2048), join="sequence", queries=Queries(32))
+FED = ModelGraph((VISION, JOINT, LLM), (("vision", "joint"), ("joint", "llm")))
+GRAPHS = {"text-only": TEXT_ONLY, "two": TWO, "three": THREE, "two-encoders": TWO_ENCODERS, "fed": FED}
 
 
 def random_lengths(graph: ModelGraph, *, count: int = 24, seed: int = 0) -> tuple[SampleLengths, ...]:
@@ -31,10 +34,10 @@ def random_lengths(graph: ModelGraph, *, count: int = 24, seed: int = 0) -> tupl
     samples = []
     for index in range(count):
         items = []
-        for unit in graph.encoders:
+        for unit in graph.item_encoders:
             for _ in range(draw.randint(0, 2)):
                 outputs = draw.randint(4, 200)
-                items.append(ItemLengths(unit.name, 4 * outputs, outputs))
+                items.append(pass_item(graph, ItemLengths(unit.name, 4 * outputs, outputs)))
         items += [ItemLengths(unit.name, draw.randint(16, 256), 0) for unit in graph.generators]
         samples.append(SampleLengths(index, tuple(items), draw.randint(20, 600), 10))
     return tuple(samples)

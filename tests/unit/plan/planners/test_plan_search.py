@@ -9,7 +9,9 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.estimate.unit_layout import fold_stages
 from multimodal.plan.planners.planning_request import FixedSizes
-from multimodal.plan.planners.search.trials import QUICK, SearchBudget
+from multimodal.plan.planners.search.plan_to_fit import PredictedRun
+from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.trials import QUICK, RANKING, SearchBudget
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request
@@ -57,6 +59,40 @@ def test_what_cannot_train_is_not_found(monkeypatch):
     monkeypatch.setitem(BUILDERS, "gpipe", replace(BUILDERS["gpipe"], can_train=False))
     asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
     assert "gpipe" not in {run.schedule for run in varied(asked, "megatron")}
+
+
+def searched(*glances):
+    """Return a search that has glanced at runs, which seemed to take so many seconds."""
+    search = PlanSearch(request(TWO), budget=UNLIMITED)
+    prediction = predict_run(glances[0][0], search.request)
+    for run, seconds in glances:
+        search.trials.keep(PredictedRun(run, replace(prediction, iteration_seconds=seconds)), QUICK)
+    return search
+
+
+def test_the_best_of_each_close_kind_of_plan_is_varied_before_others_of_its_kind():
+    apart, chain = (PLANNERS[name](request(TWO)) for name in ("disttrain", "megatron-balanced"))
+    second = replace(apart, schedule="gpipe")
+    search = searched((apart, 3.0), (second, 3.1), (chain, 3.2))
+    assert search.trials.placed(apart) != search.trials.placed(chain)
+    for wanted in (apart, chain, second, None):
+        assert search.next_to_vary() == wanted
+        if wanted:
+            search.varied[wanted.key] = search.trials.placed(wanted)
+    far = searched((apart, 3.0), (second, 3.1), (chain, 3.4))
+    far.varied[apart.key] = far.trials.placed(apart)
+    assert far.next_to_vary() == second, "the other kind is more than a tenth longer"
+
+
+def test_a_run_that_does_not_fit_is_left_for_one_that_does_even_if_that_takes_longer():
+    run = PLANNERS["disttrain"](request(TWO))
+    shorter, longer = replace(run, schedule="gpipe"), replace(run, micro_batch_size=2 * run.micro_batch_size)
+    search = searched((run, 3.0), (shorter, 2.0), (longer, 3.5))
+    glances = search.trials.fitting(QUICK)[2:]
+    assert search.closer_variant(run, glances) is None, "a variant that takes longer"
+    search.trials.found[run.key, RANKING] = None
+    found = search.closer_variant(run, glances)
+    assert found is not None and found.run == longer
 
 
 @pytest.mark.parametrize("num_stages", [2, 3])

@@ -15,6 +15,7 @@ from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.schedule.builders import fed_encoders
 from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, frozen, request
@@ -26,6 +27,10 @@ FAST = tuple(name for name in PLANNERS if name != "braid")
 @pytest.mark.parametrize("name", PLANNERS)
 def test_every_plan_validates_fits_and_is_simulated(name, graph):
     asked = request(GRAPHS[graph])
+    if fed_encoders(asked.graph) and not PLANNERS[name].takes_fed_encoders:
+        with pytest.raises(PlanError, match=f"planner '{name}' is for models whose encoders all feed the LLM, but joint takes"):
+            PLANNERS[name](asked)
+        return
     run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=None)
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
     assert run.planner == name and run.num_gpus <= asked.num_gpus

@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_remembered_as_that():
     run = PLANNERS["disttrain"](asked)
     small = with_memory(asked, 0.01)
     search = Trials(small, SearchBudget(1.0), small.max_actions)
-    assert search.try_run(run, QUICK) is None and search.fitting(QUICK) == [] and search.least_seconds(QUICK) == float("inf")
+    assert search.try_run(run, QUICK) is None and search.fitting(QUICK) == []
 
 
 def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_closely():

@@ -4,12 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal.plan.planners.estimate.unit_layout import (
-    partition_layers,
-    partition_unit,
-    range_seconds,
-    unit_pieces,
-)
+from multimodal.plan.partition_layers import partition_layers, partition_unit, range_seconds, unit_pieces
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import LLM
 

@@ -1,0 +1,173 @@
+"""The part of a step that is simulated for all of it: which replicas, how many samples, and about what that takes."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from multimodal.balance.unlike_replicas import has_unequal_shares
+from multimodal.plan.planners.planned_run import PlannedRun
+from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.values.plan import Plan, Replica, UnitPlan
+
+KEPT_REPLICAS = 4
+"""Replicas of every unit that are simulated at least if lengths vary: the heaviest decides."""
+VARIED_FACTOR = 6
+"""If lengths vary, a step this many times as large is simulated whole: the time of a part says little."""
+FILLING = 3.0
+"""Number of times that the larger of two simulated batches fills all pipelines; the smaller one fills them half as often."""
+SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.04e-3, 25e-6
+"""Nominal seconds of assigning, building and simulating: one core's of 2024, rounded from `benchmarks/planning.py`."""
+
+
+class StepPart(NamedTuple):
+    """The part of a step that is simulated."""
+
+    plan: Plan
+    """The run's, with the replicas that are kept."""
+    share: int
+    """Replicas, and samples, per replica and sample that are kept."""
+    sample_counts: tuple[int, ...]
+    """Samples of the one batch that is simulated, all of those of the kept replicas; or of a larger and a smaller part of it."""
+
+
+def choose_part(
+    run: PlannedRun,
+    request: PlanningRequest,
+    *,
+    max_actions: int | None,
+    filling: float = FILLING,
+    kept_replicas: int = KEPT_REPLICAS,
+) -> StepPart:
+    """Return what to simulate of a step: first, replicas are left out, then samples. The arguments are those of `predict_run`."""
+    if max_actions is not None and request.lengths_vary:
+        max_actions *= VARIED_FACTOR
+    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
+    plan = kept_plan(run.plan, request, share) or run.plan
+    whole = -(-request.global_batch_size // share)
+    count = _num_samples(run, _busy_units(plan, request), whole, max_actions, filling)
+    return StepPart(plan, share, (whole,) if count == whole else (count, count // 2))
+
+
+def nominal_seconds(
+    run: PlannedRun,
+    request: PlanningRequest,
+    *,
+    max_actions: int | None,
+    num_batches: int,
+    filling: float = FILLING,
+    kept_replicas: int = KEPT_REPLICAS,
+) -> float:
+    """Return about what `predict_run` takes, from sizes alone: the same on every machine, fast or slow, busy or not."""
+    part = choose_part(run, request, max_actions=max_actions, filling=filling, kept_replicas=kept_replicas)
+    units = _busy_units(part.plan, request)
+    seconds = sum(
+        SECONDS_PER_SIMULATION + SECONDS_PER_SAMPLE * count + SECONDS_PER_COMPUTATION * _num_actions(run, units, count)
+        for count in part.sample_counts
+    )
+    return (num_batches if request.lengths_vary else 1) * seconds
+
+
+def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
+    """Return the units that compute anything: those that the data asks nothing of only lie beside them."""
+    return [unit for name, unit in plan.units.items() if name not in request.idle_units]
+
+
+def _num_actions(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int) -> int:
+    num_stages = sum(unit.num_virtual_stages for unit in units)
+    return 2 * num_stages * -(-num_samples // run.micro_batch_size)
+
+
+def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, max_actions: int | None, filling: float) -> int:
+    """Return how many samples to simulate: all, or enough to fill the pipelines in both parts."""
+    if max_actions is None or _num_actions(run, units, num_samples) <= max_actions:
+        return num_samples
+    # Both parts give every replica of every unit equally many microbatches.
+    even = 2 * run.micro_batch_size * math.lcm(*map(_microbatches_per_turn, units))
+    in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in units)
+    wanted = max(
+        math.ceil(filling * run.micro_batch_size * in_flight),
+        int(num_samples * max_actions / _num_actions(run, units, num_samples)),
+    )
+    rounded = -(-wanted // even) * even
+    return rounded if rounded < 0.8 * num_samples else num_samples
+
+
+def _microbatches_per_turn(unit: UnitPlan) -> int:
+    """Return the microbatches after which all replicas have had what their shares say."""
+    shares = unit.microbatch_shares or (1,)
+    return unit.data_parallel_size * sum(shares) // len(shares)
+
+
+def choose_share(
+    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int = KEPT_REPLICAS
+) -> int:
+    """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough.
+
+    Units without work do not count; replicas that share experts count as one.
+    """
+    sizes = [unit.data_parallel_size // unit.expert_parallel_size for unit in _busy_units(run.plan, request)]
+    common = math.gcd(request.global_batch_size, *sizes)
+    num_actions = _num_actions(run, _busy_units(run.plan, request), request.global_batch_size)
+    if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
+        return 1  # replicas that share weights meet in every layer
+    if has_unequal_shares(request.graph, run.plan):
+        return 1  # no replica stands for another one
+    most = max(1, min(sizes) // kept_replicas) if request.lengths_vary else common
+    divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
+    shares = [share for share in divisors if kept_plan(run.plan, request, share) is not None]
+    return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
+
+
+def kept_plan(plan: Plan, request: PlanningRequest, share: int) -> Plan | None:
+    """Keep one of every `share` replicas of each unit that has work (`keep_replicas`); the others move onto ranks of the LLM.
+
+    None where the replicas of the units overlap in part, or where the LLM's stages are too few or too small for another unit's.
+    """
+    alone = [name for name in request.idle_units if plan.units[name].data_parallel_size == 1]
+    if share == 1 or not alone:
+        return keep_replicas(plan, share)
+    kept = keep_replicas(Plan({name: unit for name, unit in plan.units.items() if name not in alone}), share)
+    if kept is None:
+        return None
+    units = dict(kept.units)
+    places = [stage.ranks for replica in units[request.graph.backbone.name].replicas for stage in replica.stages]
+    for name in alone:
+        unit = plan.units[name]
+        stages = unit.replicas[0].stages
+        if len(places) < len(stages) or len(places[0]) < len(stages[0].ranks):
+            return None
+        moved = (replace(stage, ranks=ranks[: len(stage.ranks)]) for stage, ranks in zip(stages, places, strict=False))
+        units[name] = replace(unit, replicas=(Replica(tuple(moved)),))
+    return Plan({name: units[name] for name in plan.units})
+
+
+def keep_replicas(plan: Plan, share: int) -> Plan | None:
+    """Keep one of every `share` replicas of each unit, on the ranks that they have.
+
+    Of one unit the first replicas are kept, and of units that share ranks with it those on kept ranks. None where that is not one
+    of every `share`, whichever unit comes first, because replicas of different units overlap in part.
+    """
+    if share == 1:
+        return plan
+    by_size = sorted(plan.units, key=lambda name: plan.units[name].data_parallel_size)
+    attempts = (_keep(plan, share, (first, *(name for name in by_size if name != first))) for first in by_size)
+    return next((kept for kept in attempts if kept is not None), None)
+
+
+def _keep(plan: Plan, share: int, order: Sequence[str]) -> Plan | None:
+    units: dict[str, UnitPlan] = {}
+    kept_ranks: set[int] = set()
+    dropped_ranks: set[int] = set()
+    for name in order:
+        unit = plan.units[name]
+        count = unit.data_parallel_size // share
+        is_shared = not (kept_ranks | dropped_ranks).isdisjoint(unit.ranks)
+        kept = [each for each in unit.replicas if kept_ranks.issuperset(each.ranks)] if is_shared else unit.replicas[:count]
+        units[name] = replace(unit, replicas=tuple(kept))
+        left_out = set(unit.ranks).difference(units[name].ranks)
+        if len(kept) != count or not kept_ranks.isdisjoint(left_out):
+            return None
+        kept_ranks.update(units[name].ranks)
+        dropped_ranks.update(left_out)
+    return Plan({name: units[name] for name in plan.units})
