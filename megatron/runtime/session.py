@@ -24,6 +24,7 @@ from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import TrainedState
 from megatron.runtime.step.step import Step, StepResult
+from multimodal.model.experts.expert_mlp import ExpertMLP
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
@@ -153,6 +154,11 @@ class Session:
         if not step.cuts.gathers_parameters:
             self.complete_parameters()
         return self.executor.execute(step, is_training=True)
+
+    def take_expert_losses(self) -> float:
+        """Return this rank's share of the loss that balances experts, summed over layers and tokens since it was taken."""
+        modules = (module for stage in self.stages.values() for module in stage.modules())
+        return sum(module.take_losses() for module in modules if isinstance(module, ExpertMLP))
 
     def zero_gradients(self) -> None:
         """Forget the gradients of the last step."""

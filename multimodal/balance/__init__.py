@@ -93,8 +93,7 @@ def placements_of(units: Sequence[UnitPlan]) -> tuple[Placement, ...]:
     """Return how units are placed that have work to do; units that share all ranks may meet late, or run in phases."""
     ranks = [frozenset(unit.ranks) for unit in units]
     if len(units) == 1 or any(each != ranks[0] for each in ranks):
-        is_chain = any(len(stage.layer_ranges) > 1 for unit in units for stage in unit.replicas[0].stages)
-        return (Placement.CHAIN,) if is_chain else (Placement.OWN_RANKS,)
+        return (Placement.CHAIN,) if any(unit.has_virtual_stages for unit in units) else (Placement.OWN_RANKS,)
     if len({unit.data_parallel_size for unit in units}) > 1:
         return (Placement.PHASES,)
     is_pipeline = any(unit.num_virtual_stages > 1 for unit in units)

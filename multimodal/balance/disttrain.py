@@ -57,7 +57,7 @@ def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
     seconds = _stage_seconds(llm, work, plan=plan)
     yield reorder_llm(llm, work, plan=plan)
     backbone = plan.units[work.graph.backbone.name]
-    if (num_chunks := backbone.num_virtual_stages // len(backbone.replicas[0].stages)) > 1:
+    if (num_chunks := backbone.num_stages_of(0) // len(backbone.replicas[0].stages)) > 1:
         is_llm = _is_stage_of_llm(work, plan)
         yield _reordered(llm, partial(_fill_waits, _with_chunks(seconds, is_llm, num_chunks), num_stages=seconds.shape[1]))
     sizes = seconds.sum(axis=(0, 1))

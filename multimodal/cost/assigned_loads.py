@@ -124,13 +124,15 @@ class AssignedLoads:
         return UnitLoad(*(-(-total // max(1, len(loads))) for total in add_loads(loads)))
 
     def num_received_rows(self, unit: str) -> Integers:
-        """Rows that encoders hand to each microbatch of the LLM, or of an encoder; 0 for other units."""
+        """Rows that encoders hand to each microbatch of a unit, each as often as it is used."""
         placed, lengths, described = self.step.assignment.placed[unit], self._lengths, self.step.graph.unit(unit)
         if described.join is not None:
             num_tokens = np.asarray(self.of_microbatches(unit).num_tokens, np.int64)
             return num_tokens * (len(self.step.graph.upstream(unit)) if described.join == "features" else 1)
         if described.role is not Role.BACKBONE:
-            return np.zeros(placed.num_microbatches, np.int64)
+            loads = self.of_microbatches(unit)
+            is_given = bool(self.step.graph.conditions(unit))
+            return np.asarray(loads.num_tokens - loads.num_outputs, np.int64) * is_given
         rows = row_sums(lengths.item_starts, lengths.num_llm_tokens)
         return row_sums(placed.atom_starts, rows[np.searchsorted(lengths.sample_ids, placed.sample_ids)])
 

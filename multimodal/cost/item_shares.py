@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.flops import UnitFlops, unit_flops
-from multimodal.cost.unit_load import UnitLoad, add_loads, item_load
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, num_given
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths
 
@@ -56,9 +56,9 @@ class ItemDealer:
     block_size: int = DEFAULT_BLOCK_SIZE
 
     def loads_of(self, items: Iterable[ItemLengths]) -> tuple[UnitLoad, ...]:
-        """Return what each item asks of the unit; all tokens of a generator leave it."""
+        """Return what each item asks of the unit."""
         is_generator = self.graph.unit(self.unit).role is Role.GENERATOR
-        return tuple(item_load(item.num_tokens, item.num_tokens if is_generator else item.num_output_tokens) for item in items)
+        return tuple(item_load(item.num_tokens, num_given(item, is_generator=is_generator)) for item in items)
 
     def deal(self, items: Sequence[UnitLoad]) -> ItemShares:
         """Deal the items of one microbatch."""

@@ -122,6 +122,8 @@ class StepMemory:
     def _width_before(self, stage: StageKey) -> int:
         """Return the channels of what comes into a stage; of a unit's first one: of what takes the places of items."""
         first = self.layers.plan.virtual_stage(*stage).layers.start
+        if first == 0 and self.layers.graph.unit(stage[0]).role is Role.GENERATOR:
+            return self.layers.graph.backbone.transformer.hidden_size
         return self.layers.graph.width_behind(stage[0], max(0, first - 1))
 
     def _stage_bytes(

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from multimodal.values.arrays.length_arrays import LengthArrays
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.model_graph import Role, Unit
-from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 Floats = NDArray[np.float64]
 
@@ -22,7 +22,7 @@ class UnitLoad(NamedTuple):
     num_squared: int = 0
     """Sum of squares of the lengths of its sequences."""
     num_outputs: int = 0
-    """Tokens that leave: of the projector for an encoder, target tokens for the LLM, all tokens for a generator."""
+    """Tokens that leave: of the projector for an encoder, target tokens for the LLM, those made by a generator."""
     num_sequences: int = 0
     """Sequences that attend apart: samples, or items of an encoder or a generator. No FLOPs, but some calls for each."""
 
@@ -54,7 +54,12 @@ def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
         return item_load(sample.num_tokens, sample.num_target_tokens)
     items = (item.inside(unit.name) for item in sample.items if unit.name in item.units)
     is_generator = unit.role is Role.GENERATOR
-    return add_loads(item_load(item.num_tokens, item.num_tokens if is_generator else item.num_output_tokens) for item in items)
+    return add_loads(item_load(item.num_tokens, num_given(item, is_generator=is_generator)) for item in items)
+
+
+def num_given(item: ItemLengths, *, is_generator: bool) -> int:
+    """Return the tokens of an item that leave a unit; a generator makes all of them, but those that encoders gave it."""
+    return item.num_output_tokens or (item.num_tokens if is_generator else 0)
 
 
 class AtomLoads(NamedTuple):
@@ -80,8 +85,10 @@ def atom_loads(unit: Unit, lengths: LengthArrays) -> AtomLoads:
     if unit.role is Role.ENCODER:
         return _of_sequences(samples, tokens, lengths.num_output_tokens[items])
     starts = row_starts(np.bincount(samples, minlength=len(lengths)))
-    tokens, squared, sequences = (row_sums(starts, each) for each in (tokens, tokens * tokens, (tokens > 0).astype(np.int64)))
-    return AtomLoads(every, tokens, squared.astype(np.float64), tokens, sequences)
+    made = lengths.num_output_tokens[items]
+    columns = (tokens, tokens * tokens, np.where(made > 0, made, tokens), (tokens > 0).astype(np.int64))
+    tokens, squared, made, sequences = (row_sums(starts, each) for each in columns)
+    return AtomLoads(every, tokens, squared.astype(np.float64), made, sequences)
 
 
 def _of_sequences(samples: Integers, tokens: Integers, outputs: Integers) -> AtomLoads:

@@ -17,10 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from multimodal.attention.context_parallel import all_gather_single, reduce_scatter_single
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
-
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 class Arriving(NamedTuple):
@@ -51,7 +49,7 @@ class RankLink(NamedTuple):
         if not self.is_sequence_parallel or self.group.size() == 1:
             return Arriving(share)
         rows = share.new_empty((self.group.size() * share.shape[0], *share.shape[1:]))
-        return Arriving(rows, (_all_gather(rows, share.contiguous(), group=self.group, async_op=True),))
+        return Arriving(rows, (all_gather_single(rows, share.contiguous(), group=self.group, async_op=True),))
 
     def start_summing(self, rows: Tensor) -> Arriving:
         """Start summing over the ranks, in place; under sequence parallelism the result is this rank's block of the rows."""
@@ -61,7 +59,7 @@ class RankLink(NamedTuple):
         if not self.is_sequence_parallel:
             return Arriving(rows, (dist.all_reduce(rows, group=self.group, async_op=True),))
         share = rows.new_empty((rows.shape[0] // self.group.size(), *rows.shape[1:]))
-        return Arriving(share, (reduce_scatter(share, rows, group=self.group, async_op=True),))
+        return Arriving(share, (reduce_scatter_single(share, rows, group=self.group, async_op=True),))
 
     def complete(self, arriving: Arriving) -> Tensor:
         """Wait for a collective; what fills the wait runs before."""

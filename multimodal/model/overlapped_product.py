@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from multimodal.model.collectives import Arriving, reduce_scatter
+from multimodal.attention.context_parallel import reduce_scatter_single
+from multimodal.model.collectives import Arriving
 
 
 class Overlap(NamedTuple):
@@ -81,7 +82,7 @@ def _multiply_then_scatter(rows: Tensor, factor: Factor, overlap: Overlap) -> Ar
     for part in sequence_parts(num_rows, num_parts=overlap.num_parts):
         product = rows.new_empty((num_ranks, *share[part].shape))
         _multiply(blocks[:, part], factor, into=product)
-        works.append(reduce_scatter(share[part], product.flatten(0, 1), group=overlap.group, async_op=True))
+        works.append(reduce_scatter_single(share[part], product.flatten(0, 1), group=overlap.group, async_op=True))
     return Arriving(share, tuple(works))
 
 

@@ -29,7 +29,8 @@ class PackedInput:
     `audio_positions` says of tokens of sound) or [num_tokens, 4] (row and column of patches, and how many of both their image
     has, where learned positions are stretched to it)."""
     patches: Tensor | None = None
-    """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage."""
+    """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage; of
+    `target_rows` where these are given."""
     token_ids: Tensor | None = None
     """[num_tokens]; the LLM only."""
     items: tuple[ItemSpan, ...] = ()
@@ -38,15 +39,16 @@ class PackedInput:
     """[num_item_tokens]: rows that encoder outputs fill, in the order they are given; the first stage of the LLM, or of an
     encoder that encoders feed."""
     item_sources: Tensor | None = None
-    """[num_item_tokens]: which of the encoders that feed this one gives each, in the order of the model's edges."""
+    """[num_item_tokens]: which of the units that feed this one gives each, in the order of the model's edges; the first stage of
+    an encoder that encoders feed, or of a generator that they feed."""
     target_rows: Tensor | None = None
-    """[num_targets]: rows that count in the loss; the LLM's last stage."""
+    """[num_targets]: rows that count in the loss; the LLM's last stage, and that of a generator that encoders feed."""
     targets: Tensor | None = None
     """[num_targets]."""
     generator_rows: Tensor | None = None
     """[num_generated_items]: rows whose hidden states generators are given; the LLM's last stage, where there are any."""
     condition_rows: Tensor | None = None
-    """[num_tokens]: which of the rows that the LLM hands over each patch is made from; a generator's first stage."""
+    """[num_tokens]: which of the rows that are handed over each token is made from; a generator's first stage."""
     window_order: Tensor | None = None
     """[num_tokens]: this rank's tokens, window by window; encoders whose patches attend inside windows."""
     window_lengths: tuple[int, ...] = ()
@@ -142,7 +144,7 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     """
     at = torch.from_numpy(share.positions)
     parts: dict[str, Any] = {"positions": batch.positions[at], "share": share}
-    if batch.patches is not None:
+    if batch.patches is not None and batch.target_rows is None:
         parts["patches"] = batch.patches[at]
     if batch.token_ids is not None:
         parts["token_ids"] = batch.token_ids[at]
@@ -151,9 +153,11 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
         parts["item_sources"] = None if batch.item_sources is None else batch.item_sources[is_held]
     if batch.generator_rows is not None:
         parts["generator_rows"] = share.local_rows(batch.generator_rows)[1]
-    if batch.target_rows is not None and batch.targets is not None:
+    if batch.target_rows is not None:
         is_held, parts["target_rows"] = share.local_rows(batch.target_rows)
-        parts["targets"] = batch.targets[is_held]
+        parts["targets"], parts["patches"] = (None if rows is None else rows[is_held] for rows in (batch.targets, batch.patches))
     if batch.condition_rows is not None:
-        parts["condition_rows"] = torch.unique(batch.condition_rows[at], return_inverse=True)[1]
+        taken, parts["condition_rows"] = torch.unique(batch.condition_rows[at], return_inverse=True)
+        if batch.item_sources is not None:
+            parts["item_sources"] = batch.item_sources[taken]
     return replace(batch, **parts)

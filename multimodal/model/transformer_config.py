@@ -87,7 +87,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
     shape = unit.transformer
     dtype = options.precision.params_dtype
     return TransformerConfig(
-        num_layers=shape.num_layers,
+        num_layers=max(1, shape.num_layers),  # megatron-core divides by it
         hidden_size=shape.hidden_size,
         ffn_hidden_size=shape.ffn_hidden_size,
         num_attention_heads=shape.num_attention_heads,

@@ -32,7 +32,10 @@ __all__ = [
 ]
 
 
-_EDGE_ROLES = ((Role.ENCODER, Role.BACKBONE), (Role.BACKBONE, Role.GENERATOR), (Role.ENCODER, Role.ENCODER))
+_EDGE_ROLES = (
+    *((Role.ENCODER, role) for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR)),
+    (Role.BACKBONE, Role.GENERATOR),
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +99,19 @@ class ModelGraph:
         """The encoders that items of data are for: one of those that an item passes through, the first one."""
         return tuple(unit for unit in self.encoders if self.item_units(unit.name)[0] == unit.name)
 
+    def gives_items_once(self, name: str) -> bool:
+        """True if an encoder takes items itself and feeds one unit alone, so that its backward can run consumer by consumer."""
+        return not self.upstream(name) and len(self.downstream(name)) == 1
+
+    def conditions(self, generator: str) -> tuple[str, ...]:
+        """Encoders whose outputs a generator takes beside what the LLM gives."""
+        return tuple(name for name in self.upstream(generator) if self.unit(name).role is Role.ENCODER)
+
+    @property
+    def passes_items_on(self) -> bool:
+        """True if encoders feed others than the LLM, so that an item has lengths in several units."""
+        return any(self.unit(source).role is Role.ENCODER and target != self.backbone.name for source, target in self.edges)
+
     def num_carried(self, name: str, layer: int) -> int:
         """Return how many hidden states travel beside those that come out of a unit's layer (deepstack).
 
@@ -112,9 +128,18 @@ class ModelGraph:
         is_end = unit.role is Role.ENCODER and layer == len(unit.layers) - 1
         if is_end and not unit.has_projector:
             return unit.merged_size
-        targets = self.downstream(name) if is_end else ()
-        speaks = self.unit(targets[0]) if targets else unit
-        return speaks.transformer.hidden_size * (1 + self.num_carried(name, layer))
+        size = self.projected_size(name) if is_end else unit.transformer.hidden_size
+        return size * (1 + self.num_carried(name, layer))
+
+    def projected_size(self, name: str) -> int:
+        """Return the channels that an encoder's projector maps to: the LLM's, where that takes them, else those of an encoder."""
+        targets = self.downstream(name)
+        taker = self.backbone.name if self.backbone.name in targets else next(iter(targets), name)
+        return self.unit(taker).transformer.hidden_size
+
+    def takers(self, name: str) -> tuple[Unit, ...]:
+        """Return the units that take what a unit's projector gives as it is; generators map it to their own channels."""
+        return tuple(unit for unit in map(self.unit, self.downstream(name)) if unit.role is not Role.GENERATOR)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
@@ -155,8 +180,9 @@ def _check_graph(graph: ModelGraph) -> None:
     for unit in graph.units:
         if unit.role is Role.ENCODER and not graph.downstream(unit.name):
             raise ModelError(f"unit '{unit.name}' feeds nobody; add an edge [{unit.name}, {backbones[0]}]", place=("edges",))
-        if unit.role is Role.GENERATOR and not graph.upstream(unit.name):
-            raise ModelError(f"unit '{unit.name}' is fed by nobody; add an edge [{backbones[0]}, {unit.name}]", place=("edges",))
+        if unit.role is Role.GENERATOR and backbones[0] not in (sources := graph.upstream(unit.name)):
+            fed = f"fed by {', '.join(sources)} alone" if sources else "fed by nobody"
+            raise ModelError(f"unit '{unit.name}' is {fed}; add an edge [{backbones[0]}, {unit.name}]", place=("edges",))
         check_unit(unit)
         if unit.role is Role.ENCODER and (problem := _problem_of_edges(graph, unit)):
             raise ModelError(f"unit '{unit.name}': {problem}", place=("units", unit.name))
@@ -177,8 +203,8 @@ def _check_edge(graph: ModelGraph, index: int) -> None:
     elif (graph.unit(source).role, graph.unit(target).role) not in _EDGE_ROLES:
         roles = ", ".join(f"{unit.name} ({unit.role})" for unit in graph.units)
         problem = (
-            "edges lead from an encoder to the backbone or another encoder, or from the backbone to a generator; change it; "
-            f"units are {roles}"
+            "edges lead from an encoder to the backbone, a generator or another encoder, or from the backbone to a generator; "
+            f"change it; units are {roles}"
         )
     elif names.index(source) >= names.index(target):
         problem = f"list '{source}' before '{target}'"
@@ -192,6 +218,10 @@ def _problem_of_edges(graph: ModelGraph, unit: Unit) -> str:
     """Say what is wrong with how an encoder is fed by encoders, or feeds some; empty when nothing is."""
     sources, targets = graph.upstream(unit.name), graph.downstream(unit.name)
     feeds_llm = graph.backbone.name in targets
+    fed = [name for name in targets if graph.unit(name).role is Role.ENCODER]
+    if not feeds_llm and len(fed) < len(targets):
+        generators = ", ".join(name for name in targets if name not in fed)
+        return f"feeds {generators}, which takes what the backbone takes; add an edge [{unit.name}, {graph.backbone.name}]"
     if bool(sources) != (unit.join is not None):
         return (
             f"is fed by {', '.join(sources)}; give it join: features or sequence, and no image or audio"
@@ -200,10 +230,10 @@ def _problem_of_edges(graph: ModelGraph, unit: Unit) -> str:
         )
     if unit.item_input is not None and sources:
         return f"takes what {', '.join(sources)} give; leave image and audio out"
-    if feeds_llm and (len(targets) > 1 or not unit.has_projector):
+    if feeds_llm and (fed or not unit.has_projector):
         return "feeds the backbone, so it must have a projector and feed no encoder as well; change it or the edges"
     if (sources or not feeds_llm) and unit.deepstack_layers:
-        return "deepstack_layers belong to encoders that feed nobody but the backbone; leave them out"
+        return "deepstack_layers belong to encoders that no encoder feeds and that feed none; leave them out"
     passed = graph.item_units(unit.name)
     if len(ends := [name for name in passed if graph.backbone.name in graph.downstream(name)]) != 1:
         return f"its items reach the backbone through {len(ends)} encoders ({', '.join(ends)}); expected one; change the edges"
@@ -223,7 +253,10 @@ def _problem_of_edges(graph: ModelGraph, unit: Unit) -> str:
     return ""
 
 
-_ALIKE = ("patch_size", "merge_size", "in_channels", "min_pixels", "max_pixels", "image_size", "fit", "max_tiles", "num_frames")
+_ALIKE = (
+    *("patch_size", "merge_size", "in_channels", "min_pixels", "max_pixels"),
+    *("image_size", "fit", "shorter_side", "max_tiles", "num_frames"),
+)
 
 
 def _cuts_alike(unit: Unit, other: Unit) -> bool:

@@ -104,6 +104,16 @@ class UnitPlan:
         return len(forms) > 1 or len(self.tensor_sizes) > 1
 
     @cached_property
+    def has_virtual_stages(self) -> bool:
+        """True if some stage holds several layer ranges."""
+        return any(len(stage.layer_ranges) > 1 for replica in self.replicas for stage in replica.stages)
+
+    def describe_ranges(self) -> str:
+        """Return the layer ranges of its stages, as lists; where replicas differ in them, those of each."""
+        forms = [[[list(pair) for pair in stage.layer_ranges] for stage in replica.stages] for replica in self.replicas]
+        return str(forms[0]) if all(form == forms[0] for form in forms) else " and ".join(map(str, forms))
+
+    @cached_property
     def shared_ranges(self) -> tuple[range, ...]:
         """The unit's layers, cut wherever any replica cuts them: all layers of a range have the same ranks."""
         stages = [stage.layers for replica in self.replicas for stage in replica.virtual_stages]

@@ -34,7 +34,7 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import Timeline
-from multimodal.values.units.item_passes import pass_item
+from multimodal.values.units.item_passes import pass_items
 
 TIMEOUT = timedelta(minutes=5)
 _VOCAB_SIZE = 128
@@ -169,7 +169,7 @@ def _lengths(graph: ModelGraph, assignment: Assignment, num_tokens: int) -> Sequ
     for sample, units in unit_of.items():
         num_items = max(units, default=-1) + 1
         names = [units.get(index, backbone) for index in range(num_items)]
-        items = [pass_item(graph, ItemLengths(name, num_tokens, num_tokens)) for name in names]
+        items = [ItemLengths(name, num_tokens, num_tokens) for name in names]
         items += [ItemLengths(unit.name, num_tokens, 0) for unit in graph.generators]
-        found.append(SampleLengths(sample, tuple(items), num_tokens, 1))
+        found.append(SampleLengths(sample, pass_items(graph, items), num_tokens, 1))
     return found

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import torch
 
+from megatron.runtime.feed.condition_inputs import put_conditions_before
 from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.batch_work import list_items
@@ -179,6 +180,9 @@ def _generator_input(
     items_of = partial(_items_of, unit=unit.name, source=source, source_index=source_index)
     items = items_of(step.assignment.atoms(place))
     packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
+    if step.graph.conditions(unit.name):
+        lengths = {sample: source.lengths(source_index[sample]) for sample, _ in step.assignment.atoms(place)}
+        return put_conditions_before(packed, items, place, step, lengths=lengths)
     handed_over = [item for route in step.routes.to_target[place] for item in items_of(route.atoms)]
     row_of_item = {item: row for row, item in enumerate(handed_over)}
     rows = torch.tensor([row_of_item[item] for item in items])

@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.schedule_checks import check_schedule
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from megatron.runtime.launch.rank_place import find_ranks_per_node
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_grid import EVEN, LayerSeconds
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.checks.validate_plan import read_plan
@@ -190,17 +193,20 @@ def _world_size(environ: Mapping[str, str]) -> int:
     return int(text)
 
 
-def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:
-    """Return the processes on a node, as torchrun says; None where a launcher does not."""
-    text = environ.get("LOCAL_WORLD_SIZE", "")
-    return int(text) if text.isdecimal() and int(text[:9]) else None
-
-
-def build_plan(config: RunConfig, graph: ModelGraph, world_size: int, *, ranks_per_node: int | None = None) -> Plan:
+def build_plan(
+    config: RunConfig,
+    graph: ModelGraph,
+    world_size: int,
+    *,
+    ranks_per_node: int | None = None,
+    layer_seconds: LayerSeconds = EVEN,
+) -> Plan:
     """Build the plan that the flags ask for on `world_size` processes, `ranks_per_node` of them on a node where that is known.
 
     A plan file is taken as it is; `--colocate-units` shares all ranks; else every unit gets ranks of its own. One process and
     sizes of 1 throughout can only be colocated, so that needs no flag. Raises PlanError when the plan does not fit.
+
+    layer_seconds: by which sizes cut units into stages; known once there is data, and needed by no check.
     """
     parallelism = config.parallelism
     if parallelism.plan is not None and parallelism.elastic:
@@ -210,11 +216,15 @@ def build_plan(config: RunConfig, graph: ModelGraph, world_size: int, *, ranks_p
     is_alone = world_size == 1 and all(
         sizes.ranks_per_replica == 1 and sizes.data_parallel_size in (None, 1) for sizes in parallelism.units.values()
     )
-    is_folded = BUILDERS[config.training.schedule].is_folded
-    if parallelism.colocate_units or is_alone:
-        return plan_colocated(graph, sizes=parallelism.units, world_size=world_size, is_folded=is_folded)
-    return plan_disaggregated(
-        graph, sizes=parallelism.units, world_size=world_size, is_folded=is_folded, ranks_per_node=ranks_per_node
+    place = (
+        plan_colocated if parallelism.colocate_units or is_alone else partial(plan_disaggregated, ranks_per_node=ranks_per_node)
+    )
+    return place(
+        graph,
+        sizes=parallelism.units,
+        world_size=world_size,
+        is_folded=BUILDERS[config.training.schedule].is_folded,
+        layer_seconds=layer_seconds,
     )
 
 

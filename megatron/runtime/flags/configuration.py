@@ -60,9 +60,9 @@ class ModelConfig:
     """Add weight gradients to float32 buffers after their product, not in it, even where Apex or Transformer Engine can."""
     kernel_fusion: bool = True
     """Compute SwiGLU and rotary positions step by step on CUDA, not in one kernel each."""
-    attention_mask: Literal["causal", "prefix", "embedded"] = "causal"
-    """The LLM's mask of items: causal like text; all up to the last item in both directions, images first (prefix); or each item
-    in both directions, anywhere in the text (embedded)."""
+    attention_mask: Literal["causal", "prefix", "embedded", "modality"] = "causal"
+    """The LLM's mask of items: causal like text; all up to the last item in both directions, images first (prefix); or, anywhere
+    in the text, each item in both directions (embedded), or all items of an encoder in a sample (modality)."""
     freeze: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
     """Units whose module is not trained (the projector of an encoder or generator still is)."""
     freeze_projector: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT"})
@@ -99,6 +99,9 @@ class ParallelismConfig:
     """Tokens of such a block; a multiple of the patches that an encoder with context parallelism merges into one token."""
     data_parallel_sharding_strategy: Literal["optim", "optim_grads_params"] = "optim"
     """State that data parallel ranks shard: the optimizer's (ZeRO-1; in float64 none), or weights and gradients, too (ZeRO-3)."""
+    layer_partition: Literal["frozen-aware", "even"] = "frozen-aware"
+    """Rule that cuts a unit into the pipeline stages of its size flags: the slowest is as fast as can be, as forwards and those
+    backwards are predicted that freezing leaves (frozen-aware); or all have equally many transformer layers (even)."""
     colocate_units: bool = False
     """All units share all ranks, each with dp = processes / (tp x cp x pp). Chosen by itself when there is one process."""
     plan: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE.yaml|auto"})
@@ -121,6 +124,12 @@ class ParallelismConfig:
     def plans_itself(self) -> bool:
         """True if the run is to plan by itself."""
         return self.plan == AUTO
+
+    @property
+    def cuts_by_seconds(self) -> bool:
+        """True if predicted seconds of layers decide which of them pipeline stages have."""
+        is_cut = any(sizes.pipeline_parallel_size > 1 for sizes in self.units.values())
+        return is_cut and self.plan is None and self.layer_partition == "frozen-aware"
 
     @property
     def num_overlapped_parts(self) -> int:
@@ -288,7 +297,7 @@ class DataConfig:
     num_workers: int = field(default=2, metadata={"minimum": 0, "maximum": 256})
     """Processes per rank that load and decode ahead; 0 loads in the training process."""
     producers: tuple[str, ...] = field(default=(), metadata={"metavar": "HOST:PORT"})
-    """Processes that decode images and sound in place of --num-workers, which then only pack (tools/producer.py)."""
+    """Processes that tokenise and decode in place of --num-workers, which then only pack (tools/producer.py)."""
     producer_token: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE"})
     """A file with the secret that producers were started with."""
     digits_samples: int = field(default=10000, metadata=A_COUNT)

@@ -102,8 +102,9 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     IgnoredFlag(
         "cluster",
         ("balance", "balance_num_microbatches", "schedule", "plan"),
-        lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself,
-        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations; choose one or leave it out",
+        lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
+        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and sizes with pipeline stages; choose one or "
+        "leave it out",
     ),
     *(
         IgnoredFlag(
@@ -201,6 +202,18 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         ("fp8_format",),
         lambda c: c.model.fp8_format is None,
         "no product is in FP8; add --fp8-format or leave it out",
+    ),
+    IgnoredFlag(
+        "layer_partition",
+        ("plan",),
+        lambda c: c.parallelism.plan is not None,
+        "a plan says which layers every stage has; leave it out",
+    ),
+    IgnoredFlag(
+        "layer_partition",
+        (),
+        lambda c: all(sizes.pipeline_parallel_size == 1 for sizes in c.parallelism.units.values()),
+        "no unit has several pipeline stages; raise a pipeline parallel size (such as --llm-pp 2) or leave it out",
     ),
     IgnoredFlag(
         "colocate_units",

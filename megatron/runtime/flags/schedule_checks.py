@@ -69,10 +69,7 @@ def _check_shape(choice: _Choice) -> Iterator[str]:
 
 
 def _missing_shape(choice: _Choice, *, wanted: str, instead: str) -> str:
-    found = ", ".join(
-        f"{name} {[[list(pair) for pair in stage.layer_ranges] for stage in unit.replicas[0].stages]}"
-        for name, unit in choice.plan.units.items()
-    )
+    found = ", ".join(f"{name} {unit.describe_ranges()}" for name, unit in choice.plan.units.items())
     flags = f"--{LLM}-virtual-pipeline-model-parallel-size 2 beside --{LLM}-pipeline-model-parallel-size 2 or more"
     fix = f"give a unit such 'layers' in {choice.plan_file}" if choice.plan_file else f"add {flags}"
     return (

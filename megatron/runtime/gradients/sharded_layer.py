@@ -18,11 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from multimodal.attention.context_parallel import all_gather_single, reduce_scatter_single
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ConfigError
-
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class WeightPiece(NamedTuple):
@@ -100,7 +98,7 @@ class ShardedLayer:
         self._num_users += 1
         if self._num_users == 1:
             self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
-            self._gathering = _all_gather(self._flat, self.share, group=self.group, async_op=True)
+            self._gathering = all_gather_single(self._flat, self.share, group=self.group, async_op=True)
 
     def finish_gathering(self) -> None:
         """Wait until the parameters are there."""
@@ -126,7 +124,7 @@ class ShardedLayer:
         if not is_joined:
             self._take_gradients(whole)
         found = torch.empty_like(self.gradient_share)
-        work = _reduce_scatter(found, whole, group=self.group, async_op=True)
+        work = reduce_scatter_single(found, whole, group=self.group, async_op=True)
 
         def finish() -> None:
             work.wait()

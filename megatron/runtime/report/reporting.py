@@ -32,6 +32,8 @@ class StepReport:
     """The trained loss: the mean over the LLM's target tokens, plus every generator's mean over its values."""
     generator_loss: float
     """The generators' part of it; 0 without one."""
+    load_balancing_loss: float
+    """Of experts, beside `loss`: what `aux_loss_coeff` weighs, in the mean over sequences and layers; 1 is even, 0 none."""
     grad_norm: float
     learning_rate: float
     num_samples: int

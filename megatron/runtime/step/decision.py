@@ -104,7 +104,7 @@ class StepDecision:
             return sum(self.lengths[atom.sample_id].items[atom.item_index].inside(unit).num_tokens for atom in atoms)
         if self.graph.unit(unit).role is Role.GENERATOR:
             items = (item for atom in atoms for item in self.lengths[atom.sample_id].items)
-            return sum(item.num_tokens for item in items if item.unit == unit)
+            return sum(item.inside(unit).num_tokens for item in items if item.unit == unit)
         return sum(self.lengths[atom.sample_id].num_tokens for atom in atoms)
 
     def num_rows_of_route(self, route: Route) -> int:

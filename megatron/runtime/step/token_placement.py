@@ -3,7 +3,7 @@
 All of it follows from lengths, which every rank knows, so no rank asks another.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.communication.broker import Rows, RowShares
-from megatron.runtime.step.decision import StepDecision
+from megatron.runtime.step.decision import OutputPiece, StepDecision
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_lengths import ItemSpan, build_packed_mask
 from multimodal.attention.token_shares import BlockShares, RankShare, TokenShares, WholeItemShares, share_tokens
@@ -26,7 +26,7 @@ from multimodal.values.errors import DataError
 from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths
-from multimodal.values.units.item_passes import first_joined_token
+from multimodal.values.units.item_passes import first_joined_token, list_conditions
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +164,39 @@ class TokenPlacement:
         size = self._sizes[route.target.unit]
         if size == 1:
             return (np.arange(self._step.num_rows_of_route(route)),)
-        shares, first_token = self._shares_of(route.target, WHOLE), self._first_tokens(route.target, WHOLE)
-        unit, graph, pieces = route.target.unit, self._step.graph, self._step.pieces_of(route)
-        if graph.unit(unit).role is not Role.GENERATOR:
-            spans = [(first_token[each.item] + self._first_joined(route, each.item), each.num_rows) for each in pieces]
-            tokens = np.concatenate([np.arange(first, first + count) for first, count in spans])
-            owners = _owners(shares, tokens)
-            return tuple(np.flatnonzero(owners == rank) for rank in range(size))
-        spans = [(first_token[each.item], self._item(unit, each.item).num_tokens) for each in pieces]
-        takers = [set(_owners(shares, np.arange(first, first + count)).tolist()) for first, count in spans]
-        return tuple(np.array([row for row, ranks in enumerate(takers) if rank in ranks], dtype=np.int64) for rank in range(size))
+        rows, tokens = self._uses_of(route)
+        owners = _owners(self._shares_of(route.target, WHOLE), tokens)
+        return tuple(np.unique(rows[owners == rank]) for rank in range(size))
+
+    def _uses_of(self, route: Route) -> tuple[Rows, Rows]:
+        """Return rows of a route, and the token of the target that is made of each; a generator makes several of one."""
+        unit, first_token = route.target.unit, self._first_tokens(route.target, WHOLE)
+        uses, start = [np.empty((2, 0), dtype=np.int64)], 0
+        for piece in self._step.pieces_of(route):
+            if self._step.graph.unit(unit).role is Role.GENERATOR:
+                found = self._made_of(piece, unit, first_token)
+            else:
+                first = first_token[piece.item] + self._first_joined(route, piece.item)
+                found = iter([(np.arange(piece.num_rows), first + np.arange(piece.num_rows))])
+            uses += [np.stack((start + rows, tokens)) for rows, tokens in found]
+            start += piece.num_rows
+        rows, tokens = np.concatenate(uses, axis=1)
+        return rows, tokens
+
+    def _made_of(self, piece: OutputPiece, unit: str, first_token: Mapping[Atom, int]) -> Iterator[tuple[Rows, Rows]]:
+        """Yield rows of a piece and the tokens that a generator makes of them: of each row one, or of the LLM's all patches."""
+        sample_id, given = piece.item
+        items = self._step.lengths[sample_id].items
+        for made, item in enumerate(items):
+            if item.unit != unit or Atom(sample_id, made) not in first_token:
+                continue
+            start = first_token[Atom(sample_id, made)]
+            for index, count in list_conditions(self._step.graph, unit, items[:made]):
+                if index == given:
+                    yield np.arange(count), start + np.arange(count)
+                start += count
+            if made == given:
+                yield np.zeros(item.num_tokens, dtype=np.int64), start + np.arange(item.num_tokens)
 
     def _is_backbone(self, place: MicrobatchPlace) -> bool:
         return self._step.graph.unit(place.unit).role is Role.BACKBONE

@@ -1,20 +1,15 @@
 """The training loop: load -> assign -> schedule -> execute -> update -> report, with evaluation and checkpoints."""
 
-import os
 import statistics
 import time
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 
-import torch
-
 from megatron.runtime import platform
-from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
-from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
@@ -32,38 +27,17 @@ from megatron.runtime.report.step_profile import StepProfile
 from megatron.runtime.report.stragglers import Stragglers
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
-from megatron.runtime.step.token_placement import ContextSharing
-from megatron.runtime.training.paths import describe_paths
+from megatron.runtime.training.describe_run import RunSummary, describe_end, describe_run
 from megatron.runtime.training.plan_review import review_plan
-from megatron.runtime.training.prediction import EmulationTable, build_predictor, describe_better_pair
+from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
+from megatron.runtime.training.prediction import EmulationTable, describe_better_pair
 from megatron.runtime.training.resumption import release, save
 from megatron.runtime.training.run import Run
 from megatron.runtime.training.small_batch import describe_small_batch
-from multimodal.attention.bitfield import MaskMode
-from multimodal.balance import BALANCERS
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
-from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
-from multimodal.balance.nodes.arrange_replicas import NodeArrangement
-from multimodal.balance.step_predictor import StepPredictor
-from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
 from multimodal.data.tokenizer import MISSING
-from multimodal.kernels import describe_kernels
 from multimodal.values.timeline import TimelineEvent
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """The end of a run."""
-
-    done_steps: int
-    evaluation: EvaluationReport | None
-    blank_evaluation: EvaluationReport | None
-    peak_activation_bytes: int
-    """The largest of all ranks and steps; 0 when no step was left to do."""
-    stop: StopReason = StopReason.NONE
-    """The reason for ending before the last step."""
 
 
 @dataclass
@@ -153,7 +127,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
     stragglers = Stragglers(run.session.plan)
     if progress.step > progress.first_step:
         _complete_step(run, reporter, progress)
-    with closing(_load(run, _train_planner(run), range(first, last_step))) as steps:
+    with closing(load_training_steps(run, range(first, last_step))) as steps:
         for number, (step, wait_seconds) in enumerate(_timed(steps), first + 1):
             wish = run.wish_to_stop(can_leave=True)
             agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
@@ -216,7 +190,7 @@ def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None
 def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
     """Rank 0 alone looks for a better balancer, schedule or batch size at the first step; the others wait in the step."""
     for warning in (
-        describe_better_pair(run.config, tuple(step.lengths.values()), options=_balance_options(run, _predictor(run))),
+        describe_better_pair(run.config, tuple(step.lengths.values()), options=balance_options(run, step_predictor(run))),
         describe_small_batch(run.config, run.data.train, graph=run.session.graph, plan=run.session.plan),
     ):
         if warning is not None:
@@ -230,12 +204,6 @@ def _save_last(run: Run, progress: Progress) -> None:
         run.background_save.finish()
 
 
-def _load(run: Run, planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
-    if run.exchanges is not None:
-        return load_steps_in_thread(planner, steps)
-    return load_steps(planner, steps, num_workers=run.config.data.num_workers)
-
-
 def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
     """Yield every step with the seconds that it took to get it."""
     while True:
@@ -244,126 +212,6 @@ def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
         if step is None:
             return
         yield step, time.perf_counter() - start
-
-
-def _each(sizes: Iterable[int]) -> str:
-    """Show the sizes of a unit's replicas: one, or those of replicas that are not alike."""
-    return "/".join(map(str, sorted(set(sizes))))
-
-
-def describe_run(run: Run) -> str:
-    """Describe in a few lines which units run where."""
-    lines = []
-    for name, unit in run.session.plan.units.items():
-        ranks = sorted(unit.ranks)
-        trained = run.session.graph.unit(name)
-        frozen = f", adapters of rank {trained.lora.rank}" if trained.lora else ", frozen" if trained.freeze_module else ""
-        context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
-        lines.append(
-            f"{name}: dp {unit.data_parallel_size} x pp {_each(len(replica.stages) for replica in unit.replicas)} x {context}"
-            f"tp {_each(unit.tensor_sizes)} "
-            f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
-        )
-    samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
-    resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
-    sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""
-    return (
-        f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
-        f"\n{'' if run.emulation else describe_paths(run.session) + '; '}decisions by {describe_kernels()}"
-    )
-
-
-def _shown_schedule(config: RunConfig) -> str:
-    return " + ".join([config.training.schedule, *(name for name in config.training.schedule_passes.split(",") if name)])
-
-
-def describe_end(run: Run, summary: RunSummary) -> str:
-    """Return one line: the results, and the places of checkpoints and reports."""
-    places = []
-    logging_config = run.config.logging
-    if run.config.checkpoint.save:
-        newest = find_newest_checkpoint(run.config.checkpoint.save)
-        places.append(f"checkpoint {newest}" if newest else "no checkpoint")
-    if logging_config.report_dir:
-        places.append(f"pictures {logging_config.report_dir}/loss.png and {logging_config.report_dir}/timeline.png")
-    if logging_config.log_json:
-        places.append(f"log {logging_config.log_json}")
-    if summary.stop:
-        without = "" if run.config.checkpoint.save else "; nothing is saved without --save DIR"
-        return "; ".join([f"stopped by {summary.stop.describe()} after step {summary.done_steps}{without}", *places])
-    results = f"step {summary.done_steps} done"
-    if summary.evaluation:
-        results += f": {summary.evaluation.answer_accuracy:.1%} of held-out answers right"
-    if summary.blank_evaluation:
-        results += f" ({summary.blank_evaluation.answer_accuracy:.1%} with blank images)"
-    if summary.peak_activation_bytes:
-        results += f"; activations took up to {summary.peak_activation_bytes / 2**20:.1f} MiB a rank"
-    return "; ".join([results, *places])
-
-
-def _train_planner(run: Run) -> StepPlanner:
-    training = run.config.training
-    parts, size = run.data.train_parts or (DataPart(len(run.data.train)),), training.global_batch_size
-    batches = GlobalBatches(parts, size, training.seed, shuffle=not run.config.data.is_digits)
-    return _planner(run, run.data.train, batches=run.phase.go_on(batches, run.described_data), forward_only=False)
-
-
-def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_only: bool) -> StepPlanner:
-    training, predictor = run.config.training, _predictor(run)
-    return StepPlanner(
-        source,
-        batches=batches,
-        schedules=run.session.schedules(forward_only=forward_only),
-        balancer=BALANCERS[training.balance],
-        rank=run.world.rank,
-        options=_balance_options(run, predictor),
-        exchange=run.exchanges[forward_only] if run.exchanges else None,
-        is_emulated=run.emulation is not None,
-        shards_weights=run.config.parallelism.shards_weights,
-        sharing=ContextSharing(
-            TokenDistribution(run.config.parallelism.context_parallel_distribution),
-            run.config.parallelism.context_parallel_block_size,
-            MaskMode(run.config.model.attention_mask),
-        ),
-        costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
-        build=run.session.options.build,
-        arrangement=_arrangement(run),
-    )
-
-
-def _arrangement(run: Run) -> NodeArrangement | None:
-    """Return what --rearrange-nodes goes by; None without it."""
-    if not run.config.training.rearrange_nodes:
-        return None
-    return NodeArrangement(
-        int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
-        bytes_per_element=getattr(torch, run.config.training.dtype).itemsize,
-        num_decoding_ranks=run.world.size if run.exchanges is not None else 0,
-    )
-
-
-def _predictor(run: Run) -> StepPredictor:
-    options = run.session.options
-    return build_predictor(
-        run.config, run.session.schedules(), vocab_size=options.vocab_size, num_state_copies=options.num_state_copies
-    )
-
-
-def _balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
-    """Return the balancer's options, the same for evaluations: so these need no other schedules."""
-    training = run.config.training
-    return BalanceOptions(
-        micro_batch_size=training.micro_batch_size,
-        tokens_per_microbatch=training.tokens_per_microbatch,
-        encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
-        granularity=Granularity(training.balance_granularity),
-        microbatch_count=MicrobatchCount(training.balance_num_microbatches),
-        merges_encoders=training.merge_encoders,
-        unit_costs=training.declared_costs,
-        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", "8")),
-        vocab_size=run.session.options.vocab_size,
-        predictor=predictor,
-    )
 
 
 def _report_timeline(run: Run, reporter: Reporter, number: int, events: tuple[TimelineEvent, ...]) -> None:
@@ -401,11 +249,7 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
 
 
 def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
-    parts = run.data.valid_parts or (DataPart(len(source)),)
-    batches = GlobalBatches(parts, run.config.training.global_batch_size, seed=0, shuffle=False)
-    planner = _planner(run, source, batches=batches, forward_only=True)
-    steps = range(run.config.evaluation.eval_iters)
-    return run.trainer.evaluate(_until_stopped(run, _load(run, planner, steps)))
+    return run.trainer.evaluate(_until_stopped(run, load_evaluation_steps(run, source)))
 
 
 def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.orchestrator.machine import assumed_cluster
+from megatron.runtime.orchestrator.orchestrate import Inputs, first_lengths
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.predicted.better_pair import find_better_pair
@@ -18,6 +19,9 @@ from multimodal.cost.cost_table import CostTable
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.cost.table_costs import TableCosts
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.plan.unit_grid import EVEN, LayerSeconds
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action
@@ -25,6 +29,9 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
+
+_SAMPLES_OF_LAYERS = 1024
+"""Samples, the first that training sees, on whose lengths it depends which layers pipeline stages have."""
 
 
 def build_predictor(
@@ -35,7 +42,7 @@ def build_predictor(
     num_state_copies: of an elastic run's optimizer state.
     """
     training = config.training
-    cluster = Cluster.from_file(training.cluster) if training.cluster else assumed_cluster()
+    cluster = _cluster_of(config)
     default_stage = 0 if training.dtype == "float64" and num_state_copies is None else 1
     options = RunOptions(
         recompute=training.recompute_granularity,
@@ -47,6 +54,39 @@ def build_predictor(
         item_block_size=config.parallelism.item_block_size,
     )
     return StepPredictor(schedules, cluster, vocab_size, options)
+
+
+def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
+    """Return the seconds of every layer by which size flags cut units into stages; none where they cut nothing, or evenly.
+
+    Of forward and backward, as freezing and recomputation leave it, for a microbatch of average samples (Cornstarch 4.2), on
+    --cluster; raises ConfigError when that cannot be read.
+    """
+    if not config.parallelism.cuts_by_seconds:
+        return EVEN
+    training, found = config.training, {}
+    lengths = tuple(first_lengths(config, inputs.data, most=_SAMPLES_OF_LAYERS))
+    for name, sizes in config.parallelism.units.items():
+        if sizes.pipeline_parallel_size > 1:
+            request = PlanningRequest(
+                inputs.graph,
+                _cluster_of(config),
+                num_gpus=1,
+                global_batch_size=training.global_batch_size,
+                lengths=lengths,
+                expert_parallel_size=sizes.expert_parallel_size,
+                micro_batch_size=min(training.micro_batch_size, training.global_batch_size),
+                vocab_size=inputs.vocab_size,
+                recompute=training.recompute_granularity,
+                tp_comm_overlap=config.parallelism.tp_comm_overlap,
+            )
+            size = StageSize(sizes.tensor_parallel_size, sizes.context_parallel_size)
+            found[name] = PlanningTimes(request).of_unit(name, size).total
+    return found
+
+
+def _cluster_of(config: RunConfig) -> Cluster:
+    return Cluster.from_file(config.training.cluster) if config.training.cluster else assumed_cluster()
 
 
 def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, options: BalanceOptions) -> str | None:

@@ -17,7 +17,7 @@ from megatron.runtime.emulation.emulated_stage import EmulatedStage
 from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, with_vocabulary
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
-from megatron.runtime.flags.arguments import build_plan, choose_trained, find_ranks_per_node
+from megatron.runtime.flags.arguments import build_plan, choose_trained
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults, with_layer_defaults
 from megatron.runtime.flags.elastic_templates import read_templates
@@ -26,13 +26,14 @@ from megatron.runtime.hugging_face.save_adapter import check_adapter_target
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
 from megatron.runtime.launch.distributed_setup import StartValues, World
 from megatron.runtime.launch.failure import Ending
+from megatron.runtime.launch.rank_place import find_ranks_per_node
 from megatron.runtime.launch.stop_requests import StopReason, StopRequests
 from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, orchestrate
 from megatron.runtime.orchestrator.review import PlanReview
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
-from megatron.runtime.training.prediction import EmulationTable
+from megatron.runtime.training.prediction import EmulationTable, predict_layer_seconds
 from megatron.runtime.training.start_values import collect_flag_values, collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.attention.bitfield import MaskMode
@@ -160,7 +161,8 @@ def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
     """Build the plan, and what the run is built from under it."""
     graph, vocab_size = inputs.graph, inputs.vocab_size
     ranks_per_node = find_ranks_per_node(os.environ)
-    plan = build_plan(config, graph, world.size, ranks_per_node=ranks_per_node)
+    seconds = predict_layer_seconds(config, inputs)
+    plan = build_plan(config, graph, world.size, ranks_per_node=ranks_per_node, layer_seconds=seconds)
     if ranks_per_node is not None and world.rank == 0:
         is_given = config.parallelism.plan is not None
         for line in describe_placement(graph, plan, ranks_per_node=ranks_per_node, is_given=is_given):

@@ -11,7 +11,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from megatron.runtime.feed.data_sets import DataSets, tokenizer_digests
+from megatron.runtime.feed.data_sets import DataSets, text_settings
 from megatron.runtime.flags.configuration import DIGITS, GROUPS, RunConfig
 from megatron.runtime.flags.field_flags import field_flags
 from megatron.runtime.flags.ignored_flags import goes_by_durations
@@ -108,7 +108,7 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Mapping[str, str]:
     values = {"the vocabulary": str(data.tokenizer.vocab_size), "the padded vocabulary": str(vocab_size)}
     if config.data.tokenizer_model is not None:
-        digests = tokenizer_digests(config)
+        digests = text_settings(config).digests
         values["the digest of its file"] = str(digests["tokenizer_digest"])
         values["the digest of its chat template"] = str(digests["chat_template_digest"])
     return values

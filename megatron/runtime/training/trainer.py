@@ -16,10 +16,12 @@ from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.report.reporting import EvaluationReport, StepReport
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import LossSums, Step, StepResult
+from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.flops import step_flops
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from multimodal.values.timeline import TimelineEvent
+from multimodal.values.units.unit import MOE_TRANSFORMER
 
 
 @dataclass(frozen=True)
@@ -157,16 +159,19 @@ class Trainer:
         step, result = done.step, done.result
         split = seconds_by_resource(result.events)
         self._compute_seconds = split["compute"]
+        expert_losses = self.session.take_expert_losses()
         means = [split["compute"], split["communication"], split["waiting"], end - done.end]
         largest = [end - done.start, float(result.peak_activation_bytes)]
         if not is_alone:
             means = [total / dist.get_world_size() for total in self._sum(means)]
             largest = self._largest(largest)
+            (expert_losses,) = self._sum([expert_losses]) if self.session.graph.backbone.transformer.experts else (0.0,)
         step_seconds, peak_bytes = largest
         flops = step.flops or step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
         return StepReport(
             loss=self.outcome.loss,
             generator_loss=self.outcome.generator_loss,
+            load_balancing_loss=expert_losses / step.num_tokens / max(1, step.graph.backbone.layers.count(MOE_TRANSFORMER)),
             grad_norm=self.outcome.grad_norm,
             learning_rate=done.learning_rate,
             num_samples=len(step.lengths),
@@ -187,7 +192,7 @@ class Trainer:
         """Return, per rank, how long it computed in the last step."""
         own = torch.tensor([self._compute_seconds], dtype=torch.float64, device=platform.device())
         found = own.new_empty(dist.get_world_size())
-        dist.all_gather_into_tensor(found, own)
+        all_gather_single(found, own)
         seconds: list[float] = found.tolist()
         return seconds
 

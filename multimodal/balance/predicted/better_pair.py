@@ -66,8 +66,7 @@ def _alternatives(chosen: Pair, predictor: StepPredictor) -> Iterator[Pair]:
     for name, balancer in sorted(BALANCERS.items(), key=lambda entry: entry[1].tried_first_on.isdisjoint(placements)):
         if name != chosen.balance and balancer.suits(placements):
             yield Pair(name, chosen.schedule)
-    stages = [stage for unit in plan.units.values() for stage in unit.replicas[0].stages]
-    has_virtual_stages = any(len(stage.layer_ranges) > 1 for stage in stages)
+    has_virtual_stages = any(unit.has_virtual_stages for unit in plan.units.values())
     for name, row in BUILDERS.items():
         is_allowed = row.can_train and row.splits_backwards <= given.splits_backwards
         is_met = row.layout is None or row.layout.is_met(graph, plan)

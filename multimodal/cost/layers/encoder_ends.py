@@ -56,9 +56,9 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
 
     @property
     def num_vector_entries(self) -> int:
-        """Positions, class token, bias and norm: what no product is made with."""
+        """Positions, class token, registers, bias and norm: what no product is made with."""
         image, hidden = self._image, self.unit.transformer.hidden_size
-        vectors = image.num_positions + (image.class_token is not None) + image.has_patch_bias
+        vectors = image.num_positions + image.num_class_tokens + image.has_patch_bias
         return hidden * vectors + (self.norm_vector_entries() if image.has_pre_norm else 0)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
@@ -80,7 +80,7 @@ class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
     @classmethod
     def fits(cls, unit: Unit) -> bool:
         """True if the unit has a square of positions."""
-        return unit.image is not None and unit.image.position_grid is not None
+        return unit.image is not None and unit.image.position_grid is not None and unit.image.image_size is None
 
     @property
     def num_vector_entries(self) -> int:
@@ -191,15 +191,17 @@ class ProjectorLayer(Layer):
         if not self.unit.is_described:
             return {}
         return {
-            "linear_fc1": LinearShape(self.unit.merged_size, self._inner_size, num_alike=1 + self._num_more),
-            "linear_fc2": LinearShape(self._inner_size, self._output_size, is_split_by_inputs=True, num_alike=1 + self._num_more),
+            "linear_fc1": LinearShape(self.unit.merged_size, self.unit.projector_inner_size, num_alike=1 + self._num_more),
+            "linear_fc2": LinearShape(
+                self.unit.projector_inner_size, self._output_size, is_split_by_inputs=True, num_alike=1 + self._num_more
+            ),
         }
 
     @property
     def num_vector_entries(self) -> int:
         """The norm and both biases."""
         more = self._num_more * self._merged_norm_entries
-        return self._norm_entries + more + (1 + self._num_more) * (self._inner_size + self._output_size)
+        return self._norm_entries + more + (1 + self._num_more) * (self.unit.projector_inner_size + self._output_size)
 
     @property
     def can_be_built(self) -> bool:
@@ -209,7 +211,7 @@ class ProjectorLayer(Layer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
-        inner = self._inner_size * (2 if trains else 1) * (1 + self._num_more)
+        inner = self.unit.projector_inner_size * (2 if trains else 1) * (1 + self._num_more)
         num_merged = load.num_outputs * self.unit.merged_size / hidden
         norm = self._norm_kept(load.num_tokens, num_merged, case)
         norm += self._num_more * num_merged * self.exit_norm_bytes(case)
@@ -235,12 +237,8 @@ class ProjectorLayer(Layer):
         return len(self.unit.deepstack_layers)
 
     @property
-    def _inner_size(self) -> int:
-        return self.unit.projector_hidden_size or self.unit.merged_size
-
-    @property
     def _output_size(self) -> int:
-        return self.graph.unit(self.graph.downstream(self.unit.name)[0]).transformer.hidden_size
+        return self.graph.projected_size(self.unit.name)
 
 
 class LinearProjectorLayer(ProjectorLayer):

@@ -7,7 +7,7 @@ from multimodal.values.model_graph import Role
 
 
 class GeneratorProjectorLayer(Layer):
-    """One linear map of one row for each image: as good as nothing beside the layers that follow."""
+    """One linear map of one row for each image, and one for each encoder's tokens: as good as nothing beside what follows."""
 
     segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"
@@ -16,14 +16,17 @@ class GeneratorProjectorLayer(Layer):
 
     @property
     def num_weights(self) -> int:
-        """The LLM's hidden size times the generator's."""
-        source = self.graph.unit(self.graph.upstream(self.unit.name)[0])
-        return source.transformer.hidden_size * self.unit.transformer.hidden_size
+        """The LLM's hidden size times the generator's, for each unit that feeds it."""
+        return self._num_sources * self.graph.backbone.transformer.hidden_size * self.unit.transformer.hidden_size
 
     @property
     def num_vector_entries(self) -> int:
-        """The bias."""
-        return self.unit.transformer.hidden_size
+        """The biases."""
+        return self._num_sources * self.unit.transformer.hidden_size
+
+    @property
+    def _num_sources(self) -> int:
+        return len(self.graph.upstream(self.unit.name))
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """No FLOPs depend on tokens."""
@@ -58,7 +61,7 @@ class GeneratorHeadLayer(Layer):
         return self.unit.image is not None
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """The norm's bytes, the values made, and for the weight gradient their inputs, of all tokens."""
+        """The norm's bytes, of all tokens; the values made, and for the weight gradient their inputs, of all patches."""
         size, hidden = case.bytes_per_element, self.unit.transformer.hidden_size
         made = max(size, WIDE_BYTES) * self.input_values + (size * hidden if case.need.trains_weights else 0.0)
-        return ActivationBytes(load.num_tokens * self.exit_norm_bytes(case), 0.0, load.num_tokens * made)
+        return ActivationBytes(load.num_tokens * self.exit_norm_bytes(case), 0.0, load.num_outputs * made)

@@ -77,6 +77,13 @@ class ExpertMLP(Module):
             parameter.allreduce = groups.ep.size() == 1  # type: ignore[attr-defined]  # megatron-core: not with all replicas
         shared = experts.shared_expert_intermediate_size
         self.shared_expert = Expert(config, shared, groups) if shared is not None else None
+        self._losses: list[Tensor] = []
+        """That balance experts, of backwards since they were taken."""
+
+    def take_losses(self) -> float:
+        """Return the sum of `sequence_balance_loss` over this rank's backwards, so that those of all ranks add up."""
+        taken, self._losses[:] = float(sum(self._losses)), ()
+        return taken if self.is_sequence_parallel else taken / self.groups.tp.size()
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """hidden: [rows, 1, hidden_size], / tp under sequence parallelism. Returns the same shape, and no bias."""
@@ -85,7 +92,8 @@ class ExpertMLP(Module):
         weights = routing.weights
         if self.sequences is not None:
             loss = sequence_balance_loss(routing, self.sequences, experts=self.experts_shape)
-            weights = attach_loss(weights, loss * (self.experts_shape.aux_loss_coeff / self.num_step_tokens))
+            weight = self.experts_shape.aux_loss_coeff / self.num_step_tokens
+            weights = attach_loss(weights, loss, weight=weight, note=self._losses.append)
         silent = link._replace(waits=None)
         rows = _gathered(hidden, link)[:, 0]
         made = compute_by_experts(

@@ -1,5 +1,6 @@
 """The choice of experts for every token, and the loss that keeps them equally busy."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -76,19 +77,22 @@ def sequence_balance_loss(routing: Routing, sequences: RowSequences, *, experts:
     return (fractions[numbers] * routing.shares[is_token]).sum()
 
 
-def attach_loss(values: Tensor, loss: Tensor) -> Tensor:
-    """Return `values`; the backward that comes through them gives `loss` a gradient of 1."""
-    attached: Tensor = _AttachLoss.apply(values, loss)  # type: ignore[no-untyped-call]
+def attach_loss(values: Tensor, loss: Tensor, *, weight: float, note: Callable[[Tensor], None]) -> Tensor:
+    """Return `values`; the backward that comes through them gives `loss` a gradient of `weight`, and notes its value.
+
+    A forward may run twice, where it is computed again; a backward does not.
+    """
+    attached: Tensor = _AttachLoss.apply(values, loss, weight, note)  # type: ignore[no-untyped-call]
     return attached
 
 
 class _AttachLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
-        ctx.like = loss.dtype, loss.device
+    def forward(ctx: Any, values: Tensor, loss: Tensor, weight: float, note: Callable[[Tensor], None]) -> Tensor:
+        ctx.loss, ctx.weight, ctx.note = loss.detach(), weight, note
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        dtype, device = ctx.like
-        return gradient, torch.ones((), dtype=dtype, device=device)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+        ctx.note(ctx.loss)
+        return gradient, torch.full_like(ctx.loss, ctx.weight), None, None

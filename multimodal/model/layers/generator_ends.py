@@ -1,4 +1,4 @@
-"""The first and the last layer of a generator: the hidden state of each image in the LLM in, the values of its patches out."""
+"""The first and the last layer of a generator: what the LLM, and encoders, give of an image in, the values of its patches out."""
 
 from typing import Any
 
@@ -18,31 +18,60 @@ from multimodal.model.transformer_config import Precision
 from multimodal.values.model_graph import ImageInput
 
 
-class GeneratorProjector(torch.nn.Module):
-    """One linear map from the LLM's hidden size, the same on every tensor parallel rank, plus fixed features of the position.
+class ConditionProjector(torch.nn.Module):
+    """One linear map from the LLM's hidden size, the same on every tensor parallel rank."""
+
+    def __init__(self, *, condition_size: int, hidden_size: int, precision: Precision) -> None:
+        super().__init__()
+        device, dtype = torch.cuda.current_device(), precision.params_dtype
+        self.condition_size = condition_size
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, condition_size, device=device, dtype=dtype))
+        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+    def project(self, conditions: Tensor) -> Tensor:
+        """conditions: [num_conditions, condition_size or, with what is for the LLM's first layers, more]."""
+        return deferrable_linear(conditions[:, : self.condition_size].to(self.weight.dtype), self.weight, self.bias)
+
+
+class GeneratorProjector(ConditionProjector):
+    """A linear map of what the LLM gives, and one of what each encoder gives, plus fixed features of the position.
 
     All patches of an image start from the same hidden state of the LLM; without the position's features they would stay alike
     in every layer, as rotary angles change nothing where all values are the same.
     """
 
-    def __init__(self, *, condition_size: int, hidden_size: int, rotary_base: float, precision: Precision) -> None:
-        super().__init__()
-        device, dtype = torch.cuda.current_device(), precision.params_dtype
-        self.rotary_base, self.feature_dtype = rotary_base, precision.rotary_dtype
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, condition_size, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+    def __init__(
+        self, *, condition_size: int, hidden_size: int, rotary_base: float, precision: Precision, sources: tuple[str, ...] = ("",)
+    ) -> None:
+        """sources: the units that feed this one, in the order of the model's edges; the empty name is the LLM's."""
+        super().__init__(condition_size=condition_size, hidden_size=hidden_size, precision=precision)
+        self.rotary_base, self.feature_dtype, self.sources = rotary_base, precision.rotary_dtype, sources
+        sizes: dict[str, Any] = {"condition_size": condition_size, "hidden_size": hidden_size, "precision": precision}
+        self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(**sizes) for name in sources if name})
 
-    def forward(self, conditions: Tensor, condition_rows: Tensor, positions: Tensor) -> Tensor:
-        """Spread every image's condition over its patches.
+    def forward(
+        self, conditions: Tensor, condition_rows: Tensor, positions: Tensor, condition_sources: Tensor | None = None
+    ) -> Tensor:
+        """Spread every image's condition over its patches, and put what encoders give before them.
 
-        conditions: [num_images, condition_size], the LLM's hidden states; condition_rows: [num_tokens], which of them each patch
-        is made from; positions: [num_tokens, 2], row and column of each patch.
+        conditions: [num_conditions, condition_size], the LLM's hidden states and encoders' tokens; condition_rows: [num_tokens],
+        which of them each token is made from; positions: [num_tokens, 2], row and column of each patch;
+        condition_sources: [num_conditions], which of `sources` gives each; None: all come from the LLM.
 
         Returns [num_tokens, 1, hidden_size], the same on every tensor parallel rank.
         """
-        projected = deferrable_linear(conditions.to(self.weight.dtype), self.weight, self.bias)
+        projected = self.project(conditions) if condition_sources is None else self._project_all(conditions, condition_sources)
         features = position_features(positions, hidden_size=projected.shape[-1], base=self.rotary_base, dtype=self.feature_dtype)
         return (projected.index_select(0, condition_rows) + features.to(projected.dtype))[:, None]
+
+    def _project_all(self, conditions: Tensor, sources: Tensor) -> Tensor:
+        """Every map takes all rows and keeps its own: to find those first, the host would wait for the device."""
+        projected = self.project(conditions)
+        for number, name in enumerate(self.sources):
+            if name:
+                projector: ConditionProjector = self.encoders[f"{name}_tokens"]  # type: ignore[assignment]
+                projected = torch.where((sources == number)[:, None], projector.project(conditions), projected)
+        return projected
 
 
 def position_features(positions: Tensor, *, hidden_size: int, base: float, dtype: torch.dtype) -> Tensor:
@@ -59,13 +88,15 @@ def position_features(positions: Tensor, *, hidden_size: int, base: float, dtype
 
 
 class GeneratorProjectorKind(LayerKind):
-    """Reads what the LLM hands over, and `batch.condition_rows`."""
+    """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`."""
 
     takes_hidden = False
 
     def build(self, context: LayerContext, index: int) -> GeneratorProjector:
-        """Build it for the LLM's hidden states."""
+        """Build it for the LLM's hidden states, and what encoders give the unit."""
+        graph, llm = context.graph, context.graph.backbone.name
         return GeneratorProjector(
+            sources=tuple("" if name == llm else name for name in graph.upstream(context.unit.name)),
             condition_size=context.condition_size,
             hidden_size=context.config.hidden_size,
             rotary_base=context.unit.transformer.rotary_base,
@@ -74,7 +105,8 @@ class GeneratorProjectorKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Spread the conditions over all patches."""
-        projected: Tensor = layer(given.item_embeddings, given.batch.condition_rows, given.batch.positions)
+        batch = given.batch
+        projected: Tensor = layer(given.item_embeddings, batch.condition_rows, batch.positions, batch.item_sources)
         return projected
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
@@ -100,23 +132,24 @@ class GeneratorHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(patch_channels, config.hidden_size, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(patch_channels, device=device, dtype=dtype))
 
-    def forward(self, hidden: Tensor, *, patches: Tensor) -> HeadOutput:
+    def forward(self, hidden: Tensor, *, patches: Tensor, rows: Tensor | None = None) -> HeadOutput:
         """Predict and compare.
 
-        hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_tokens, patch_channels],
-        the image that is to be made, bytes or any float dtype.
+        hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_patches, patch_channels],
+        the image that is to be made, bytes or any float dtype; rows: [num_patches], which tokens they are; None: all.
         """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
-        predicted = deferrable_linear(hidden[: len(patches), 0], self.weight, self.bias)
+        hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
+        predicted = deferrable_linear(hidden, self.weight, self.bias)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
         loss_sum = (wide - normalised_patches(patches, self.image)).square().sum()
         return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())
 
 
 class GeneratorHeadKind(LayerKind):
-    """Compares with `batch.patches`."""
+    """Compares with `batch.patches`, at `batch.target_rows`."""
 
     gives_loss = True
 
@@ -128,7 +161,7 @@ class GeneratorHeadKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
         """Predict all patches."""
-        output: HeadOutput = layer(hidden, patches=given.batch.patches)
+        output: HeadOutput = layer(hidden, patches=given.batch.patches, rows=given.batch.target_rows)
         return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:

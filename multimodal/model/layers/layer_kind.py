@@ -68,7 +68,7 @@ class LayerContext:
 
     @property
     def condition_size(self) -> int:
-        """Width of what the LLM hands to generators."""
+        """Width of what the LLM, and encoders as well, hand to generators."""
         return self.graph.backbone.transformer.hidden_size
 
     def random(self, *shape: int) -> Tensor:
@@ -82,7 +82,7 @@ class StagePass:
 
     batch: PackedInput
     item_embeddings: Tensor | None
-    """Outputs of other units: [num_item_tokens, hidden_size] or, for a generator, [num_images, condition_size]."""
+    """Outputs of other units: [num_item_tokens, hidden_size] or, for a generator, [num_conditions, condition_size]."""
     frequencies: Tensor | None
     """[num_rows, 1, 1, head_channels]: rotary angles of all tokens; None where positions are learned."""
     lengths: PackedLengths
@@ -102,7 +102,7 @@ class HeadOutput(NamedTuple):
     conditions: Tensor | None = None
     """[num_generated_items, hidden_size], for generators; LLM only, None where there is nothing to generate."""
     predicted: Tensor | None = None
-    """[num_tokens, patch_channels]: a generator's patches; only outside of training."""
+    """[num_patches, patch_channels]: a generator's; only outside of training."""
 
 
 State = tuple[Tensor, ...]
@@ -196,7 +196,7 @@ class LayerKind(ABC):
         """Return the standard deviation of a matrix at the start: that of Megatron's scheme."""
         shape = unit.transformer
         ends_branch = any(f"{module}." in name for module in self.residual_ends)
-        return shape.init_method_std / (math.sqrt(2 * shape.num_layers) if ends_branch else 1)
+        return shape.init_method_std / (math.sqrt(2 * max(1, shape.num_layers)) if ends_branch else 1)
 
     def initial_vector(self, name: str) -> float:
         """Return the value of all entries of a vector at the start: 1 for norms, 0 for biases."""

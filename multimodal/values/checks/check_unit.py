@@ -23,6 +23,8 @@ def check_unit(unit: Unit) -> None:
     def fail(key: str, problem: str) -> NoReturn:
         at.inner(key, None, where=at.where).fail(problem)
 
+    if shape.num_layers < 1 and unit.join is None:
+        fail("num_layers", "num_layers must be at least 1, found 0; only an encoder that encoders feed may have none; correct it")
     if unit.layer_kinds is not None and len(unit.layer_kinds) != shape.num_layers + 2:
         fail(
             "layers",

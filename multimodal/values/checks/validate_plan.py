@@ -106,7 +106,6 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
                 f"{graph.unit(name).layers[-1]})",
                 place=place,
             )
-        _validate_likeness(unit, replica, where=where, place=place)
 
 
 def _problem_of_experts(unit: UnitPlan, *, graph: ModelGraph, name: str) -> str:
@@ -165,16 +164,6 @@ def _validate_ranks(
         )
     if list(stage.ranks) != sorted(set(stage.ranks)):
         raise PlanError(f"{where}: ranks {list(stage.ranks)} must be listed in ascending order", place=place)
-
-
-def _validate_likeness(unit: UnitPlan, replica: Replica, *, where: str, place: tuple[str | int, ...]) -> None:
-    """Refuse what replicas that differ cannot have."""
-    if unit.is_unlike and any(len(stage.layer_ranges) > 1 for stage in replica.stages):
-        raise PlanError(
-            f"{where}: a stage holds several layer ranges, which only replicas that are alike may have; give every stage one "
-            "range, or all replicas the same stages",
-            place=place,
-        )
 
 
 def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:

@@ -158,14 +158,14 @@ def _range_error(entry: _Entry, end: int, wanted: int, lanes: Sequence[Lane]) ->
 def _check_subsets(entries: Sequence[_Entry], lanes: Sequence[Lane], step: StepGraph) -> None:
     """Check that sample subsets are those that the assignment's routes make, all of them, in an encoder."""
     found = read_cuts((action for _, _, action in entries), step.plan).num_subsets
-    encoders = {unit.name for unit in step.graph.encoders if not step.graph.upstream(unit.name)}
+    encoders = {unit.name for unit in step.graph.encoders if step.graph.gives_items_once(unit.name)}
     for index, position, action in entries:
         microbatch = MicrobatchPlace(action.unit, action.replica, action.microbatch)
         is_known = action.unit in encoders and microbatch in step.microbatch_set
         count = len(step.consumers(microbatch)) if is_known else 0
         if action.subset >= count:
             problem = (
-                f"unknown subset: its microbatch has {count} sample subsets (one per consumer, encoders of items only); "
+                f"unknown subset: its microbatch has {count} sample subsets (one per consumer, of encoders that feed one unit); "
                 "number them from 0, or leave the subset out"
             )
             raise slot_error(action, problem, lanes, {index: position})

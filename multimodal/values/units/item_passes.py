@@ -1,8 +1,29 @@
 """The lengths of items in all the encoders that they pass through."""
 
+from collections.abc import Iterator, Sequence
+
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.sample_lengths import ItemLengths
+
+
+def pass_items(graph: ModelGraph, items: Sequence[ItemLengths]) -> tuple[ItemLengths, ...]:
+    """Return the lengths of a sample's items in every unit that they pass through; arguments and errors as of `pass_item`.
+
+    What a generator makes, it makes beside the tokens that encoders give it: those of the items before it.
+    """
+    passed: list[ItemLengths] = []
+    for item in items:
+        num_tokens = item.num_tokens + sum(count for _, count in list_conditions(graph, item.unit, passed))
+        passes = (ItemLengths(item.unit, num_tokens, item.num_tokens),)
+        passed.append(item._replace(passes=passes) if num_tokens > item.num_tokens else pass_item(graph, item))
+    return tuple(passed)
+
+
+def list_conditions(graph: ModelGraph, generator: str, items: Sequence[ItemLengths]) -> Iterator[tuple[int, int]]:
+    """Yield each of the items that encoders give a generator, and its tokens; items: those before the one that is made."""
+    sources = graph.conditions(generator)
+    return ((index, each.num_output_tokens) for index, each in enumerate(items) if each.units[-1] in sources)
 
 
 def pass_item(graph: ModelGraph, item: ItemLengths) -> ItemLengths:
@@ -39,7 +60,7 @@ def first_joined_token(graph: ModelGraph, unit: str, item: ItemLengths, *, sourc
 def _num_tokens(graph: ModelGraph, unit: Unit, item: ItemLengths, passes: dict[str, ItemLengths]) -> int:
     given = [passes[name].num_output_tokens for name in graph.upstream(unit.name)]
     if not given:  # class tokens are the only ones that an encoder has beside the others of an item
-        return item.num_tokens + _has_class(unit) - _has_class(graph.unit(item.unit))
+        return item.num_tokens + _num_class_tokens(unit) - _num_class_tokens(graph.unit(item.unit))
     if unit.join == "features" and len(set(given)) > 1:
         raise DataError(
             f"unit '{unit.name}' lays features side by side, but {', '.join(graph.upstream(unit.name))} give {given} tokens of "
@@ -48,5 +69,5 @@ def _num_tokens(graph: ModelGraph, unit: Unit, item: ItemLengths, passes: dict[s
     return given[0] if unit.join == "features" else sum(given)
 
 
-def _has_class(unit: Unit) -> bool:
-    return unit.image is not None and unit.image.class_token is not None
+def _num_class_tokens(unit: Unit) -> int:
+    return 0 if unit.image is None else unit.image.num_class_tokens

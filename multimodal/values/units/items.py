@@ -21,6 +21,8 @@ class ImageInput:
     """Pixels of both sides that every image is given; None: native resolution, within the bounds above."""
     fit: Literal["stretch", "crop"] = "stretch"
     """Images of one size: both sides are scaled alone, or the shorter side, and the longer one is cut off on both ends."""
+    shorter_side: int | None = field(default=None, metadata=up_to(2**14))
+    """Images that are cut: pixels that the shorter side is scaled to before both are cut; None: `image_size`."""
     max_tiles: int = field(default=1, metadata=up_to(2**10))
     """Images of one size: most squares of that size that a larger image is cut into, each an item of its own (InternVL's rule);
     one that is cut comes once more as a whole."""
@@ -30,6 +32,8 @@ class ImageInput:
     """Pixels are divided by it then."""
     class_token: Literal["dropped", "kept"] | None = None
     """A token of its own for every image: behind its patches and left out of the output, or before them and part of it."""
+    num_registers: int = field(default=0, metadata={"minimum": 0, "maximum": 2**10})
+    """More such tokens, which have no position, behind the class token and kept or dropped with it (DINOv2 with registers)."""
     has_patch_bias: bool = True
     """Encoders: patches are embedded with a bias."""
     has_pre_norm: bool = False
@@ -39,8 +43,9 @@ class ImageInput:
     window_size: int | None = field(default=None, metadata=up_to(2**14))
     """Encoders: pixels of both sides of the windows inside of which patches attend; None: to the whole image."""
     position_grid: int | None = field(default=None, metadata=up_to(2**10))
-    """Encoders at native resolution: both sides of a square of learned positions, which is stretched to every image's patches
-    (Qwen3-VL); None: there are none."""
+    """Encoders: both sides of a square of learned positions, which is stretched to every image's patches. At native resolution
+    linearly, corners on corners (Qwen3-VL), and None: there are none. Images of one size: cubically (DINOv2), and None: one for
+    each patch."""
     deepstack_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
     """Encoders: transformer layers, counted from 0, whose output goes to the LLM as well: through a projector of its own, behind
     one of its first transformer layers each (Qwen3-VL)."""
@@ -67,15 +72,20 @@ class ImageInput:
     @property
     def num_positions(self) -> int:
         """Learned positions of images of one size: those of patches, and before them that of the class token."""
-        return self.grid_size**2 + (self.class_token is not None)
+        return (self.position_grid or self.grid_size) ** 2 + (self.class_token is not None)
+
+    @property
+    def num_class_tokens(self) -> int:
+        """Tokens of an image that are no patches: its class token and registers."""
+        return 0 if self.class_token is None else 1 + self.num_registers
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
         """Tokens inside an encoder of an image with these (rows, columns) of patches."""
-        return grid[0] * grid[1] + (self.class_token is not None)
+        return grid[0] * grid[1] + self.num_class_tokens
 
     def num_output_tokens(self, grid: tuple[int, int]) -> int:
         """Tokens that leave the encoder."""
-        return grid[0] * grid[1] // self.merge_size**2 + (self.class_token == "kept")
+        return grid[0] * grid[1] // self.merge_size**2 + self.num_class_tokens * (self.class_token == "kept")
 
     @property
     def merge_factor(self) -> int:
@@ -185,8 +195,11 @@ def problem_of_image(image: ImageInput) -> str:
             f"window_size {image.window_size} must be at least patch_size x merge_size = {factor}, and images have no "
             "class_token; correct it, or leave it out"
         )
-    if image.position_grid is not None and image.image_size is not None:
-        return "position_grid is for images that keep their size; leave it out, or image_size"
+    if image.num_registers and (image.class_token is None or image.image_size is None):
+        return "num_registers come with a class_token, in images of one size; give class_token and image_size, or leave it out"
+    is_cut = image.image_size is not None and image.fit == "crop"
+    if image.shorter_side is not None and not (is_cut and image.shorter_side >= (image.image_size or 0)):
+        return f"shorter_side {image.shorter_side} is for images that are cut, at least image_size; set fit: crop or leave it out"
     if list(image.deepstack_layers) != sorted(set(image.deepstack_layers)):
         return f"deepstack_layers {list(image.deepstack_layers)} must increase; correct them"
     if image.class_token == "kept" and image.merge_size > 1:

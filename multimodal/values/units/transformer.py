@@ -11,7 +11,8 @@ from multimodal.values.units.experts import Experts
 class Transformer:
     """The shape of a unit's transformer layers, under Megatron's names."""
 
-    num_layers: int = field(metadata=up_to(MOST_LAYERS))
+    num_layers: int = field(metadata={"minimum": 0, "maximum": MOST_LAYERS})
+    """0 in encoders that encoders feed only: what these give goes to the projector as it is."""
     hidden_size: int = field(metadata=up_to(2**20))
     num_attention_heads: int = field(metadata=up_to(2**16))
     ffn_hidden_size: int = field(metadata=up_to(2**24))

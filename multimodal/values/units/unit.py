@@ -91,10 +91,10 @@ class Unit:
         first, last = _ENDS[self.role]
         if self.audio is not None:
             first = "audio_embedding"
-        if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
-            first = "learned_patch_embedding"
         if self.role is Role.ENCODER and self.image is not None and self.image.position_grid is not None:
             first = "stretched_patch_embedding"
+        if self.role is Role.ENCODER and self.image is not None and self.image.image_size is not None:
+            first = "learned_patch_embedding"
         if self.join is not None:
             first = "joined_tokens"
         if self.has_linear_projector:
@@ -169,6 +169,11 @@ class Unit:
         is_averaged = self.audio is not None and self.audio.merge == "averaged"
         return self.transformer.hidden_size * (1 if is_averaged else self.merge_factor)
 
+    @property
+    def projector_inner_size(self) -> int:
+        """Width between the two products of an encoder's projector."""
+        return self.projector_hidden_size or self.merged_size
+
     def num_output_tokens(self, grid: tuple[int, int]) -> int:
         """Tokens that leave an encoder of an item with this grid."""
         assert self.item_input is not None, f"unit '{self.name}' takes no items"
@@ -194,6 +199,8 @@ class Unit:
             "ffn_hidden_size of experts": shape.expert_hidden_size,
             "shared_expert_intermediate_size": (shape.experts and shape.experts.shared_expert_intermediate_size) or 0,
         }
+        if self.layers[-1] == "projector":
+            own["projector_hidden_size"] = self.projector_inner_size
         if self.queries is None:
             return own
         of_queries = self.queries.shape(shape)
@@ -203,7 +210,8 @@ class Unit:
     def num_merged_tokens(self, num_tokens: int) -> int:
         """Tokens of an item behind the merging of neighbours, of so many inside the encoder."""
         is_dropped = self.image is not None and self.image.class_token == "dropped"
-        return (num_tokens - is_dropped) // self.merge_factor
+        num_dropped = self.image.num_class_tokens if self.image is not None and is_dropped else 0
+        return (num_tokens - num_dropped) // self.merge_factor
 
     @property
     def deepstack_layers(self) -> tuple[int, ...]:

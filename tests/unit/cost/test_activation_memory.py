@@ -252,10 +252,10 @@ def test_parameters_are_counted_as_they_are_built(shape: str) -> None:
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("has_pre_norm", [False, True])
-def test_learned_positions_are_counted(has_pre_norm: bool, frozen: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"has_pre_norm": True}, {"num_registers": 3, "position_grid": 12}])
+def test_learned_positions_are_counted(options: dict[str, Any], frozen: bool) -> None:
     """Parameters exactly; what the first layer keeps for its backward, where it has one, within a tenth."""
-    image = {"patch_size": 4, "merge_size": 1, "image_size": 32, "class_token": "dropped", "has_pre_norm": has_pre_norm}
+    image = {"patch_size": 4, "merge_size": 1, "image_size": 32, "class_token": "dropped", **options}
     units = {
         "vision": {"role": "encoder", **CLIP, "image": image, "projector_norm": "none"},
         "llm": {"role": "backbone", **LLAMA},

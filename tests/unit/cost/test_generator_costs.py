@@ -1,14 +1,17 @@
 import pytest
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.flops import step_flops
+from multimodal.cost.flops import step_flops, unit_flops
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.unit_load import sample_load
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import StepGraph
+from multimodal.values.units.item_passes import pass_items
 from tests.unit.cost.message_answers import transfer
 
 LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
@@ -62,3 +65,29 @@ def test_the_generators_flops_are_those_of_its_layers_and_head():
     )
     weights = 2 * (4 * 32 * 32 + 2 * 32 * 256) + 32 * 48
     assert with_images - without == pytest.approx(3 * (40 * 3) * 2 * weights + 3 * 3 * 2 * 4 * 32 * 40**2)
+
+
+def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():
+    """Ten tokens before each of the 40 patches: in the layers between, not in the head; and in one message to each unit."""
+    given = ModelGraph.from_dict(
+        {
+            "units": {"vision": {"role": "encoder", "hidden_size": 16, **SHAPE}, **GRAPH.to_dict()["units"]},
+            "edges": [["vision", "llm"], ["llm", "painter"], ["vision", "painter"]],
+        }
+    )
+    seen = ItemLengths("vision", 10, 10)
+    lengths = [SampleLengths(0, pass_items(given, (seen, IMAGE)), 20, 15)]
+    between = 2 * (4 * 32 * 32 + 2 * 32 * 256)
+    flops = unit_flops(given, "painter", vocab_size=512).of(sample_load(given.unit("painter"), lengths[0]))
+    assert flops == pytest.approx(3 * 2 * (50 * between + 40 * 32 * 48) + 3 * 2 * 4 * 32 * 50**2)
+    projector = LAYER_KINDS["generator_projector"](given, given.unit("painter"), 512)
+    assert projector.num_parameters == 2 * (64 * 32 + 32)
+    stages = {"vision": 0, "llm": 1, "painter": 2}
+    plan = Plan.from_dict(
+        {"units": {name: {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 4]]}]}]} for name, rank in stages.items()}}
+    )
+    assignment = Assignment({"vision": (((Atom(0, 0),),),), "llm": (((Atom(0),),),), "painter": (((Atom(0),),),)})
+    costs = ModelCosts(StepGraph(given, plan, assignment), lengths, CLUSTER, vocab_size=512)
+    for target in ("llm", "painter"):
+        send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place(target, 0, 0, 0))
+        assert transfer(costs, send, step=costs.step).occupied_seconds == pytest.approx(2 * 10 * 64 / 100e9)

@@ -106,9 +106,13 @@ def test_the_balance_loss_is_least_where_experts_are_equally_busy() -> None:
 
 def test_an_attached_loss_gets_its_gradient() -> None:
     values, weight = torch.ones(3, requires_grad=True), torch.tensor(2.0, requires_grad=True)
-    (attach_loss(values, 5 * weight) * 3).sum().backward()
+    noted: list[torch.Tensor] = []
+    attached = attach_loss(values, 5 * weight, weight=0.5, note=noted.append)
+    assert not noted
+    (attached * 3).sum().backward()
     assert values.grad is not None and values.grad.tolist() == [3, 3, 3]
-    assert weight.grad is not None and float(weight.grad) == 5
+    assert weight.grad is not None and float(weight.grad) == 2.5
+    assert noted == [10]
 
 
 def test_the_balance_loss_reaches_the_router_alone_where_it_is_wanted(world_of_one: dist.ProcessGroup) -> None:
@@ -125,3 +129,5 @@ def test_the_balance_loss_reaches_the_router_alone_where_it_is_wanted(world_of_o
     added, doubled = gradients[1] - gradients[0], gradients[2] - gradients[0]
     assert added.abs().max() > 1e-3
     assert torch.allclose(doubled, 2 * added)
+    once = sequence_balance_loss(mlp.router(hidden[:, 0]), mlp.sequences, experts=mlp.experts_shape)
+    assert mlp.take_losses() == pytest.approx(3 * float(once)) and mlp.take_losses() == 0

@@ -31,9 +31,9 @@ TWO_IMAGES = PackedInput(
 CONDITIONS = torch.randn(2, 12, generator=torch.manual_seed(1), dtype=torch.float64)
 
 
-def build(unit: str = "painter") -> UnitStage:
+def build(unit: str = "painter", *, graph: ModelGraph = GRAPH) -> UnitStage:
     stage = UnitStage(
-        graph=GRAPH,
+        graph=graph,
         unit_name=unit,
         layers=range(4),
         groups=ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_cp"), dist.group.WORLD)),
@@ -75,6 +75,31 @@ def test_patches_of_one_image_differ_by_their_place_alone() -> None:
     hidden = projector(CONDITIONS, torch.tensor([0, 0, 0]), torch.tensor([[2, 3], [2, 3], [3, 2]]))[:, 0]
     torch.testing.assert_close(hidden[0], hidden[1])
     assert not torch.allclose(hidden[0], hidden[2])
+
+
+def test_an_image_is_made_beside_what_encoders_give() -> None:
+    """With tokens before its patches, of which only the patches are compared, and each of which changes what is made."""
+    edges = [["vision", "llm"], ["llm", "painter"], ["vision", "painter"]]
+    vision = {"role": "encoder", **SHAPE, "hidden_size": 8}
+    units = {"vision": vision, **GRAPH.to_dict()["units"]}
+    stage = build(graph=ModelGraph.from_dict({"units": units, "edges": edges}))
+    beside = torch.tensor([[-1, 0], [-1, 1]])
+    batch = PackedInput(
+        (6,),
+        torch.cat((beside, POSITIONS[:4])),
+        patches=TWO_IMAGES.patches[:4],
+        condition_rows=torch.tensor([1, 2, 0, 0, 0, 0]),
+        item_sources=torch.tensor([0, 1, 1]),
+        target_rows=torch.arange(2, 6),
+    )
+    given = torch.randn(3, 20, generator=torch.manual_seed(3), dtype=torch.float64, requires_grad=True)
+    made = stage.eval()(None, batch, given)
+    assert made.predicted.shape == (4, 12)
+    torch.testing.assert_close(made.loss_sum, ((made.predicted - TWO_IMAGES.patches[:4]) ** 2).sum())
+    made.loss_sum.backward()
+    assert given.grad[:, :12].abs().sum(1).gt(0).all() and given.grad[:, 12:].eq(0).all(), "the rest is for the LLM's layers"
+    projector = stage.layers["0"]
+    assert projector.encoders["vision_tokens"].weight.grad.abs().sum() > 0 and projector.weight.grad.abs().sum() > 0
 
 
 def test_the_llm_hands_on_the_states_of_the_rows_asked_for() -> None:

@@ -54,6 +54,12 @@ def test_features_side_by_side_are_as_many() -> None:
         pass_item(graph, ItemLengths("one", 24, 24))
 
 
+def test_an_encoder_that_encoders_feed_may_be_a_projector_alone() -> None:
+    graph = graph_of(joint={**JOINT, "num_layers": 0})
+    assert graph.unit("joint").layers == ("joined_tokens", "query_projector") and graph.unit("joint").num_inner_layers == 1
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+
+
 @pytest.mark.parametrize(
     ("edges", "units", "problem"),
     [
@@ -70,7 +76,8 @@ def test_features_side_by_side_are_as_many() -> None:
         (EDGES, {"joint": {**JOINT, "join": "features"}}, r"one, two give 16 \+ 16 channels, but hidden_size is 16"),
         (EDGES, {"one": {**ENTRY, "has_projector": False}}, r"must each give hidden_size 16 channels, found 64 \+ 16"),
         (EDGES, {"llm": {"role": "backbone", **SHAPE, "join": "features"}}, "join belongs to encoders"),
-        ([["llm", "one"]], {}, "edges lead from an encoder to the backbone or another encoder"),
+        (EDGES, {"one": {**ENTRY, "num_layers": 0}}, "'one': num_layers must be at least 1, found 0; only an encoder that"),
+        ([["llm", "one"]], {}, "edges lead from an encoder to the backbone, a generator or another encoder"),
     ],
 )
 def test_what_cannot_be_is_refused(edges: list[list[str]], units: dict[str, Any], problem: str) -> None:

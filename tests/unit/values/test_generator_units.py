@@ -4,6 +4,8 @@ from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.sample_lengths import ItemLengths
+from multimodal.values.units.item_passes import list_conditions, pass_items
 
 SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
 UNITS = {
@@ -20,10 +22,40 @@ def test_a_generator_stands_behind_the_backbone_by_default():
     assert ModelGraph.from_dict(graph.to_dict()) == graph
 
 
-@pytest.mark.parametrize("edge", [["vision", "painter"], ["painter", "llm"]])
-def test_other_edges_of_a_generator_are_refused(edge):
+def test_edges_out_of_a_generator_are_refused():
     with pytest.raises(ModelError, match="from the backbone to a generator"):
-        ModelGraph.from_dict({"units": UNITS, "edges": [["vision", "llm"], ["llm", "painter"], edge]})
+        ModelGraph.from_dict({"units": UNITS, "edges": [["vision", "llm"], ["llm", "painter"], ["painter", "llm"]]})
+
+
+@pytest.mark.parametrize(
+    ("edges", "message"),
+    [
+        ([["vision", "llm"], ["vision", "painter"]], r"'painter' is fed by vision alone; add an edge \[llm, painter\]"),
+        (
+            [["llm", "painter"], ["vision", "painter"]],
+            r"'vision': feeds painter, which takes what the backbone takes; add an edge \[",
+        ),
+    ],
+)
+def test_a_generator_and_the_encoders_that_feed_it_belong_to_the_backbone(edges, message):
+    with pytest.raises(ModelError, match=message):
+        ModelGraph.from_dict({"units": UNITS, "edges": edges})
+
+
+def test_images_are_made_beside_the_tokens_of_the_items_before_them():
+    edges = [["vision", "painter"], ["vision", "llm"], ["llm", "painter"]]
+    wide = {**UNITS, "llm": {**UNITS["llm"], "hidden_size": 16}}
+    graph = ModelGraph.from_dict({"units": wide, "edges": edges})
+    assert graph.conditions("painter") == ("vision",) and graph.passes_items_on and not graph.gives_items_once("vision")
+    assert graph.width_behind("vision", 3) == 16, "what the LLM takes"
+    seen, made = ItemLengths("vision", 24, 6), ItemLengths("painter", 9, 0)
+    items = pass_items(graph, [made, seen, made, seen, made])
+    assert [item[:3] for item in items] == [each[:3] for each in (made, seen, made, seen, made)]
+    assert [item.inside("painter")[1:3] for item in items if item.unit == "painter"] == [(9, 0), (15, 9), (21, 9)]
+    assert list(list_conditions(graph, "painter", items[:4])) == [(1, 6), (3, 6)]
+    assert pass_items(graph, items) == items, "whoever has passed them"
+    plain = ModelGraph.from_dict({"units": wide, "edges": edges[1:]})
+    assert pass_items(plain, [seen, made]) == (seen, made) and not plain.passes_items_on
 
 
 def test_a_generator_that_nobody_feeds_is_refused():

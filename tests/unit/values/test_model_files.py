@@ -122,7 +122,7 @@ def test_names_that_no_flag_or_schedule_can_carry_are_refused(tmp_path, name):
         (Transformer(2, 16, 2, 32, rotary_base=float("nan")), "rotary_base: expected a positive number, found nan"),
         (Transformer(2, 16, 2, 32, layernorm_epsilon="1e-5"), "layernorm_epsilon: expected a positive number, found '1e-5'"),
         (Transformer(10**9, 16, 2, 32), "num_layers: expected an integer of at most 10,000"),
-        (Transformer(True, 16, 2, 32), "num_layers: expected a positive integer, found True"),
+        (Transformer(True, 16, 2, 32), "num_layers: expected an integer of at least 0, found True"),
     ],
 )
 def test_models_made_in_python_are_held_against_the_same_bounds(shape, message):

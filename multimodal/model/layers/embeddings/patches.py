@@ -60,7 +60,7 @@ class PatchEmbeddingKind(LayerKind):
 
 
 class LearnedPatchEmbedding(torch.nn.Module):
-    """Patches and class tokens of images of one size, with learned positions and perhaps a norm; alike on all ranks."""
+    """Patches, class tokens and registers of images of one size, with learned positions, perhaps a norm; alike on all ranks."""
 
     def __init__(self, *, image: ImageInput, patch_channels: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -73,6 +73,7 @@ class LearnedPatchEmbedding(torch.nn.Module):
         self.weight = parameter(hidden_size, patch_channels)
         self.bias = parameter(hidden_size) if image.has_patch_bias else None
         self.class_token = parameter(hidden_size) if image.class_token is not None else None
+        self.registers = parameter(image.num_registers, hidden_size) if image.num_registers else None
         self.positions = parameter(image.num_positions, hidden_size)
         whole = dataclasses.replace(config, sequence_parallel=False)
         self.norm = Norm(whole, hidden_size, eps=config.layernorm_epsilon) if image.has_pre_norm else None
@@ -89,8 +90,27 @@ class LearnedPatchEmbedding(torch.nn.Module):
             is_class = places[:, 0] < 0
             hidden = torch.where(is_class[:, None], self.class_token, hidden)
             index = torch.where(is_class, 0, index + 1)
-        hidden = hidden + torch.nn.functional.embedding(index, self.positions)
+        hidden = hidden + torch.nn.functional.embedding(index, self._stretched_positions())
+        if self.registers is not None:
+            number = -2 - places[:, 0]  # from 0, behind the class token, whose place is -1
+            register = torch.nn.functional.embedding(number.clamp(min=0), self.registers)
+            hidden = torch.where((number >= 0)[:, None], register, hidden)
         return (hidden if self.norm is None else self.norm(hidden))[:, None]
+
+    def _stretched_positions(self) -> Tensor:
+        """Return a position for each patch of an image, behind that of its class token."""
+        size = self.image.position_grid
+        if size is None or size == self.grid_size:
+            return self.positions
+        num_before = len(self.positions) - size**2
+        square = self.positions[num_before:].to(torch.promote_types(self.positions.dtype, torch.float32))
+        stretched = torch.nn.functional.interpolate(
+            square.t().reshape(1, -1, size, size),
+            size=(self.grid_size, self.grid_size),
+            mode="bicubic",
+            antialias=self.image.num_registers > 0,  # as the models that have registers do, and those without do not
+        )
+        return torch.cat((self.positions[:num_before], stretched[0].flatten(1).t().to(self.positions.dtype)))
 
 
 class LearnedPatchEmbeddingKind(LayerKind):

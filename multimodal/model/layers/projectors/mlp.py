@@ -78,7 +78,7 @@ class Projector(MergedTokens):
 
     def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
         super().__init__(unit, config=config, groups=groups)
-        inner_size = unit.projector_hidden_size or unit.merged_size
+        inner_size = unit.projector_inner_size
         plain = dataclasses.replace(
             config,
             hidden_size=output_size,
@@ -159,12 +159,12 @@ class ProjectorKind(LayerKind):
     def output_size(self, context: LayerContext) -> int:
         """Return the hidden size of the units downstream; raises ModelError where they differ."""
         unit, graph = context.unit, context.graph
-        sizes = {graph.unit(name).transformer.hidden_size for name in graph.downstream(unit.name)}
+        sizes = {taker.transformer.hidden_size for taker in graph.takers(unit.name)}
         if len(sizes) > 1:
             raise ModelError(
                 f"unit '{unit.name}' feeds units of different hidden sizes {sorted(sizes)}; it can feed only one size"
             )
-        return sizes.pop() if sizes else unit.transformer.hidden_size
+        return graph.projected_size(unit.name)
 
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return the neighbouring tokens that are merged."""

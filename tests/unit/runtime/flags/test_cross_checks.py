@@ -84,6 +84,8 @@ IGNORED = [
     ("--pretrained-checkpoint d --no-load-optim", "--no-load-optim would be ignored: no checkpoint is resumed"),
     ("--timeline-interval 5", "--timeline-interval would be ignored: timelines are drawn into the report"),
     ("--sequence-parallel", "--sequence-parallel would be ignored: every unit's tensor parallel size is 1"),
+    ("--layer-partition even", "--layer-partition would be ignored: no unit has several pipeline stages; raise"),
+    ("--layer-partition even --plan auto", "--layer-partition would be ignored: a plan says which layers every stage has"),
     ("--tp-comm-overlap", "--tp-comm-overlap would be ignored: every unit's tensor parallel size is 1"),
     ("--transformer-impl local --emulate c.yaml", "--transformer-impl would be ignored: --emulate waits as long as its table"),
     ("--attention-backend blocks --emulate c.yaml", "--attention-backend would be ignored: --emulate waits"),

@@ -42,7 +42,7 @@ def test_balance_and_schedule_offer_what_is_registered(monkeypatch: pytest.Monke
 
 def test_other_choices_are_those_of_what_they_choose() -> None:
     assert choices(ModelConfig, "attention_backend") == set(BACKEND_NAMES)
-    assert choices(ModelConfig, "attention_mask") == set(MaskMode) - {MaskMode.PACKED}  # EMBEDDED by another name
+    assert choices(ModelConfig, "attention_mask") == set(MaskMode)
     assert choices(ModelConfig, "transformer_impl") == set(get_args(Implementation))
     assert choices(ParallelismConfig, "context_parallel_distribution") == set(TokenDistribution)
     assert choices(ParallelismConfig, "data_parallel_sharding_strategy") == set(get_args(Sharding))

@@ -17,7 +17,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 from tests.unit.runtime.report.test_json_log import room_for
 
-STEP = StepReport(1.5, 0.0, 2.5, 1e-3, 8, 100, 50, 0.5, 0.4, 0.05, 0.03, 0.02, 200.0, 0.1, 12.5, 1000)
+STEP = StepReport(1.5, 0.0, 0.0, 2.5, 1e-3, 8, 100, 50, 0.5, 0.4, 0.05, 0.03, 0.02, 200.0, 0.1, 12.5, 1000)
 BALANCE = BalanceReport(
     {"vision": Imbalance(1.62, 2.0, 0.3), "llm": Imbalance(1.0, 1.5, 0.2)},
     {"vision": Imbalance(1.08, 1.31, 0.1), "llm": Imbalance(1.0, 1.1, 0.1)},

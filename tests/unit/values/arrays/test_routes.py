@@ -16,8 +16,9 @@ def plain_routes(step: StepGraph) -> list[Route]:
         places = step.assignment.place_of_atom[source]
         for replica, microbatches in enumerate(step.assignment.units[target]):
             for index, microbatch in enumerate(microbatches):
-                for sample in microbatch:
-                    for atom in sorted(atom for atom in places if atom.sample_id == sample.sample_id):
+                for taken in microbatch:  # an item, where the target is an encoder
+                    atoms = [taken] if taken.item_index >= 0 else [each for each in places if each.sample_id == taken.sample_id]
+                    for atom in sorted(atoms):
                         ends = MicrobatchPlace(source, *places[atom]), MicrobatchPlace(target, replica, index)
                         between.setdefault(ends, []).append(atom)
     return [Route(*ends, tuple(atoms)) for ends, atoms in sorted(between.items())]

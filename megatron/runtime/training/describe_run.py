@@ -1,0 +1,94 @@
+"""What a run says of itself before its first step and after its last one."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.report.reporting import (
+    EvaluationReport,
+)
+from megatron.runtime.training.paths import describe_paths
+from megatron.runtime.training.run import Run
+from multimodal.kernels import describe_kernels
+from multimodal.values.model_graph import Unit
+from multimodal.values.plan import UnitPlan
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """The end of a run."""
+
+    done_steps: int
+    evaluation: EvaluationReport | None
+    blank_evaluation: EvaluationReport | None
+    peak_activation_bytes: int
+    """The largest of all ranks and steps; 0 when no step was left to do."""
+    stop: StopReason = StopReason.NONE
+    """The reason for ending before the last step."""
+
+
+def describe_run(run: Run) -> str:
+    """Describe in a few lines which units run where."""
+    lines = []
+    for name, unit in run.session.plan.units.items():
+        ranks = sorted(unit.ranks)
+        trained = run.session.graph.unit(name)
+        frozen = f", adapters of rank {trained.lora.rank}" if trained.lora else ", frozen" if trained.freeze_module else ""
+        context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
+        lines.append(
+            f"{name}: dp {unit.data_parallel_size} x pp {_each(len(replica.stages) for replica in unit.replicas)} x {context}"
+            f"tp {_each(unit.tensor_sizes)} "
+            f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
+            f"{_shown_stages(trained, unit)}"
+        )
+    samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
+    resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
+    sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""
+    return (
+        f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
+        f"\n{'' if run.emulation else describe_paths(run.session) + '; '}decisions by {describe_kernels()}"
+    )
+
+
+def describe_end(run: Run, summary: RunSummary) -> str:
+    """Return one line: the results, and the places of checkpoints and reports."""
+    places = []
+    logging_config = run.config.logging
+    if run.config.checkpoint.save:
+        newest = find_newest_checkpoint(run.config.checkpoint.save)
+        places.append(f"checkpoint {newest}" if newest else "no checkpoint")
+    if logging_config.report_dir:
+        places.append(f"pictures {logging_config.report_dir}/loss.png and {logging_config.report_dir}/timeline.png")
+    if logging_config.log_json:
+        places.append(f"log {logging_config.log_json}")
+    if summary.stop:
+        without = "" if run.config.checkpoint.save else "; nothing is saved without --save DIR"
+        return "; ".join([f"stopped by {summary.stop.describe()} after step {summary.done_steps}{without}", *places])
+    results = f"step {summary.done_steps} done"
+    if summary.evaluation:
+        results += f": {summary.evaluation.answer_accuracy:.1%} of held-out answers right"
+    if summary.blank_evaluation:
+        results += f" ({summary.blank_evaluation.answer_accuracy:.1%} with blank images)"
+    if summary.peak_activation_bytes:
+        results += f"; activations took up to {summary.peak_activation_bytes / 2**20:.1f} MiB a rank"
+    return "; ".join([results, *places])
+
+
+def _each(sizes: Iterable[int]) -> str:
+    """Show the sizes of a unit's replicas: one, or those of replicas that are not alike."""
+    return "/".join(map(str, sorted(set(sizes))))
+
+
+def _shown_stages(unit: Unit, plan: UnitPlan) -> str:
+    """Say how many of a unit's layers each of its stages has, but the embedding before and the projector or head behind them."""
+    if plan.num_virtual_stages == 1 or plan.is_unlike:
+        return ""
+    last = unit.num_inner_layers
+    counts = [min(each.layers.stop, last + 1) - max(each.layers.start, 1) for each in plan.replicas[0].virtual_stages]
+    return f", {' + '.join(map(str, counts))} layers"
+
+
+def _shown_schedule(config: RunConfig) -> str:
+    return " + ".join([config.training.schedule, *(name for name in config.training.schedule_passes.split(",") if name)])

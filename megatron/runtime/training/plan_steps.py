@@ -1,0 +1,101 @@
+"""Plans and loads the steps of a run, in training and in evaluation."""
+
+from collections.abc import Generator
+
+import torch
+
+from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
+from megatron.runtime.orchestrator.machine import ranks_on_node
+from megatron.runtime.step.step import Step
+from megatron.runtime.step.token_placement import ContextSharing
+from megatron.runtime.training.prediction import build_predictor
+from megatron.runtime.training.run import Run
+from multimodal.attention.bitfield import MaskMode
+from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
+from multimodal.balance.nodes.arrange_replicas import NodeArrangement
+from multimodal.balance.step_predictor import StepPredictor
+from multimodal.data.global_batches import DataPart, GlobalBatches
+from multimodal.data.sample_source import SampleSource
+
+
+def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
+    """Yield these steps of the training, from 0, as this rank computes them; closing stops what loads ahead."""
+    parts, size = run.data.train_parts or (DataPart(len(run.data.train)),), run.config.training.global_batch_size
+    batches = GlobalBatches(parts, size, run.config.training.seed, shuffle=not run.config.data.is_digits)
+    in_order = run.phase.go_on(batches, run.described_data)
+    return _load(run, _planner(run, run.data.train, batches=in_order, forward_only=False), steps)
+
+
+def load_evaluation_steps(run: Run, source: SampleSource) -> Generator[Step, None, None]:
+    """Yield the --eval-iters steps of an evaluation on samples held out, forward only."""
+    parts = run.data.valid_parts or (DataPart(len(source)),)
+    batches = GlobalBatches(parts, run.config.training.global_batch_size, seed=0, shuffle=False)
+    planner = _planner(run, source, batches=batches, forward_only=True)
+    return _load(run, planner, range(run.config.evaluation.eval_iters))
+
+
+def balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
+    """Return the balancer's options, the same for evaluations: so these need no other schedules."""
+    training = run.config.training
+    return BalanceOptions(
+        micro_batch_size=training.micro_batch_size,
+        tokens_per_microbatch=training.tokens_per_microbatch,
+        encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
+        granularity=Granularity(training.balance_granularity),
+        microbatch_count=MicrobatchCount(training.balance_num_microbatches),
+        merges_encoders=training.merge_encoders,
+        unit_costs=training.declared_costs,
+        ranks_per_node=ranks_on_node(),
+        vocab_size=run.session.options.vocab_size,
+        predictor=predictor,
+    )
+
+
+def _load(run: Run, planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
+    if run.exchanges is not None:
+        return load_steps_in_thread(planner, steps)
+    return load_steps(planner, steps, num_workers=run.config.data.num_workers)
+
+
+def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_only: bool) -> StepPlanner:
+    training, predictor = run.config.training, step_predictor(run)
+    return StepPlanner(
+        source,
+        batches=batches,
+        schedules=run.session.schedules(forward_only=forward_only),
+        balancer=BALANCERS[training.balance],
+        rank=run.world.rank,
+        options=balance_options(run, predictor),
+        exchange=run.exchanges[forward_only] if run.exchanges else None,
+        is_emulated=run.emulation is not None,
+        shards_weights=run.config.parallelism.shards_weights,
+        sharing=ContextSharing(
+            TokenDistribution(run.config.parallelism.context_parallel_distribution),
+            run.config.parallelism.context_parallel_block_size,
+            MaskMode(run.config.model.attention_mask),
+        ),
+        costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
+        build=run.session.options.build,
+        arrangement=_arrangement(run),
+    )
+
+
+def _arrangement(run: Run) -> NodeArrangement | None:
+    """Return what --rearrange-nodes goes by; None without it."""
+    if not run.config.training.rearrange_nodes:
+        return None
+    return NodeArrangement(
+        ranks_on_node(),
+        bytes_per_element=getattr(torch, run.config.training.dtype).itemsize,
+        num_decoding_ranks=run.world.size if run.exchanges is not None else 0,
+    )
+
+
+def step_predictor(run: Run) -> StepPredictor:
+    """Return what predicts the time of this run's steps."""
+    options = run.session.options
+    return build_predictor(
+        run.config, run.session.schedules(), vocab_size=options.vocab_size, num_state_copies=options.num_state_copies
+    )
