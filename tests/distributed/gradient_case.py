@@ -284,14 +284,16 @@ def _randomize(parameter: torch.Tensor, name: str, sharding: ParameterSharding, 
 def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: int) -> dict[str, torch.Tensor]:
     text, lengths = case.source.text(index), case.source.lengths(index)
     embeddings, rows, generated = [], [], []
+    encoded: list[tuple[str, torch.Tensor]] = []
     items: list[ItemSpan] = []
     for item, start, length in text.item_starts:
         unit = lengths.items[item].unit
         if case.graph.unit(unit).role is Role.GENERATOR:
-            generated.append((unit, start, _image_input(case, index, item, unit)))
+            generated.append((unit, start, _image_input(case, index, item, unit), len(encoded)))
             continue
         unit, output = _encode(case, stages, index, item)
         embeddings.append(output)
+        encoded.append((unit, output))
         rows.append(torch.arange(start, start + length))
         items.append(ItemSpan(start, length, unit))
     target_rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
@@ -303,15 +305,34 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
         items=tuple(items),
         target_rows=target_rows,
         targets=torch.from_numpy(text.labels)[target_rows],
-        generator_rows=torch.tensor([start for _, start, _ in generated]) if generated else None,
+        generator_rows=torch.tensor([start for _, start, _, _ in generated]) if generated else None,
     )
     backbone = case.graph.backbone.name
     output = stages[backbone](None, batch, stack_items(embeddings))
     losses = {backbone: output.loss_sum}
-    for row, (unit, _, image) in enumerate(generated):
+    for row, (unit, _, image, num_before) in enumerate(generated):
+        sources = case.graph.upstream(unit)
+        given = [(sources.index(name), tokens) for name, tokens in encoded[:num_before] if name in sources]
         made = replace(image, condition_rows=torch.zeros(image.num_tokens, dtype=torch.long))
-        losses[unit] = losses.get(unit, 0.0) + stages[unit](None, made, output.conditions[row : row + 1]).loss_sum
+        conditions = stack_items([output.conditions[row : row + 1], *(tokens for _, tokens in given)])
+        if len(sources) > 1:
+            made = _beside(made, [(source, len(tokens)) for source, tokens in given], llm=sources.index(backbone))
+        losses[unit] = losses.get(unit, 0.0) + stages[unit](None, made, conditions).loss_sum
     return losses
+
+
+def _beside(made: PackedInput, given: list[tuple[int, int]], *, llm: int) -> PackedInput:
+    """An image that is made beside tokens of encoders; given: which encoder, and how many tokens, in the order of the items."""
+    count = sum(number for _, number in given)
+    places = [(-1 - line, token) for line, (_, number) in enumerate(given) for token in range(number)]
+    return replace(
+        made,
+        lengths=(count + made.num_tokens,),
+        positions=torch.cat((torch.tensor(places, dtype=made.positions.dtype).reshape(-1, 2), made.positions)),
+        condition_rows=torch.cat((1 + torch.arange(count), made.condition_rows)),
+        item_sources=torch.tensor([llm, *(source for source, number in given for _ in range(number))]),
+        target_rows=count + torch.arange(made.num_tokens),
+    )
 
 
 def _encode(case: GradientCase, stages: Mapping[str, UnitStage], index: int, item: int) -> tuple[str, torch.Tensor]:
@@ -336,7 +357,6 @@ def _encode(case: GradientCase, stages: Mapping[str, UnitStage], index: int, ite
 
 
 def _image_input(case: GradientCase, index: int, item: int, name: str) -> PackedInput:
-    lengths = case.source.lengths(index).items[item].inside(name)
     unit = case.graph.unit(name)
     assert unit.item_input is not None
     packed = pack_encoder_microbatch(
@@ -346,4 +366,4 @@ def _image_input(case: GradientCase, index: int, item: int, name: str) -> Packed
         item_input=unit.item_input,
         with_pixels=True,
     )
-    return PackedInput((lengths.num_tokens,), packed.positions, patches=packed.patches).with_windows_of(unit)
+    return PackedInput((len(packed.positions),), packed.positions, patches=packed.patches).with_windows_of(unit)

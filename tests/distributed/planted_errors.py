@@ -316,7 +316,7 @@ def _key_gradients_not_sent_home() -> Iterator[None]:
         own.copy_(padded.chunk(group.size())[group.rank()])
         return Mock()
 
-    with patch.object(context_parallel.dist, "reduce_scatter_tensor", kept):
+    with patch.object(context_parallel, "reduce_scatter_single", kept):
         yield
 
 
@@ -369,7 +369,7 @@ def _shares_of_own_gradients_alone() -> Iterator[None]:
         share.copy_(whole.chunk(group.size())[group.rank()])
         return Mock()
 
-    with patch.object(sharded_layer, "_reduce_scatter", kept):
+    with patch.object(sharded_layer, "reduce_scatter_single", kept):
         yield
 
 
@@ -495,10 +495,23 @@ def _tied_embeddings_not_summed() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _only_first_ranges_finished() -> Iterator[None]:
+    original = UnlikeGradients._finish
+
+    def finished(gradients: UnlikeGradients, stage_index: int) -> None:
+        if stage_index == min(gradients.stages):
+            original(gradients, stage_index)
+
+    with patch.object(UnlikeGradients, "_finish", finished):
+        yield
+
+
 ERRORS_OF_UNLIKE_REPLICAS: dict[str, Callable[[], Any]] = {
     "parts are not summed over replicas": _parts_not_summed,
     "a whole matrix gives its other half": _other_part_of_whole_matrices,
     "norms of one tensor parallel rank's tokens alone": _norms_of_the_first_tensor_parallel_rank,
     "tied embeddings of every replica and stage apart": _tied_embeddings_not_summed,
+    "sums of a stage's second layer range do not arrive": _only_first_ranges_finished,
 }
-"""In a case of replicas that differ in TP and PP."""
+"""In a case of replicas that differ in TP, PP and virtual stages."""

@@ -9,7 +9,7 @@ from multimodal.data.audio.audio_processing import frames_to_patches, samples_to
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.units.item_passes import pass_item
+from multimodal.values.units.item_passes import pass_item, pass_items
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class RandomSource:
             is_input = self.graph.unit(unit).role is Role.ENCODER
             found = self._input(unit)
             alone = self.graph.unit(unit).num_output_tokens(grid) if is_input else 0
-            items.append(pass_item(self.graph, ItemLengths(unit, found.num_tokens(grid), alone)))
-            num_outputs = items[-1].num_output_tokens
+            items.append(ItemLengths(unit, found.num_tokens(grid), alone))
+            num_outputs = pass_item(self.graph, items[-1]).num_output_tokens
             # A generator is given the hidden state of the token before.
             starts.append(cursor if is_input else cursor - 1)
             cursor += num_outputs
             if rest > self.num_between and item < len(shape.items) - 1:
                 cursor, rest = cursor + self.num_between, rest - self.num_between
-        return SampleLengths(index, tuple(items), shape.num_text_tokens, shape.num_target_tokens, tuple(starts))
+        return SampleLengths(index, pass_items(self.graph, items), shape.num_text_tokens, shape.num_target_tokens, tuple(starts))
 
     def text(self, index: int) -> SampleText:
         lengths, generator = self.lengths(index), np.random.default_rng((self.seed, index))

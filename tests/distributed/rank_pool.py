@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.runtime import platform
 
-TIMEOUT = timedelta(seconds=30)
+TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for a message; the pool gives a run three times as long."""
 
 

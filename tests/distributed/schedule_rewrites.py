@@ -65,7 +65,7 @@ class CutMicrobatches:
 
     def __call__(self, schedule: Schedule) -> Schedule:
         graph = schedule.step.graph
-        encoders = {unit.name for unit in graph.encoders if not graph.upstream(unit.name)}
+        encoders = {unit.name for unit in graph.encoders if graph.gives_items_once(unit.name)}
 
         def rewritten(action: Action) -> list[Action]:
             place = MicrobatchPlace(action.unit, action.replica, action.microbatch)

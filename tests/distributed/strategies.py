@@ -45,13 +45,21 @@ PROJECTORS: list[dict[str, Any]] = [
 
 @st.composite
 def gradient_cases(
-    draw: st.DrawFn, *, has_unlike_replicas: bool | None = None, has_encoder_edges: bool | None = None
+    draw: st.DrawFn,
+    *,
+    has_unlike_replicas: bool | None = None,
+    has_encoder_edges: bool | None = None,
+    has_conditions: bool | None = None,
 ) -> GradientCase:
     """Anything that the runtime must get right.
 
-    has_unlike_replicas: True: in the LLM or another unit; False: in none. has_encoder_edges: whether encoders feed encoders.
+    has_unlike_replicas: True: in the LLM or another unit; False: in none. has_encoder_edges: whether encoders feed encoders,
+    has_conditions: generators, of which there are some then.
     """
-    graph = draw(graphs(divisor=draw(st.sampled_from([2, 2, 3])), has_encoder_edges=has_encoder_edges))
+    of_graph: dict[str, Any] = {"has_encoder_edges": has_encoder_edges, "has_conditions": has_conditions}
+    if has_conditions:
+        of_graph |= {"encoders": [("vision",), ("vision", "audio")], "generators": [("painter",), ("painter", "engraver")]}
+    graph = draw(graphs(divisor=draw(st.sampled_from([2, 2, 3])), **of_graph))
     plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas))
     source = RandomSource(graph, draw(samples((*graph.item_encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
@@ -65,7 +73,7 @@ def gradient_cases(
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),
-        attention_mask=draw(st.sampled_from([MaskMode.CAUSAL, MaskMode.EMBEDDED, MaskMode.PREFIX])),
+        attention_mask=draw(st.sampled_from(MaskMode)),
         attention_backend=draw(st.sampled_from(["auto", "blocks"])),
         distribution=draw(st.sampled_from(list(TokenDistribution))),
         block_size=draw(st.sampled_from([4, 8, 128])),
@@ -133,8 +141,7 @@ def plans_on_shared_ranks(draw: st.DrawFn, graph: ModelGraph) -> Plan:
 
 def _divides(size: int, unit: Unit) -> bool:
     """Return whether a unit can have this tensor parallel size."""
-    shape = unit.transformer
-    numbers = shape.num_attention_heads, shape.num_query_groups or size, shape.ffn_hidden_size, shape.hidden_size
+    numbers = *unit.divided_widths.values(), unit.transformer.hidden_size
     return all(number % size == 0 for number in numbers)
 
 
@@ -147,11 +154,12 @@ def graphs(
     divisor: int = 2,
     has_experts: bool | None = None,
     has_encoder_edges: bool | None = None,
+    has_conditions: bool | None = None,
 ) -> ModelGraph:
     """The LLM alone, or behind one or two encoders, or before one or two generators, or all; anything frozen, but not all.
 
     divisor: a tensor parallel size that all units can have; has_experts: whether some of the LLM's layers have; None: sometimes.
-    has_encoder_edges: whether encoders feed encoders; None: sometimes.
+    has_encoder_edges: whether encoders feed encoders, has_conditions: generators; None: sometimes.
     """
     names, generator_names = draw(st.sampled_from(encoders)), draw(st.sampled_from(generators))
     frozen = {name: draw(st.booleans()) for name in (*names, "llm", *generator_names)}
@@ -198,7 +206,10 @@ def graphs(
     edges = (*((name, "llm") for name in names), *(("llm", name) for name in generator_names))
     graph = ModelGraph((*encoder_units, llm, *generator_units), edges)
     chosen = names and (draw(st.integers(0, 4)) == 0 if has_encoder_edges is None else has_encoder_edges)
-    return draw(encoder_edges(graph, divisor=divisor) if chosen else deepstacks(graph))
+    graph = draw(encoder_edges(graph, divisor=divisor) if chosen else deepstacks(graph))
+    pairs = [(source, target) for source in graph.upstream("llm") for target in generator_names]
+    given = draw(st.integers(0, 2)) == 0 if has_conditions is None else has_conditions
+    return replace(graph, edges=(*graph.edges, *(pair for pair in pairs if given and draw(st.integers(0, 3)))))
 
 
 @st.composite
@@ -207,6 +218,8 @@ def encoder_edges(draw: st.DrawFn, graph: ModelGraph, *, divisor: int) -> ModelG
     first, rest = graph.encoders[0], graph.units[1:]
     join = draw(st.sampled_from(["features", "sequence"]))
     entries, shape = [first], draw(transformers(channels=(4, 8), divisor=divisor))
+    if draw(st.integers(0, 2)) == 0:
+        shape = replace(shape, num_layers=0)
     if draw(st.booleans()):
         other = draw(transformers(channels=(4, 8), divisor=divisor))
         entries.append(replace(first, name="second", transformer=other, freeze_module=draw(st.booleans()), lora=None))
@@ -411,13 +424,9 @@ def unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -
 
 @st.composite
 def unlike_unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget: int) -> UnitPlan:
-    """Two or three replicas within `budget` ranks, each with PP 1-3, and stages of TP 1-4, cut anywhere; CP 1-2."""
-    shape = unit.transformer
-    allowed = [
-        size
-        for size in (1, 2, 3, 4)
-        if not any(each % size for each in (shape.num_attention_heads, shape.query_groups, shape.ffn_hidden_size))
-    ]
+    """Two or three replicas within `budget` ranks, each with PP 1-3, and stages of TP 1-4, cut anywhere, also into virtual
+    stages; CP 1-2."""
+    allowed = [size for size in (1, 2, 3, 4) if _divides(size, unit)]
     cp = draw(st.sampled_from([1, 1, 1, 2])) if budget >= 6 else 1
     replicas: list[Replica] = []
     free = list(ranks[:budget])
@@ -428,13 +437,11 @@ def unlike_unit_plans(draw: st.DrawFn, unit: Unit, ranks: Sequence[int], budget:
         if not sizes:
             break
         pp, tp = draw(st.sampled_from(sizes))
-        inner = draw(st.permutations(range(1, len(unit.layers))))[: pp - 1]
-        bounds = [0, *sorted(inner), len(unit.layers)]
         stages: list[Stage] = []
-        for layers in itertools.pairwise(bounds):
+        for ranges in draw(layer_ranges(len(unit.layers), pp)):
             own = tp if draw(st.booleans()) else draw(st.sampled_from([size for size in allowed if size <= tp]))
             taken, free = free[: own * cp], free[own * cp :]
-            stages.append(Stage(tuple(sorted(taken)), (layers,), own))
+            stages.append(Stage(tuple(sorted(taken)), ranges, own))
         replicas.append(Replica(tuple(stages)))
     return UnitPlan(tuple(replicas), context_parallel_size=cp)
 

@@ -31,11 +31,14 @@ from tests.distributed.training_case import (
 )
 
 GRAPH, TIED, DRAWING = build_graph(), build_graph(tied=True), build_graph(with_generator=True)
+EDGES = build_graph(with_generator=True, with_edges=True)
 ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
 WIDE = {"vision": (2, 1, 1), "llm": (2, 1, 3)}
 DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 2)}
 DRAWING_WIDE = {"vision": (1, 1, 1), "llm": (2, 1, 2), "painter": (2, 1, 1)}
 DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 2, 1), "painter": (1, 2, 2)}
+EDGES_WIDE = {"vision": (2, 1, 1), "second": (1, 1, 2), "joint": (2, 1, 1), "llm": (2, 1, 1), "painter": (1, 1, 2)}
+EDGES_DEEP = {"vision": (1, 2, 1), "second": (1, 1, 1), "joint": (1, 2, 1), "llm": (1, 2, 1), "painter": (1, 1, 1)}
 COLOCATED = {"vision": (2, 1, 2), "llm": (1, 2, 2), "colocated": True}
 SPREAD = {"vision": (1, 1, 2, 1), "llm": (1, 2, 1, 3)}
 SPREAD_WIDE = {"vision": (2, 1, 1, 2), "llm": (2, 1, 1, 2)}
@@ -123,6 +126,7 @@ OTHER_PLANS = {
     "only the projector is trained": (build_graph(frozen=("vision", "llm")), DEEP, WIDE),
     "generator: tensor parallel to pipelines": (DRAWING, DRAWING_WIDE, DRAWING_DEEP),
     "generator: pipelines to tensor parallel": (DRAWING, DRAWING_DEEP, DRAWING_WIDE),
+    "queries, edges between encoders and to a generator": (EDGES, {**EDGES_WIDE, "colocated": True}, EDGES_DEEP),
 }
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

@@ -76,6 +76,8 @@ def test_training_goes_on_from_one_sharing_of_experts_to_another(ranks: RankPool
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     assert np.allclose(found[0].losses, expected.losses, rtol=tolerance, atol=0)
     assert np.allclose(found[0].norms, expected.norms, rtol=10 * tolerance, atol=0)
+    assert min(expected.balances) > 0.9
+    assert np.allclose(found[0].balances, expected.balances, rtol=tolerance, atol=0)
     whole = join_parameters(plans[-1], [report.parameters for report in found])
     for key, values in join_parameters(ONE, [expected.parameters]).items():
         assert np.allclose(whole[key], values, rtol=tolerance, atol=1e-9 if dtype == torch.float64 else 1e-4), key

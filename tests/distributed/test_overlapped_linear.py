@@ -146,7 +146,9 @@ def collectives(case: LinearCase) -> list[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather", noting("all_gather", dist.all_gather))
         patch.setattr(dist, "all_reduce", noting("all_reduce", dist.all_reduce))
-        patch.setattr(overlapped_product, "reduce_scatter", noting("reduce_scatter", overlapped_product.reduce_scatter))
+        patch.setattr(
+            overlapped_product, "reduce_scatter_single", noting("reduce_scatter", overlapped_product.reduce_scatter_single)
+        )
         pass_through(case, overlaps=True)
     return found
 
@@ -181,7 +183,7 @@ class Watched(NamedTuple):
 def order_of_events(case: LinearCase) -> list[str]:
     """Collectives started and waited for, and products, in a forward."""
     events: list[str] = []
-    where, name = (dist, "all_gather") if case.kind == "column" else (overlapped_product, "reduce_scatter")
+    where, name = (dist, "all_gather") if case.kind == "column" else (overlapped_product, "reduce_scatter_single")
     start, multiply = getattr(where, name), overlapped_product._multiply
 
     def starting(*args: Any, **options: Any) -> Watched:

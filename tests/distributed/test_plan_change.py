@@ -55,6 +55,8 @@ class Report:
     losses: list[float]
     norms: list[float]
     """Of the gradients, step by step."""
+    balances: list[float]
+    """The loss that balances experts, step by step."""
     parameters: RankParameters
 
 
@@ -67,7 +69,7 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
     training = Training(case)
     scheduler = build_scheduler(SETTINGS, training.session, train_iters=10)
     trainer = Trainer(training.session, scheduler=scheduler, settings=SETTINGS, peak_tflops=1.0)
-    losses, norms = [], []
+    losses, norms, balances = [], [], []
     for index, plan in enumerate(plans):
         if index:
             trainer.change_plan(plan)
@@ -75,7 +77,8 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
             report, _ = trainer.train_step(training.plan_step(number), number=number)
             losses.append(report.loss)
             norms.append(report.grad_norm)
-    return Report(losses, norms, training.parameters())
+            balances.append(report.load_balancing_loss)
+    return Report(losses, norms, balances, training.parameters())
 
 
 @pytest.mark.parametrize(

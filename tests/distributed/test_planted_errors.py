@@ -117,10 +117,10 @@ def test_a_planted_error_of_sharded_weights_is_seen(ranks: RankPool, case: Gradi
 
 @pytest.fixture(scope="module")
 def unlike_case(case: GradientCase) -> GradientCase:
-    """The same, with an LLM of one replica with TP 2 and one with PP 2."""
+    """The same, with an LLM of one replica with TP 2 and one with PP 2, whose stages hold two layer ranges each."""
     wide = Replica((Stage((0, 1), ((0, 4),), 2),))
-    deep = Replica((Stage((2,), ((0, 2),)), Stage((3,), ((2, 4),))))
-    return replace(case, plan=Plan({**case.plan.units, "llm": UnitPlan((wide, deep))}))
+    deep = Replica((Stage((2,), ((0, 1), (2, 3))), Stage((3,), ((1, 2), (3, 4)))))
+    return replace(case, plan=Plan({**case.plan.units, "llm": UnitPlan((wide, deep))}), builder="interleaved-1f1b")
 
 
 def test_the_case_of_unlike_replicas_passes(ranks: RankPool, unlike_case: GradientCase) -> None:

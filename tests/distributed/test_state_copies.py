@@ -38,7 +38,7 @@ def build_cut_plan() -> Plan:
     vision = tuple(Replica((Stage(ranks, ((0, 4),), len(ranks)),)) for ranks in ((0,), (1,), (3, 4)))
     llm = (
         Replica((Stage((0,), ((0, 5),)),)),
-        Replica((Stage((1,), ((0, 2),)), Stage((2,), ((2, 5),)))),
+        Replica((Stage((1,), ((0, 1), (2, 3))), Stage((2,), ((1, 2), (3, 5))))),
         Replica((Stage((3, 4), ((0, 5),), 2),)),
     )
     return Plan({"vision": UnitPlan(vision), "llm": UnitPlan(llm, microbatch_shares=(2, 2, 2))})

@@ -87,13 +87,13 @@ def test_any_plan_and_schedule(ranks: RankPool, case: GradientCase) -> None:
 
 def with_rows_of_other_ranks(case: GradientCase) -> RankGradients:
     """Every rank is sent the sums of its neighbour's rows."""
-    reduce_scatter = overlapped_product.reduce_scatter
+    reduce_scatter = overlapped_product.reduce_scatter_single
 
     def rolled(share: Tensor, product: Tensor, **options: Any) -> Any:
         return reduce_scatter(share, product.roll(len(share), 0), **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped_product, "reduce_scatter", rolled)
+        patch.setattr(overlapped_product, "reduce_scatter_single", rolled)
         return run_on_rank(case)
 
 

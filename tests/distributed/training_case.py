@@ -26,7 +26,7 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
-from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
+from multimodal.values.model_graph import ImageInput, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.gradient_case import whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -53,9 +53,17 @@ IMAGES_TO_MAKE = (
 
 
 def build_graph(
-    *, tied: bool = False, frozen: tuple[str, ...] = (), hidden_size: int = 16, with_generator: bool = False
+    *,
+    tied: bool = False,
+    frozen: tuple[str, ...] = (),
+    hidden_size: int = 16,
+    with_generator: bool = False,
+    with_edges: bool = False,
 ) -> ModelGraph:
-    """An encoder with LayerNorm, GELU and biases; an LLM with RMSNorm, SwiGLU and grouped queries; a generator on wish."""
+    """An encoder with LayerNorm, GELU and biases; an LLM with RMSNorm, SwiGLU and grouped queries; a generator on wish.
+
+    with_edges: behind the encoder another one, with queries, which a second one feeds, too, and which feeds both others.
+    """
     vision = Unit(
         "vision",
         Role.ENCODER,
@@ -80,15 +88,24 @@ def build_graph(
         image=ImageInput(patch_size=2, merge_size=1, in_channels=1, min_pixels=4, max_pixels=4096),
         freeze_module="painter" in frozen,
     )
-    return ModelGraph((vision, llm, painter), (("vision", "llm"), ("llm", "painter")))
+    if not with_edges:
+        return ModelGraph((vision, llm, painter), (("vision", "llm"), ("llm", "painter")))
+    second = replace(vision, name="second")
+    joint = Unit("joint", Role.ENCODER, vision.transformer, join="sequence", queries=Queries(3))
+    inner = ("vision", "joint"), ("second", "joint")
+    return ModelGraph((vision, second, joint, llm, painter), (*inner, ("joint", "llm"), ("llm", "painter"), ("joint", "painter")))
 
 
 def build_unlike_plan() -> Plan:
-    """Six ranks, for an encoder and an LLM that share some of them; replicas of both differ in TP, PP and cuts."""
-    wide, deep = Replica((Stage((0, 1), ((0, 4),), 2),)), Replica((Stage((2,), ((0, 1),)), Stage((3,), ((1, 4),))))
+    """Six ranks, for an encoder and an LLM that share some of them; replicas of both differ in TP, PP and cuts.
+
+    One of the encoder has virtual stages dealt in turn, one of the LLM has them in the shape of a V.
+    """
+    wide = Replica((Stage((0, 1), ((0, 4),), 2),))
+    deep = Replica((Stage((2,), ((0, 1), (2, 3))), Stage((3,), ((1, 2), (3, 4)))))
     llm = (
         Replica((Stage((0, 1), ((0, 2),), 2), Stage((2, 3), ((2, 5),), 2))),
-        Replica((Stage((4,), ((0, 1),)), Stage((5,), ((1, 5),)))),
+        Replica((Stage((4,), ((0, 1), (4, 5))), Stage((5,), ((1, 2), (2, 4))))),
     )
     return Plan({"vision": UnitPlan((wide, deep)), "llm": UnitPlan(llm, microbatch_shares=(3, 1))})
 

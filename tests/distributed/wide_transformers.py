@@ -59,7 +59,33 @@ def build_wide_model(build: Callable[[], Any], folder: Path, **options: Any) -> 
 def gradients_by_key(model: torch.nn.Module) -> Mapping[str, np.ndarray]:
     """Gradients under the names that files have."""
     found = {name: parameter.grad.numpy() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return {key: values for name, stacked in found.items() for key, values in _of_experts(model, name, stacked)}
+    found = {key: values for name, stacked in found.items() for key, values in _of_experts(model, name, stacked)}
+    return _of_dinov2(found) if any(".layer_scale1." in key for key in found) else found
+
+
+_DINOV2 = {
+    "attention.q_proj": "attention.attention.query",
+    "attention.k_proj": "attention.attention.key",
+    "attention.v_proj": "attention.attention.value",
+    "attention.o_proj": "attention.output.dense",
+    "mlp.down_proj": "mlp.weights_out",
+}
+
+
+def _of_dinov2(found: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """Newer versions of transformers call modules of a DINOv2 otherwise than files do, and hold gate and up apart."""
+    renamed = {}
+    for key, values in found.items():
+        if "vision_tower.encoder.layer." not in key:
+            renamed[key] = values
+        elif ".mlp.gate_proj." in key:
+            both = values, found[key.replace("gate_proj", "up_proj")]
+            renamed[key.replace("gate_proj", "weights_in")] = np.concatenate(both)
+        elif ".mlp.up_proj." not in key:
+            layer, name = key.split(".layer.", 1)
+            theirs = next((name.replace(ours, each) for ours, each in _DINOV2.items() if ours in name), name)
+            renamed[f"{layer}.layer.{theirs}"] = values
+    return renamed
 
 
 def _of_experts(model: Any, name: str, gradient: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:

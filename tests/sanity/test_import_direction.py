@@ -31,7 +31,7 @@ RUNTIME_ROOMS_BELOW = {
     "emulation": {"session", "execution", "step", "platform"},
     "checkpoint": {"session", "state"},
     "hugging_face": {"checkpoint", "session", "state", "gradients"},
-    "flags": {"checkpoint"},
+    "flags": {"checkpoint", "launch"},
     "feed": {"flags", "emulation", "step", "launch"},
     "report": {"flags", "step"},
     "profiler": {"emulation", "session", "execution", "gradients", "step", "communication", "platform"},

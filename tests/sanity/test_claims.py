@@ -1,0 +1,257 @@
+"""README's table of what works: every clause names the tests that would fail if it did not."""
+
+import ast
+import re
+from functools import cache
+
+import pytest
+
+from tests.sanity.repository import ROOT
+
+README = (ROOT / "README.md").read_text()
+TABLE = README[README.index("## What works today") : README.index("`braid` estimates layouts")]
+ROW = re.compile(r"^\| ([A-Z][^|]+) \| (.*) \|$", re.MULTILINE)
+MASTER = "distributed/test_master.py::test_loss_and_every_gradient_equal_one_process"
+PRETRAIN = "distributed/test_pretrain.py"
+
+PROOFS = {
+    "Units": {
+        "vision and audio encoders": (MASTER, "distributed/test_hugging_face_audio.py::test_qwen2_audio_equals_transformers"),
+        "an image generator behind it": (f"{PRETRAIN}::test_a_generator_trains_alike_whatever_its_sizes",),
+        "megatron-core's TransformerLayer specs": (
+            "distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron",
+        ),
+        "RMSNorm or LayerNorm": (
+            MASTER,
+            "distributed/test_hugging_face_text.py::test_logits_and_gradients_equal_transformers",
+            "distributed/test_hugging_face_llava.py::test_logits_and_gradients_equal_transformers",
+            "distributed/test_hugging_face_qwen2_5_vl.py::test_windows_are_those_of_transformers",
+        ),
+        "LLMs with experts": ("distributed/test_experts.py::test_loss_and_every_gradient_equal_one_process",),
+        "projectors of learned queries": (
+            MASTER,
+            "unit/model/test_query_projector.py::test_they_find_in_each_item_what_they_find_in_it_alone",
+        ),
+        "encoders that feed encoders": ("distributed/test_encoder_edges.py::test_loss_and_every_gradient_equal_one_process",),
+    },
+    "Pretrained weights": {
+        "`--load-hf DIR` starts": ("distributed/test_hugging_face_runs.py::test_a_run_steps_as_transformers_with_adamw",),
+        "`--save-hf DIR` writes one back": (
+            "distributed/test_hugging_face_runs.py::test_tools_convert_in_both_directions",
+            "distributed/test_hugging_face_crash.py::test_a_killed_export_leaves_no_folder_by_half",
+        ),
+        "Llama, Qwen2, Qwen3, Mixtral, Qwen3 with experts": (
+            "distributed/test_hugging_face_text.py::test_logits_and_gradients_equal_transformers",
+            "distributed/test_hugging_face_text.py::test_experts_equal_those_of_transformers",
+        ),
+        "LLaVA-1.5": ("distributed/test_hugging_face_llava.py::test_logits_and_gradients_equal_transformers",),
+        "Qwen2.5-VL": ("distributed/test_hugging_face_qwen2_5_vl.py::test_logits_and_gradients_equal_transformers",),
+        "Qwen3-VL": ("distributed/test_hugging_face_qwen3_vl.py::test_logits_and_gradients_equal_transformers",),
+        "Qwen2-Audio": ("distributed/test_hugging_face_audio.py::test_qwen2_audio_equals_transformers",),
+        "Qwen2.5-Omni's thinker": ("distributed/test_hugging_face_audio.py::test_omni_equals_transformers",),
+        "Tokenizer, chat template and image processor": (
+            "unit/data/chat/test_chat_format.py::test_tokens_are_those_of_transformers",
+            "unit/hugging_face/test_processors.py::test_pixels_are_those_of_transformers",
+        ),
+        "trains LLaVA and Qwen2.5-VL in two stages": (
+            "distributed/test_llava_example.py::test_llava_in_two_stages",
+            "distributed/test_llava_example.py::test_qwen2_5_vl_begins",
+        ),
+    },
+    "Adapters": {
+        "LoRA on any linear layer": ("distributed/test_lora.py::test_loss_and_every_gradient_equal_one_process",),
+        "exported merged or as PEFT's files": (
+            "distributed/test_hugging_face_lora.py::test_adapters_are_those_of_peft_under_any_plan",
+        ),
+        "started from PEFT's": ("distributed/test_hugging_face_lora.py::test_adapters_of_peft_are_trained_on_and_merged",),
+    },
+    "Composed models": {
+        "as Braid's layers or as they are": (
+            "distributed/test_composition.py::test_weights_come_from_their_folders_and_go_into_folders_like_them",
+            "distributed/test_opaque.py::test_gradients_equal_one_process_under_plans",
+            "distributed/test_opaque_sound.py::test_gradients_equal_one_process_and_files_are_as_they_were",
+        ),
+        "`./scripts/quickstart_speech.sh`": ("distributed/test_composition.py::test_a_whisper_hears_what_transformers_hear",),
+    },
+    "Data": {
+        "told apart by themselves": (
+            "unit/data/forms/test_sample_files.py::test_sources_of_every_form_are_alike",
+            "unit/data/forms/test_sample_files.py::test_data_sets_of_hugging_face",
+        ),
+        "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),
+        "decoded on other machines": (
+            "distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed",
+        ),
+    },
+    "From the command line": {
+        "an LLM alone, or with any number of encoders": (
+            f"{PRETRAIN}::test_any_sizes_log_the_same_losses",
+            "distributed/test_several_encoders.py::test_a_step_is_that_of_transformers",
+        ),
+        "`--plan auto`": (
+            "distributed/test_plan_auto.py::test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad",
+        ),
+    },
+    "Parallelism, per unit": {
+        "tensor (": (MASTER, "distributed/test_tensor_parallel_overlap.py::test_loss_and_every_gradient_equal_one_process"),
+        "context (": (
+            "distributed/test_context_parallel_training.py::test_every_distribution",
+            "distributed/test_whole_items.py::test_any_grid",
+        ),
+        "pipeline (": (MASTER,),
+        "sharing ranks, or as a plan file says": (MASTER, f"{PRETRAIN}::test_a_plan_file_gives_any_layout"),
+    },
+    "Frozen modules and projectors": {
+        "input gradients only, or nothing": (MASTER, f"{PRETRAIN}::test_a_frozen_encoder_trains_its_projector"),
+    },
+    "Attention": {
+        "who sees whom": (
+            "unit/attention/test_bitfield.py::test_a_prefix_sees_itself_in_both_directions",
+            f"{PRETRAIN}::test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend",
+        ),
+        "kernels that visit visible blocks only": (
+            "unit/attention/test_backends.py::test_blocks_touch_what_is_visible_only",
+            "unit/attention/triton_kernels/test_triton_attention.py::test_kernels_give_the_references_output_and_gradients",
+            "unit/attention/triton_kernels/test_triton_compiles.py::test_kernels_compile_and_fit",
+        ),
+        "FlexAttention": ("unit/attention/test_backends.py::test_flex_attention_gives_the_references_output",),
+    },
+    "Packed sequences": {
+        "no padding": ("unit/data/test_packing.py::test_encoder_microbatch_holds_the_items_in_order",),
+        "native resolution": ("unit/data/test_image_processing.py::test_known_sizes_of_qwen2_vl",),
+    },
+    "Broker": {
+        "neither has to divide the other": (MASTER, "unit/runtime/communication/test_broker.py::test_three_ranks_send_to_two"),
+        "microbatches that differ between units": (MASTER,),
+        "point to point": ("unit/runtime/communication/test_broker.py::test_every_row_reaches_its_target_once",),
+    },
+    "Schedules": {
+        "an IR that prints and parses": ("unit/schedule/test_schedule_text.py::test_text_round_trips",),
+        "builders": (
+            "distributed/test_every_builder.py::test_every_builder_trains_every_model",
+            "distributed/test_optimus.py::test_orders_by_durations_train_as_one_process_does",
+            "distributed/test_inside_waits.py::test_loss_and_every_gradient_equal_one_process",
+        ),
+        "passes": (
+            "distributed/test_every_builder.py::test_every_pair_of_passes_keeps_the_gradients",
+            "distributed/test_reduce_by_layer.py::test_it_is_exact",
+        ),
+        "one validator": (
+            "unit/schedule/test_validate_schedule.py::test_a_broken_schedule_is_refused_with_the_action_and_the_fix",
+        ),
+    },
+    "Prediction": {
+        "of the very schedules that run": (
+            "unit/schedule/test_simulate_events.py::test_the_kernel_equals_its_reference_to_the_last_bit",
+            "distributed/test_memory_model.py::test_peaks_are_predicted",
+            "unit/schedule/test_simulate.py::test_all_lane_time_is_busy_or_of_one_kind_of_bubble",
+        ),
+        "emulation of the real runtime": ("distributed/test_emulation.py::test_every_computation_takes_its_seconds_on_its_lane",),
+        "held against each other": ("unit/tools/test_trace.py::test_diff_reads_timelines_and_traces",),
+    },
+    "Megatron drop-in": {
+        "runs training loops written for Megatron": (
+            "distributed/test_drop_in.py::test_training_equals_that_on_megatrons_own_function",
+        ),
+        "what it cannot honour it refuses": (
+            "distributed/test_drop_in_refusals.py::test_options_that_would_be_ignored_are_refused",
+        ),
+    },
+    "Balancers": {
+        "`--balance` with": (
+            "distributed/test_every_balancer.py::test_every_balancer_trains_every_model",
+            "unit/balance/test_auto.py::test_auto_is_the_best_of_all_and_never_worse_than_none",
+        ),
+        "C++ kernels behind Python references": ("unit/test_kernels.py::test_every_declared_kernel_is_asked_for",),
+        "off the critical path": (f"{PRETRAIN}::test_the_log_has_the_step_and_its_split",),
+        "or exchanged after decoding": (
+            "unit/runtime/feed/test_needed_pieces.py::test_a_replica_needs_the_pixels_of_its_own_microbatches",
+            f"{PRETRAIN}::test_any_sizes_log_the_same_losses",
+        ),
+        "batches moved between nodes": ("distributed/test_rearranged_run.py::test_rearranged_batches_train_the_same",),
+    },
+    "Planning": {
+        "`tools/plan.py` with": (
+            "unit/plan/planners/test_planners.py::test_every_plan_validates_fits_and_is_simulated",
+            "unit/plan/planners/test_never_behind.py::test_no_planner_is_better_on_a_random_request",
+        ),
+        "a set of pipeline templates": (
+            "unit/plan/planners/templates/test_plan_templates.py::test_every_number_of_nodes_is_a_sum_of_templates",
+            f"{PRETRAIN}::test_replicas_of_templates_train_as_one_process_and_save_for_any_plan",
+        ),
+        "from profiled layers": (
+            "unit/tools/test_profile_layers.py::test_every_layer_is_timed_and_written",
+            "distributed/test_memory_model.py::test_peaks_of_tensor_parallel_ranks_are_predicted",
+        ),
+    },
+    "Training": {
+        "ZeRO-1": (f"{PRETRAIN}::test_the_sharded_float32_optimizer_stays_close_to_float64",),
+        "ZeRO-3": ("distributed/test_sharded_weights.py::test_loss_and_every_gradient_equal_one_process",),
+        "learning rate schedules, one global gradient norm": (
+            "distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron",
+        ),
+        "bf16 with fp32 main gradients": (f"{PRETRAIN}::test_bfloat16_stays_close_to_float32",),
+        "recomputation (": (MASTER, "distributed/test_whole_items.py::test_recomputation_and_cut_backwards"),
+        "JSON log with MFU": (f"{PRETRAIN}::test_the_log_has_the_step_and_its_split",),
+    },
+    "Checkpoints": {
+        "resumed bit for bit, under another plan": (
+            "distributed/test_checkpoint.py::test_the_same_plan_resumes_bit_for_bit",
+            "distributed/test_checkpoint.py::test_another_plan_resumes_from_the_same_values",
+            "distributed/test_checkpoint_crash.py::test_the_newest_complete_checkpoint_always_loads",
+            "distributed/test_phases.py::test_a_phase_in_two_runs_is_that_of_one",
+        ),
+        "written while training goes on": ("distributed/test_checkpoint.py::test_steps_that_run_beside_a_save_are_not_in_it",),
+    },
+    "Lost nodes": {
+        "takes nodes back": ("distributed/test_recovery.py::test_ranks_die_anywhere_and_nodes_return",),
+        "tried on CPU processes": ("distributed/test_recovery.py::test_replicas_that_differ_become_alike_and_differ_again",),
+    },
+    "Platforms": {
+        "CPU processes over gloo": (MASTER,),
+        "CUDA with NCCL": ("gpu/test_cuda.py::test_float64_losses_equal_the_cpus",),
+        "with Python 3.12 and 0.19": ("distributed/test_against_mimo.py::test_losses_of_twenty_steps_equal_those_of_mimo",),
+    },
+}
+"""Row -> what it says, as it says it -> tests below tests/."""
+
+
+def rows_of(table):
+    return dict(ROW.findall(table))
+
+
+def find_unproven(table, proofs):
+    """List clauses that no phrase of `proofs` stands in, and phrases that stand in no clause."""
+    unproven = []
+    for title, text in rows_of(table).items():
+        phrases = proofs.get(title, {})
+        outside_links = re.sub(r"\]\([^)]*\)", "]", text)
+        clauses = re.sub(r"\([^()]*\)", lambda found: found[0].replace(";", ","), outside_links).split(";")
+        unproven += [f"{title}: {clause.strip()}" for clause in clauses if not any(phrase in clause for phrase in phrases)]
+        unproven += [f"{title} no longer says: {phrase}" for phrase in phrases if phrase not in outside_links]
+    return unproven + [f"no row {title}" for title in proofs.keys() - rows_of(table).keys()]
+
+
+@cache
+def functions_in(path):
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_clause_names_its_proof():
+    assert rows_of(TABLE)
+    assert find_unproven(TABLE, PROOFS) == []
+
+
+@pytest.mark.parametrize("proof", sorted({proof for row in PROOFS.values() for tests in row.values() for proof in tests}))
+def test_the_proof_is_there(proof):
+    path, _, name = proof.partition("::")
+    assert name in functions_in(ROOT / "tests" / path)
+
+
+def test_what_nothing_proves_is_found():
+    table = "| Speed | fast (and; small); faster than light |\n"
+    assert find_unproven(table, {}) == ["Speed: fast (and, small)", "Speed: faster than light"]
+    assert find_unproven(table, {"Speed": {"fast (": (), "slow": ()}}) == [
+        "Speed: faster than light",
+        "Speed no longer says: slow",
+    ]
