@@ -121,7 +121,7 @@ def test_a_tensor_parallel_size_that_does_not_divide_the_projector() -> None:
     narrow = dataclasses.replace(TWO.unit("vision"), projector_hidden_size=7)
     graph = dataclasses.replace(TWO, units=(narrow, *TWO.units[1:]))
     with pytest.raises(PlanError, match=r"unit 'vision': projector_hidden_size 7 is not divisible by tensor parallel size 2"):
-        plan_disaggregated(graph, sizes={"vision": UnitSizes(2), "llm": UnitSizes()}, world_size=3)
+        plan_disaggregated(graph, sizes={"vision": UnitSizes(2), "llm": UnitSizes(data_parallel_size=1)}, world_size=3)
 
 
 def test_an_unknown_unit() -> None:
