@@ -1,29 +1,40 @@
-"""Weight gradients as work of their own in a schedule that has whole backwards, and how many microbatches may wait for theirs."""
+"""Weight gradients as work of their own in a schedule that has whole backwards, and what must wait for them."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StageSplit
-from multimodal.values.step_work import row_starts, step_work
+from multimodal.values.step_work import KIND_NUMBERS, row_starts, step_work
 
 
-def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
+class Waits(NamedTuple):
+    """Pairs of computations, [num_pairs] each: one begins when the other is over."""
+
+    waiting: Integers
+    awaited: Integers
+
+
+def split_in_line(schedule: Schedule, units: Collection[str], *, keeps_last: bool = False) -> Schedule:
     """Return the computations of a schedule with these units' backwards in two, the weight gradient behind the input gradient.
 
     schedule: of an uncut step, in the compute dialect, all in line. Collectives are left out.
+    keeps_last: whether every stage's last microbatch keeps its backward whole.
     """
     step, work = schedule.step, schedule.work
     counts = {
-        stage: step.num_microbatches(*stage[:2])
+        stage: step.num_microbatches(*stage[:2]) - keeps_last
         for stage in step.stages
-        if stage[0] in units and step.backward_need(*stage).has_backward and step.num_microbatches(*stage[:2])
+        if stage[0] in units and step.backward_need(*stage).has_backward
     }
-    split = step.with_cuts(replace(step.cuts, split=StageSplit(counts)))
+    split = step.with_cuts(replace(step.cuts, split=StageSplit({stage: count for stage, count in counts.items() if count > 0})))
     first, num_parts = np.full((2, work.num_computed), -1)
     for name, old in work.pieces.units.items():
         new = step_work(split).pieces.units[name]
@@ -38,30 +49,87 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
     return Schedule.in_line(split, row_starts(num_in_lane), halves)
 
 
-def weights_before_forwards(schedule: Schedule, unit: str) -> tuple[Integers, Integers]:
+def fills_of(schedule: Schedule, units: Collection[str]) -> NDArray[np.bool_]:
+    """Return [num_computed] True for these units' computations, and for all weight gradients."""
+    work = schedule.work
+    is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
+    found: NDArray[np.bool_] = is_unit[work.computed_stages] | (work.kinds == _WEIGHT_GRADIENT)
+    return found
+
+
+def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
     """Return a unit's forwards, and for each a weight gradient that must be over before it begins, so that not more is kept.
 
     Where the order has at most n microbatches in flight in any stage of a replica, a stage begins its forward k when the weight
     gradient of its (k - n)-th backward is over (ZB-H1's limit). schedule: as `split_in_line` returns it.
     """
-    work = schedule.work
-    position = np.zeros(work.num_computed, np.int64)
-    position[schedule.pieces] = np.arange(len(schedule.pieces))
+    work, position = schedule.work, _positions(schedule)
     found = [np.zeros((2, 0), np.int64)]
     grid = work.pieces.units[unit]
     for first, end in pairwise(grid.placed.microbatch_starts.tolist()):
         is_split = (grid.width[:, first:end] > 1).any(axis=1)
         forwards, backwards = grid.forward[is_split, first:end], grid.backward[is_split, first:end]
         if forwards.size:
-            found.append(_with_limit(forwards, backwards, position))
-    forwards, weights = np.concatenate(found, axis=1)
-    return forwards, weights
+            found.append(_with_limit(_in_order(forwards, position), _in_order(backwards, position), position))
+    return Waits(*np.concatenate(found, axis=1))
 
 
-def _with_limit(forwards: Integers, backwards: Integers, position: Integers) -> Integers:
-    """Return the pairs of one replica; forwards, backwards: [num_stages, num_microbatches] pieces."""
-    forwards, backwards = (np.take_along_axis(each, np.argsort(position[each]), axis=1) for each in (forwards, backwards))
+def weights_in_lanes(schedule: Schedule, num_more: int) -> Waits:
+    """Return what bounds each lane's memory, and keeps its reductions early, while weight gradients wait for idle time.
+
+    Where a lane has at most n microbatches in flight, those of all its stages counted, it begins its forward k when the weight
+    gradient of its (k - n - num_more)-th backward is over, as in one stage of ZB-H1, where `num_more` is 0. A stage's last
+    backward is whole, and begins when the weight gradients of those before it are over: the stage's gradients are then reduced
+    while others still compute. schedule: as `split_in_line` returns it with `keeps_last`.
+    """
+    return Waits(
+        *np.concatenate([np.zeros((2, 0), np.int64), *_room_in_lanes(schedule, num_more), *_before_last(schedule)], axis=1)
+    )
+
+
+def _room_in_lanes(schedule: Schedule, num_more: int) -> Iterator[Integers]:
+    work, position = schedule.work, _positions(schedule)
+    is_split = np.append(work.kinds == _WEIGHT_GRADIENT, False)[1:]
+    needs_gradient = np.zeros(len(work.stages), bool)
+    needs_gradient[work.computed_stages[is_split]] = True
+    for lane in range(schedule.num_lanes):
+        pieces = schedule.lane_pieces(lane)
+        pieces = pieces[needs_gradient[work.computed_stages[pieces]]]
+        forwards, backwards = (pieces[np.isin(work.kinds[pieces], kinds)] for kinds in ([_FORWARD], _BACKWARDS))
+        if len(forwards) == len(backwards) > 0:
+            waiting, awaited = _with_limit(forwards[None], backwards[None], position, num_more)
+            yield np.stack((waiting, awaited))[:, work.kinds[awaited] == _WEIGHT_GRADIENT]
+
+
+def _before_last(schedule: Schedule) -> Iterator[Integers]:
+    work, position = schedule.work, _positions(schedule)
+    for grid in work.pieces.units.values():
+        for first, end in pairwise(grid.placed.microbatch_starts.tolist()):
+            for width, backwards in zip(grid.width[:, first:end], grid.backward[:, first:end], strict=True):
+                whole, split = backwards[width == 1], backwards[width > 1]
+                if len(whole) == 1 and len(split):
+                    before = split[position[split] < position[whole[0]]]
+                    yield np.stack((np.full(len(before), whole[0]), before + 1))
+
+
+def _positions(schedule: Schedule) -> Integers:
+    position = np.zeros(schedule.work.num_computed, np.int64)
+    position[schedule.pieces] = np.arange(len(schedule.pieces))
+    return position
+
+
+def _in_order(pieces: Integers, position: Integers) -> Integers:
+    found: Integers = np.take_along_axis(pieces, np.argsort(position[pieces]), axis=1)
+    return found
+
+
+def _with_limit(forwards: Integers, backwards: Integers, position: Integers, num_more: int = 0) -> Integers:
+    """Return the pairs of rows of stages or lanes; forwards, backwards: [num_rows, num_microbatches] pieces in their order."""
     count = forwards.shape[1]
     num_over = [np.searchsorted(*row) for row in zip(position[backwards], position[forwards], strict=True)]
-    most = int((np.arange(1, count + 1) - num_over).max())
+    most = min(count, int((np.arange(1, count + 1) - num_over).max()) + num_more)
     return np.stack((forwards[:, most:].ravel(), backwards[:, : count - most].ravel() + 1))
+
+
+_FORWARD, _WEIGHT_GRADIENT = (KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT))
+_BACKWARDS = [KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)]

@@ -15,6 +15,7 @@ from multimodal.schedule.builders.encoders_colocated import build_encoders_coloc
 from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
+from multimodal.schedule.builders.interleaved_zb import build_interleaved_zb
 from multimodal.schedule.builders.nested import build_nested
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.builders.optimus import build_optimus
@@ -202,6 +203,17 @@ BUILDERS: dict[str, ScheduleRow] = {
         source="Narayanan et al., Megatron-LM 2.2",
         virtual_stages=VirtualStages.EXPECTED,
         layout=_DEALT,
+    ),
+    "interleaved-zb": ScheduleRow(
+        build=build_interleaved_zb,
+        meaning="interleaved 1F1B with weight gradients where a lane would be idle",
+        source=_ZERO_BUBBLE,
+        splits_backwards=True,
+        virtual_stages=VirtualStages.EXPECTED,
+        layout=_DEALT,
+        fills_memory=True,
+        needs_costs=True,
+        needs_messages=True,
     ),
     "zb-h1": ScheduleRow(
         build=build_zb_h1,

@@ -1,43 +1,14 @@
 """Optimus: encoder work in the bubbles of the LLM's pipeline (Feng et al., Optimus, Algorithm 2)."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
-from functools import cached_property
-from typing import NamedTuple
-
-import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.compile_schedule import connected_lanes
-from multimodal.schedule.encoder_limits import encoder_limits
-from multimodal.schedule.encoder_ranges import Parts, PlacedParts, count_fine_pieces, cut_finely, join_parts
-from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
-from multimodal.schedule.inside_slots import NO_CARRIER
-from multimodal.schedule.list_schedule import place_reductions
-from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, shared_encoders
-from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards
-from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
+from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
+from multimodal.schedule.split_in_line import fills_of, split_in_line, weights_before_forwards
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, step_work
-
-TOLERANCES = (0, 20, 40, 60, 80, 100)
-"""Percent of an encoder's computation that may stick out of a bubble; the one with the shortest step is taken."""
-FINE_TOLERANCES = (0, 25, 50, 75)
-"""The same for single segments, in waits as well; what sticks out there makes the LLM's computation longer."""
-MOST_WORK = 300_000_000
-"""Pieces times queues of a pipeline up to which it is filled: about a second. The more there are, the fewer tolerances are tried;
-beyond, where routes tie many pipelines together, its encoders run as in 1F1B."""
-MOST_SEGMENTS = 60_000
-"""Segments of encoders that are placed one by one: as many pipelines as that allows, those that are alike once."""
-_NANOSECONDS = 1e9
-_FORWARD, _BACKWARD, _WEIGHT_GRADIENT, _REDUCTION = (
-    KIND_NUMBERS[kind]
-    for kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE_GRADIENTS)
-)
 
 
 def build_optimus(
@@ -60,282 +31,18 @@ def build_optimus(
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
     if not splits_backwards or step.forward_only:
-        return _fill_pipelines(in_line, costs, memory_factor).schedule
-    found = (_fill_pipelines(split_in_line(in_line, units), costs, memory_factor) for units in _ways_to_split(step))
-    return min(found, key=lambda filled: filled.end).schedule
+        return fill_pipelines(in_line, costs, _movable(in_line, memory_factor)).schedule
+    lines = (split_in_line(in_line, units) for units in _ways_to_split(step))
+    return min(
+        (fill_pipelines(line, costs, _movable(line, memory_factor)) for line in lines), key=lambda filled: filled.end
+    ).schedule
 
 
-class _Filled(NamedTuple):
-    """A schedule, and when the last of its pipelines ends; infinite where any is as 1F1B orders it."""
-
-    schedule: Schedule
-    end: float
-
-
-def _fill_pipelines(in_line: Schedule, costs: StepCosts, memory_factor: float) -> _Filled:
-    """Fill every pipeline of a step whose LLM keeps its order."""
-    step = in_line.step
-    whole = _Filling(in_line, step, costs, memory_factor)
-    alike = whole.alike_pipelines()
-    fine = _fill_finely(whole, [group[0] for group in sorted(alike, key=len, reverse=True)], costs, memory_factor)
-    lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(step.plan.lanes)
-    end = 0.0
-    for group in alike:
-        ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
-        found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
-        best = min(found, key=lambda filled: filled.lanes.end, default=None)
-        placed = whole.in_order(group[0]) if best is None else best.place()
-        end = max(end, math.inf if best is None else best.lanes.end)
-        for pipeline in group:
-            for lane, parts in zip(pipeline.tolist(), whole.moved(placed, group[0], pipeline), strict=True):
-                lanes[lane] = parts
-    return _Filled(place_reductions(join_parts(step, lanes)), end)
-
-
-def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, memory_factor: float) -> "_Filling | None":
-    """Cut the encoders of as many pipelines as may be; None where nothing can run inside the LLM's computations.
-
-    Nothing can where these tell nobody when they wait, and where replicas share weights, which they must gather in one order.
-    """
-    step = whole.cut
-    units = frozenset(shared_encoders(step)).difference(place.unit for place in step.cuts.split)
-    options = costs.options or MOST_COLLECTIVES
-    if not units or step.cuts.segments or options.hides_waits or options.zero_stage >= 3:
-        return None
-    lanes, num_segments, counts = set[int](), 0, count_fine_pieces(step, units)
-    for pipeline in pipelines:
-        count = sum(counts.get(lane, 0) for lane in pipeline.tolist())
-        if num_segments + count <= MOST_SEGMENTS:
-            lanes, num_segments = lanes | set(pipeline.tolist()), num_segments + count
-    cut = cut_finely(step, units, lanes=lanes)
-    fine = _Filling(whole.in_line, cut, costs, memory_factor, inside=units, lanes=lanes) if lanes else None
-    return fine if fine is not None and fine.has_waits else None
-
-
-class _Filling:
-    """One way to fill the pipelines of a step, whose encoders are whole or cut into ranges of segments."""
-
-    def __init__(
-        self,
-        in_line: Schedule,
-        cut: StepGraph,
-        costs: StepCosts,
-        memory_factor: float,
-        *,
-        inside: frozenset[str] = frozenset(),
-        lanes: Collection[int] | None = None,
-    ) -> None:
-        """Ask for all costs.
-
-        in_line: of the uncut step; memory_factor: as for `encoder_limits`; inside: encoders that may run inside the LLM's work;
-        lanes: those of the pipelines that are filled; None: all.
-        """
-        self.in_line, self.cut = in_line, cut
-        self.limits = encoder_limits(cut, costs, memory_factor=memory_factor)
-        self.work, uncut = step_work(cut), in_line.work
-        self.parts = Parts.of(uncut, self.work)
-        self.piece_of_part = np.zeros(self.work.num_computed, np.int64)
-        """[num_computed] the piece of the uncut step."""
-        whole = np.flatnonzero(self.parts.first >= 0)
-        self.piece_of_part[self.parts.expand(whole)] = np.repeat(whole, self.parts.counts[whole])
-        self.tolerances = FINE_TOLERANCES if inside else TOLERANCES
-        self.goes_inside, self.behind = np.zeros(self.work.num_computed, np.uint8), np.zeros(self.work.num_computed, np.int64)
-        llm = self.work.graph.backbone.name
-        self.fills = np.array([unit != llm for unit, _, _ in uncut.stages], bool)[uncut.computed_stages]
-        """Per piece of the uncut step: encoders, generators, weight gradients."""
-        self.fills |= uncut.kinds == _WEIGHT_GRADIENT
-        self.waiting_forwards, self.awaited = (self.parts.first[each] for each in weights_before_forwards(in_line, llm))
-        self._known: dict[int, LanesToFill] = {}
-        """Of the first pipeline of each group that `alike_pipelines` found, by its first lane."""
-        self._time(costs, inside, lanes)
-
-    def _time(self, costs: StepCosts, inside: Collection[str], lanes: Collection[int] | None) -> None:
-        """Ask for durations of computations, delays of messages and waits of what keeps its order, in nanoseconds."""
-        work = self.work
-        is_asked = work.kinds != _REDUCTION
-        if lanes is not None:
-            is_asked &= np.isin(work.first_lanes, list(lanes))[work.computed_stages]
-        computed, messages = np.flatnonzero(is_asked), np.flatnonzero(is_asked[work.message_ends[1]])
-        found = costs.of_pieces(work, np.concatenate((computed, work.num_computed + 2 * messages)))
-        nanoseconds = np.round((found.seconds + found.latency_seconds) * _NANOSECONDS).astype(np.int64)
-        self.durations, self.waiting = np.zeros((2, work.num_computed), np.int64)
-        self.durations[computed] = nanoseconds[: len(computed)]
-        self.waiting[computed] = np.floor(found.tensor_parallel_seconds[: len(computed)] * _NANOSECONDS)
-        delays = np.zeros(work.num_messages + 1, np.int64)
-        delays[messages] = nanoseconds[len(computed) :]
-        self.delays = delays[work.message_of_need]
-        """[num_needs] none where nothing is sent."""
-        keeping = computed[~self.fills[self.piece_of_part[computed]]] if inside else computed[:0]
-        starts, waits = costs.waits(work, keeping)
-        counts = np.zeros(work.num_computed, np.int64)
-        counts[keeping] = np.diff(starts)
-        self.wait_starts, self.waits = row_starts(counts), np.floor(waits * _NANOSECONDS).astype(np.int64)
-        units = np.array([unit in inside for unit, _, _ in work.stages], bool)
-        filling = computed[units[work.computed_stages[computed]]]
-        collectives = PieceCollectives.of(work, filling, options=costs.options or MOST_COLLECTIVES)
-        self.goes_inside[filling] = collectives.fits_inside * (1 + collectives.ends_with_one.astype(np.uint8))
-        self.behind[filling] = self.waiting[filling] * collectives.ends_with_one
-
-    @property
-    def has_waits(self) -> bool:
-        """True if computations that keep their order have waits that can be filled."""
-        return bool(len(self.waits))
-
-    def has_cut(self, pipeline: Integers) -> bool:
-        """True if a pipeline's encoders are cut."""
-        return bool((self.parts.counts[self.piece_of_part[self._pieces_of(pipeline)]] > 1).any())
-
-    def alike_pipelines(self) -> list[list[Integers]]:
-        """Return the lanes of all pipelines of a whole step, those together that are alike."""
-        found: dict[bytes, list[Integers]] = {}
-        for pipeline in map(np.array, self.cut.once(connected_lanes)):
-            pieces = self._pieces_of(pipeline)
-            to_fill = self._lanes_to_fill(pieces, pipeline)
-            group = found.setdefault(b"".join(array.tobytes() for array in (*vars(to_fill).values(), self.waiting[pieces])), [])
-            if not group:
-                self._known[int(pipeline[0])] = to_fill
-            group.append(pipeline)
-        return list(found.values())
-
-    def moved(self, placed: "Sequence[PlacedParts]", source: Integers, target: Integers) -> "Sequence[PlacedParts]":
-        """Return the work that one pipeline's lanes have as that of another one, which is alike."""
-        if source is target:
-            return placed
-        counterpart = np.full(self.work.num_computed + 1, NO_CARRIER)
-        counterpart[self._pieces_of(source)] = self._pieces_of(target)
-
-        def moved(pieces: Integers) -> Integers:
-            found: Integers = counterpart[pieces]  # of no carrier, the last one
-            return found
-
-        return [lane._replace(pieces=moved(lane.pieces), carriers=moved(lane.carriers)) for lane in placed]
-
-    def in_order(self, pipeline: Integers) -> list[PlacedParts]:
-        """Return the work of a pipeline's lanes as 1F1B orders it."""
-        rows = (self.in_line.lane_pieces(lane) for lane in pipeline.tolist())
-        kept = (row[self.parts.first[row] >= 0] for row in rows)
-        return [PlacedParts(row, np.zeros_like(row), *[np.full(len(row), -1)] * 3) for row in kept]
-
-    def fill(self, pipeline: Integers) -> "_FilledPipeline | None":
-        """Fill a pipeline, or none that is too large."""
-        pieces = self._pieces_of(pipeline)
-        to_fill = self._known.get(int(pipeline[0])) or self._lanes_to_fill(pieces, pipeline)
-        size = len(pieces) * (len(to_fill.queue_starts) - 1)
-        if size > MOST_WORK:
-            return None
-        tolerances = self.tolerances[: max(1, MOST_WORK // max(1, size))]
-        return _FilledPipeline(self, len(pipeline), pieces, to_fill, to_fill.fill(tolerances=tolerances))
-
-    def place(self, filled: "_FilledPipeline") -> list[PlacedParts]:
-        """Return the work of a pipeline's lanes."""
-        pieces, to_fill, lanes = filled.pieces, filled.to_fill, filled.lanes
-        starts, of_piece = take_rows(to_fill.lane_starts, to_fill.lanes, lanes.order)
-        ordered = np.repeat(lanes.order, np.diff(starts))
-        whole = self.piece_of_part[pieces]
-        carriers = np.where(lanes.carriers < 0, -1, whole[lanes.carriers])
-        columns = PlacedParts(whole, pieces - self.parts.first[whole], self._boundaries(pieces), carriers, lanes.waits)
-        return [PlacedParts(*(column[ordered[of_piece == index]] for column in columns)) for index in range(filled.num_lanes)]
-
-    def _boundaries(self, pieces: Integers) -> Integers:
-        """Return the segment at which each part begins, of a backward's part the one at which it ends."""
-        first, end = (bounds[pieces] for bounds in self.work.pieces.segment_bounds)
-        found: Integers = np.where(self.work.kinds[pieces] == _FORWARD, first, end)
-        return found
-
-    def _pieces_of(self, pipeline: Integers) -> Integers:
-        """Return the computations of a pipeline's lanes, ascending."""
-        return self._pieces_of_lane[int(pipeline[0])]
-
-    @cached_property
-    def _pieces_of_lane(self) -> Mapping[int, Integers]:
-        """The first lane of each pipeline -> its computations."""
-        pipelines = self.cut.once(connected_lanes)
-        pipeline_of_lane = np.zeros(self.in_line.num_lanes, np.int64)
-        for index, pipeline in enumerate(pipelines):
-            pipeline_of_lane[list(pipeline)] = index
-        pieces = np.flatnonzero(self.work.kinds != _REDUCTION)
-        owners = pipeline_of_lane[self.work.first_lanes][self.work.computed_stages[pieces]]
-        ends = np.cumsum(np.bincount(owners, minlength=len(pipelines)))
-        rows = np.split(pieces[np.argsort(owners, kind="stable")], ends[:-1])
-        return {pipeline[0]: row for pipeline, row in zip(pipelines, rows, strict=True)}
-
-    def _lanes_to_fill(self, pieces: Integers, pipeline: Integers) -> LanesToFill:
-        """Return a pipeline's part of a step, pieces and lanes numbered anew: encoders fill, all else keeps its order.
-
-        Forwards and backwards of one encoder stage keep their order among themselves, the one in which they are needed.
-        """
-        work, uncut = self.work, self.in_line.work
-        local_piece, local_lane = np.full(work.num_computed, -1), np.full(self.in_line.num_lanes, -1)
-        local_piece[pieces], local_lane[pipeline] = np.arange(len(pieces)), np.arange(len(pipeline))
-        lane_starts, lanes = work.lanes_of(pieces)
-        need_starts, needs, delays = self._needs(pieces, local_piece)
-        rows = [self.in_line.lane_pieces(lane) for lane in pipeline.tolist()]
-        rows = [row[self.parts.first[row] >= 0] for row in rows]
-        line = [self.parts.first[row[~self.fills[row]]] for row in rows]
-        filling = np.concatenate([row[self.fills[row]] for row in rows])
-        filling = filling[np.sort(np.unique(filling, return_index=True)[1])]
-        filling = filling[np.argsort(uncut.blocks[filling], kind="stable")]
-        blocks, of_block = np.unique(uncut.blocks[filling], return_inverse=True)
-        sizes = np.bincount(of_block.ravel(), self.parts.counts[filling], len(blocks)).astype(np.int64)
-        wait_starts, waits = take_rows(self.wait_starts, self.waits, pieces)
-        holders, releases, limits = self._holders(pieces)
-        return LanesToFill(
-            durations=self.durations[pieces],
-            lane_starts=lane_starts,
-            lanes=local_lane[lanes],
-            need_starts=need_starts,
-            needs=needs,
-            delays=delays,
-            line_starts=row_starts(list(map(len, line))),
-            line=local_piece[np.concatenate(line)],
-            queue_starts=row_starts(sizes),
-            queues=local_piece[self.parts.expand(filling)],
-            holders=holders,
-            releases=releases,
-            limits=limits,
-            wait_starts=wait_starts,
-            waits=waits,
-            goes_inside=self.goes_inside[pieces],
-            behind=self.behind[pieces],
-        )
-
-    def _needs(self, pieces: Integers, local_piece: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the needs of a pipeline's pieces, numbered anew, and delays: of the step, and of what waits for room."""
-        starts, needs = take_rows(self.work.need_starts, np.arange(len(self.work.needs)), pieces)
-        owners, awaited = local_piece[self.waiting_forwards], local_piece[self.awaited]
-        is_here = owners >= 0
-        owners = np.append(row_numbers(starts), owners[is_here])
-        needed, delays = np.append(local_piece[self.work.needs[needs]], awaited[is_here]), np.zeros(len(owners), np.int64)
-        delays[: len(needs)] = self.delays[needs]
-        starts, order = group_rows(owners, np.arange(len(owners)), len(pieces))
-        return starts, needed[order], delays[order]
-
-    def _holders(self, pieces: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return, of each piece, the stage that keeps one microbatch more and one less from its start on; and stages' limits."""
-        whole, kinds = self.piece_of_part[pieces], self.work.kinds[pieces]
-        stages, stage_of_piece = np.unique(self.work.computed_stages[pieces], return_inverse=True)
-        limits = self.limits[stages]
-        is_limited = self.fills[whole] & (limits >= 0)[stage_of_piece]
-        parts = pieces - self.parts.first[whole]
-        begins = is_limited & (kinds == _FORWARD) & (parts == 0)
-        is_last = (kinds == _WEIGHT_GRADIENT) | ((kinds == _BACKWARD) & (parts == self.parts.counts[whole] - 1))
-        ends = is_limited & is_last
-        return np.where(begins, stage_of_piece, -1), np.where(ends, stage_of_piece, -1), limits
-
-
-class _FilledPipeline(NamedTuple):
-    """A pipeline, filled in one way."""
-
-    way: _Filling
-    num_lanes: int
-    pieces: Integers
-    """Ascending."""
-    to_fill: LanesToFill
-    lanes: FilledLanes
-
-    def place(self) -> list[PlacedParts]:
-        """Return the work of its lanes."""
-        return self.way.place(self)
+def _movable(in_line: Schedule, memory_factor: float) -> Movable:
+    """Return all but the LLM's forwards and backwards."""
+    llm = in_line.step.graph.backbone.name
+    fills = fills_of(in_line, [unit for unit in in_line.step.graph.unit_names if unit != llm])
+    return Movable(fills, weights_before_forwards(in_line, llm), memory_factor, goes_inside=True)
 
 
 def _ways_to_split(step: StepGraph) -> list[list[str]]:

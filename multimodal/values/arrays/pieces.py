@@ -421,12 +421,11 @@ def _ranges(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> dict
 def _splits(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> Bools:
     found = np.zeros((num_stages, placed.num_microbatches), bool)
     if isinstance(cuts.split, StageSplit):
-        replicas = placed.replica_of_microbatch
-        stages = np.zeros((num_stages, placed.num_replicas), bool)
-        for name, replica, stage in cuts.split.counts:
+        counts = np.zeros((num_stages, placed.num_replicas), np.int64)
+        for (name, replica, stage), count in cuts.split.counts.items():
             if name == unit:
-                stages[stage, replica] = True
-        return stages[:, replicas]
+                counts[stage, replica] = count
+        return placed.index_in_replica < counts[:, placed.replica_of_microbatch]
     for place in cuts.split:
         if place.unit == unit and place.microbatch < placed.counts[place.replica]:
             found[place.stage, placed.microbatch_starts[place.replica] + place.microbatch] = True

@@ -1,0 +1,60 @@
+"""Interleaved 1F1B whose weight gradients wait for idle time (Qi et al., Zero Bubble Pipeline Parallelism)."""
+
+import math
+
+import numpy as np
+
+from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
+from multimodal.schedule.encoder_limits import MEMORY_SHARE
+from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
+from multimodal.schedule.split_in_line import fills_of, split_in_line, weights_in_lanes
+from multimodal.values.schedule import Schedule
+from multimodal.values.step_graph import StepGraph
+
+MORE_IN_FLIGHT = (1, 4, 8, 16, 32)
+"""Microbatches of layer ranges that a lane may keep beyond those of interleaved 1F1B."""
+_LEAST_GAIN = 1e-3
+"""Share of the pipelines' time by which more memory must shorten it."""
+
+
+def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
+    """Build interleaved 1F1B with weight gradients where a lane would be idle, in the compute dialect.
+
+    Layer ranges of several units, or of a unit and its ends, take unlike times, and lanes wait for each other in every group of
+    microbatches. Forwards and input gradients keep the order of interleaved 1F1B; weight gradients go where the lane would be
+    idle for as long as they take, by the durations of `costs`; before forwards for which they must make room; and before their
+    stage's last backward (`weights_in_lanes`), which is whole, so that reductions by layer start about as early as in
+    interleaved 1F1B. Lanes keep as many microbatches more as makes the pipelines shorter and fits into the memory that `costs`
+    know of. Qi et al. (ZB-H1) have one layer range per stage, equal durations and no reductions. Where the pipelines would not
+    end earlier, the schedule is interleaved 1F1B.
+    """
+    in_line = build_interleaved_1f1b(step)
+    best = fill_pipelines(in_line, costs, Movable(fills_of(in_line, ()), weights_in_lanes(in_line, 0)))
+    if step.forward_only:
+        return best.schedule
+    split = split_in_line(in_line, step.graph.unit_names, keeps_last=True)
+    for num_more in MORE_IN_FLIGHT:
+        filled = fill_pipelines(split, costs, Movable(fills_of(split, ()), weights_in_lanes(split, num_more)))
+        if filled.end >= (1 - _LEAST_GAIN) * best.end or not _fits(filled.schedule, costs):
+            break
+        best = filled
+    return best.schedule
+
+
+def _fits(schedule: Schedule, costs: StepCosts) -> bool:
+    """Return whether no lane's memory overflows."""
+    if math.isinf(costs.memory_bytes):
+        return True
+    work, kept = schedule.work, np.zeros(schedule.work.num_computed, np.int64)
+    for grid in work.pieces.units.values():
+        is_kept = grid.is_there & (grid.width > 0)
+        forwards, ends = grid.forward[is_kept], (grid.backward + grid.width - 1)[is_kept]
+        kept[forwards] = costs.kept_bytes(work, forwards)
+        kept[ends] = -kept[forwards]
+    is_computed = schedule.pieces < work.num_computed
+    sizes, lanes = kept[schedule.pieces[is_computed]], schedule.lane_of_slot[is_computed]
+    return all(
+        costs.static_bytes(lane) + np.cumsum(sizes[lanes == lane]).max(initial=0) <= MEMORY_SHARE * costs.memory_bytes
+        for lane in range(schedule.num_lanes)
+    )
