@@ -4,11 +4,12 @@ import math
 
 import numpy as np
 
-from multimodal.cost.step_costs import StepCosts
+from multimodal.cost.step_costs import Floats, StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
 from multimodal.schedule.encoder_limits import MEMORY_SHARE
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.schedule.split_in_line import fills_of, split_in_line, weights_in_lanes
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 
@@ -33,19 +34,24 @@ def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
     best = fill_pipelines(in_line, costs, Movable(fills_of(in_line, ()), weights_in_lanes(in_line, 0)))
     if step.forward_only:
         return best.schedule
-    split = split_in_line(in_line, step.graph.unit_names, keeps_last=True)
+    split, room = split_in_line(in_line, step.graph.unit_names, keeps_last=True), _room(in_line, costs)
     for num_more in MORE_IN_FLIGHT:
         filled = fill_pipelines(split, costs, Movable(fills_of(split, ()), weights_in_lanes(split, num_more)))
-        if filled.end >= (1 - _LEAST_GAIN) * best.end or not _fits(filled.schedule, costs):
+        if filled.end >= (1 - _LEAST_GAIN) * best.end or (_most_kept(filled.schedule, costs) > room).any():
             break
         best = filled
     return best.schedule
 
 
-def _fits(schedule: Schedule, costs: StepCosts) -> bool:
-    """Return whether no lane's memory overflows."""
+def _room(schedule: Schedule, costs: StepCosts) -> Floats:
+    """Return [num_lanes] bytes per rank for what microbatches keep; infinite where costs know no memory."""
     if math.isinf(costs.memory_bytes):
-        return True
+        return np.full(schedule.num_lanes, math.inf)
+    return MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(schedule.num_lanes)])
+
+
+def _most_kept(schedule: Schedule, costs: StepCosts) -> Integers:
+    """Return [num_lanes] the most bytes per rank that microbatches keep at a time."""
     work, kept = schedule.work, np.zeros(schedule.work.num_computed, np.int64)
     for grid in work.pieces.units.values():
         is_kept = grid.is_there & (grid.width > 0)
@@ -54,7 +60,4 @@ def _fits(schedule: Schedule, costs: StepCosts) -> bool:
         kept[ends] = -kept[forwards]
     is_computed = schedule.pieces < work.num_computed
     sizes, lanes = kept[schedule.pieces[is_computed]], schedule.lane_of_slot[is_computed]
-    return all(
-        costs.static_bytes(lane) + np.cumsum(sizes[lanes == lane]).max(initial=0) <= MEMORY_SHARE * costs.memory_bytes
-        for lane in range(schedule.num_lanes)
-    )
+    return np.array([np.cumsum(sizes[lanes == lane]).max(initial=0) for lane in range(schedule.num_lanes)])

@@ -1,7 +1,9 @@
 """Weight gradients, and generators, in the bubbles of the LLM's pipeline: what a step takes, and what is kept."""
 
+import math
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from unittest.mock import patch
 
 import pytest
@@ -9,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import multimodal.schedule.fill_idle_lanes as filling
+from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.encoder_limits import MEMORY_SHARE
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards
 from multimodal.schedule.text import schedule_to_text
@@ -20,7 +24,7 @@ from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 from tests.unit.schedule.test_nested import copies, with_generator
 from tests.unit.schedule.test_optimus import WaitingCosts
-from tests.unit.schedule.uniform_costs import GivenCosts
+from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
 
 HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 
@@ -116,12 +120,83 @@ def test_backwards_in_two_stand_where_the_whole_stood() -> None:
     assert pairs == [tuple(map(str, pair)) for pair in expected]
 
 
+def unlike_ranges() -> StepGraph:
+    """An LLM of two ranges on each of four lanes, and 16 microbatches."""
+    return build_case(build_graph(), {"llm": (1, 4, 1)}, {"llm": deal(16, 1)}, layouts={"llm": {"chunks": 2}})
+
+
+@dataclass(frozen=True)
+class UnlikeCosts(UniformCosts):
+    """Ranges and microbatches take unlike times, and keep 10 bytes each."""
+
+    room: float = math.inf
+    """Bytes for what they keep, beside 1,003 that the fullest lane always has."""
+
+    def compute(self, action: Action) -> ComputeCost:
+        stage, microbatch = action.stage, action.microbatch
+        forward = 0.5 + (7 * microbatch**2 + 5 * stage**2 + 3 * microbatch * stage) % 11 / 4
+        return ComputeCost(forward * (2.0 if action.kind is ActionKind.BACKWARD else 1.0))
+
+    @property
+    def memory_bytes(self) -> float:
+        return (1003 + self.room) / MEMORY_SHARE
+
+
+def test_weight_gradients_fill_where_lanes_wait_for_longer_ranges() -> None:
+    step, costs = unlike_ranges(), UnlikeCosts()
+    schedules = [build_schedule(BUILDERS[name].with_costs(costs), step) for name in ("interleaved-1f1b", "interleaved-zb")]
+    plain, filled = (simulate_schedule(schedule, costs) for schedule in schedules)
+    lanes = split_in_line(BUILDERS["interleaved-1f1b"](step), ()).lanes
+    busy = max(sum(costs.compute(action).seconds for action in lane.actions) for lane in lanes)
+    assert filled.iteration_seconds - busy < 0.3 * (plain.iteration_seconds - busy)
+    computing = (ActionKind.FORWARD, ActionKind.BACKWARD, *HALVES)
+    for lane in schedules[1].lanes:
+        for stage in {action.stage for action in lane.actions}:
+            kinds = [action.kind for action in lane.actions if action.stage == stage and action.kind in computing]
+            assert kinds.count(ActionKind.WEIGHT_GRADIENT) == 15
+            assert kinds[-1] is ActionKind.BACKWARD, "the last one is whole, and all weight gradients are over"
+
+
+def test_weight_gradients_wait_no_longer_than_memory_allows() -> None:
+    step = unlike_ranges()
+    most = max(count_kept(BUILDERS["interleaved-1f1b"](step)))
+    kept, seconds = [], []
+    for num_more in (0, 1, 4, 64):
+        costs = UnlikeCosts(room=10 * (most + num_more))
+        schedule = build_schedule(BUILDERS["interleaved-zb"].with_costs(costs), step)
+        kept.append(max(count_kept(schedule)) - most)
+        seconds.append(simulate_schedule(schedule, costs).iteration_seconds)
+    assert kept == [0, 1, 4, 8]
+    assert seconds == sorted(set(seconds), reverse=True)
+
+
+def count_kept(schedule: Schedule) -> list[int]:
+    """The most microbatches that each lane has between forward and weight gradient, those of all its ranges together."""
+    ends = ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT
+    changes = [
+        [(action.kind is ActionKind.FORWARD) - (action.kind in ends) for action in lane.actions] for lane in schedule.lanes
+    ]
+    return [max(accumulate(lane)) for lane in changes]
+
+
+def test_ranges_that_wait_for_nothing_keep_whole_backwards() -> None:
+    step = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": deal(4, 1)}, layouts={"llm": {"chunks": 2}})
+    schedules = [
+        build_schedule(BUILDERS[name].with_costs(costs_of(llm=1.0)), step) for name in ("interleaved-1f1b", "interleaved-zb")
+    ]
+    assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
+
+
 @settings(max_examples=60)
-@given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
-def test_the_kernel_equals_its_reference_and_gives_valid_schedules(case: StepGraph, forward_only: bool, seed: int) -> None:
+@given(
+    name=st.sampled_from(("optimus-zb", "interleaved-zb")), case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20)
+)
+def test_the_kernel_equals_its_reference_and_gives_valid_schedules(
+    name: str, case: StepGraph, forward_only: bool, seed: int
+) -> None:
     step = replace(case, forward_only=forward_only)
     costs = WaitingCosts(seed=seed, num_waits=2, has_waits=step.plan.units["llm"].tensor_parallel_size > 1)
-    builder = BUILDERS["optimus-zb"].with_costs(costs)
+    builder = BUILDERS[name].with_costs(costs)
     fast = build_schedule(builder, step)  # validates
     with patch.object(filling, "kernels", None):
         assert build_schedule(builder, step) == fast
