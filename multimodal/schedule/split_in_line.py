@@ -1,6 +1,6 @@
 """Weight gradients as work of their own in a schedule that has whole backwards, and what must wait for them."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -8,10 +8,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from multimodal.cost.step_costs import StepCosts
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StageSplit
+from multimodal.values.step_graph import StageSplit, StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, row_starts, step_work
 
 
@@ -21,16 +22,20 @@ class Waits(NamedTuple):
     waiting: Integers
     awaited: Integers
 
+    def joined(self, other: "Waits") -> "Waits":
+        """Return the pairs of both."""
+        return Waits(*(np.concatenate(column) for column in zip(self, other, strict=True)))
 
-def split_in_line(schedule: Schedule, units: Collection[str], *, keeps_last: bool = False) -> Schedule:
+
+def split_in_line(schedule: Schedule, units: Collection[str], *, whole_last: Collection[str] = ()) -> Schedule:
     """Return the computations of a schedule with these units' backwards in two, the weight gradient behind the input gradient.
 
     schedule: of an uncut step, in the compute dialect, all in line. Collectives are left out.
-    keeps_last: whether every stage's last microbatch keeps its backward whole.
+    whole_last: units of which every stage's last microbatch keeps a whole backward (`weights_before_last`).
     """
     step, work = schedule.step, schedule.work
     counts = {
-        stage: step.num_microbatches(*stage[:2]) - keeps_last
+        stage: step.num_microbatches(*stage[:2]) - (stage[0] in whole_last)
         for stage in step.stages
         if stage[0] in units and step.backward_need(*stage).has_backward
     }
@@ -49,6 +54,14 @@ def split_in_line(schedule: Schedule, units: Collection[str], *, keeps_last: boo
     return Schedule.in_line(split, row_starts(num_in_lane), halves)
 
 
+def reduced_units(step: StepGraph, costs: StepCosts) -> frozenset[str]:
+    """Return the units whose reductions take time, which can be hidden behind other computations."""
+    work = step_work(step)
+    reductions = np.flatnonzero(work.kinds == _REDUCTION)
+    takes_time = costs.of_pieces(work, reductions).seconds > 0
+    return frozenset(work.stages[stage][0] for stage in np.unique(work.computed_stages[reductions[takes_time]]).tolist())
+
+
 def fills_of(schedule: Schedule, units: Collection[str]) -> NDArray[np.bool_]:
     """Return [num_computed] True for these units' computations, and for all weight gradients."""
     work = schedule.work
@@ -64,52 +77,51 @@ def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
     gradient of its (k - n)-th backward is over (ZB-H1's limit). schedule: as `split_in_line` returns it.
     """
     work, position = schedule.work, _positions(schedule)
-    found = [np.zeros((2, 0), np.int64)]
     grid = work.pieces.units[unit]
+    found = [np.zeros((2, 0), np.int64)]
     for first, end in pairwise(grid.placed.microbatch_starts.tolist()):
         is_split = (grid.width[:, first:end] > 1).any(axis=1)
         forwards, backwards = grid.forward[is_split, first:end], grid.backward[is_split, first:end]
         if forwards.size:
-            found.append(_with_limit(_in_order(forwards, position), _in_order(backwards, position), position))
+            found.append(_with_limit(_in_order(forwards, position), _in_order(backwards, position), position, work.kinds))
     return Waits(*np.concatenate(found, axis=1))
 
 
-def weights_in_lanes(schedule: Schedule, num_more: int) -> Waits:
-    """Return what bounds each lane's memory, and keeps its reductions early, while weight gradients wait for idle time.
+def weights_before_forwards_of_lanes(schedule: Schedule, num_more: int) -> Waits:
+    """Return the same for lanes: where one has at most n microbatches in flight, those of all its stages together.
 
-    Where a lane has at most n microbatches in flight, those of all its stages counted, it begins its forward k when the weight
-    gradient of its (k - n - num_more)-th backward is over, as in one stage of ZB-H1, where `num_more` is 0. A stage's last
-    backward is whole, and begins when the weight gradients of those before it are over: the stage's gradients are then reduced
-    while others still compute. schedule: as `split_in_line` returns it with `keeps_last`.
+    It begins its forward k when the weight gradient of its (k - n - num_more)-th backward is over. schedule: as `split_in_line`
+    returns it.
     """
-    return Waits(
-        *np.concatenate([np.zeros((2, 0), np.int64), *_room_in_lanes(schedule, num_more), *_before_last(schedule)], axis=1)
-    )
-
-
-def _room_in_lanes(schedule: Schedule, num_more: int) -> Iterator[Integers]:
     work, position = schedule.work, _positions(schedule)
-    is_split = np.append(work.kinds == _WEIGHT_GRADIENT, False)[1:]
-    needs_gradient = np.zeros(len(work.stages), bool)
-    needs_gradient[work.computed_stages[is_split]] = True
+    trains = np.zeros(len(work.stages), bool)
+    trains[work.computed_stages[work.kinds == _WEIGHT_GRADIENT]] = True
+    found = [np.zeros((2, 0), np.int64)]
     for lane in range(schedule.num_lanes):
         pieces = schedule.lane_pieces(lane)
-        pieces = pieces[needs_gradient[work.computed_stages[pieces]]]
+        pieces = pieces[trains[work.computed_stages[pieces]]]
         forwards, backwards = (pieces[np.isin(work.kinds[pieces], kinds)] for kinds in ([_FORWARD], _BACKWARDS))
         if len(forwards) == len(backwards) > 0:
-            waiting, awaited = _with_limit(forwards[None], backwards[None], position, num_more)
-            yield np.stack((waiting, awaited))[:, work.kinds[awaited] == _WEIGHT_GRADIENT]
+            found.append(_with_limit(forwards[None], backwards[None], position, work.kinds, num_more))
+    return Waits(*np.concatenate(found, axis=1))
 
 
-def _before_last(schedule: Schedule) -> Iterator[Integers]:
+def weights_before_last(schedule: Schedule) -> Waits:
+    """Return backwards that are whole, and for each the weight gradients of its stage that stand before it.
+
+    If these are over by then, the stage's gradients are reduced while others still compute. schedule: as `split_in_line` returns
+    it.
+    """
     work, position = schedule.work, _positions(schedule)
+    found = [np.zeros((2, 0), np.int64)]
     for grid in work.pieces.units.values():
         for first, end in pairwise(grid.placed.microbatch_starts.tolist()):
             for width, backwards in zip(grid.width[:, first:end], grid.backward[:, first:end], strict=True):
                 whole, split = backwards[width == 1], backwards[width > 1]
                 if len(whole) == 1 and len(split):
                     before = split[position[split] < position[whole[0]]]
-                    yield np.stack((np.full(len(before), whole[0]), before + 1))
+                    found.append(np.stack((np.full(len(before), whole[0]), before + 1)))
+    return Waits(*np.concatenate(found, axis=1))
 
 
 def _positions(schedule: Schedule) -> Integers:
@@ -123,13 +135,19 @@ def _in_order(pieces: Integers, position: Integers) -> Integers:
     return found
 
 
-def _with_limit(forwards: Integers, backwards: Integers, position: Integers, num_more: int = 0) -> Integers:
+def _with_limit(
+    forwards: Integers, backwards: Integers, position: Integers, kinds: NDArray[np.uint8], num_more: int = 0
+) -> Integers:
     """Return the pairs of rows of stages or lanes; forwards, backwards: [num_rows, num_microbatches] pieces in their order."""
     count = forwards.shape[1]
     num_over = [np.searchsorted(*row) for row in zip(position[backwards], position[forwards], strict=True)]
     most = min(count, int((np.arange(1, count + 1) - num_over).max()) + num_more)
-    return np.stack((forwards[:, most:].ravel(), backwards[:, : count - most].ravel() + 1))
+    waiting, awaited = forwards[:, most:].ravel(), backwards[:, : count - most].ravel() + 1
+    is_split = kinds[awaited] == _WEIGHT_GRADIENT
+    return np.stack((waiting[is_split], awaited[is_split]))
 
 
-_FORWARD, _WEIGHT_GRADIENT = (KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT))
+_FORWARD, _WEIGHT_GRADIENT, _REDUCTION = (
+    KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE_GRADIENTS)
+)
 _BACKWARDS = [KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)]

@@ -6,7 +6,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
-from multimodal.schedule.split_in_line import fills_of, split_in_line, weights_before_forwards
+from multimodal.schedule.split_in_line import fills_of, reduced_units, split_in_line, weights_before_forwards, weights_before_last
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 
@@ -32,7 +32,8 @@ def build_optimus(
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
     if not splits_backwards or step.forward_only:
         return fill_pipelines(in_line, costs, _movable(in_line, memory_factor)).schedule
-    lines = (split_in_line(in_line, units) for units in _ways_to_split(step))
+    reduced = reduced_units(step, costs)
+    lines = (split_in_line(in_line, units, whole_last=reduced) for units in _ways_to_split(step))
     return min(
         (fill_pipelines(line, costs, _movable(line, memory_factor)) for line in lines), key=lambda filled: filled.end
     ).schedule
@@ -42,7 +43,8 @@ def _movable(in_line: Schedule, memory_factor: float) -> Movable:
     """Return all but the LLM's forwards and backwards."""
     llm = in_line.step.graph.backbone.name
     fills = fills_of(in_line, [unit for unit in in_line.step.graph.unit_names if unit != llm])
-    return Movable(fills, weights_before_forwards(in_line, llm), memory_factor, goes_inside=True)
+    waits = weights_before_forwards(in_line, llm).joined(weights_before_last(in_line))
+    return Movable(fills, waits, memory_factor, goes_inside=True)
 
 
 def _ways_to_split(step: StepGraph) -> list[list[str]]:

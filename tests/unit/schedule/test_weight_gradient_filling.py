@@ -121,8 +121,8 @@ def test_backwards_in_two_stand_where_the_whole_stood() -> None:
 
 
 def unlike_ranges() -> StepGraph:
-    """An LLM of two ranges on each of four lanes, and 16 microbatches."""
-    return build_case(build_graph(), {"llm": (1, 4, 1)}, {"llm": deal(16, 1)}, layouts={"llm": {"chunks": 2}})
+    """Two replicas of an LLM of two ranges on each of four lanes, and 16 microbatches each."""
+    return build_case(build_graph(), {"llm": (2, 4, 1)}, {"llm": deal(32, 2)}, layouts={"llm": {"chunks": 2}})
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ class UnlikeCosts(UniformCosts):
     """Ranges and microbatches take unlike times, and keep 10 bytes each."""
 
     room: float = math.inf
-    """Bytes for what they keep, beside 1,003 that the fullest lane always has."""
+    """Bytes for what they keep, beside 1,007 that the fullest lane always has."""
 
     def compute(self, action: Action) -> ComputeCost:
         stage, microbatch = action.stage, action.microbatch
@@ -139,11 +139,11 @@ class UnlikeCosts(UniformCosts):
 
     @property
     def memory_bytes(self) -> float:
-        return (1003 + self.room) / MEMORY_SHARE
+        return (1007 + self.room) / MEMORY_SHARE
 
 
 def test_weight_gradients_fill_where_lanes_wait_for_longer_ranges() -> None:
-    step, costs = unlike_ranges(), UnlikeCosts()
+    step, costs = unlike_ranges(), UnlikeCosts(collective=0.25)
     schedules = [build_schedule(BUILDERS[name].with_costs(costs), step) for name in ("interleaved-1f1b", "interleaved-zb")]
     plain, filled = (simulate_schedule(schedule, costs) for schedule in schedules)
     lanes = split_in_line(BUILDERS["interleaved-1f1b"](step), ()).lanes
