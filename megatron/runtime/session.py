@@ -135,16 +135,16 @@ class Session:
 
     def abandon(self) -> None:
         """Give up this rank's part, without the others, who may be lost; `enter` follows, in a new world of ranks."""
-        self._drop()
+        self._drop("_groups", "_channel")
 
     def enter(self, plan: Plan) -> None:
         """Build this rank's part of a plan, newly initialised, in a new world of ranks; collective. Raises PlanError."""
         self._check_plan(plan)
         self._build(plan)
 
-    def _drop(self) -> None:
+    def _drop(self, *names: str) -> None:
         self.stages, self.gradients, self.optimizers = {}, {}, {}
-        for name in ("executor", "memberships"):  # neither is there where building was cut short
+        for name in ("executor", "memberships", *names):  # none is there where building was cut short
             self.__dict__.pop(name, None)
         gc.collect()  # hooks and buffers refer to each other
 

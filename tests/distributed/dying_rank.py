@@ -1,12 +1,13 @@
-"""pretrain_mllm.py, whose rank on a node kills itself at a place that no signal from outside could meet.
+"""pretrain_mllm.py, whose rank on a node kills itself at a place that no signal from outside could meet, or waits there forever.
 
-`BRAID_TEST_DEATHS` names them as NODE:PLACE:STEP,...; only the first processes of a node die. Every step takes a little longer,
-so that nodes have the time to return.
+`BRAID_TEST_DEATHS` names deaths as NODE:PLACE:STEP,..., and `BRAID_TEST_WAITS` waits that nothing ends; only in the first
+processes of a node. Every step takes a little longer, so that nodes have the time to return.
 """
 
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -36,14 +37,29 @@ STEP_SECONDS = 0.3
 current_step = 0
 
 
-def plant(place: str, step: int) -> None:
-    """Let this process die when it comes to a place in a step or after it."""
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Work:
+    """What a collective gives."""
+
+    wait = time.sleep
+
+
+def wait_forever() -> None:
+    """Stand where a thread does that gloo has not told of a broken connection."""
+    Work.wait(10**6)
+
+
+def plant(place: str, step: int, happen: Callable[[], None]) -> None:
+    """Let something happen when this process comes to a place in a step or after it, in its first thread."""
     owner, name = PLACES[place]
     original: Callable[..., Any] = getattr(owner, name)
 
     def dying(*args: Any, **keywords: Any) -> Any:
-        if current_step >= step:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if current_step >= step and threading.current_thread() is threading.main_thread():
+            happen()
         return original(*args, **keywords)
 
     setattr(owner, name, dying)
@@ -63,8 +79,9 @@ def count_steps() -> None:
 
 if __name__ == "__main__":
     count_steps()
-    for death in filter(None, os.environ.get("BRAID_TEST_DEATHS", "").split(",")):
-        node, place, step = death.split(":")
-        if (os.environ["BRAID_NODE"], os.environ["BRAID_INCARNATION"]) == (node, "0"):
-            plant(place, int(step))
+    for variable, happen in (("BRAID_TEST_DEATHS", die), ("BRAID_TEST_WAITS", wait_forever)):
+        for each in filter(None, os.environ.get(variable, "").split(",")):
+            node, place, step = each.split(":")
+            if (os.environ["BRAID_NODE"], os.environ["BRAID_INCARNATION"]) == (node, "0"):
+                plant(place, int(step), happen)
     pretrain_mllm.main(sys.argv[1:])

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +16,7 @@ from typing import Any
 from megatron.runtime.recovery.ledger import Ledger, open_ledger
 from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
-from tests.distributed.launch import REPOSITORY, free_port
+from tests.distributed.launch import REPOSITORY, forking_context, free_port
 from tests.distributed.small_run import working_flags, write_working_files
 
 
@@ -76,6 +76,61 @@ def _entries(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
+def _start_program(command: Sequence[str], environment: Mapping[str, str], *, output: Path) -> "subprocess.Popen[bytes]":
+    with output.open("w") as file:
+        return subprocess.Popen(
+            [sys.executable, "-m", "megatron.runtime.recovery.supervisor", "--keeps-store", *command],
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **environment},
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+
+
+class _Forked:
+    """A supervisor and the keeper of its store, forked from a process that has imported what they need."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, output: Path) -> None:
+        """command: the supervisor's flags, the program and its flags."""
+        context = forking_context()
+        flags = ("--nodes", command[command.index("--nodes") + 1], "--port", command[command.index("--port") + 1])
+        self._keeper: Any = context.Process(target=_keep_store, args=((*flags, "--keeps-store"),))
+        self._supervisor: Any = context.Process(target=_supervise, args=(command, environment, str(output)))
+        for process in (self._keeper, self._supervisor):
+            process.start()
+
+    def poll(self) -> int | None:
+        """Return the exit code, once there is one."""
+        code: int | None = self._supervisor.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; returns the exit code."""
+        self._supervisor.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired("supervisor", timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        """End both, and the ranks with them."""
+        self._supervisor.kill()
+        self._keeper.kill()
+        self._keeper.join()
+
+
+def _keep_store(argv: Sequence[str]) -> None:
+    from tests.distributed.launched_supervisor import keep_store  # only in the forked process: it imports torch
+
+    keep_store(argv)
+
+
+def _supervise(argv: Sequence[str], environment: Mapping[str, str], output: str) -> None:
+    from tests.distributed.launched_supervisor import supervise
+
+    supervise(argv, environment, output)
+
+
 class ElasticRun:
     """A run that goes on in other processes."""
 
@@ -89,8 +144,10 @@ class ElasticRun:
         batch: int = 8,
         flags: Sequence[object] = (),
         program: Path = REPOSITORY / "pretrain_mllm.py",
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | None = None,
+        is_new_program: bool = True,
     ) -> None:
+        """is_new_program: start the supervisor as scripts/elastic.sh does; else fork it, which saves seconds of imports."""
         self.folder, self.nodes = folder, nodes
         given = inputs or folder
         if not (given / "model.yaml").exists():
@@ -101,23 +158,11 @@ class ElasticRun:
         values |= {"--dtype": "float64", "--log-json": folder / "log.jsonl", "--log-interval": 1, "--elastic-timeout": 30}
         values |= dict(zip(flags[::2], flags[1::2], strict=True))
         self.port = free_port()
-        command = [sys.executable, "-m", "megatron.runtime.recovery.supervisor", "--keeps-store", "--port", self.port]
-        command += ["--nodes", nodes.count, "--nproc-per-node", nodes.gpus, program, "--elastic"]
-        command += [word for pair in values.items() for word in pair]
-        self._output = (folder / "output").open("w")
-        self._process = subprocess.Popen(
-            list(map(str, command)),
-            cwd=REPOSITORY,
-            env={
-                **os.environ,
-                "PYTHONPATH": str(REPOSITORY),
-                "OMP_NUM_THREADS": "1",
-                "RES_OPTIONS": "timeout:1 attempts:1",
-                **(environment or {}),
-            },
-            stdout=self._output,
-            stderr=subprocess.STDOUT,
-        )
+        words = ["--port", self.port, "--nodes", nodes.count, "--nproc-per-node", nodes.gpus, program, "--elastic"]
+        command = [*map(str, words), *(str(word) for pair in values.items() for word in pair)]
+        variables = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **(environment or {})}
+        start = _start_program if is_new_program else _Forked
+        self._process = start(command, variables, output=folder / "output")
         self._ledger: Ledger | None = None
         self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in _entries(folder)}
         self._recoveries: list[dict[str, float]] = []
@@ -182,7 +227,7 @@ class ElasticRun:
         since = time.monotonic()
         while not has_happened():
             self.step_times()
-            assert self._process.poll() is None, f"ended with {self._process.returncode} before {what}:\n{self.output}"
+            assert self._process.poll() is None, f"ended with {self._process.poll()} before {what}:\n{self.output}"
             silence = time.monotonic() - max(since, self._last_sign)
             assert silence < seconds, f"no {what}, and no step in {seconds:.0f} s:\n{self.output}"
             time.sleep(0.02)
@@ -194,8 +239,8 @@ class ElasticRun:
     def close(self) -> None:
         self._process.kill()
         self._process.wait()
-        self._output.close()
 
     @property
     def output(self) -> str:
-        return (self.folder / "output").read_text()
+        path = self.folder / "output"
+        return path.read_text() if path.exists() else ""

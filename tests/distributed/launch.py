@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,8 +111,7 @@ def _run_programs(
 def _run_forks(
     ranks: Sequence[_Rank], deadline: float, meanwhile: Callable[[Sequence[int]], None]
 ) -> tuple[list[int], list[str]]:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.launched_rank"])
+    context = forking_context()
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(rank) for rank in range(len(ranks))]
         processes: list[Any] = [
@@ -131,6 +131,13 @@ def _run_forks(
                 process.join()
         texts = [output.read_text() if output.exists() else "" for output in outputs]
         return [process.exitcode for process in processes], texts
+
+
+def forking_context() -> ForkServerContext:
+    """Return what starts processes from one that has imported torch and megatron-core."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.launched_rank", "tests.distributed.launched_supervisor"])
+    return context
 
 
 def _run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:

@@ -13,7 +13,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from threading import Lock
+from threading import Lock, Thread
 
 import torch.distributed as dist
 
@@ -38,14 +38,15 @@ class Connections:
     def opening(self) -> Iterator[None]:
         """Count the sockets that are opened inside as connections to ranks; raises CutError when they are cut meanwhile."""
         with self._lock:
-            self._before = _open_sockets()
+            self._before = before = _open_sockets()
         try:
             self.check()
             yield
         finally:
             with self._lock:
-                self._own |= _open_sockets() - self._before
-                self._before = None
+                if self._before is before:  # else another thread opens those of a later generation
+                    self._own |= _open_sockets() - before
+                    self._before = None
         self.check()
 
     def check(self) -> None:
@@ -79,17 +80,25 @@ class Connections:
         """Everything is closed, and new connections may be opened."""
         with self._lock:
             self._own.clear()
+            self._before = None
             self.is_cut = False
 
 
-def forget_groups() -> None:
-    """Take down all process groups of this process, without the other ranks.
+def forget_groups() -> list[object]:
+    """Forget all process groups of this process, without the other ranks, and return them: `drop` takes them down.
 
     torch names groups by a count; ranks that were cut short while they joined would go on with different ones.
     """
+    groups: list[object] = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.distributed_c10d._world.group_count = 0
+    return groups
+
+
+def drop(groups: list[object]) -> None:
+    """Take down what was forgotten, in a thread: gloo waits for its own threads, of which one may wait on until its timeout."""
+    Thread(target=groups.clear, daemon=True).start()
 
 
 def _open_sockets() -> set[tuple[int, str]]:

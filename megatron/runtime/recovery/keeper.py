@@ -55,6 +55,7 @@ class Keeper:
         self._timeout_seconds = 30.0
         self._seconds: dict[str, float] = {}
         self._since = clock()
+        """When ranks began to leave; a step that is done before nodes join may take as long as it likes."""
         self.exit_code: int | None = None
         """Set when the run is over."""
         self._over_at = math.inf
@@ -97,10 +98,18 @@ class Keeper:
         known.arrived[local_rank] = arrived
         self._timeout_seconds = arrived.timeout_seconds
         if node in self._members and generation > self._generation:
+            self._since = min(self._since, self._clock())  # with one rank all others leave the step
             if arrived.is_spare:
                 self._members = tuple(member for member in self._members if member != node)
             elif not self._is_ending:
-                self._is_ending, self._since = True, self._clock()
+                self._leave(node, waits=arrived.waits)
+
+    def _leave(self, node: int, *, waits: bool) -> None:
+        """A member has left its generation by itself: all of them have where they wait for nodes, else they are told to."""
+        if waits:
+            self._is_ending, self._since = True, self._clock()
+        else:
+            self._end_generation(CUT)
 
     def _on_finished(self, *, exit_code: int) -> None:
         self._end_run(exit_code)
@@ -124,7 +133,7 @@ class Keeper:
                 return
             self._is_cut = True
             self._seconds = {"lost": time.time()}
-        self._is_ending, self._since = True, self._clock()
+        self._is_ending, self._since = True, math.inf if signal == JOIN else self._clock()
         self._signal(signal)
 
     def _signal(self, what: str) -> None:

@@ -1,9 +1,6 @@
 """A rank's line to the keeper: it arrives, learns who is there, and leaves a generation at once when others are lost."""
 
-import faulthandler
-import linecache
-import os
-import sys
+import ctypes
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,18 +16,22 @@ from megatron.runtime.launch.meeting import Meeting
 from megatron.runtime.launch.rank_place import RankPlace
 from megatron.runtime.recovery.connections import Connections
 from megatron.runtime.recovery.ledger import CUT, FLAGS, JOIN, OVER, Identity, Ledger, Report, Verdict, connect, open_ledger
+from megatron.runtime.recovery.waiting import Standstill, find_standstill, is_waiting
 from multimodal.values.errors import BraidError
 
 _GRACE_SECONDS = 2.0
 """Seconds within which a loss becomes known after it has made something fail."""
-_STUCK_SECONDS = 5.0
-"""Seconds after which a wait on connections that are cut will never end; seen once in hundreds of losses with gloo."""
+_STUCK_SECONDS = 1.0
+"""Seconds after which a wait on connections that are cut will not end before gloo's timeout."""
 _END_SECONDS = 3.0
-_SIGNS_OF_WAITING = (".wait(", "synchronize(")
 
 
 class NodesJoinError(Exception):
     """All ranks have agreed to leave after the step, as nodes have joined."""
+
+
+class LeftBehindError(BaseException):
+    """This thread has waited in vain, and another one trains in its place."""
 
 
 class Member:
@@ -52,7 +53,11 @@ class Member:
         self._is_finished = self._has_left = False
         self.place_in_step: Callable[[], object] = lambda: None
         """How far the main thread is with a step's work, or None outside of steps."""
-        self._main = threading.main_thread().ident or 0
+        self._trainer = threading.current_thread()
+        """The thread that trains: of it alone the others are to learn."""
+        self._lock = threading.Lock()
+        self.go_on: Callable[[], object] | None = None
+        """Trains on, in another thread, from where this one has left a generation."""
         for work in (self._beat, self._listen):
             threading.Thread(target=work, args=(open_ledger(self._address, self._port),), daemon=True).start()
 
@@ -85,17 +90,25 @@ class Member:
                 place = verdict.nodes.index(self.identity.node)
                 if verdict.incarnations[place] == self.identity.incarnation:
                     break
-        self.connections.forget()
-        self.nodes_have_joined = self._has_left = False
-        self.generation = verdict.generation
+        with self._lock:
+            self.connections.forget()
+            self.nodes_have_joined = self._has_left = False
+            self.generation = verdict.generation
         return verdict
 
     def leave(self, problem: Exception) -> None:
         """Return if a problem is the loss of other ranks, with all connections cut; else raise it."""
         if not isinstance(problem, NodesJoinError):
             self._wait_for_cut(problem)
-        self.connections.cut()
-        self._has_left, self.left_seconds = True, time.time()
+        with self._lock:
+            self.check_in_charge()
+            self.connections.cut()
+            self._has_left, self.left_seconds = True, time.time()
+
+    def check_in_charge(self) -> None:
+        """Raise LeftBehindError in a thread that another one has replaced."""
+        if threading.current_thread() is not self._trainer:
+            raise LeftBehindError
 
     def _wait_for_cut(self, problem: Exception) -> None:
         """Return once the connections are cut, which a loss leads to; raise the problem if it is not one."""
@@ -132,7 +145,7 @@ class Member:
                 continue
             index += 1
             if signal == CUT:
-                self._cut_until_left()
+                self._cut_until_left(generation)
             elif signal == JOIN:
                 self.nodes_have_joined = True
             elif signal.startswith(OVER):
@@ -141,24 +154,37 @@ class Member:
                     return
                 self._ending.follow(int(signal.partition(":")[2]))
 
-    def _cut_until_left(self) -> None:
-        """Cut all connections, and those that the main thread goes on to open, until it has noticed.
+    def _cut_until_left(self, generation: int) -> None:
+        """Cut all connections, and those that the training thread goes on to open, until it has noticed.
 
-        If it waits on, this process ends, and the others go on without it. A rank with a GPU may wait for that, for longer.
+        gloo ends not all waits: of a message that is under way when its connection breaks, whoever sends or receives it is not
+        told (`Pair::signalException` passes over buffers whose transfer has begun), and waits until the timeout. A thread that
+        does so is left behind, and another one trains on. On a GPU torch aborts communicators, which may take longer.
         """
-        self.connections.cut()
+        with self._lock:  # or what is cut may be the next generation's
+            if generation != self.generation:
+                return
+            self.connections.cut()
+        seen: Standstill | None = None
         since = time.monotonic()
         while self.connections.is_cut and not self._has_left:
             time.sleep(0.05)
             self.connections.cut_new()
-            is_late = time.monotonic() - since > _STUCK_SECONDS
-            if is_late and not torch.cuda.is_available() and self.connections.is_cut and _is_waiting(self._main):
-                faulthandler.dump_traceback()
-                self._ending.fail(
-                    RanksLostError(
-                        "a wait for other ranks goes on though all connections are cut; the others go on without this one"
-                    )
-                )
+            found = find_standstill(self._trainer)
+            if found is None or found != seen:
+                seen, since = found, time.monotonic()
+            elif time.monotonic() - since > _STUCK_SECONDS and not torch.cuda.is_available():
+                self._replace_trainer()
+
+    def _replace_trainer(self) -> None:
+        with self._lock:
+            if self._has_left or not self.connections.is_cut or self.go_on is None:
+                return
+            error, ident = ctypes.py_object(LeftBehindError), ctypes.c_ulong(self._trainer.ident or 0)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ident, error)  # raised when its wait ends
+            self._trainer = threading.Thread(target=self.go_on, name="trains on", daemon=True)
+            self._has_left, self.left_seconds = True, time.time()
+            self._trainer.start()
 
     def _end_without_store(self, problem: Exception) -> NoReturn:
         self._ending.fail(
@@ -170,7 +196,7 @@ class Member:
         seen, since, count = None, time.monotonic(), 0
         while True:
             place = self.place_in_step()
-            if place is None or place != seen or _is_waiting(self._main):
+            if place is None or place != seen or is_waiting(self._trainer):
                 seen, since = place, time.monotonic()
             if time.monotonic() - since < self._timeout_seconds:
                 count += 1
@@ -179,14 +205,3 @@ class Member:
                 except RuntimeError as problem:
                     self._end_without_store(problem)
             time.sleep(min(1.0, self._timeout_seconds / 5))
-
-
-def _is_waiting(thread: int) -> bool:
-    """True if a thread waits for another process, as the line says at which it stands."""
-    frame = sys._current_frames().get(thread)  # its callers are not looked at: Python 3.11 may crash over them
-    if frame is None:
-        return False
-    path = frame.f_code.co_filename
-    return f"{os.sep}distributed{os.sep}" in path or any(
-        sign in linecache.getline(path, frame.f_lineno) for sign in _SIGNS_OF_WAITING
-    )

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from threading import Thread
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -42,7 +43,7 @@ class _Node:
     number: int
     incarnation: int
     """Times that it has been started before, less one."""
-    processes: list[ForkServerProcess] = field(default_factory=list)
+    processes: list[BaseProcess] = field(default_factory=list)
     exit_code: int | None = None
     """Set once all of its ranks have ended."""
     return_at: float | None = None
@@ -51,12 +52,13 @@ class _Node:
 class Supervisor:
     """The nodes that one process looks after."""
 
-    def __init__(self, flags: argparse.Namespace, command: Sequence[str]) -> None:
+    def __init__(self, flags: argparse.Namespace, command: Sequence[str], *, start_method: str = "forkserver") -> None:
+        """start_method: `fork`, of ranks from this process itself, where it has one thread and has imported what they need."""
         self._flags, self._command = flags, command
         first = flags.node
         self._ledger = open_ledger(flags.address, flags.port)
         self._nodes = [_Node(number, self._last_incarnation(number)) for number in range(first, first + flags.nodes_here)]
-        self._context = multiprocessing.get_context("forkserver")
+        self._context: Any = multiprocessing.get_context(start_method)
         self._context.set_forkserver_preload(list(_PRELOADED))
 
     def run(self) -> int:

@@ -19,9 +19,9 @@ from megatron.runtime.launch.distributed_setup import RankWatch, StartValues, Wo
 from megatron.runtime.launch.failure import Ending, end_process
 from megatron.runtime.launch.rank_place import find_rank_place
 from megatron.runtime.launch.stop_requests import StopRequests
-from megatron.runtime.recovery.connections import forget_groups
+from megatron.runtime.recovery.connections import drop, forget_groups
 from megatron.runtime.recovery.ledger import Report, Verdict
-from megatron.runtime.recovery.member import Member
+from megatron.runtime.recovery.member import LeftBehindError, Member
 from megatron.runtime.report.reporting import Reporter
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import HeldTensor
@@ -37,6 +37,7 @@ from multimodal.values.errors import CheckpointError, ConfigError, PlanError
 
 logger = logging.getLogger(__name__)
 _END_SECONDS = 10.0
+_LONG_SECONDS = 1e6
 _PHASE_ENDS = ("left", "agreed", "planned", "met", "formed", "copied")
 """When each phase of a recovery has ended, in the order in which they do."""
 
@@ -76,17 +77,34 @@ class ElasticRun:
         self._is_first = False
         """The reporter is that of rank 0."""
         self._times: dict[str, float] = {}
+        self._old_groups: list[object] = []
+        """Process groups of generations that have ended."""
 
     def run(self) -> NoReturn:
         """Train to the end; ends the process."""
+        self._member.go_on = self._go_on
         try:
             while not self._take_part():
                 pass
+        except LeftBehindError:
+            is_left_behind = True
         except BaseException:
             self._close()
             raise
+        else:
+            is_left_behind = False
+        while is_left_behind:  # with nothing of what was built for the generation
+            time.sleep(_LONG_SECONDS)
         self._member.finish()
         end_process(0)
+
+    def _go_on(self) -> None:
+        """Train on in place of a thread that waits in vain."""
+        logger.warning("rank %d waited for a message that nobody will send, in a thread that is left behind", self._world.rank)
+        try:
+            self.run()
+        except Exception as problem:
+            self._ending.fail(problem)
 
     def _take_part(self) -> bool:
         """Be in a generation until it ends; returns whether training has ended."""
@@ -163,7 +181,7 @@ class ElasticRun:
             if self._is_whole:
                 self._held, self._is_whole = hold_state(self._run.session.state), False
             self._run.session.abandon()
-        forget_groups()
+        self._old_groups += forget_groups()
 
     def _form(self, verdict: Verdict, found: NodesPlan) -> None:
         """Meet the ranks of this generation, and have this rank's part of the plan with the state in it."""
@@ -193,6 +211,8 @@ class ElasticRun:
         self._held, self._is_whole = None, True
         self._formed, self._pipelines = verdict.generation, found.pipelines
         self._times["copied"] = time.time()
+        drop(self._old_groups)
+        self._old_groups = []
 
     def _take_state(self, run: Run, verdict: Verdict) -> None:
         """Take over weights, optimizer state and progress from those who have them."""

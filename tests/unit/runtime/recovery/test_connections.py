@@ -6,9 +6,10 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
-from megatron.runtime.recovery.connections import Connections, CutError
+from megatron.runtime.recovery.connections import Connections, CutError, drop
 
 
 def connect() -> tuple[socket.socket, socket.socket, socket.socket]:
@@ -98,6 +99,26 @@ def test_a_rank_that_waits_to_be_connected_to_by_one_that_has_left_gives_up() ->
                 if not thread.is_alive():
                     break
             assert not thread.is_alive(), "it waits for a connection"
+
+
+def test_groups_whose_threads_wait_are_dropped_without_a_wait() -> None:
+    """gloo waits for its threads when a group is taken down, and one of them for a rank that never takes part."""
+    store, groups = dist.HashStore(), dict[int, dist.ProcessGroupGloo]()
+
+    def make(rank: int) -> None:
+        groups[rank] = dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=3))
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    work = groups[0].allreduce([torch.ones(1)])
+    forgotten: list[object] = [groups.pop(0)]
+    drop(forgotten)
+    assert not work.is_completed()
+    with pytest.raises(RuntimeError, match="Timed out"):
+        work.wait()
 
 
 def make_group(store: dist.Store, rank: int) -> None:

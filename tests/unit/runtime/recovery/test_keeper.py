@@ -165,6 +165,34 @@ def test_a_survivor_that_never_arrives_is_left_out(run: Run) -> None:
     assert verdict is not None and verdict.nodes == (1,)
 
 
+def test_a_step_may_take_longer_than_the_timeout_while_a_node_waits_to_join(run: Run) -> None:
+    run.die(0)
+    for node in (1, 2):
+        run.arrive(node, 2, done_steps=3)
+    run.incarnations[0] = 1
+    run.start(0)
+    run.arrive(0, 1)
+    run.seconds = 300.0
+    run.keeper.step()
+    assert run.signals(2) == ["join"] and run.ledger.flag("kill/1/0") is None
+    run.arrive(1, 3, done_steps=4)
+    run.seconds = 331.0
+    run.keeper.step()
+    assert run.ledger.flag("kill/2/0") is not None, "it has not left the step that another one has left"
+    verdict = run.verdict(3)
+    assert verdict is not None and verdict.nodes == (1, 0)
+
+
+def test_a_rank_that_leaves_by_itself_makes_all_others_leave(run: Run) -> None:
+    run.arrive(1, 2, ranks=(0,), done_steps=3)
+    assert run.signals(1) == ["cut"]
+    run.arrive(1, 2, ranks=(1,), done_steps=3)
+    for node in (0, 2):
+        run.arrive(node, 2, done_steps=3)
+    verdict = run.verdict(2)
+    assert verdict is not None and verdict.nodes == (0, 1, 2)
+
+
 def test_too_few_nodes_wait_for_one_to_return(run: Run) -> None:
     run.die(0)
     run.die(1)

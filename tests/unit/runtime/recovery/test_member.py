@@ -1,55 +1,118 @@
-"""A rank that leaves, and one that cannot."""
+"""A rank that leaves, and one whose thread cannot."""
 
+import os
 import threading
 import time
-from typing import NoReturn
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import pytest
 
-from megatron.runtime.launch.failure import Ending, RanksLostError
 from megatron.runtime.recovery import member
 from megatron.runtime.recovery.connections import Connections
-from megatron.runtime.recovery.member import Member
+from megatron.runtime.recovery.member import LeftBehindError, Member
+from megatron.runtime.recovery.waiting import find_standstill
 
 
-class RaisingEnding(Ending):
-    """Raises the problem in place of ending the process."""
-
-    def fail(self, problem: BaseException) -> NoReturn:
-        """Raise it."""
-        raise problem
+def start(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
 
 
 class Work:
     """What a collective gives."""
 
-    wait = time.sleep
+    wait = os.read
+
+
+class Pipe(NamedTuple):
+    """What threads wait for."""
+
+    reading: int
+    writing: int
 
 
 @pytest.fixture
-def waiting() -> Member:
-    """Return a rank whose main thread (another one, here) waits for others."""
+def pipe() -> Iterator[Pipe]:
+    """Return an empty pipe."""
+    found = Pipe(*os.pipe())
+    yield found
+    for end in found:
+        os.close(end)
+
+
+@pytest.fixture
+def ended() -> list[str]:
+    """Return the names of the errors that ended threads."""
+    return []
+
+
+@pytest.fixture
+def waiting(pipe: Pipe, ended: list[str]) -> Member:
+    """Return a rank in its third generation, whose training thread waits for others."""
     found = Member.__new__(Member)
-    found.connections, found._ending, found._has_left = Connections(), RaisingEnding(), False
-    thread = threading.Thread(target=lambda: Work.wait(60), daemon=True)
-    thread.start()
-    assert thread.ident is not None
-    found._main = thread.ident
+    found.connections, found.generation, found._has_left, found._lock = Connections(), 3, False, threading.Lock()
+
+    def train() -> None:
+        try:
+            Work.wait(pipe.reading, 1)
+        except BaseException as problem:
+            ended.append(type(problem).__name__)
+
+    found._trainer = start(train)
     limit = threading.Timer(20, lambda: setattr(found, "_has_left", True))
     limit.daemon = True
     limit.start()
     return found
 
 
-def test_a_wait_that_a_cut_does_not_end_ends_the_process(waiting: Member, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_waits_in_vain_is_replaced(
+    waiting: Member, pipe: Pipe, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(member, "_STUCK_SECONDS", 0.1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(RanksLostError, match="goes on though all connections are cut"):
-        waiting._cut_until_left()
+    first, went_on = waiting._trainer, threading.Event()
+    waiting.go_on = lambda: (waiting.check_in_charge(), went_on.set())
+    waiting._cut_until_left(3)
+    assert went_on.wait(20) and waiting._trainer is not first
+    with pytest.raises(LeftBehindError):
+        waiting.check_in_charge()  # as this thread is not it
+    os.write(pipe.writing, b"x")
+    first.join(20)
+    assert ended == ["LeftBehindError"], "its wait ends, much later"
 
 
 def test_a_gpu_may_be_waited_for_and_who_has_left_is_let_go(waiting: Member, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(member, "_STUCK_SECONDS", 0.1)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    first = waiting._trainer
+    waiting.go_on = lambda: None
     threading.Timer(0.5, lambda: setattr(waiting, "_has_left", True)).start()
-    waiting._cut_until_left()
+    waiting._cut_until_left(3)
+    assert waiting._trainer is first
+
+
+def test_a_signal_to_a_generation_that_was_left_cuts_nothing(waiting: Member) -> None:
+    waiting._cut_until_left(2)
+    assert not waiting.connections.is_cut
+
+
+def test_a_thread_stands_still_only_while_it_waits_for_others(pipe: Pipe) -> None:
+    stop = threading.Event()
+
+    def compute() -> None:
+        while not stop.is_set():
+            pass
+
+    waiting = start(lambda: Work.wait(pipe.reading, 1))
+    computing, sleeping = start(compute), start(lambda: time.sleep(1))
+    time.sleep(0.2)
+    seen = find_standstill(waiting)
+    time.sleep(0.1)
+    assert seen is not None and find_standstill(waiting) == seen
+    assert find_standstill(computing) is None and find_standstill(sleeping) is None
+    stop.set()
+    os.write(pipe.writing, b"x")
+    waiting.join(20)
+    assert find_standstill(waiting) is None
