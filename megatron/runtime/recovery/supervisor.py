@@ -65,6 +65,17 @@ class Supervisor:
         """Start all ranks and return when none is left and none will return; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
+        try:
+            self._look_after_nodes()
+        except RuntimeError as problem:
+            self._end_without_store(problem)
+            return 1
+        codes = [node.exit_code or 0 for node in self._nodes]
+        with suppress(RuntimeError):
+            self._ledger.tell("left")
+        return 0 if 0 in codes else max(codes, default=0)
+
+    def _look_after_nodes(self) -> None:
         for node in self._nodes:
             self._start(node)
         while any(node.exit_code is None or node.return_at is not None for node in self._nodes):
@@ -75,10 +86,17 @@ class Supervisor:
                 time.sleep(_LOOK_SECONDS)
             for node in self._nodes:
                 self._look_at(node)
-        codes = [node.exit_code or 0 for node in self._nodes]
-        with suppress(RuntimeError):
-            self._ledger.tell("left")
-        return 0 if 0 in codes else max(codes, default=0)
+
+    def _end_without_store(self, problem: RuntimeError) -> None:
+        """Ranks end by themselves, too, as soon as they miss it."""
+        for process in (process for node in self._nodes for process in node.processes):
+            process.kill()
+        where = f"{self._flags.address}:{self._flags.port}"
+        print(
+            f"supervisor: error: the store at {where} is gone ({problem}), and the run with it; start it again, and it goes on from "
+            "its newest checkpoint where --load names the folder of --save",
+            file=sys.stderr,
+        )
 
     def _last_incarnation(self, node: int) -> int:
         """Return the incarnation that a node had under another supervisor, which its loss has ended; -1 if there was none."""
