@@ -93,8 +93,8 @@ class Supervisor:
             process.kill()
         where = f"{self._flags.address}:{self._flags.port}"
         print(
-            f"supervisor: error: the store at {where} is gone ({problem}), and the run with it; start it again: it goes on from its "
-            "newest checkpoint where --load names the folder of --save",
+            f"supervisor: error: the store at {where} is gone ({problem}), and the run with it; start it again: it goes on from "
+            "its newest checkpoint where --load names the folder of --save",
             file=sys.stderr,
         )
 
