@@ -5,6 +5,7 @@ once) or another one arrives (they leave after the step). All that are left then
 when everybody has whom the keeper does not know to be lost. What is lost meanwhile is simply not waited for.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -13,7 +14,10 @@ from typing import Any
 
 from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, Ledger, Report, Verdict
 
+logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
+_START_SECONDS = 60.0
+"""Seconds after which it is said which nodes of the start are waited for."""
 _END_SECONDS = 30.0
 """Seconds that supervisors have to leave once the run is over; those of nodes that were lost never do."""
 
@@ -59,6 +63,7 @@ class Keeper:
         self.exit_code: int | None = None
         """Set when the run is over."""
         self._over_at = math.inf
+        self._has_said_who_is_missing = False
 
     def run(self, *, num_supervisors: int) -> None:
         """Decide until the run is over and all supervisors have left, or have had the time to."""
@@ -191,8 +196,12 @@ class Keeper:
 
     def _is_start_complete(self) -> bool:
         """True if every node of the start has arrived or is lost."""
-        found = [self._nodes.get(node) for node in range(self._num_nodes)]
-        return all(known is not None and (known.is_here or not known.is_alive) for known in found)
+        found = {node: self._nodes.get(node) for node in range(self._num_nodes)}
+        missing = [node for node, known in found.items() if known is None or (known.is_alive and not known.is_here)]
+        if missing and self._clock() - self._since > _START_SECONDS and not self._has_said_who_is_missing:
+            self._has_said_who_is_missing = True
+            logger.warning("the run waits for nodes %s to start; are their supervisors running?", ", ".join(map(str, missing)))
+        return not missing
 
     def _begin(self, nodes: list[int]) -> None:
         """Publish who is in the next generation."""

@@ -65,6 +65,18 @@ def test_the_first_generation_has_all_nodes_in_order(run: Run) -> None:
     assert (verdict.nodes, verdict.holding, verdict.done_steps) == ((0, 1, 2), (), None)
 
 
+def test_it_says_once_which_nodes_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
+    started = Run(3)
+    started.start(1)
+    started.arrive(1, 1)
+    for second in (59.0, 61.0, 200.0):
+        started.seconds = second
+        started.keeper.step()
+    assert [record.getMessage() for record in caplog.records] == [
+        "the run waits for nodes 0, 2 to start; are their supervisors running?"
+    ]
+
+
 def test_a_death_cuts_and_the_others_go_on_with_the_step_that_some_have_finished(run: Run) -> None:
     run.die(0)
     assert run.signals(1) == ["cut"]

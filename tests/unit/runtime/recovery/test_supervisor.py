@@ -1,8 +1,10 @@
 """A supervisor takes over a node that another one has started before, and what forks ranks outlives requests to stop."""
 
+import signal
 import subprocess
 import sys
 
+import pytest
 from torch.distributed import PrefixStore
 
 from megatron.runtime.recovery.ledger import Ledger, connect
@@ -17,6 +19,20 @@ def test_a_node_under_another_supervisor_is_a_new_incarnation() -> None:
     ledger.set_flag("processes/3", "1:40,41")
     flags, command = read_flags(["--nodes", "5", "--node", "3", "--nodes-here", "2", "--port", str(port), "program.py"])
     assert [node.incarnation for node in Supervisor(flags, command)._nodes] == [1, -1]
+
+
+def test_a_store_that_is_gone_ends_the_supervisor_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    kept = connect("127.0.0.1", port, keeps=True)
+    flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
+    found = Supervisor(flags, command)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(found, "_start", lambda node: found._ledger.flag("other"))
+    del kept
+    assert found.run() == 1
+    assert f"the store at 127.0.0.1:{port} is gone" in capsys.readouterr().err
 
 
 def test_a_request_to_stop_does_not_end_the_process_that_forks_ranks() -> None:
