@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import time
+from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -94,7 +95,8 @@ class ElasticRun:
         else:
             is_left_behind = False
         while is_left_behind:  # with nothing of what was built for the generation
-            time.sleep(_LONG_SECONDS)
+            with suppress(LeftBehindError):  # it may be told twice
+                time.sleep(_LONG_SECONDS)
         self._member.finish()
         end_process(0)
 
