@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.placement import drop_idle_samples
+from multimodal.balance.placement import as_computed
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.item_shares import DEFAULT_BLOCK_SIZE
@@ -185,9 +185,8 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
             vocab_size=vocab_size,
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
-        step = StepGraph(graph, plan, drop_idle_samples(assignment, graph=graph, lengths=lengths))
-        validate_assignment(step, lengths)
-        step = row.step_for(step)
+        validate_assignment(StepGraph(graph, plan, assignment), lengths)
+        step = row.step_for(StepGraph(graph, plan, as_computed(assignment, graph=graph, plan=plan, lengths=lengths)))
         yield CostedStep(step, ModelCosts(step, lengths, cluster, vocab_size, run_options(flags, cluster), profile))
 
 

@@ -89,6 +89,11 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
     return Assignment.of_arrays(placed)
 
 
+def as_computed(assignment: Assignment, *, graph: ModelGraph, plan: Plan, lengths: Sequence[SampleLengths]) -> Assignment:
+    """Return an assignment as a step computes it: `drop_idle_samples`, then `even_out_replicas`."""
+    return even_out_replicas(drop_idle_samples(assignment, graph=graph, lengths=lengths), plan=plan)
+
+
 def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:
     """Give all replicas of units whose experts are shared as many microbatches: those that have fewer get empty ones.
 

@@ -7,6 +7,7 @@ from functools import cached_property
 import numpy as np
 
 from multimodal.balance.encoder_pipelines import deal_by_idle_time, lane_seconds
+from multimodal.balance.placement import even_out_replicas
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
@@ -48,8 +49,9 @@ class StepPredictor:
         if not self._first:
             self._first.append(ModelCosts(step, lengths, self.cluster, self.vocab_size, self.options))
         batch = LengthBatch.of(lengths)
-        steps = map(self.schedules.step, assignments)
-        return [StepPrediction(self.schedules, self._first[0].of_batch(step, batch)) for step in steps]
+        steps = (self.schedules.step(even_out_replicas(each, plan=self.schedules.plan)) for each in assignments)
+        costs = (self._first[0].of_batch(step, batch) for step in steps)
+        return [StepPrediction(self.schedules, *each) for each in zip(costs, assignments, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class StepPrediction:
 
     schedules: ScheduleCache
     costs: ModelCosts
+    """Of the assignment as it is computed, with equally many microbatches in replicas that share experts."""
+    assignment: Assignment
 
     @cached_property
     def seconds(self) -> float:
@@ -81,7 +85,8 @@ class StepPrediction:
         builder = self.schedules.builder
         fills = isinstance(builder, ScheduleRow) and builder.runs_segments and not self.costs.options.hides_waits
         dealt = (deal_by_idle_time(self.costs, fills_waits=fills, largest_first=each) for each in (False, True))
-        return tuple(each for each in dealt if each is not None)
+        own = {name: self.assignment.placed[name] for name in self.schedules.plan.units_with_shared_experts}
+        return tuple(Assignment.of_arrays({**each.placed, **own}) if own else each for each in dealt if each is not None)
 
     @property
     def is_simulated(self) -> bool:

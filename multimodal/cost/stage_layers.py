@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from multimodal.cost.layers.layer import Layer
-from multimodal.cost.layers.registry import count_segments, describe_layer
+from multimodal.cost.layers.registry import LAYER_KINDS, count_segments, describe_layer
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.state_copies import sharers_of_stage
@@ -40,6 +40,10 @@ class StageLayers:
         """Return kind and need of every layer of a stage, first to last."""
         layers, needs = self.graph.unit(stage[0]).layers, self._needs[stage[0]]
         return [(layers[layer], needs[layer]) for layer in self.plan.virtual_stage(*stage).layers]
+
+    def exchanges_tokens(self, stage: StageKey) -> bool:
+        """Return whether replicas that share experts wait for each other in a stage: whether it has experts."""
+        return any(LAYER_KINDS[layer].exchanges_tokens for layer, _ in self.counts(stage))
 
     def num_segments(self, stage: StageKey) -> int:
         """Return the number of segments of a stage."""

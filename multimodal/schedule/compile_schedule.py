@@ -1,13 +1,14 @@
 """Compile a schedule to the flat arrays that the event kernel runs on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from multimodal.cost.step_costs import StepCosts
+from multimodal.cost.step_costs import PieceCosts, StepCosts
+from multimodal.schedule.expert_groups import computed_together
 from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, Floats, NodeKind
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
@@ -54,7 +55,10 @@ class CompiledSchedule:
     computed: "ComputedPieces"
     """The computations, those inside others included."""
     tensor_parallel_seconds: Floats
-    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives; filled or not."""
+    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives; filled or not. A mean over replicas
+    that compute together, each of which waits for the slowest."""
+    together: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
+    """Computations that are part of another one's node, with which they run: of replicas that share experts."""
     inside: InsideSlots | None = None
     """The work inside computations, which has no nodes: it is part of its carrier's."""
     carrier_times: CarrierTimes | None = None
@@ -95,17 +99,31 @@ class CompiledSchedule:
         is_collective = arrays.kinds == NodeKind.COLLECTIVE
         collective_of, starts, members = work.collective_rows
         starts, members = take_rows(starts, members, collective_of[self.pieces[is_collective]])
-        asked = np.concatenate((self.pieces[~is_collective], members))
+        asked = np.concatenate((self.pieces[~is_collective], members, self.together))
         found, num_alone = costs.of_pieces(work, asked), int((~is_collective).sum())
         for values in (*found[:3], found.seconds - found.tensor_parallel_seconds):
             _check_durations(values, asked, work)
-        seconds, tensor_parallel, latency = (_of_nodes(values, num_alone, starts) for values in found[:3])
+        of_nodes = (values[: len(asked) - len(self.together)] for values in found[:3])
+        seconds, tensor_parallel, latency = (_of_nodes(values, num_alone, starts) for values in of_nodes)
+        if len(self.together):
+            self._wait_together(seconds, tensor_parallel, found)
         links = np.append(found.links[:num_alone], np.full(arrays.num_nodes - num_alone, -1))
         unique_links, dense_links = np.unique(links[links >= 0], return_inverse=True)
         links[links >= 0] = dense_links
         timed = replace(arrays, seconds=seconds, latency_seconds=latency, links=links, num_links=len(unique_links))
         plain = replace(self, arrays=timed, tensor_parallel_seconds=tensor_parallel)
         return plain if self.inside is None else plain._with_inside(costs, self.inside)
+
+    def _wait_together(self, seconds: Floats, tensor_parallel: Floats, found: PieceCosts) -> None:
+        """Let nodes of several replicas take as long as the slowest of these, in place; found: ends with those of `together`."""
+        first = int((self.arrays.kinds == NodeKind.COMPUTE).sum())
+        nodes, count = self.computed.nodes[first : first + len(self.together)], len(self.together)
+        joint, computing = np.zeros(len(seconds), bool), seconds - tensor_parallel
+        joint[nodes] = True
+        np.maximum.at(seconds, nodes, found.seconds[-count:])
+        np.add.at(computing, nodes, (found.seconds - found.tensor_parallel_seconds)[-count:])
+        num_replicas = 1 + np.bincount(nodes, minlength=len(seconds))
+        tensor_parallel[joint] = (seconds - computing / num_replicas)[joint]
 
     def _with_inside(self, costs: StepCosts, inside: InsideSlots) -> "CompiledSchedule":
         """Return the schedule with carriers as long as they are with what runs inside them."""
@@ -124,11 +142,10 @@ class CompiledSchedule:
             durations=durations[of_slot.ravel()],
             behind=found.tensor_parallel_seconds[of_slot.ravel()],
         )
-        seconds, tensor_parallel = self.arrays.seconds.copy(), self.tensor_parallel_seconds.copy()
-        seconds[nodes] += times.added
-        tensor_parallel[nodes] += times.added
-        arrays = replace(self.arrays, seconds=seconds)
-        return replace(self, arrays=arrays, tensor_parallel_seconds=tensor_parallel, carrier_times=times)
+        added = np.zeros(self.arrays.num_nodes)
+        np.maximum.at(added, nodes, times.added)
+        arrays = replace(self.arrays, seconds=self.arrays.seconds + added)
+        return replace(self, arrays=arrays, tensor_parallel_seconds=self.tensor_parallel_seconds + added, carrier_times=times)
 
 
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:
@@ -144,13 +161,20 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     inside = InsideSlots.of(schedule) if schedule.has_inside else None
     is_entry = (resources[pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
     is_node = is_entry & (collective_of[pieces] < 0)
-    nodes = _first_seen(pieces[by_component][is_node[by_component]])
+    joined = computed_together(work)
+    joint_pieces = pieces if joined is None else joined[pieces]
+    nodes = _first_seen(joint_pieces[by_component][is_node[by_component]])
     collectives = _first_seen(collective_of[pieces[by_component]])
     collectives = collectives[collectives >= 0]
     num_nodes = len(nodes) + len(collectives)
 
     node_of_piece = np.full(work.num_pieces(lowered=schedule.lowered), _LACKING)
     node_of_piece[nodes] = np.arange(len(nodes))
+    others = np.zeros(0, np.int64)
+    if joined is not None:
+        others = np.flatnonzero(joined[: work.num_computed] != np.arange(work.num_computed))
+        others = others[np.isin(others, pieces)]
+        node_of_piece[others] = node_of_piece[joined[others]]
     if inside is not None:
         node_of_piece[inside.pieces] = node_of_piece[inside.carriers]
     members = np.unique(pieces[collective_of[pieces] >= 0])
@@ -164,8 +188,8 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
 
     by_collective = members[np.lexsort((members, node_of_piece[members]))]
     owners = np.concatenate((nodes, by_collective))
-    if inside is not None:
-        owners = np.concatenate((owners, np.unique(inside.pieces)))
+    if inside is not None or len(others):
+        owners = np.concatenate((owners, others, np.unique(inside.pieces) if inside is not None else others[:0]))
         owners = owners[np.argsort(node_of_piece[owners], kind="stable")]
     need_starts, needed = take_rows(*work.needs_in(lowered=schedule.lowered), owners)
     needs = node_of_piece[needed]
@@ -203,9 +227,10 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
         lane_of_entry=lane_of_entry,
         component_of_lane=component_of_lane,
         receive_slots=first_receive_slots,
-        computed=_computed_pieces(schedule, nodes, inside),
+        computed=_computed_pieces(schedule, nodes, others, node_of_piece, inside),
         tensor_parallel_seconds=zeros,
         inside=inside,
+        together=others,
     )
 
 
@@ -295,21 +320,19 @@ def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> 
     return fills
 
 
-def _computed_pieces(schedule: Schedule, nodes: Integers, inside: InsideSlots | None) -> ComputedPieces:
+def _computed_pieces(
+    schedule: Schedule, nodes: Integers, together: Integers, node_of_piece: Integers, inside: InsideSlots | None
+) -> ComputedPieces:
     work = schedule.work
-    own = np.flatnonzero(work.resources[nodes] == _COMPUTE)
-    pieces, node_of_piece = nodes[own], own
+    pieces = np.append(nodes[work.resources[nodes] == _COMPUTE], together)
     if inside is not None:
-        others, first = np.unique(inside.pieces, return_index=True)
-        node_of_slot = np.full(work.num_pieces(lowered=schedule.lowered), _LACKING)
-        node_of_slot[pieces] = own
-        pieces, node_of_piece = np.append(pieces, others), np.append(own, node_of_slot[inside.carriers[first]])
+        pieces = np.append(pieces, np.unique(inside.pieces))
     _, places = np.unique(work.places[pieces], return_inverse=True)
     places = places.ravel()
     first_forwards = np.full(int(places.max(initial=-1)) + 1, -1)
     is_first = (work.kinds[pieces] == KIND_NUMBERS[ActionKind.FORWARD]) & (work.pieces.parts[pieces] <= 0)
     first_forwards[places[is_first]] = np.flatnonzero(is_first)
-    return ComputedPieces(pieces, node_of_piece, places, first_forwards)
+    return ComputedPieces(pieces, node_of_piece[pieces], places, first_forwards)
 
 
 def _of_nodes(values: Floats, num_alone: int, collective_starts: Integers) -> Floats:

@@ -1,9 +1,16 @@
 """The order in which replicas that share experts compute: the same in all of them."""
 
+import numpy as np
+
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.schedule.align_replicas import align_replicas, exchanges_tokens, kind_of_exchange
-from multimodal.values.action import Action
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
+from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
+
+_BACKWARD, _INPUT_GRADIENT = (KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT))
+_EXCHANGING = [KIND_NUMBERS[ActionKind.FORWARD], _BACKWARD, _INPUT_GRADIENT]
 
 
 def check_expert_groups(schedule: Schedule) -> None:
@@ -22,6 +29,34 @@ def check_expert_groups(schedule: Schedule) -> None:
                     raise ScheduleError(_problem(unit, f"stage {stage} of replicas 0 and {replica} computes in different orders"))
     if units and any(align_replicas(schedule, units)):
         raise ScheduleError(_problem(units[0], "other units keep its replicas from computing together"))
+
+
+def computed_together(work: StepWork) -> Integers | None:
+    """Return for every piece the one of the first replica that is computed together with it; None where no experts are shared.
+
+    Those are forwards and backwards of stages that have experts, of one number in the replicas that share these. O(pieces log).
+    """
+    if not work.plan.units_with_shared_experts:
+        return None
+    joined = np.arange(work.num_pieces(lowered=True))
+    stages, pieces = work.computed_stages, work.pieces
+    has_experts = np.array([_has_experts(work, *stage) for stage in work.stages])
+    sizes = np.array([work.plan.units[name].expert_parallel_size for name in pieces.units])[pieces.unit_of_stage[stages]]
+    chosen = np.flatnonzero(has_experts[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
+    kinds = np.where(work.kinds == _INPUT_GRADIENT, _BACKWARD, work.kinds).astype(np.int64)
+    groups = work.replicas // sizes
+    first_stages = stages - work.replicas  # the numbers of a stage's replicas follow each other
+    columns = (first_stages, groups, kinds, work.microbatches, pieces.parts)
+    keys = np.stack([np.asarray(column, np.int64)[chosen] for column in columns])
+    _, first, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+    joined[chosen] = chosen[first[group.ravel()]]
+    return joined
+
+
+def _has_experts(work: StepWork, unit: str, replica: int, index: int) -> bool:
+    layers = work.plan.virtual_stage(unit, replica, index).layers
+    kinds = work.graph.unit(unit).layers[layers.start : layers.stop]
+    return any(kind in LAYER_KINDS and LAYER_KINDS[kind].exchanges_tokens for kind in kinds)
 
 
 def _problem(unit: str, found: str) -> str:

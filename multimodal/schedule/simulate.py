@@ -10,6 +10,7 @@ import numpy as np
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.bubbles import bubble_fractions
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
+from multimodal.schedule.expert_groups import check_expert_groups
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.simulate_events import EventTimes, Floats, NodeKind, simulate_events
 from multimodal.schedule.unit_cost import UnitCosts
@@ -143,6 +144,7 @@ def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
     never = np.isnan(times.end_seconds)
     if not never.any():
         return
+    check_expert_groups(compiled.schedule)
     entries = compiled.arrays.lane_starts[:-1] + times.positions
     is_stuck = entries < compiled.arrays.lane_starts[1:]
     starts = compiled.schedule.lane_starts
@@ -185,6 +187,7 @@ def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]
     arrival = (times.end_seconds + arrays.latency_seconds).tolist()
     start, end, kinds = times.start_seconds.tolist(), times.end_seconds.tolist(), arrays.kinds.tolist()
     need_starts, needs = arrays.need_starts.tolist(), arrays.needs.tolist()
+    receiver_starts, receivers = arrays.receiver_starts.tolist(), arrays.receivers.tolist()
     is_computed = arrays.kinds[arrays.lane_nodes] == NodeKind.COMPUTE
     of_lane: dict[int, list[int]] = defaultdict(list)
     for node, lane in zip(arrays.lane_nodes[is_computed].tolist(), compiled.lane_of_entry[is_computed].tolist(), strict=True):
@@ -194,6 +197,8 @@ def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]
         free_at = 0.0
         for node in sorted(nodes, key=lambda each: (start[each], end[each])):
             sends = [need for need in needs[need_starts[node] : need_starts[node + 1]] if kinds[need] == NodeKind.SEND]
+            if compiled.together.size:  # others' messages are waited for by their lanes
+                sends = [each for each in sends if lane in receivers[receiver_starts[each] : receiver_starts[each + 1]]]
             for send in sorted(sends, key=arrival.__getitem__):
                 if arrival[send] > free_at:
                     receive = compiled.actions[pieces[compiled.receive_slots[send]]]

@@ -1,6 +1,6 @@
 """Emulated runs: the real executor with timed waits gives a whole timeline of the schedule it was given."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import replace
 
 import pytest
@@ -11,6 +11,9 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step
+from multimodal.plan.unit_grid import build_unit_plan as grid_of
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.align_replicas import exchanges_tokens
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.inside_slots import InsideSlots
@@ -19,7 +22,7 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -76,6 +79,32 @@ def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
     ((timeline,), *_) = ranks.run(_emulate, run, world_size=spread.num_ranks)
     expected = {action for lane in lowered.lanes for action in lane.actions if _is_computation(action)}
     assert {event.action for event in timeline.events if _is_computation(event.action)} == expected
+
+
+class LateCosts(UniformCosts):
+    """The second replica computes its weight gradients late."""
+
+    def compute(self, action: Action) -> ComputeCost:
+        is_late = action.kind is ActionKind.WEIGHT_GRADIENT and action.replica == 1
+        return ComputeCost(0.02 if is_late else 0.001)
+
+
+def test_replicas_that_share_experts_begin_together(ranks: RankPool) -> None:
+    experts = {"num_experts": 2, "router_topk": 1, "ffn_hidden_size": 8}
+    shape = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
+    graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **shape, "experts": experts}}})
+    sizes = UnitSizes(data_parallel_size=2, pipeline_parallel_size=2, expert_parallel_size=2)
+    plan = Plan({"llm": grid_of(graph.unit("llm"), sizes=sizes, first_rank=0)})
+    placed = Assignment({"llm": tuple(tuple((Atom(2 * replica + each),) for each in range(2)) for replica in range(2))})
+    schedule = build_schedule(BUILDERS["zb-h1"], StepGraph(graph, plan, placed))
+    ((timeline,), *_) = ranks.run(_emulate, EmulatedRun(schedule, LateCosts(), num_iterations=1), world_size=4)
+    together = defaultdict(list)
+    for event in timeline.events:
+        if _is_computation(event.action) and exchanges_tokens(event.action):
+            together[event.action._replace(replica=0)].append(event)
+    assert len(together) == 8 and all(len(events) == 2 for events in together.values())
+    for events in together.values():
+        assert max(event.start_seconds for event in events) <= min(event.end_seconds for event in events)
 
 
 INSIDE = """\

@@ -8,13 +8,14 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import WHOLE
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.cost.layers.registry import count_segments
+from multimodal.cost.layers.registry import LAYER_KINDS, count_segments
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.model.layers.layer_kind import HeadOutput, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of
@@ -24,6 +25,7 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.stage_segments import StageSegments
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
+from multimodal.schedule.align_replicas import exchanges_tokens
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.step_graph import SegmentCut
@@ -67,6 +69,8 @@ class EmulatedStage(UnitStage):
     ) -> None:
         super().__init__(**stage)
         self._cost, self._stage_index = cost, stage_index
+        kinds = self.unit.layers[self.layer_range.start : self.layer_range.stop]
+        self._meets_replicas = self.groups.ep.size() > 1 and any(LAYER_KINDS[kind].exchanges_tokens for kind in kinds)
 
     @property
     def shared_embedding_weight(self) -> Tensor | None:
@@ -142,8 +146,13 @@ class EmulatedStage(UnitStage):
         return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
 
     def _spend(self, action: Action, *, fraction: float = 1.0) -> None:
-        """Take as long as a computation does; what runs inside it runs in its waits."""
+        """Take as long as a computation does; what runs inside it runs in its waits.
+
+        Replicas that share experts begin together: they would wait for each other in every layer, and all take as long.
+        """
         cost = self._cost(action)
+        if self._meets_replicas and exchanges_tokens(action):
+            dist.barrier(group=self.groups.ep)
         if not self.waits.are_filled:
             wait(fraction * cost.seconds)
             return

@@ -30,7 +30,7 @@ from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.nodes.arrange_replicas import NodeArrangement
-from multimodal.balance.placement import drop_idle_samples, even_out_replicas
+from multimodal.balance.placement import as_computed
 from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
@@ -141,8 +141,7 @@ def plan_step(
     whether replicas share their weights, and so have to compute together; costs_of: asked where schedules need costs.
     """
     validate_assignment(schedules.step(assignment), lengths)
-    assignment = drop_idle_samples(assignment, graph=schedules.graph, lengths=lengths)
-    assignment = even_out_replicas(assignment, plan=schedules.plan)
+    assignment = as_computed(assignment, graph=schedules.graph, plan=schedules.plan, lengths=lengths)
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
     built = schedules.find(assignment, costs)
     ordered = built.schedule

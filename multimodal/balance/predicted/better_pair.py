@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from multimodal.balance import BALANCERS, placements_of
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.placement import drop_idle_samples
+from multimodal.balance.placement import as_computed
 from multimodal.balance.step_predictor import StepPrediction, StepPredictor
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
@@ -86,7 +86,8 @@ def _predict(
         assignment = BALANCERS[pair.balance](lengths, graph=given.graph, plan=given.plan, options=options)
     except BraidError:
         return None
-    return predictor.predict(drop_idle_samples(assignment, graph=given.graph, lengths=lengths), lengths)
+    assignment = as_computed(assignment, graph=given.graph, plan=given.plan, lengths=lengths)
+    return predictor.predict(assignment, lengths)
 
 
 def _seconds(prediction: StepPrediction | None, most: float) -> float:

@@ -116,6 +116,8 @@ class Layer(ABC):
     """True if full recomputation keeps the layer's input alone."""
     segments: ClassVar[tuple[Segment, ...]] = (Segment("all"),)
     """The parts that can run on their own, in the order of a forward, as multimodal/model cuts the layer."""
+    exchanges_tokens: ClassVar[bool] = False
+    """True if replicas that share experts compute the layer together: tokens go to the ranks of their experts and back."""
     is_deep: ClassVar[bool] = False
     """True if training the layer's weights takes nearly all of its input gradient. Other layers are about one matrix deep."""
 
@@ -143,6 +145,11 @@ class Layer(ABC):
     def num_expert_weights(self) -> int:
         """Those of them that belong to experts, which expert parallel ranks share."""
         return 0
+
+    @property
+    def expert_share(self) -> float:
+        """Share of experts in the products of a token with weights."""
+        return 0.0
 
     @property
     def num_vector_entries(self) -> int:

@@ -20,6 +20,7 @@ class MoeTransformerLayer(TransformerLayer):
     """Every token is multiplied with the weights of the experts chosen for it; how evenly they are chosen, nobody knows."""
 
     roles = (Role.BACKBONE,)
+    exchanges_tokens = True
     segments = (
         Segment(
             "all",
@@ -43,6 +44,11 @@ class MoeTransformerLayer(TransformerLayer):
     def num_expert_weights(self) -> int:
         """Weights of the experts that a router chooses from."""
         return self._experts.num_experts * self._mlp_weights(self.unit.transformer.expert_hidden_size)
+
+    @property
+    def expert_share(self) -> float:
+        """Share of the experts that a token meets in the weights that it meets."""
+        return self.num_expert_weights * self._experts.activated / self._num_met
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:

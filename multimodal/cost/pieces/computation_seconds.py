@@ -13,6 +13,7 @@ from multimodal.cost.stage_layers import StageKey
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.unit_load import ComputedLoad, Floats, UnitLoad
 from multimodal.values.action import Action, ActionKind, SegmentRange
+from multimodal.values.arrays.rows import row_numbers
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KINDS, Integers, StepWork, row_starts
 
@@ -137,6 +138,8 @@ class ComputationSeconds:
                     found[:, :, index, chosen[is_here]] = seconds[:, :, is_here]
             if self.stages.options.zero_stage >= 3 and not of_subsets:
                 found += self._waits_for_the_slowest(unit, found[0])
+            if self.step.plan.units[unit].expert_parallel_size > 1:
+                self._compute_together(unit, found, rows, of_subsets=of_subsets)
             self._known[unit, of_subsets] = found
         return self._known[unit, of_subsets]
 
@@ -186,6 +189,34 @@ class ComputationSeconds:
         np.maximum.at(slowest.T, index, seconds[:, :, own].T)
         late[:, :, own] = slowest[:, :, index] - seconds[:, :, own]
         return late
+
+    def _compute_together(self, unit: str, found: Floats, rows: UnitLoad | Sequence[ComputedLoad], *, of_subsets: bool) -> None:
+        """Let replicas that share experts take as long as the slowest of them in stages that have experts, in place.
+
+        Each computes as many of their tokens as the others, since choices are taken to be even, and they wait for each other in
+        every layer; not with weight gradients. What is waited for counts as such.
+        """
+        together, groups = self._computed_together(unit, of_subsets=of_subsets)
+        every, sizes = np.arange(len(groups)), np.bincount(groups)
+        exchanging = np.array([kind is not ActionKind.WEIGHT_GRADIENT for kind in COMPUTATIONS])
+        for index in np.flatnonzero(together).tolist():
+            products = self._of_rows(rows, every, partial(self.stages.expert_products, self._alike((unit, 0, index))))[0]
+            evened = np.stack([np.bincount(groups, row, len(sizes)) for row in products]) / sizes
+            found[0, :, index] += evened[:, groups] - products
+            slowest = np.zeros_like(evened)
+            np.maximum.at(slowest.T, groups, found[0, :, index].T)
+            found[:, exchanging, index] += (slowest[:, groups] - found[0, :, index])[exchanging]
+
+    def _computed_together(self, unit: str, *, of_subsets: bool) -> tuple[list[bool], Integers]:
+        """Return which stages exchange tokens, and per row a number of those that are computed together."""
+        placed, plan = self.step.assignment.placed[unit], self.step.plan.units[unit]
+        stages = [self.stages.stages.exchanges_tokens((unit, 0, index)) for index in range(plan.num_virtual_stages)]
+        keys = np.stack((placed.replica_of_microbatch // plan.expert_parallel_size, placed.index_in_replica))
+        if of_subsets:
+            starts = self.loads.routes_from(unit).subset_starts
+            of_row = row_numbers(starts)
+            keys = np.concatenate((keys[:, of_row], (np.arange(len(of_row)) - starts[of_row])[None]))
+        return stages, np.unique(keys, axis=1, return_inverse=True)[1].ravel()
 
     @cached_property
     def _known_segments(self) -> dict[tuple[str, int], Floats]:

@@ -82,6 +82,20 @@ class StageCosts:
             rows[:, row] = seconds + late, waiting + late
         return rows
 
+    def expert_products(self, stage: StageKey, load: ComputedLoad) -> Floats:
+        """Return what the products of experts take of `COMPUTATIONS`, [1, kinds]; of arrays [1, kinds, size]."""
+        found = np.zeros((1, len(COMPUTATIONS), *np.shape(load.all.num_tokens)))
+        for (layer, need), count in self.stages.counts(stage).items():
+            if LAYER_KINDS[layer].exchanges_tokens:
+                one = count * np.asarray(self.layer_costs.expert_products(stage[0], layer, load.all, **self._sharing(stage)))
+                passes = LAYER_KINDS[layer].passes_gradient(need) * (2 if self.options.recompute == "full" else 1)
+                trains = need.trains_weights and not self.stages.describe(stage[0], layer).adapted
+                for row, kind in enumerate(COMPUTATIONS):
+                    of_weights = trains * (kind in (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT))
+                    of_inputs = passes * (kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT))
+                    found[0, row] += one if kind is ActionKind.FORWARD else (of_weights + of_inputs) * one
+        return found
+
     def segments(self, stage: StageKey, load: ComputedLoad) -> Floats:
         """Return what `COMPUTATIONS` of each segment take, and how much of it is waiting: [2, kinds, num_segments, ...].
 

@@ -97,6 +97,13 @@ class LayerCosts:
         whole = self.seconds(unit, kind, load, cut=cut, **shared)
         return segment_seconds(whole, self.parts(unit, kind, load, **shared), self._shares[unit, kind])
 
+    def expert_products(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> float:
+        """Return the seconds of the experts' products in a forward, as many as in either gradient; arguments as in `seconds`."""
+        share, prepared = self._describe(unit, kind).expert_share, self._of(unit, kind, shared)
+        counted = counted_tokens(load, at_exit=prepared.at_exit)
+        products = prepared.curves.forward.at(*counted) - prepared.curves.attention.at(*counted)
+        return (load.num_tokens > 0) * share * products
+
     def parts(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> PassParts:
         """Return what a layer's seconds consist of; arguments as in `seconds`."""
         prepared, is_busy = self._of(unit, kind, shared), load.num_tokens > 0

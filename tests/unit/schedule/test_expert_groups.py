@@ -1,18 +1,29 @@
 """Replicas that share experts compute in one order, or are told that they cannot."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
 from multimodal.balance.placement import even_out_replicas
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.run_options import RunOptions
+from multimodal.plan.unit_grid import build_unit_plan
+from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import BuiltSchedule, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.expert_groups import check_expert_groups
 from multimodal.schedule.passes.split_backward import split_backward
+from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.unit_cost import UnitCosts
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.lane import lane_of
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_case, build_graph
 
@@ -70,3 +81,80 @@ def test_replicas_that_wait_for_each_other_in_a_circle_are_refused() -> None:
     assert [action.unit for action in schedule.lanes[0].actions][:3] == ["llm", "llm", "vision"]
     with pytest.raises(ScheduleError, match="other units keep its replicas from computing together"):
         check_expert_groups(schedule)
+
+
+LINKS = {
+    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 0.0},
+    "inter_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 0.0, "nics_per_node": 1},
+}
+CLUSTER = Cluster.from_dict({"gpus_per_node": 8, "peak_tflops": 1.0, "memory_gb": 80, "efficiency": 0.5, **LINKS})
+LENGTHS = [[400, 100], [200, 300]]
+"""Of two replicas' microbatches, one sample each."""
+
+
+def simulated(
+    graph: ModelGraph, *, experts: int, pp: int = 1, builder: str = "gpipe", lengths: list[list[int]] = LENGTHS
+) -> Simulation:
+    """A step of two replicas; what the layers at both ends take is too little to be seen."""
+    numbers = iter(range(sum(map(len, lengths))))
+    samples = [[next(numbers) for _ in replica] for replica in lengths]
+    sizes = UnitSizes(data_parallel_size=2, pipeline_parallel_size=pp, expert_parallel_size=experts)
+    plan = Plan({"llm": build_unit_plan(graph.unit("llm"), sizes=sizes, first_rank=0)})
+    placed = Assignment({"llm": tuple(tuple((Atom(sample),) for sample in replica) for replica in samples)})
+    step = StepGraph(graph, plan, even_out_replicas(placed, plan=plan))
+    batch = [SampleLengths(number, (), tokens, 1) for number, tokens in enumerate(chain.from_iterable(lengths))]
+    costs = ModelCosts(step, batch, CLUSTER, vocab_size=8, options=RunOptions(transformer_impl="local"))
+    return simulate_schedule(build_schedule(BUILDERS[builder], step), costs)
+
+
+def expert_model(num_layers: int, *, ffn: int = 0, first_dense: bool = False) -> ModelGraph:
+    """An LLM whose work is attention, but for experts with inner size `ffn`."""
+    shape = {"num_layers": num_layers, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 1}
+    layers = ["token_embedding", *["moe_transformer"] * num_layers, "head"]
+    layers[1] = "transformer" if first_dense else layers[1]
+    experts = {"num_experts": 2, "router_topk": 1, "ffn_hidden_size": ffn or 1}
+    return ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **shape, "layers": layers, "experts": experts}}})
+
+
+def test_replicas_that_share_experts_wait_for_the_slowest_in_every_microbatch() -> None:
+    """Work of tokens, and their squares: alone, a replica takes the sum of its own; together, the sum of each round's most."""
+    model = expert_model(2)
+    alone, together = simulated(model, experts=1), simulated(model, experts=2)
+    of_one = [simulated(model, experts=1, lengths=[[tokens], [tokens]]).iteration_seconds for tokens in (400, 300)]
+    reduction = simulated(model, experts=1, lengths=[[0], [0]]).iteration_seconds
+    assert together.iteration_seconds == pytest.approx(sum(of_one) - reduction, rel=0.02)
+    assert together.iteration_seconds > 1.2 * alone.iteration_seconds
+    assert together.bubble["tp"] > 0.1 > alone.bubble["tp"], "the faster replica waits inside its layers"
+    starts = {}
+    for event in together.timeline.events:
+        if event.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            starts.setdefault(event.action._replace(replica=0), set()).add((event.start_seconds, event.end_seconds))
+    assert len(starts) == 4 and all(len(each) == 1 for each in starts.values())
+
+
+def test_replicas_compute_as_many_tokens_of_all_that_share_experts() -> None:
+    """Where experts are nearly all the work, replicas with unequal lengths take what their mean takes."""
+    model = expert_model(1, ffn=100_000)
+    uneven, even = (simulated(model, experts=2, lengths=each) for each in ([[400], [200]], [[300], [300]]))
+    assert uneven.iteration_seconds == pytest.approx(even.iteration_seconds, rel=5e-3)
+    assert simulated(model, experts=2, lengths=[[400], []]).iteration_seconds < 1.01 * even.iteration_seconds
+
+
+def test_stages_without_experts_wait_for_nobody() -> None:
+    """Two stages, the first without experts: its replicas go on by themselves, and meet in the second."""
+    found = simulated(expert_model(2, first_dense=True), experts=2, pp=2, builder="1f1b")
+    ends = {event.action: event.end_seconds for event in found.timeline.events}
+    first, second = ([ends[Action(ActionKind.FORWARD, "llm", replica, stage, 0)] for replica in (0, 1)] for stage in (0, 1))
+    assert first[0] > first[1] and second[0] == second[1]
+
+
+def test_orders_that_never_meet_are_named_when_they_are_simulated() -> None:
+    """Two microbatches on one replica, swapped beside those of the other."""
+    schedule = simulated(expert_model(1), experts=2).compiled.schedule
+    lanes = [list(lane.actions) for lane in schedule.lanes]
+    forwards = [position for position, action in enumerate(lanes[1]) if action.kind is ActionKind.FORWARD]
+    first, second = forwards
+    lanes[1][first], lanes[1][second] = lanes[1][second], lanes[1][first]
+    swapped = schedule.with_lanes(lane_of(lane.ranks, actions) for lane, actions in zip(schedule.lanes, lanes, strict=True))
+    with pytest.raises(ScheduleError, match="computes in different orders"):
+        simulate_schedule(swapped, UnitCosts(schedule.step))

@@ -10,7 +10,7 @@ import numpy as np
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.placement import drop_idle_samples
+from multimodal.balance.placement import as_computed
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
@@ -228,13 +228,17 @@ def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[Samp
     )
 
 
-def assign(run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths]) -> Assignment:
-    """Place the samples as the run would."""
+def assign(
+    run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool = False
+) -> Assignment:
+    """Place the samples as the run would; is_checked: whether the result is validated. Raises AssignmentError."""
     options = BalanceOptions(
         micro_batch_size=run.micro_batch_size, ranks_per_node=request.cluster.gpus_per_node, vocab_size=request.vocab_size
     )
     assignment = BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
-    return drop_idle_samples(assignment, graph=request.graph, lengths=lengths)
+    if is_checked:
+        validate_assignment(StepGraph(request.graph, plan, assignment), lengths)
+    return as_computed(assignment, graph=request.graph, plan=plan, lengths=lengths)
 
 
 class PreparedStep(NamedTuple):
@@ -254,10 +258,8 @@ def prepare_step(
 
     is_checked: whether the assignment is validated. Raises AssignmentError, and ScheduleError as `step_for`.
     """
-    row, step = BUILDERS[run.schedule], StepGraph(request.graph, plan, assign(run, request, plan, lengths))
-    if is_checked:
-        validate_assignment(step, lengths)
-    step = row.step_for(step)
+    row = BUILDERS[run.schedule]
+    step = row.step_for(StepGraph(request.graph, plan, assign(run, request, plan, lengths, is_checked=is_checked)))
     costs = _step_costs(run, request, step, lengths)
     known = costs if request.profile is None else _step_costs(run, replace(request, profile=None), step, lengths)
     return PreparedStep(step, costs, row.with_costs(known), passes_named(",".join(run.passes)))
