@@ -15,22 +15,25 @@ from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
+_ONES = UnitLoad(num_tokens=1), UnitLoad(num_squared=1), UnitLoad(num_outputs=1), UnitLoad(num_sequences=1)
+
 
 class LoadFlops(NamedTuple):
-    """FLOPs as a function of a load, which is linear in its three numbers."""
+    """FLOPs as a function of a load, which is linear in its numbers."""
 
     per_token: float
     per_squared_token: float
     per_output: float
+    per_sequence: float
 
     def of(self, load: UnitLoad) -> float:
         """FLOPs of a load."""
-        return self.per_token * load.num_tokens + self.per_squared_token * load.num_squared + self.per_output * load.num_outputs
+        return sum(per_one * count for per_one, count in zip(self, load, strict=True))
 
     def of_each(self, loads: AtomLoads) -> Floats:
         """[num_atoms] FLOPs of each load."""
         flops: Floats = self.per_token * loads.num_tokens + self.per_squared_token * loads.num_squared
-        flops += self.per_output * loads.num_outputs
+        flops += self.per_output * loads.num_outputs + self.per_sequence * loads.num_sequences
         return flops
 
 
@@ -49,11 +52,11 @@ class UnitFlops(NamedTuple):
 def unit_flops(graph: ModelGraph, unit_name: str, *, vocab_size: int) -> UnitFlops:
     """Count a unit's layers, recomputation left out; vocab_size: padded."""
     unit = graph.unit(unit_name)
-    forward, backward = [0.0] * 3, [0.0] * 3
+    forward, backward = [0.0] * len(_ONES), [0.0] * len(_ONES)
     for index, kind in enumerate(unit.layers):
         need = layers_backward_need(graph, unit_name, range(index, index + 1))
         layer = describe_layer(graph, unit, kind, vocab_size=vocab_size)
-        for column, load in enumerate((UnitLoad(num_tokens=1), UnitLoad(num_squared=1), UnitLoad(num_outputs=1))):
+        for column, load in enumerate(_ONES):
             linear, attention = layer.forward_flops(load)
             linear += layer.adapter_flops(load)
             forward[column] += linear + attention

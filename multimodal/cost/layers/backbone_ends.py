@@ -50,7 +50,7 @@ class HeadLayer(Layer):
     segments = (Segment("all", forward=(Exchange.GATHER,), backward=(Exchange.SUM,)),)
     position = "last"
     roles = (Role.BACKBONE,)
-    is_at_exit = True
+    counts = "leaving"
 
     @property
     def num_weights(self) -> int:

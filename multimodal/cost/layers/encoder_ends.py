@@ -173,7 +173,7 @@ class ProjectorLayer(Layer):
     position = "last"
     roles = (Role.ENCODER,)
     num_products = 2
-    is_at_exit = True
+    counts = "leaving"
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:

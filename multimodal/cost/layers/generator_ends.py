@@ -7,12 +7,13 @@ from multimodal.values.model_graph import Role
 
 
 class GeneratorProjectorLayer(Layer):
-    """One linear map of one row for each image, and one for each encoder's tokens: as good as nothing beside what follows."""
+    """One linear map of one row for each image, and one for each encoder's tokens."""
 
     segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"
     roles = (Role.GENERATOR,)
     num_products = 2
+    counts = "given"
 
     @property
     def num_weights(self) -> int:
@@ -29,8 +30,8 @@ class GeneratorProjectorLayer(Layer):
         return len(self.graph.upstream(self.unit.name))
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """No FLOPs depend on tokens."""
-        return LayerFlops(0.0)
+        """Every row is multiplied with the weights of its unit alone."""
+        return LayerFlops(2.0 * self._num_counted(load) * self.num_weights / self._num_sources)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Nothing is counted: the index of each patch's image takes a few bytes."""
@@ -43,7 +44,7 @@ class GeneratorHeadLayer(Layer):
     segments = (Segment("all", forward=(Exchange.GATHER,)),)
     position = "last"
     roles = (Role.GENERATOR,)
-    is_at_exit = True
+    counts = "leaving"
 
     @property
     def num_weights(self) -> int:

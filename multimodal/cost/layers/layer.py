@@ -8,7 +8,7 @@ from typing import ClassVar, Literal, NamedTuple
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.layers.segments import Segment, SegmentWork
-from multimodal.cost.seconds.layer_curves import Quadratic
+from multimodal.cost.seconds.layer_curves import Counts, Quadratic, counted_tokens
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -108,8 +108,8 @@ class Layer(ABC):
     """Units that may have it."""
     num_products: ClassVar[int] = 1
     """Matrix products with weights that a forward consists of."""
-    is_at_exit: ClassVar[bool] = False
-    """True if the cost depends on the tokens that leave the unit, not on those inside it."""
+    counts: ClassVar[Counts] = "inside"
+    """Tokens that the cost depends on."""
     attends: ClassVar[bool] = False
     """True if tokens see each other, so that the cost depends on how they are packed into sequences."""
     recomputes: ClassVar[bool] = False
@@ -214,7 +214,7 @@ class Layer(ABC):
         return self.adapter_flops(load) if self.adapted else self.forward_flops(load).linear
 
     def _num_counted(self, load: UnitLoad) -> int:
-        return load.num_outputs if self.is_at_exit else load.num_tokens
+        return counted_tokens(load, counts=self.counts)[0]
 
     @abstractmethod
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
@@ -240,7 +240,7 @@ class Layer(ABC):
             for is_split in (False, True)
         )
         replicated = kept.replicated + per_input * self._rank * sum(each.num_alike for each in shapes)
-        if self.is_at_exit:  # such layers gather their tokens before their products
+        if self.counts == "leaving":  # such layers gather their tokens before their products
             return ActivationBytes(kept.whole, kept.split + split, replicated + whole)
         return ActivationBytes(kept.whole + whole, kept.split + split, replicated)
 

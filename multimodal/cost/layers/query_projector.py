@@ -14,7 +14,7 @@ class QueryProjectorLayer(ProjectorLayer):
     """Keys and values of all tokens, attention of the queries to them, and the queries' own products, in every layer."""
 
     segments = (Segment("all", forward=(Exchange.GATHER, *2 * (Exchange.SUM,)), backward=3 * (Exchange.SUM,)),)
-    is_at_exit = False
+    counts = "inside"
     is_deep = True
 
     @classmethod

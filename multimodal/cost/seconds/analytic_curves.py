@@ -22,7 +22,7 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
     gradients those of the adapters alone (half of which tensor parallel ranks do not share, which is left out); attention's
     backward belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
     """
-    linear, attention_flops = layer.forward_flops(_ONE_TOKEN if layer.is_at_exit else _ONE_INSIDE)
+    linear, attention_flops = layer.forward_flops(_ONE_TOKEN if layer.counts == "leaving" else _ONE_INSIDE)
     of_queries = layer.forward_flops(UnitLoad(num_outputs=layer.num_queries)).linear
     half = cluster.half_efficiency_gflop * 1e9
     speed, attention_speed = cluster.flops_per_second, cluster.attention_flops_per_second

@@ -12,7 +12,7 @@ from multimodal.cost.layers.collectives import ATTENTION_BACKWARD, LayerCollecti
 from multimodal.cost.layers.layer import Layer, Recompute
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.seconds.analytic_curves import analytic_curves
-from multimodal.cost.seconds.layer_curves import Curve, LayerCurves, Quadratic, counted_tokens
+from multimodal.cost.seconds.layer_curves import Counts, Curve, LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey
 from multimodal.cost.seconds.layer_seconds import LayerSeconds, PassParts
 from multimodal.cost.seconds.segment_seconds import SegmentSeconds, SegmentShares, segment_seconds, segment_shares
@@ -77,7 +77,7 @@ class LayerCosts:
             return NO_SECONDS
         key = unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks
         prepared = self._prepared.get(key) or self._prepare(*key)
-        counted = counted_tokens(load, at_exit=prepared.at_exit)
+        counted = counted_tokens(load, counts=prepared.counts)
         forward = prepared.curves.forward.at(*counted)
         input_gradient = prepared.curves.input_gradient.at(*counted)
         weight_gradient = prepared.curves.weight_gradient.at(*counted)
@@ -100,7 +100,7 @@ class LayerCosts:
     def expert_products(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> float:
         """Return the seconds of the experts' products in a forward, as many as in either gradient; arguments as in `seconds`."""
         share, prepared = self._describe(unit, kind).expert_share, self._of(unit, kind, shared)
-        counted = counted_tokens(load, at_exit=prepared.at_exit)
+        counted = counted_tokens(load, counts=prepared.counts)
         products = prepared.curves.forward.at(*counted) - prepared.curves.attention.at(*counted)
         return (load.num_tokens > 0) * share * products
 
@@ -108,7 +108,7 @@ class LayerCosts:
         """Return what a layer's seconds consist of; arguments as in `seconds`."""
         prepared, is_busy = self._of(unit, kind, shared), load.num_tokens > 0
         waiting = is_busy * prepared.waiting_for_tensor_ranks(load)
-        attention = is_busy * prepared.curves.attention.at(*counted_tokens(load, at_exit=prepared.at_exit))
+        attention = is_busy * prepared.curves.attention.at(*counted_tokens(load, counts=prepared.counts))
         repeats_all = prepared.recompute == "full" and self._describe(unit, kind).recomputes
         repeats_attention = repeats_all or (prepared.recompute == "selective" and self._describe(unit, kind).attends)
         return PassParts(attention, waiting, waiting * (2 if prepared.recompute == "full" else 1), repeats_attention, repeats_all)
@@ -165,7 +165,7 @@ class LayerCosts:
             tuple(repeated),
             collectives,
             recompute,
-            layer.is_at_exit,
+            layer.counts if layer.counts != "given" or self.profile is None else "inside",
             self.num_overlapped_parts,
             cutting,
             2 * cutting if recompute == "full" else cutting,
@@ -194,7 +194,7 @@ class _Prepared(NamedTuple):
     """Computed again by the backward, as recomputation asks."""
     collectives: LayerCollectives
     recompute: Recompute | None
-    at_exit: bool
+    counts: Counts
     num_parts: int
     cutting: float
     """Seconds that a forward loses because its products are cut into parts: each pays a small product's constant."""
@@ -205,7 +205,7 @@ class _Prepared(NamedTuple):
         """Seconds of attention over several ranks that is repeated: in a layer that is computed again, it keeps nothing."""
         if self.recompute != "full" or not self.collectives.is_spread or not cut.num_gathered:
             return 0.0
-        return self.curves.attention.at(*counted_tokens(cut.attending, at_exit=self.at_exit))
+        return self.curves.attention.at(*counted_tokens(cut.attending, counts=self.counts))
 
     def waiting(self, load: UnitLoad, cut: CutLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation.

@@ -1,11 +1,15 @@
 """Seconds of a layer's computations as curves over tokens: the form of both the analytic model and a profile."""
 
 from bisect import bisect_right
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from multimodal.cost.unit_load import UnitLoad
+
+Counts = Literal["inside", "leaving", "given"]
+"""Tokens that a layer's cost depends on: those inside its unit, those that leave it, or those that other units give a generator,
+one of which, of the LLM, for each of its sequences."""
 
 
 class PackedSize(NamedTuple):
@@ -103,7 +107,13 @@ class LayerCurves(NamedTuple):
         return LayerCurves(*(curve.times(factor) for curve in self))
 
 
-def counted_tokens(load: UnitLoad, *, at_exit: bool) -> tuple[int, int, int]:
-    """Tokens, sum of squares and sequences that a layer's cost depends on; at_exit: `Layer.is_at_exit`."""
+def counted_tokens(load: UnitLoad, *, counts: Counts) -> tuple[int, int, int]:
+    """Return the tokens, sum of squares and sequences that a layer's cost depends on; counts: `Layer.counts`."""
     num_tokens, num_squared, num_outputs, num_sequences = load
-    return (num_outputs, num_outputs * num_outputs, num_sequences) if at_exit else (num_tokens, num_squared, num_sequences)
+    if counts == "given":
+        return num_tokens - num_outputs + num_sequences, 0, num_sequences
+    return (
+        (num_outputs, num_outputs * num_outputs, num_sequences)
+        if counts == "leaving"
+        else (num_tokens, num_squared, num_sequences)
+    )

@@ -56,7 +56,7 @@ def test_the_llm_hands_over_one_hidden_state_an_image():
 
 
 def test_the_generators_flops_are_those_of_its_layers_and_head():
-    """Per patch: attention and MLP of two layers, and the head's 48 values; per image, attention over all pairs."""
+    """Per patch: attention and MLP of two layers, and the head's 48 values; per image, attention over all pairs, and its row."""
     with_images = step_flops(GRAPH, LENGTHS, vocab_size=512)
     without = step_flops(
         GRAPH,
@@ -64,11 +64,12 @@ def test_the_generators_flops_are_those_of_its_layers_and_head():
         vocab_size=512,
     )
     weights = 2 * (4 * 32 * 32 + 2 * 32 * 256) + 32 * 48
-    assert with_images - without == pytest.approx(3 * (40 * 3) * 2 * weights + 3 * 3 * 2 * 4 * 32 * 40**2)
+    assert with_images - without == pytest.approx(3 * (40 * 3) * 2 * weights + 3 * 3 * 2 * 4 * 32 * 40**2 + 3 * 3 * 2 * 64 * 32)
 
 
 def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():
-    """Ten tokens before each of the 40 patches: in the layers between, not in the head; and in one message to each unit."""
+    """Ten tokens before the 40 patches: in the layers between, not in the head, in the first layer beside the LLM's row alone;
+    and in one message to each unit."""
     given = ModelGraph.from_dict(
         {
             "units": {"vision": {"role": "encoder", "hidden_size": 16, **SHAPE}, **GRAPH.to_dict()["units"]},
@@ -79,7 +80,7 @@ def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():
     lengths = [SampleLengths(0, pass_items(given, (seen, IMAGE)), 20, 15)]
     between = 2 * (4 * 32 * 32 + 2 * 32 * 256)
     flops = unit_flops(given, "painter", vocab_size=512).of(sample_load(given.unit("painter"), lengths[0]))
-    assert flops == pytest.approx(3 * 2 * (50 * between + 40 * 32 * 48) + 3 * 2 * 4 * 32 * 50**2)
+    assert flops == pytest.approx(3 * 2 * (50 * between + 40 * 32 * 48 + 11 * 64 * 32) + 3 * 2 * 4 * 32 * 50**2)
     projector = LAYER_KINDS["generator_projector"](given, given.unit("painter"), 512)
     assert projector.num_parameters == 2 * (64 * 32 + 32)
     stages = {"vision": 0, "llm": 1, "painter": 2}
