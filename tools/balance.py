@@ -27,6 +27,7 @@ from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import draw_length_batches
 from tools.command_line import Parser, at_least_zero, count, counts_by_unit, run_tool, values_by_unit
+from tools.request_flags import DEFAULT_VOCAB_SIZE
 
 TOKEN_BYTES = 4
 """Bytes of a token id, before the LLM takes it."""
@@ -44,9 +45,15 @@ def build_parser() -> Parser:
     data.add_argument("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
     data.add_argument("--num-batches", type=count, default=8, metavar="N", help="Batches to balance (8).")
     data.add_argument("--seed", type=at_least_zero, default=0, metavar="S", help="Of the order in which samples are drawn (0).")
+    data.add_argument(
+        "--keep-order", action="store_true", help="Draw them as they stand: of tools/lengths.py's tables, the run's own batches."
+    )
     layout = parser.add_argument_group("the layout")
     layout.add_argument("--units", type=_names, metavar="A,B", help="Encoders and the LLM, which is the last one.")
     layout.add_argument("--model", type=Path, metavar="M.yaml", help="A model in place of --units: its FLOPs are the costs.")
+    layout.add_argument(
+        "--vocab-size", type=count, metavar="N", help=f"Padded vocabulary of the LLM (the model file's, or {DEFAULT_VOCAB_SIZE})."
+    )
     layout.add_argument("--replicas", type=counts_by_unit, required=True, metavar="UNIT=N,...", help="Replicas of every unit.")
     layout.add_argument("--microbatches", type=count, required=True, metavar="N", help="Microbatches of an LLM replica.")
     layout.add_argument("--gpus-per-node", type=count, default=8, metavar="N", help="Replicas that share a node (8).")
@@ -129,9 +136,10 @@ def run(argv: Sequence[str]) -> None:
         granularity=Granularity(flags.balance_granularity),
         unit_costs=costs,
         ranks_per_node=flags.gpus_per_node,
+        vocab_size=flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE,
     )
-    samples = read_length_table(flags.lengths, graph=graph)
-    batches = draw_length_batches(samples, batch_size=flags.global_batch_size, num_batches=flags.num_batches, seed=flags.seed)
+    samples, seed = read_length_table(flags.lengths, graph=graph), None if flags.keep_order else flags.seed
+    batches = draw_length_batches(samples, batch_size=flags.global_batch_size, num_batches=flags.num_batches, seed=seed)
     measured = measure_balance(
         BALANCERS[flags.balance], batches, graph=graph, plan=plan, options=options, bytes_per_token=bytes_per_token(graph)
     )

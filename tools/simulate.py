@@ -64,6 +64,7 @@ DATA_FLAGS = (
     "encoder_micro_batch_sizes",
     "balance",
     "vocab_size",
+    "no_sequence_parallel",
     "layer_costs",
     "recompute_granularity",
     "zero_stage",
@@ -124,6 +125,12 @@ def build_parser() -> Parser:
         help="Tensor parallel collectives run in parts beside products (local layers).",
     )
     data.add_argument("--tp-comm-overlap-parts", type=count, metavar="N", help=f"How many ({OVERLAPPED_PARTS}).")
+    data.add_argument(
+        "--no-sequence-parallel",
+        action="store_true",
+        default=None,
+        help="Tensor parallel ranks all have every row, as in a run without --sequence-parallel.",
+    )
     data.add_argument("--context-parallel-distribution", choices=tuple(TokenDistribution), help="What ranks share (by-item).")
     data.add_argument("--context-parallel-block-size", type=count, metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
     when = parser.add_argument_group("the schedule")
@@ -198,6 +205,7 @@ def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
     return RunOptions(
         flags.recompute_granularity,
         zero_stage,
+        sequence_parallel=not flags.no_sequence_parallel,
         transformer_impl=flags.transformer_impl or ("local" if flags.tp_comm_overlap else "transformer_engine"),
         num_overlapped_parts=(flags.tp_comm_overlap_parts or OVERLAPPED_PARTS) if flags.tp_comm_overlap else 1,
         item_block_size=block_size if distribution == TokenDistribution.BY_ITEM else None,
