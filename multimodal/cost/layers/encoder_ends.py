@@ -1,9 +1,11 @@
 """First and last layers of encoders: patches or sound in, tokens of the LLM out."""
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic, LinearShape
 from multimodal.cost.layers.segments import Exchange, Segment
+from multimodal.cost.seconds.layer_curves import Counts
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import ImageInput, Role, Unit
 
@@ -173,7 +175,7 @@ class ProjectorLayer(Layer):
     position = "last"
     roles = (Role.ENCODER,)
     num_products = 2
-    counts = "leaving"
+    counts: ClassVar[Counts] = "leaving"
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:
