@@ -192,8 +192,9 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
             vocab_size=vocab_size,
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
-        validate_assignment(StepGraph(graph, plan, assignment), lengths)
-        step = row.step_for(StepGraph(graph, plan, as_computed(assignment, graph=graph, plan=plan, lengths=lengths)))
+        step = StepGraph(graph, plan, assignment)
+        validate_assignment(step, lengths)
+        step = row.step_for(as_computed(step, lengths))
         yield CostedStep(step, ModelCosts(step, lengths, cluster, vocab_size, run_options(flags, cluster), profile))
 
 

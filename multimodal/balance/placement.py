@@ -1,6 +1,7 @@
 """Places the items of encoders and the samples of generators, given the LLM's microbatches."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.step_graph import StepGraph
 
 
 class Groups(NamedTuple):
@@ -89,9 +91,11 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
     return Assignment.of_arrays(placed)
 
 
-def as_computed(assignment: Assignment, *, graph: ModelGraph, plan: Plan, lengths: Sequence[SampleLengths]) -> Assignment:
-    """Return an assignment as a step computes it: `drop_idle_samples`, then `even_out_replicas`."""
-    return even_out_replicas(drop_idle_samples(assignment, graph=graph, lengths=lengths), plan=plan)
+def as_computed(step: StepGraph, lengths: Sequence[SampleLengths]) -> StepGraph:
+    """Return a step with its assignment as it is computed: `drop_idle_samples`, then `even_out_replicas`."""
+    assignment = drop_idle_samples(step.assignment, graph=step.graph, lengths=lengths)
+    assignment = even_out_replicas(assignment, plan=step.plan)
+    return step if assignment is step.assignment else replace(step, assignment=assignment)
 
 
 def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:

@@ -129,7 +129,8 @@ def predict(folder: Path, monkeypatch: pytest.MonkeyPatch, *, schedule: str) -> 
     plan.to_file(folder / "plan.yaml")
     inputs = Inputs(graph, build_data_sets(config, graph), VOCABULARY)
     batch = list(first_lengths(config, inputs.data, most=BATCH))
-    predictor = build_predictor(config, ScheduleCache(graph, plan, BUILDERS[schedule]), vocab_size=VOCABULARY)
+    schedules = ScheduleCache(graph, plan, BUILDERS[schedule])
+    predictor = build_predictor(config, schedules, vocab_size=VOCABULARY)
     options = BalanceOptions(vocab_size=VOCABULARY, ranks_per_node=2)
     assignment = BALANCERS["orchmllm"](batch, graph=graph, plan=plan, options=options)
-    return predictor.predict(as_computed(assignment, graph=graph, plan=plan, lengths=batch), batch).seconds
+    return predictor.predict(as_computed(schedules.step(assignment), batch).assignment, batch).seconds

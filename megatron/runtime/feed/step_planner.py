@@ -140,8 +140,9 @@ def plan_step(
     is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank; shards_weights:
     whether replicas share their weights, and so have to compute together; costs_of: asked where schedules need costs.
     """
-    validate_assignment(schedules.step(assignment), lengths)
-    assignment = as_computed(assignment, graph=schedules.graph, plan=schedules.plan, lengths=lengths)
+    asked = schedules.step(assignment)
+    validate_assignment(asked, lengths)
+    assignment = as_computed(asked, lengths).assignment
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
     built = schedules.find(assignment, costs)
     ordered = built.schedule

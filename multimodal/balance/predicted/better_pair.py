@@ -86,8 +86,7 @@ def _predict(
         assignment = BALANCERS[pair.balance](lengths, graph=given.graph, plan=given.plan, options=options)
     except BraidError:
         return None
-    assignment = as_computed(assignment, graph=given.graph, plan=given.plan, lengths=lengths)
-    return predictor.predict(assignment, lengths)
+    return predictor.predict(as_computed(given.step(assignment), lengths).assignment, lengths)
 
 
 def _seconds(prediction: StepPrediction | None, most: float) -> float:

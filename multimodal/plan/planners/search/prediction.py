@@ -26,7 +26,6 @@ from multimodal.schedule.passes import Pass, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulate_events import Floats, NodeKind
 from multimodal.values.action import Action
-from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.step_graph import StepGraph, validate_assignment
@@ -230,15 +229,16 @@ def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[Samp
 
 def assign(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool = False
-) -> Assignment:
-    """Place the samples as the run would; is_checked: whether the result is validated. Raises AssignmentError."""
+) -> StepGraph:
+    """Return the step with the samples placed as the run would; is_checked: whether that is validated. Raises AssignmentError."""
     options = BalanceOptions(
         micro_batch_size=run.micro_batch_size, ranks_per_node=request.cluster.gpus_per_node, vocab_size=request.vocab_size
     )
     assignment = BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
+    step = StepGraph(request.graph, plan, assignment)
     if is_checked:
-        validate_assignment(StepGraph(request.graph, plan, assignment), lengths)
-    return as_computed(assignment, graph=request.graph, plan=plan, lengths=lengths)
+        validate_assignment(step, lengths)
+    return as_computed(step, lengths)
 
 
 class PreparedStep(NamedTuple):
@@ -259,7 +259,7 @@ def prepare_step(
     is_checked: whether the assignment is validated. Raises AssignmentError, and ScheduleError as `step_for`.
     """
     row = BUILDERS[run.schedule]
-    step = row.step_for(StepGraph(request.graph, plan, assign(run, request, plan, lengths, is_checked=is_checked)))
+    step = row.step_for(assign(run, request, plan, lengths, is_checked=is_checked))
     costs = _step_costs(run, request, step, lengths)
     known = costs if request.profile is None else _step_costs(run, replace(request, profile=None), step, lengths)
     return PreparedStep(step, costs, row.with_costs(known), passes_named(",".join(run.passes)))
