@@ -87,7 +87,7 @@ def train(folder: Path, num_ranks: int, *more: object) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-OTHERWISE = "--llm-tp", 2, "--sequence-parallel", "--balance", "orchmllm", "--cluster", CLUSTER, "--schedule", "optimus"
+OTHERWISE = "--llm-tp", 2, "--sequence-parallel", "--balance", "orchmllm", "--cluster", CLUSTER, "--schedule", "nested"
 
 
 def test_it_trains_as_one_process_does_and_the_tools_agree_with_it(
