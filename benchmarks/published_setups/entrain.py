@@ -93,7 +93,7 @@ def _microbatch_spread(setup: Setup, run: PlannedRun, cluster: Cluster) -> dict[
     """Unit -> standard deviation of its microbatches' forward seconds over their mean, averaged over replicas."""
     request = setup.request(cluster)
     lengths = tuple(setup.lengths)[:BATCH_SIZE]
-    assignment = assign(run, request, run.plan, lengths)
+    assignment = assign(run, request, run.plan, lengths).assignment
     options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl)
     costs = ModelCosts(StepGraph(setup.graph, run.plan, assignment), lengths, cluster, request.vocab_size, options)
     return {

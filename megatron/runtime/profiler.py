@@ -274,10 +274,12 @@ def time_runtime(graph: ModelGraph, *, num_repetitions: int) -> tuple[float, flo
 
 
 def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetitions: int) -> tuple[PackedSize, float]:
-    """Return how many weights a trainable stage has (as the size of a fit), and the seconds of updating them.
+    """Return how many weights a stage trains (as the size of a fit), and the seconds of updating them; no seconds for none.
 
     As the trainer does: gradient norm, clipping, AdamW with its state in buffers.
     """
+    if not any(parameter.requires_grad for parameter in stage.parameters()):
+        return PackedSize(0), 0.0
     dtype = stage.options.precision.params_dtype
     membership = Membership(stage.unit.name, 0, 0, 0, groups, None)
     gradients = UnitGradients({0: stage}, membership=membership, is_sharded=dtype != torch.float64)

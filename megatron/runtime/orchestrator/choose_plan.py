@@ -29,6 +29,7 @@ _FIXED = {
     "context_parallel_size": "context_parallel_size",
     "data_parallel_size": "data_parallel_size",
     "virtual_pipeline_size": "virtual_stages",
+    "expert_parallel_size": "expert_parallel_size",
 }
 """Field of `UnitSizes` -> of `FixedSizes`."""
 _ONLY_AUTO = {"plan_time_budget", "plan_review_iters", "replan"}

@@ -104,7 +104,7 @@ def join_profile(graph: ModelGraph, layers: Sequence[ProfiledLayer], options: Pr
 def _profile_step(graph: ModelGraph, layers: Sequence[ProfiledLayer], options: ProfileOptions) -> StepProfile:
     with fake_ranks(1):
         seconds, computation_seconds = time_runtime(graph, num_repetitions=options.num_repetitions)
-    sizes, updates = zip(*(layer.update for layer in layers), strict=True)
+    sizes, updates = zip(*(layer.update for layer in layers if layer.update[0].num_tokens), strict=True)
     update = fit_quadratic(sizes, updates, is_linear=True)
     return StepProfile(seconds, computation_seconds, update.constant, update.linear)
 

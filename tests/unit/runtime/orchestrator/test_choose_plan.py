@@ -43,6 +43,8 @@ def test_sizes_that_were_given_are_fixed() -> None:
     }
     assert (request.micro_batch_size, request.sharding, request.transformer_impl) == (4, "optim", "local")
     assert asked(configured()).micro_batch_size is None and not asked(configured()).fixed_sizes
+    for flag in ("--llm-ep", "--expert-model-parallel-size"):
+        assert asked(configured(flag, "2")).fixed_sizes["llm"] == FixedSizes(expert_parallel_size=2)
 
 
 def test_a_choice_is_planned_told_and_run() -> None:
