@@ -82,6 +82,19 @@ def test_packed_sequences_and_updates_are_timed_for_real(monkeypatch) -> None:
     assert size.num_tokens == sum(parameter.numel() for parameter in before) and seconds > 0
 
 
+def test_layers_without_weights_are_updated_in_no_time() -> None:
+    """The layer that takes what other encoders give."""
+    vision = {**MODEL["units"]["vision"], "has_projector": False, "image": {"patch_size": 2, "in_channels": 1, "merge_size": 1}}
+    joint = {"role": "encoder", **SHAPE, "join": "sequence"}
+    units = {"vision": vision, "joint": joint, "llm": MODEL["units"]["llm"]}
+    graph = ModelGraph.from_dict({"units": units, "edges": [["vision", "joint"], ["joint", "llm"]]})
+    with fake_ranks(1):
+        groups = groups_of_one()
+        stage = build_layer(graph, "joint", "joined_tokens", groups=groups, options=BuildOptions(Precision()), vocab_size=32)
+        assert not list(stage.parameters())
+        assert time_update(stage, groups=groups, num_repetitions=1) == (PackedSize(0), 0.0)
+
+
 def test_the_runtime_is_timed_with_every_kind_of_unit() -> None:
     with fake_ranks(1):
         seconds, computation_seconds = time_runtime(ModelGraph.from_dict(MODEL), num_repetitions=2)
