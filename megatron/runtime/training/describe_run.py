@@ -37,9 +37,10 @@ def describe_run(run: Run) -> str:
         trained = run.session.graph.unit(name)
         frozen = f", adapters of rank {trained.lora.rank}" if trained.lora else ", frozen" if trained.freeze_module else ""
         context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
+        experts = f" (ep {unit.expert_parallel_size})" if unit.expert_parallel_size > 1 else ""
         lines.append(
-            f"{name}: dp {unit.data_parallel_size} x pp {_each(len(replica.stages) for replica in unit.replicas)} x {context}"
-            f"tp {_each(unit.tensor_sizes)} "
+            f"{name}: dp {unit.data_parallel_size}{experts} x pp {_each(len(replica.stages) for replica in unit.replicas)} "
+            f"x {context}tp {_each(unit.tensor_sizes)} "
             f"on rank{'s' * (len(ranks) > 1)} {'-'.join(map(str, dict.fromkeys((ranks[0], ranks[-1]))))}{frozen}"
             f"{_shown_stages(trained, unit)}"
         )

@@ -126,14 +126,15 @@ def describe_kinds(prediction: Prediction) -> str:
 
 
 def describe_sizes(unit: UnitPlan) -> str:
-    """Return sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp where it is not 1."""
+    """Return sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp and ep where they are not 1."""
     if unit.is_unlike:
         counts = "/".join(str(len(replica.stages)) for replica in unit.replicas)
         return f"tp {'/'.join(map(str, unit.tensor_sizes))} x pp {counts} x dp {unit.data_parallel_size}"
     stages = len(unit.replicas[0].stages)
     virtual = f" (v {unit.num_virtual_stages / stages:g})" if unit.num_virtual_stages > stages else ""
     context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
-    return f"tp {unit.tensor_sizes[0]} x {context}pp {stages}{virtual} x dp {unit.data_parallel_size}"
+    experts = f" (ep {unit.expert_parallel_size})" if unit.expert_parallel_size > 1 else ""
+    return f"tp {unit.tensor_sizes[0]} x {context}pp {stages}{virtual} x dp {unit.data_parallel_size}{experts}"
 
 
 NUM_STEPS = 8
