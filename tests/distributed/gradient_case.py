@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_planner import plan_step
@@ -112,7 +113,7 @@ class RankGradients:
     shardings: Mapping[tuple[str, str], ParameterSharding]
 
 
-def build_session(case: GradientCase) -> Session:
+def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = None) -> Session:
     """This rank's part of a case, in float64 so that the comparison is exact.
 
     Biases, norm weights and what adapters have as zeros are drawn at random: as zeros and ones they would hide what adds or
@@ -124,6 +125,7 @@ def build_session(case: GradientCase) -> Session:
         case.source.vocab_size,
         seed=SEED,
         timeout=TIMEOUT,
+        optimizer=optimizer,
         builder=BUILDERS[case.builder],
         passes=case.passes,
         reduces_by_layer=reduce_by_layer in case.passes,

@@ -3,15 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from megatron.runtime.flags.configuration import OptimizerSettings
+from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.named_weights import as_in_files, name_weights
 from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import model_tensors
+from megatron.runtime.training.trainer import build_scheduler
 from multimodal.data.sample_source import SampleText
 from multimodal.hugging_face.registry import read_config
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
@@ -47,8 +51,8 @@ class FromFolder:
     def load(self, session: Session) -> None:
         load_hugging_face(self.folder, session=session)
 
-    def session(self, case: GradientCase) -> Session:
-        session = build_session(case)
+    def session(self, case: GradientCase, **options: Any) -> Session:
+        session = build_session(case, **options)
         self.load(session)
         return session
 
@@ -78,6 +82,21 @@ def gradients_here(run: FromFolder, case: GradientCase, theirs: Mapping[str, np.
         _, unit, parameter = tensor.key.split(".", 2)
         found[unit, parameter] = values
     return found
+
+
+def step_here(run: FromFolder, case: GradientCase, *, rate: float, decay: float, betas: tuple[float, float]) -> None:
+    """Take one step of AdamW, and write what it gives into the run's target, like the folder."""
+    assert run.target is not None
+    settings = OptimizerSettings(lr=rate, weight_decay=decay)
+    optimizer = build_optimizer_config(
+        lr=rate, min_lr=0.0, weight_decay=decay, betas=betas, eps=1e-8, clip_grad=0.0, dtype=torch.float64
+    )
+    session = run.session(case, optimizer=optimizer)
+    build_scheduler(settings, session, train_iters=1)  # says what decays
+    session.forward_backward(plan_case(case))
+    session.finish_gradients()
+    session.update(gathers_later=False)
+    save_hugging_face(run.target, session=session, like=run.folder)
 
 
 def logits_here(run: FromFolder, case: GradientCase) -> list[np.ndarray]:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.in_order import balance_in_order
@@ -15,13 +17,15 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.gradient_case import GradientCase, RankGradients
 from tests.distributed.gradient_comparison import TOLERANCE, assert_matches
-from tests.distributed.hugging_face_case import FromFolder, Marks, PaddedSource, gradients_here, logits_here
+from tests.distributed.hugging_face_case import FromFolder, Marks, PaddedSource, gradients_here, logits_here, step_here
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import build_plan
 from tests.distributed.wide_transformers import build_wide_model, double_precision, gradients_by_key
 
 VOCABULARY, MULTIPLE = 61, 64
+RATE, DECAY, BETAS = 0.01, 0.1, (0.9, 0.99)
+"""Of AdamW."""
 NUM_TEXT_TOKENS = 54
 """Ids that are drawn; those from here on stand for items."""
 Plans = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]
@@ -69,7 +73,7 @@ def compare_logits(
 ) -> Comparison:
     """Build a model and hold the logits of all target tokens and all gradients against Braid's in one process, within 1e-12.
 
-    What Braid writes without a folder to follow, transformers load as the same model.
+    What Braid writes without a folder to follow, transformers load as the same model. A step of AdamW gives the same weights.
     """
     model = build_wide_model(make, folder, max_shard_size="10KB")
     graph = read_model(folder)
@@ -86,7 +90,31 @@ def compare_logits(
     (gradients,) = ranks.run(gradients_here, run, alone, gradients_by_key(model), world_size=1)
     comparison = Comparison(folder, graph, shapes, marks, RankGradients({"llm": loss_sum}, gradients, {}))
     comparison.assert_under_plans({"alone": (sizes, {})}, ranks, tolerance=1e-12)
+    assert_steps(comparison, model, ranks)
     return comparison
+
+
+def assert_steps(comparison: Comparison, model: Any, ranks: RankPool) -> None:
+    """On two tensor parallel ranks, AdamW makes the same of all weights as torch's does of a model that has its gradients."""
+    folder, target = (comparison.folder.parent / name for name in ("stepped in torch", "stepped"))
+    sizes: dict[str, Any] = {unit.name: (2, 1, 1) for unit in comparison.graph.units}
+    case = comparison.case({**sizes, "colocated": len(sizes) > 1})
+    how: dict[str, Any] = {"rate": RATE, "decay": DECAY, "betas": BETAS}
+    ranks.run(partial(step_here, **how), FromFolder(comparison.folder, target), case, world_size=2)
+    update_in_torch(model, **how)
+    model.save_pretrained(folder)
+    before, mine, theirs = (weights_of(each) for each in (comparison.folder, target, folder))
+    assert before.keys() == mine.keys() == theirs.keys()
+    for key, expected in theirs.items():
+        assert (mine[key] - expected).abs().max() < TOLERANCE, key
+    unchanged = {key for key, value in before.items() if torch.equal(mine[key], value)}
+    assert unchanged == {key for key, value in before.items() if torch.equal(theirs[key], value)}
+    assert len(unchanged) < len(before)
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a folder."""
+    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
 
 def assert_loads(folder: Path, like: Any, source: PaddedSource, inputs: Inputs, *, expected: list[np.ndarray]) -> None:
@@ -115,18 +143,20 @@ def case_of(
 def step_in_torch(
     model: Any, source: SampleSource, *, inputs: Inputs = only_text, rate: float, decay: float, betas: tuple[float, float]
 ) -> float:
-    """One AdamW step of transformers' model on all samples of a source; norms and biases do not decay, as in Megatron.
-
-    Returns the loss.
-    """
+    """One AdamW step of transformers' model on all samples of a source; returns the loss."""
     _, loss_sum = run_transformers(model, source, inputs)
+    update_in_torch(model, rate=rate, decay=decay, betas=betas)
+    return loss_sum / sum(int(source.text(index).is_target.sum()) for index in range(len(source)))
+
+
+def update_in_torch(model: Any, *, rate: float, decay: float, betas: tuple[float, float]) -> None:
+    """Update a model by the gradients that it has; norms and biases do not decay, as in Megatron."""
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     groups = [
         {"params": [parameter for parameter in parameters if parameter.dim() > 1], "weight_decay": decay},
         {"params": [parameter for parameter in parameters if parameter.dim() == 1], "weight_decay": 0.0},
     ]
     torch.optim.AdamW(groups, lr=rate, betas=betas, eps=1e-8).step()
-    return loss_sum / sum(int(source.text(index).is_target.sum()) for index in range(len(source)))
 
 
 def run_transformers(model: Any, source: Any, inputs: Inputs) -> tuple[list[np.ndarray], float]:

@@ -4,7 +4,9 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +24,13 @@ from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import BraidError
 from tests.distributed.gradient_case import GradientCase, build_session
 from tests.distributed.hugging_face_case import FromFolder
-from tests.distributed.hugging_face_comparison import case_of, step_in_torch
-from tests.distributed.launch import launch
+from tests.distributed.hugging_face_comparison import BETAS, DECAY, RATE, case_of, step_in_torch, weights_of
+from tests.distributed.launch import Launched, launch
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
 from tests.distributed.test_hugging_face_text import SAMPLES
 from tests.distributed.wide_transformers import build_wide_model, randomize_vectors
+from tests.unit.data.chat.templates import write_tokenizer
 from tools import convert
 
 SHAPE = {
@@ -39,13 +42,21 @@ SHAPE = {
     "num_key_value_heads": 2,
     "initializer_range": 0.3,
 }
-RATE, DECAY, BETAS = 0.01, 0.1, (0.9, 0.99)
 
 
 def small_qwen2(**changes: Any) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(Qwen2Config(**SHAPE | changes))
+
+
+def small_llava(image_token: int) -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    shape = {key: SHAPE[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")}
+    vision = CLIPVisionConfig(**shape, image_size=16, patch_size=4)
+    text = LlamaConfig(**shape, vocab_size=300)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=image_token))
 
 
 def write_manifest(folder: Path) -> Path:
@@ -70,6 +81,7 @@ def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -
         "--load-hf": folder,
         "--save-hf": target,
         "--data-path": manifest,
+        "--tokenizer-type": "ByteTokenizer",
         "--llm-tp": 2,
         "--llm-dp": 1,
         "--global-batch-size": 4,
@@ -89,7 +101,7 @@ def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -
     assert done.exit_codes == (0, 0), done.output
     assert json.loads(log.read_text().splitlines()[0])["loss"] == pytest.approx(expected_loss, rel=1e-12)
     assert sorted(path.name for path in target.iterdir()) == sorted(path.name for path in folder.iterdir())
-    trained = {key: value for path in target.glob("*.safetensors") for key, value in load_file(path).items()}
+    trained = weights_of(target)
     for name, parameter in model.state_dict().items():
         if name in trained:
             assert (trained[name] - parameter).abs().max() < 1e-9, name
@@ -107,15 +119,11 @@ def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -
 
 def test_a_run_trains_the_projector_of_llava(tmp_path: Path) -> None:
     """Images of a manifest, towers frozen: the projector alone has changed in the folder that is written."""
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
     folder, target = tmp_path / "model", tmp_path / "trained"
-    shape = {key: SHAPE[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")}
-    vision = CLIPVisionConfig(**shape, image_size=16, patch_size=4)
-    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**shape, vocab_size=265), image_token_index=264)
-    LlavaForConditionalGeneration(config).save_pretrained(folder)
+    small_llava(264).save_pretrained(folder)
     write_working_files(tmp_path)
     flags = {**working_flags(tmp_path), "--load-hf": folder, "--save-hf": target, "--freeze": "vision"}
+    flags["--tokenizer-type"] = "ByteTokenizer"
     del flags["--model"]
     done = launch([*(part for pair in flags.items() for part in pair), "llm"], num_ranks=NUM_RANKS)
     assert done.exit_codes == (0, 0), done.output
@@ -233,6 +241,59 @@ def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, tmp_path: Path) ->
     for name, (_, expected) in WRONG.items():
         assert re.search(expected, first[name]), f"{name}: {first[name]}"
         assert str(folders[name]) in first[name]
+
+
+def give_a_larger_tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    words = {f"word{index}": index for index in range(SHAPE["vocab_size"] + 1)}
+    Tokenizer(models.WordLevel(words, unk_token="word0")).save(str(folder / "tokenizer.json"))
+
+
+def be_a_llava(folder: Path, *, image_token: int) -> None:
+    (folder / "model.safetensors").unlink()
+    small_llava(image_token).save_pretrained(folder)
+    write_tokenizer(folder)
+
+
+BYTES = ("--tokenizer-type", "ByteTokenizer")
+WRONG_RUNS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
+    **{
+        name: (*WRONG[name][:1], BYTES, WRONG[name][1])
+        for name in ("another architecture", "another shape", "a missing shard", "a tensor too many")
+    },
+    "no tokenizer": (lambda folder: None, (), "there is no tokenizer.json; copy the model's own there"),
+    "a larger tokenizer": (
+        give_a_larger_tokenizer,
+        (),
+        "the tokenizer has 264 tokens, but the vocabulary of unit 'llm' 263; give the model's own: --tokenizer-type",
+    ),
+    "a tokenizer with another placeholder": (
+        partial(be_a_llava, image_token=8),
+        ("--vision-tp", "2", "--colocate-units"),
+        r"the placeholder \(image\) is token \d+ of the tokenizer, but .*config.json says image_token_index 8; give the model's",
+    ),
+}
+
+
+def test_a_run_of_what_is_wrong_ends_on_every_rank(tmp_path: Path) -> None:
+    """One message names the fix, and all ranks end by themselves."""
+    manifest = write_manifest(tmp_path / "data")
+    shared = ("--data-path", manifest, "--llm-tp", 2, "--global-batch-size", 4, "--train-iters", 1, "--lr", RATE)
+
+    def run(name: str) -> Launched:
+        spoil, flags, _ = WRONG_RUNS[name]
+        folder = tmp_path / name.replace(" ", "-")
+        small_qwen2().save_pretrained(folder)
+        spoil(folder)
+        return launch(["--load-hf", folder, *shared, "--num-workers", 0, "--split", "100", *flags], num_ranks=2)
+
+    with ThreadPoolExecutor(4) as pool:
+        for name, done in zip(WRONG_RUNS, pool.map(run, WRONG_RUNS), strict=True):
+            assert 0 not in done.exit_codes, f"{name}: {done.output}"
+            messages = [line for line in done.output.splitlines() if "error:" in line]
+            assert len(messages) == 1 and re.search(WRONG_RUNS[name][2], messages[0]), f"{name}: {done.output}"
+            assert "Traceback" not in done.output, done.output
 
 
 def grow(case: GradientCase, folder: Path, target: Path) -> None:

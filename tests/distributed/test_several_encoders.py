@@ -22,7 +22,7 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_language_microbatch
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.assignment import Atom
-from tests.distributed.hugging_face_comparison import step_in_torch
+from tests.distributed.hugging_face_comparison import BETAS, DECAY, RATE, step_in_torch, weights_of
 from tests.distributed.launch import launch
 from tests.distributed.test_hugging_face_audio import MAX_TOKENS, omni_thinker, qwen2_audio
 from tests.distributed.wide_transformers import build_wide_model
@@ -30,7 +30,6 @@ from tools import convert
 
 TOKENIZER = ByteTokenizer()
 IMAGE_TOKEN, AUDIO_TOKEN = TOKENIZER.special.image, 255
-RATE, DECAY, BETAS = 0.01, 0.1, (0.9, 0.99)
 MAX_FRAMES = 2 * MAX_TOKENS
 CLIPS = {"a.wav": (16000, 5000), "b.wav": (8000, 900)}
 """Rate and samples."""
@@ -106,10 +105,6 @@ def wide_qwen2_audio() -> Any:
     return qwen2_audio(vocab_size=TOKENIZER.vocab_size, audio_token_index=AUDIO_TOKEN)
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
-
-
 @pytest.mark.parametrize(
     ("make", "plans", "fixed"),
     [
@@ -129,6 +124,7 @@ def test_a_step_is_that_of_transformers(make: Any, plans: tuple[str, ...], fixed
     shared = {
         "--load-hf": folder,
         "--data-path": manifest,
+        "--tokenizer-type": "ByteTokenizer",
         "--global-batch-size": 4,
         "--train-iters": 1,
         "--lr": RATE,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
@@ -27,7 +28,8 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import InterleavedSource, JoinedSources, PassedItems, SourceSubset
 from multimodal.data.splits import split_indices
-from multimodal.data.tokenizer import Tokenizer, build_tokenizer
+from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from multimodal.hugging_face.registry import CONFIG_NAME, read_config
 from multimodal.values.errors import CheckpointError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.units.item_passes import count_llm_tokens
@@ -62,6 +64,7 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
     if config.data.is_digits:
         return _digits(config, graph, build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model))
     tokenizer, chat = text_settings(config).open()
+    check_placeholders(config.model.model, tokenizer, chat)
     with in_turn or nullcontext():
         sources = [
             _manifest(named.path, config=config, graph=graph, tokenizer=tokenizer, chat=chat) for named in config.data.mixture
@@ -144,6 +147,28 @@ def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
         )
     larger = replace(backbone, vocab_size=tokenizer.vocab_size)
     return replace(graph, units=tuple(larger if unit is backbone else unit for unit in graph.units))
+
+
+def check_placeholders(model: Path, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
+    """Raise ConfigError for a tokenizer that writes items otherwise than the config.json of a model's folder says.
+
+    It is another model's, and the folder that --save-hf writes would have placeholders that stand for nothing. Bytes
+    are nobody's.
+    """
+    if not model.is_dir() or not isinstance(tokenizer, HuggingFaceTokenizer):
+        return
+    architecture, config = read_config(model)
+    config = {**config, **config.get("thinker_config", {})}
+    for kind in architecture.items:
+        key, found = architecture.placeholders[kind], getattr(tokenizer.special, kind)
+        if chat is not None:
+            found = chat.placeholder_ids.get(kind)
+        if isinstance(config.get(key), int) and found != config[key]:
+            raise ConfigError(
+                f"the placeholder ({kind}) is token {found} of the tokenizer, but {model / CONFIG_NAME} says {key} "
+                f"{config[key]}; give the model's own, with its chat template: --tokenizer-type HuggingFaceTokenizer "
+                "--tokenizer-model DIR"
+            )
 
 
 def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig, *, graph: ModelGraph) -> int:

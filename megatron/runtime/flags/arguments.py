@@ -135,10 +135,18 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
 
 
 def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a folder of --load-hf gives beside weights: the model and, unless one is asked for, the tokenizer."""
+    """Return what a folder of --load-hf gives beside weights: the model and, unless one is asked for, the tokenizer.
+
+    Raises ConfigError where it has none: any other gives tokens that the weights do not know.
+    """
     tokenizer = folder / "tokenizer.json"
-    if "tokenizer_type" in values or "tokenizer_model" in values or not tokenizer.is_file():
+    if "tokenizer_type" in values or "tokenizer_model" in values:
         return {"model": folder}
+    if not tokenizer.is_file():
+        raise ConfigError(
+            f"--load-hf {folder}: there is no tokenizer.json; copy the model's own there (transformers make one of other "
+            "forms: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)), or give --tokenizer-type and --tokenizer-model"
+        )
     return {"model": folder, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tokenizer)}
 
 

@@ -40,6 +40,11 @@ class ChatFormat:
         self._placeholders = find_placeholders(folder, tokenizer)
         self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
 
+    @property
+    def placeholder_ids(self) -> dict[str, int]:
+        """The tokens that stand for items, by kind."""
+        return {kind: placeholder.token_id for kind, placeholder in self._placeholders.items()}
+
     def build(self, segments: Sequence[Segment], *, seq_length: int, where: str) -> Conversation:
         """Tokenise segments, at most `seq_length` tokens of them, as `build_conversation` cuts them.
 

@@ -28,6 +28,7 @@ CONFIG = {
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
     return tmp_path / "model"
 
 
@@ -39,15 +40,18 @@ def parse(line: str) -> RunConfig:
 def test_the_folder_is_the_model(folder: Path) -> None:
     config = parse(f"--load-hf {folder}")
     assert config.model.model == config.checkpoint.load_hf == folder
-    assert config.data.tokenizer_type == "ByteTokenizer"
-    assert parse(f"--model {folder}").checkpoint.load_hf is None
+    model = parse(f"--model {folder}")
+    assert (model.checkpoint.load_hf, model.data.tokenizer_type) == (None, "ByteTokenizer")
 
 
 def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("{}")
     taken = parse(f"--load-hf {folder}").data
     assert (taken.tokenizer_type, taken.tokenizer_model) == ("HuggingFaceTokenizer", str(folder / "tokenizer.json"))
     assert parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer").data.tokenizer_model is None
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match=r"--load-hf .*: there is no tokenizer.json; copy the model's own there"):
+        parse(f"--load-hf {folder}")
+    assert parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer").data.tokenizer_type == "ByteTokenizer"
 
 
 @pytest.mark.parametrize(
