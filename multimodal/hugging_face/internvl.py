@@ -33,7 +33,6 @@ _COMPUTED = {
     "use_absolute_position_embeddings": (True,),
     "use_mask_token": (False,),
     "use_mean_pooling": (True,),
-    "use_qk_norm": (False,),
 }
 _COMPUTED_OUTSIDE = {
     "downsample_ratio": (0.5,),
@@ -83,6 +82,12 @@ def read_internvl(config: Config) -> dict[str, Any]:
 
 def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     vision = with_defaults(given, _DEFAULTS)
+    if vision.get("use_qk_norm"):
+        raise ModelError(
+            "vision_config: use_qk_norm is True, as in the InternViT of 6 billion parameters (InternVL of 26 billion and more): "
+            "norms of queries and keys over all heads together cannot be trained here; take an InternVL with the InternViT of "
+            "300 million parameters"
+        )
     require(vision, _COMPUTED, where="vision_config: ")
     return {
         "role": "encoder",

@@ -146,8 +146,10 @@ def write_native_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
 
 
 def patch_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return that of the patches' embedding."""
-    return {"visual.patch_embed.proj.weight": patch_shape(next(unit for unit in graph.encoders if unit.image is not None))}
+    """Return that of the patches' embedding, a convolution over frames, too, be they one."""
+    vision = next(unit for unit in graph.encoders if unit.image is not None)
+    size, channels, *sides = patch_shape(vision)
+    return {"visual.patch_embed.proj.weight": (size, channels, *([1] if len(sides) == 2 else []), *sides)}
 
 
 def check_output_size(found: int, text_size: int) -> None:

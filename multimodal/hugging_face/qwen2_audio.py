@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config
+from multimodal.hugging_face.architecture import Architecture, Config, require
 from multimodal.hugging_face.processors import write_feature_extractor
 from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_inner_text
 from multimodal.hugging_face.whisper import audio_names, convolution_shapes, read_audio_unit, write_audio_unit
@@ -23,6 +23,7 @@ _SPELLINGS = (
 def read_qwen2_audio(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
     text = {"model_type": "qwen2", **(config.get("text_config") or {})}
+    require(text, {"tie_word_embeddings": (False, None)}, where="text_config: ")  # transformers ignore it here
     llm = read_text_unit(text, where="text_config: ")
     return {"units": {"audio": read_audio_unit(config.get("audio_config") or {}), "llm": llm}}
 
@@ -48,7 +49,7 @@ QWEN2_AUDIO = Architecture(
         decoder_names("language_model."),
     ),
     spellings=_SPELLINGS,
-    tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+    tied_copies=(),
     to_processor=write_feature_extractor,
     shapes=lambda graph: convolution_shapes(graph.encoders[0], "audio_tower."),
     placeholders={"audio": "audio_token_index"},

@@ -122,10 +122,9 @@ def test_a_run_trains_the_projector_of_llava(tmp_path: Path) -> None:
     folder, target = tmp_path / "model", tmp_path / "trained"
     small_llava(264).save_pretrained(folder)
     write_working_files(tmp_path)
-    flags = {**working_flags(tmp_path), "--load-hf": folder, "--save-hf": target, "--freeze": "vision"}
-    flags["--tokenizer-type"] = "ByteTokenizer"
+    flags = {**working_flags(tmp_path), "--load-hf": folder, "--save-hf": target, "--tokenizer-type": "ByteTokenizer"}
     del flags["--model"]
-    done = launch([*(part for pair in flags.items() for part in pair), "llm"], num_ranks=NUM_RANKS)
+    done = launch([*(part for pair in flags.items() for part in pair), "--freeze", "vision", "llm"], num_ranks=NUM_RANKS)
     assert done.exit_codes == (0, 0), done.output
     before, after = load_file(folder / "model.safetensors"), load_file(target / "model.safetensors")
     assert before.keys() == after.keys()
@@ -260,8 +259,18 @@ BYTES = ("--tokenizer-type", "ByteTokenizer")
 WRONG_RUNS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
     **{
         name: (*WRONG[name][:1], BYTES, WRONG[name][1])
-        for name in ("another architecture", "another shape", "a missing shard", "a tensor too many")
+        for name in ("another architecture", "a missing shard", "a tensor too many")
     },
+    "a config that contradicts the weights": (
+        change_config(num_attention_heads=2),
+        BYTES,
+        r"k_proj.bias has shape \[8\], but config.json gives it 16 rows of 1; the two are not of one model",
+    ),
+    "a head that is not the embeddings": (
+        change_config(tie_word_embeddings=True),
+        BYTES,
+        "lm_head.weight is there beside model.embed_tokens.weight, which it differs from, .* make its tie_word_embeddings false",
+    ),
     "no tokenizer": (lambda folder: None, (), "there is no tokenizer.json; copy the model's own there"),
     "a larger tokenizer": (
         give_a_larger_tokenizer,

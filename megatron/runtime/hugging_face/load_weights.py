@@ -50,8 +50,12 @@ def _described(folder: Path, graph: ModelGraph) -> ModelGraph:
 
 @torch.no_grad()
 def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights) -> None:
-    """Fill what this rank holds. Vectors that the files lack in part are zero there: biases without effect."""
+    """Fill what this rank holds. Vectors that the files lack in part are zero there: biases without effect.
+
+    Raises CheckpointError where a copy of tied embeddings differs from them: transformers would not tie the two.
+    """
     for tensor in tensors:
+        filled: dict[tuple[tuple[int, ...], int], str] = {}
         for piece in tensor.pieces if len(tensor.shape) == 1 else ():
             piece.values.zero_()
         for part in parts_of(tensor, names):
@@ -60,4 +64,11 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights)
                 continue
             values = files.read(part.key, rows, part.columns, row_size=part.row_size)
             target = part.piece.values.narrow(0, part.first_row, len(rows))
-            target.copy_(values.reshape(target.shape))
+            values = values.reshape(target.shape).to(target)
+            copy = filled.setdefault((part.piece.offsets, part.first_row), part.key)
+            if copy != part.key and not torch.equal(target, values):
+                raise CheckpointError(
+                    f"{files.folder}: {copy} is there beside {part.key}, which it differs from, though config.json ties the two; "
+                    "make its tie_word_embeddings false, or take other weights"
+                )
+            target.copy_(values)

@@ -42,6 +42,7 @@ class WeightFiles:
 
     weights: Mapping[str, SavedWeight]
     """By name, as the files have it."""
+    folder: Path
     metadata: Mapping[str, Mapping[str, str]]
     """Entries of a file's header beside tensors, by file."""
 
@@ -50,7 +51,7 @@ class WeightFiles:
 
         single: the name of the file where there is no index.
         """
-        self._folder, self._files = folder, ExitStack()
+        self.folder, self._files = folder, ExitStack()
         self._open: dict[str, safe_open] = {}
         weights: dict[str, SavedWeight] = {}
         metadata: dict[str, Mapping[str, str]] = {}
@@ -100,20 +101,20 @@ class WeightFiles:
                 "--load-hf needs the package 'safetensors'; install it with: pip install 'braid[hf]'"
             ) from problem
         try:
-            self._open[name] = self._files.enter_context(safe_open(str(self._folder / name), framework="pt"))
+            self._open[name] = self._files.enter_context(safe_open(str(self.folder / name), framework="pt"))
         except FileNotFoundError as problem:
             raise CheckpointError(
-                f"{self._folder / name}: no such file, though {INDEX_NAME} names it; copy the whole folder"
+                f"{self.folder / name}: no such file, though {INDEX_NAME} names it; copy the whole folder"
             ) from problem
         except (SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{self._folder / name}: cannot be read ({problem}); copy the file again") from problem
+            raise CheckpointError(f"{self.folder / name}: cannot be read ({problem}); copy the file again") from problem
         return self._open[name]
 
     def _describe(self, file: Any, name: str, key: str) -> SavedWeight:
         part = file.get_slice(key)
         if part.get_dtype() not in DTYPES:
             raise CheckpointError(
-                f"{self._folder / name}: {key} is of type {part.get_dtype()}, expected one of {', '.join(DTYPES)}; take the "
+                f"{self.folder / name}: {key} is of type {part.get_dtype()}, expected one of {', '.join(DTYPES)}; take the "
                 "model whose weights are not quantised"
             )
         return SavedWeight(name, DTYPES[part.get_dtype()], tuple(part.get_shape()))

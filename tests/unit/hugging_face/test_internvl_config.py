@@ -56,6 +56,7 @@ def test_the_image_processor_says_whether_images_are_cut(tmp_path: Path) -> None
     [
         ({"downsample_ratio": 0.25}, "downsample_ratio is 0.25, and only 0.5"),
         ({"vision_config": {**VISION, "norm_type": "rms_norm"}}, "vision_config: norm_type is 'rms_norm', and only 'layer_norm'"),
+        ({"vision_config": {**VISION, "use_qk_norm": True, "norm_type": "rms_norm"}}, "the InternViT of 6 billion .* cannot be"),
         ({"vision_config": {**VISION, "attention_bias": False}}, "attention_bias is False, and only True"),
         ({"vision_config": {**VISION, "image_size": [448, 224]}}, r"image_size is \[448, 224\], and only squares"),
         ({"vision_feature_layer": -2}, "vision_feature_layer is -2, and only -1"),

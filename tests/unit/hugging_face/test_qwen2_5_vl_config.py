@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from multimodal.cost.layers.registry import read_model
+from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import ModelError
@@ -109,3 +110,9 @@ def test_it_can_be_planned(tmp_path: Path) -> None:
     vision = {"depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "out_hidden_size": 64}
     asked = request(read(tmp_path, **small, num_hidden_layers=4, vision_config=PUBLISHED["vision_config"] | vision))
     assert predict_run(PLANNERS["braid"](asked), asked).iteration_seconds > 0
+
+
+@pytest.mark.parametrize("num_frames", [1, 2])
+def test_patches_are_convolved_over_frames_be_they_one(num_frames: int, tmp_path: Path) -> None:
+    graph = read(tmp_path, vision_config={**PUBLISHED["vision_config"], "temporal_patch_size": num_frames})
+    assert architecture_of(graph).shapes(graph) == {"visual.patch_embed.proj.weight": (1280, 3, num_frames, 14, 14)}
