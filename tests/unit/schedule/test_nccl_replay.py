@@ -37,7 +37,7 @@ def all_on_one(action: Action) -> Hashable:
 TRACKS = {each.__name__: each for each in (as_run, by_pair, all_on_one)}
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(built=rewritten_schedules(), num_queues=st.sampled_from([1, 2, 8, 33]), tracks=st.sampled_from(sorted(TRACKS)))
 def test_every_schedule_finishes_on_any_number_of_queues_and_communicators(
     built: tuple[StepGraph, Schedule], num_queues: int, tracks: str

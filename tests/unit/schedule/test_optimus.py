@@ -74,7 +74,7 @@ class WaitingCosts(RandomCosts):
         return found if action.unit == "llm" and self.has_waits else found._replace(waits=())
 
 
-@settings(max_examples=80)
+@settings(max_examples=40)
 @given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20), memory_bytes=st.sampled_from([math.inf, 1200.0]))
 def test_the_kernel_equals_its_reference_and_gives_valid_schedules(
     case: StepGraph, forward_only: bool, seed: int, memory_bytes: float

@@ -187,7 +187,7 @@ def test_ranges_that_wait_for_nothing_keep_whole_backwards() -> None:
     assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     name=st.sampled_from(("optimus-zb", "interleaved-zb")), case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20)
 )

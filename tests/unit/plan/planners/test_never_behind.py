@@ -17,11 +17,11 @@ from tests.unit.plan.planners.planning_cases import GRAPHS, TEXT_ONLY, random_le
 def random_request(seed: int) -> PlanningRequest:
     draw = random.Random(seed)
     graph = GRAPHS[draw.choice(["text-only", "two", "three", "two-encoders"])]
-    lengths = random_lengths(graph, count=draw.choice((1, 8, 24)), seed=seed)
+    lengths = random_lengths(graph, count=draw.choice((1, 8, 16)), seed=seed)
     asked = request(
         graph,
-        num_gpus=draw.choice((2, 4, 6, 8)),
-        global_batch_size=draw.choice((8, 12, 24)),
+        num_gpus=draw.choice((2, 4, 6)),
+        global_batch_size=draw.choice((6, 8, 12)),
         lengths=lengths,
         micro_batch_size=draw.choice((None, None, None, 2)),
         time_budget_seconds=draw.choice((0.2, 0.6)),
