@@ -40,7 +40,7 @@ TRAINING = (
     *("--config", str(ROOT / "examples/digits/config.yaml"), "--vision-dp", "1", "--llm-pp", "1", "--num-workers", "0"),
     *("--eval-iters", "0", "--train-iters", str(NUM_STEPS), "--lr-warmup-fraction", "0"),
 )
-_SPLIT = next(name for name, row in BUILDERS.items() if row.splits_backwards and not row.is_folded)
+_SPLIT = next(name for name, row in BUILDERS.items() if row.splits_backwards and row.layout is None)
 PATHS: Mapping[str, tuple[str, ...]] = {
     "float32": ("--dtype", "float32"),
     "bf16": ("--bf16", "--transformer-impl", "local"),

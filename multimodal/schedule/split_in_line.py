@@ -27,15 +27,14 @@ class Waits(NamedTuple):
         return Waits(*(np.concatenate(column) for column in zip(self, other, strict=True)))
 
 
-def split_in_line(schedule: Schedule, units: Collection[str], *, whole_last: Collection[str] = ()) -> Schedule:
+def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
     """Return the computations of a schedule with these units' backwards in two, the weight gradient behind the input gradient.
 
     schedule: of an uncut step, in the compute dialect, all in line. Collectives are left out.
-    whole_last: units of which every stage's last microbatch keeps a whole backward (`weights_before_last`).
     """
     step, work = schedule.step, schedule.work
     counts = {
-        stage: step.num_microbatches(*stage[:2]) - (stage[0] in whole_last)
+        stage: step.num_microbatches(*stage[:2])
         for stage in step.stages
         if stage[0] in units and step.backward_need(*stage).has_backward
     }
@@ -62,11 +61,12 @@ def reduced_units(step: StepGraph, costs: StepCosts) -> frozenset[str]:
     return frozenset(work.stages[stage][0] for stage in np.unique(work.computed_stages[reductions[takes_time]]).tolist())
 
 
-def fills_of(schedule: Schedule, units: Collection[str]) -> NDArray[np.bool_]:
-    """Return [num_computed] True for these units' computations, and for all weight gradients."""
+def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> NDArray[np.bool_]:
+    """Return [num_computed] True for these units' computations, and for all weight gradients but those that wait in `last`."""
     work = schedule.work
     is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
     found: NDArray[np.bool_] = is_unit[work.computed_stages] | (work.kinds == _WEIGHT_GRADIENT)
+    found[last.waiting] = False
     return found
 
 
@@ -106,21 +106,21 @@ def weights_before_forwards_of_lanes(schedule: Schedule, num_more: int) -> Waits
     return Waits(*np.concatenate(found, axis=1))
 
 
-def weights_before_last(schedule: Schedule) -> Waits:
-    """Return backwards that are whole, and for each the weight gradients of its stage that stand before it.
+def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
+    """Return the last weight gradient of each of these units' stages, once for each of the stage's others.
 
-    If these are over by then, the stage's gradients are reduced while others still compute. schedule: as `split_in_line` returns
-    it.
+    If these are over by then, and the last one stays behind its input gradient, the stage's gradients are reduced while others
+    still compute. schedule: as `split_in_line` returns it.
     """
     work, position = schedule.work, _positions(schedule)
     found = [np.zeros((2, 0), np.int64)]
-    for grid in work.pieces.units.values():
+    for name in units:
+        grid = work.pieces.units[name]
         for first, end in pairwise(grid.placed.microbatch_starts.tolist()):
             for width, backwards in zip(grid.width[:, first:end], grid.backward[:, first:end], strict=True):
-                whole, split = backwards[width == 1], backwards[width > 1]
-                if len(whole) == 1 and len(split):
-                    before = split[position[split] < position[whole[0]]]
-                    found.append(np.stack((np.full(len(before), whole[0]), before + 1)))
+                if len(width) > 1 and (width > 1).all():
+                    weights = backwards[np.argsort(position[backwards])] + 1
+                    found.append(np.stack((np.full(len(weights) - 1, weights[-1]), weights[:-1])))
     return Waits(*np.concatenate(found, axis=1))
 
 

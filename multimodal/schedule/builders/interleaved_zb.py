@@ -1,6 +1,7 @@
 """Interleaved 1F1B whose weight gradients wait for idle time (Qi et al., Zero Bubble Pipeline Parallelism)."""
 
 import math
+from collections.abc import Collection
 
 import numpy as np
 
@@ -30,30 +31,29 @@ def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
 
     Layer ranges of several units, or of a unit and its ends, take unlike times, and lanes wait for each other in every group of
     microbatches. Forwards and input gradients keep the order of interleaved 1F1B; weight gradients go where the lane would be
-    idle for as long as they take, by the durations of `costs`; before forwards for which they must make room; and before their
-    stage's last backward, which is whole where gradients are reduced, so that reductions by layer start about as early as in
-    interleaved 1F1B. Lanes keep as many microbatches more as makes the pipelines shorter and fits into the memory that `costs`
-    know of. Qi et al. (ZB-H1) have one layer range per stage, equal durations and no reductions. Where the pipelines would not
-    end earlier, the schedule is interleaved 1F1B.
+    idle for as long as they take, by the durations of `costs`; before forwards for which they must make room; and, where their
+    gradients are reduced, before their stage's last one, which keeps its place, so that reductions by layer start about as
+    early as in interleaved 1F1B. Lanes keep as many microbatches more as makes the pipelines shorter and fits into the memory
+    that `costs` know of. Qi et al. (ZB-H1) have one layer range per stage, equal durations and no reductions. Where the
+    pipelines would not end earlier, the schedule is interleaved 1F1B.
     """
     in_line = build_interleaved_1f1b(step)
-    best = fill_pipelines(in_line, costs, _movable(in_line, 0))
+    best = fill_pipelines(in_line, costs, _movable(in_line, (), 0))
     if step.forward_only:
         return best.schedule
-    split = split_in_line(in_line, step.graph.unit_names, whole_last=reduced_units(step, costs))
-    room = _room(in_line, costs)
+    split, room, reduced = split_in_line(in_line, step.graph.unit_names), _room(in_line, costs), reduced_units(step, costs)
     for num_more in MORE_IN_FLIGHT:
-        filled = fill_pipelines(split, costs, _movable(split, num_more))
+        filled = fill_pipelines(split, costs, _movable(split, reduced, num_more))
         if filled.end >= (1 - _LEAST_GAIN) * best.end or (_most_kept(filled.schedule, costs) > room).any():
             break
         best = filled
     return best.schedule
 
 
-def _movable(in_line: Schedule, num_more: int) -> Movable:
+def _movable(in_line: Schedule, reduced: Collection[str], num_more: int) -> Movable:
     """Return weight gradients, with `num_more` microbatches in a lane beyond those of the order in line."""
-    waits = weights_before_forwards_of_lanes(in_line, num_more).joined(weights_before_last(in_line))
-    return Movable(fills_of(in_line, ()), waits)
+    last = weights_before_last(in_line, reduced)
+    return Movable(fills_of(in_line, (), last), weights_before_forwards_of_lanes(in_line, num_more).joined(last))
 
 
 def _room(schedule: Schedule, costs: StepCosts) -> Floats:

@@ -1,6 +1,7 @@
 """Optimus: encoder work in the bubbles of the LLM's pipeline (Feng et al., Optimus, Algorithm 2)."""
 
 import math
+from collections.abc import Collection
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
@@ -31,20 +32,17 @@ def build_optimus(
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
     if not splits_backwards or step.forward_only:
-        return fill_pipelines(in_line, costs, _movable(in_line, memory_factor)).schedule
-    reduced = reduced_units(step, costs)
-    lines = (split_in_line(in_line, units, whole_last=reduced) for units in _ways_to_split(step))
-    return min(
-        (fill_pipelines(line, costs, _movable(line, memory_factor)) for line in lines), key=lambda filled: filled.end
-    ).schedule
+        return fill_pipelines(in_line, costs, _movable(in_line, (), memory_factor)).schedule
+    reduced, lines = reduced_units(step, costs), [split_in_line(in_line, units) for units in _ways_to_split(step)]
+    found = (fill_pipelines(line, costs, _movable(line, reduced, memory_factor)) for line in lines)
+    return min(found, key=lambda filled: filled.end).schedule
 
 
-def _movable(in_line: Schedule, memory_factor: float) -> Movable:
+def _movable(in_line: Schedule, reduced: Collection[str], memory_factor: float) -> Movable:
     """Return all but the LLM's forwards and backwards."""
-    llm = in_line.step.graph.backbone.name
-    fills = fills_of(in_line, [unit for unit in in_line.step.graph.unit_names if unit != llm])
-    waits = weights_before_forwards(in_line, llm).joined(weights_before_last(in_line))
-    return Movable(fills, waits, memory_factor, goes_inside=True)
+    llm, last = in_line.step.graph.backbone.name, weights_before_last(in_line, reduced)
+    fills = fills_of(in_line, [unit for unit in in_line.step.graph.unit_names if unit != llm], last)
+    return Movable(fills, weights_before_forwards(in_line, llm).joined(last), memory_factor, goes_inside=True)
 
 
 def _ways_to_split(step: StepGraph) -> list[list[str]]:

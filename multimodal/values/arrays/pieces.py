@@ -421,11 +421,12 @@ def _ranges(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> dict
 def _splits(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> Bools:
     found = np.zeros((num_stages, placed.num_microbatches), bool)
     if isinstance(cuts.split, StageSplit):
-        counts = np.zeros((num_stages, placed.num_replicas), np.int64)
-        for (name, replica, stage), count in cuts.split.counts.items():
+        replicas = placed.replica_of_microbatch
+        stages = np.zeros((num_stages, placed.num_replicas), bool)
+        for name, replica, stage in cuts.split.counts:
             if name == unit:
-                counts[stage, replica] = count
-        return placed.index_in_replica < counts[:, placed.replica_of_microbatch]
+                stages[stage, replica] = True
+        return stages[:, replicas]
     for place in cuts.split:
         if place.unit == unit and place.microbatch < placed.counts[place.replica]:
             found[place.stage, placed.microbatch_starts[place.replica] + place.microbatch] = True

@@ -14,11 +14,11 @@ StageKey = tuple[str, int, int]
 
 
 class StageSplit(Set[Place]):
-    """The first places of some stages, or all of them."""
+    """All places of some stages."""
 
     def __init__(self, counts: Mapping[StageKey, int]) -> None:
         self.counts = counts
-        """Stage -> how many of its microbatches, from the first on."""
+        """Stage -> its microbatches."""
 
     def __contains__(self, place: object) -> bool:
         return isinstance(place, tuple) and len(place) == 4 and 0 <= place[3] < self.counts.get(place[:3], 0)
