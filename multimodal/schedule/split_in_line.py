@@ -83,7 +83,7 @@ def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
         is_split = (grid.width[:, first:end] > 1).any(axis=1)
         forwards, backwards = grid.forward[is_split, first:end], grid.backward[is_split, first:end]
         if forwards.size:
-            found.append(_with_limit(_in_order(forwards, position), _in_order(backwards, position), position, work.kinds))
+            found.append(_with_limit(_in_order(forwards, position), _in_order(backwards, position), position))
     return Waits(*np.concatenate(found, axis=1))
 
 
@@ -100,16 +100,16 @@ def weights_before_forwards_of_lanes(schedule: Schedule, num_more: int) -> Waits
     for lane in range(schedule.num_lanes):
         pieces = schedule.lane_pieces(lane)
         pieces = pieces[trains[work.computed_stages[pieces]]]
-        forwards, backwards = (pieces[np.isin(work.kinds[pieces], kinds)] for kinds in ([_FORWARD], _BACKWARDS))
+        forwards, backwards = (pieces[work.kinds[pieces] == kind] for kind in (_FORWARD, _INPUT_GRADIENT))
         if len(forwards) == len(backwards) > 0:
-            found.append(_with_limit(forwards[None], backwards[None], position, work.kinds, num_more))
+            found.append(_with_limit(forwards[None], backwards[None], position, num_more))
     return Waits(*np.concatenate(found, axis=1))
 
 
 def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
     """Return the last weight gradient of each of these units' stages, once for each of the stage's others.
 
-    If these are over by then, and the last one stays behind its input gradient, the stage's gradients are reduced while others
+    If these are over by then, and the last one keeps its place in line, the stage's gradients are reduced while other stages
     still compute. schedule: as `split_in_line` returns it.
     """
     work, position = schedule.work, _positions(schedule)
@@ -135,19 +135,15 @@ def _in_order(pieces: Integers, position: Integers) -> Integers:
     return found
 
 
-def _with_limit(
-    forwards: Integers, backwards: Integers, position: Integers, kinds: NDArray[np.uint8], num_more: int = 0
-) -> Integers:
+def _with_limit(forwards: Integers, backwards: Integers, position: Integers, num_more: int = 0) -> Integers:
     """Return the pairs of rows of stages or lanes; forwards, backwards: [num_rows, num_microbatches] pieces in their order."""
     count = forwards.shape[1]
     num_over = [np.searchsorted(*row) for row in zip(position[backwards], position[forwards], strict=True)]
     most = min(count, int((np.arange(1, count + 1) - num_over).max()) + num_more)
-    waiting, awaited = forwards[:, most:].ravel(), backwards[:, : count - most].ravel() + 1
-    is_split = kinds[awaited] == _WEIGHT_GRADIENT
-    return np.stack((waiting[is_split], awaited[is_split]))
+    return np.stack((forwards[:, most:].ravel(), backwards[:, : count - most].ravel() + 1))
 
 
-_FORWARD, _WEIGHT_GRADIENT, _REDUCTION = (
-    KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE_GRADIENTS)
+_FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _REDUCTION = (
+    KIND_NUMBERS[kind]
+    for kind in (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT, ActionKind.REDUCE_GRADIENTS)
 )
-_BACKWARDS = [KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)]
