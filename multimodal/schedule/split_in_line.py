@@ -73,37 +73,66 @@ def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> NDArray
 def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
     """Return a unit's forwards, and for each a weight gradient that must be over before it begins, so that not more is kept.
 
-    Where the order has at most n microbatches in flight in any stage of a replica, a stage begins its forward k when the weight
-    gradient of its (k - n)-th backward is over (ZB-H1's limit). schedule: as `split_in_line` returns it.
+    Where the order has at most n microbatches in flight in any lane of a replica, those of all its stages together, a lane begins
+    its forward k when the weight gradient of its (k - n)-th backward is over (ZB-H1's limit). schedule: as `split_in_line`
+    returns it.
     """
-    work, position = schedule.work, _positions(schedule)
-    grid = work.pieces.units[unit]
+    step, is_split = schedule.step, _has_weight_gradients(schedule)
     found = [np.zeros((2, 0), np.int64)]
-    for first, end in pairwise(grid.placed.microbatch_starts.tolist()):
-        is_split = (grid.width[:, first:end] > 1).any(axis=1)
-        forwards, backwards = grid.forward[is_split, first:end], grid.backward[is_split, first:end]
-        if forwards.size:
-            found.append(_with_limit(_in_order(forwards, position), _in_order(backwards, position), position))
-    return Waits(*np.concatenate(found, axis=1))
+    for index, replica in enumerate(step.plan.units[unit].replicas):
+        is_own = np.array([stage[:2] == (unit, index) for stage in schedule.work.stages], bool) & is_split
+        lanes = {lane for stage in range(len(replica.virtual_stages)) for lane in step.lanes_of(unit, index, stage)}
+        orders = [_LaneOrder.of(schedule, lane, is_own) for lane in sorted(lanes)]
+        most = max(order.most_in_flight for order in orders)
+        found += [order.with_limit(most) for order in orders]
+    return Waits(*np.unique(np.concatenate(found, axis=1), axis=1))
 
 
 def weights_before_forwards_of_lanes(schedule: Schedule, num_more: int) -> Waits:
-    """Return the same for lanes: where one has at most n microbatches in flight, those of all its stages together.
+    """Return the same for all units together, with a limit for each lane: `num_more` above what it has in flight in the order.
 
-    It begins its forward k when the weight gradient of its (k - n - num_more)-th backward is over. schedule: as `split_in_line`
-    returns it.
+    schedule: as `split_in_line` returns it.
     """
-    work, position = schedule.work, _positions(schedule)
-    trains = np.zeros(len(work.stages), bool)
-    trains[work.computed_stages[work.kinds == _WEIGHT_GRADIENT]] = True
-    found = [np.zeros((2, 0), np.int64)]
-    for lane in range(schedule.num_lanes):
+    is_split = _has_weight_gradients(schedule)
+    orders = [_LaneOrder.of(schedule, lane, is_split) for lane in range(schedule.num_lanes)]
+    found = [np.zeros((2, 0), np.int64), *(order.with_limit(order.most_in_flight + num_more) for order in orders)]
+    return Waits(*np.unique(np.concatenate(found, axis=1), axis=1))
+
+
+class _LaneOrder(NamedTuple):
+    """A lane's forwards and input gradients of the same stages, in its order."""
+
+    forwards: Integers
+    input_gradients: Integers
+    num_over: Integers
+    """Of each forward, the input gradients before it."""
+
+    @classmethod
+    def of(cls, schedule: Schedule, lane: int, is_wanted: NDArray[np.bool_]) -> "_LaneOrder":
+        """Read; is_wanted: [num_stages], stages whose backwards are in two."""
         pieces = schedule.lane_pieces(lane)
-        pieces = pieces[trains[work.computed_stages[pieces]]]
-        forwards, backwards = (pieces[work.kinds[pieces] == kind] for kind in (_FORWARD, _INPUT_GRADIENT))
-        if len(forwards) == len(backwards) > 0:
-            found.append(_with_limit(forwards[None], backwards[None], position, num_more))
-    return Waits(*np.concatenate(found, axis=1))
+        pieces = pieces[is_wanted[schedule.work.computed_stages[pieces]]]
+        kinds = schedule.work.kinds[pieces]
+        num_over = np.cumsum(kinds == _INPUT_GRADIENT)[kinds == _FORWARD]
+        return cls(pieces[kinds == _FORWARD], pieces[kinds == _INPUT_GRADIENT], num_over)
+
+    @property
+    def most_in_flight(self) -> int:
+        """The most microbatches whose input gradient is not over, among those whose forward has begun."""
+        return int((np.arange(1, len(self.forwards) + 1) - self.num_over).max(initial=0))
+
+    def with_limit(self, most: int) -> Integers:
+        """Return [2, num_pairs] the pairs that keep no more in flight; `most`: at least `most_in_flight`."""
+        num_pairs = max(0, len(self.forwards) - most)
+        return np.stack((self.forwards[most:], self.input_gradients[:num_pairs] + 1))
+
+
+def _has_weight_gradients(schedule: Schedule) -> NDArray[np.bool_]:
+    """Return [num_stages] True where backwards are in two."""
+    work = schedule.work
+    found = np.zeros(len(work.stages), bool)
+    found[work.computed_stages[work.kinds == _WEIGHT_GRADIENT]] = True
+    return found
 
 
 def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
@@ -128,19 +157,6 @@ def _positions(schedule: Schedule) -> Integers:
     position = np.zeros(schedule.work.num_computed, np.int64)
     position[schedule.pieces] = np.arange(len(schedule.pieces))
     return position
-
-
-def _in_order(pieces: Integers, position: Integers) -> Integers:
-    found: Integers = np.take_along_axis(pieces, np.argsort(position[pieces]), axis=1)
-    return found
-
-
-def _with_limit(forwards: Integers, backwards: Integers, position: Integers, num_more: int = 0) -> Integers:
-    """Return the pairs of rows of stages or lanes; forwards, backwards: [num_rows, num_microbatches] pieces in their order."""
-    count = forwards.shape[1]
-    num_over = [np.searchsorted(*row) for row in zip(position[backwards], position[forwards], strict=True)]
-    most = min(count, int((np.arange(1, count + 1) - num_over).max()) + num_more)
-    return np.stack((forwards[:, most:].ravel(), backwards[:, : count - most].ravel() + 1))
 
 
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _REDUCTION = (
