@@ -22,10 +22,10 @@ class WindowedTransformerLayer(TransformerLayer):
         return unit.has_windows
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """As if every window were full; counted with the products, since it is linear in tokens, too."""
+        """As if every window were full."""
         assert self.unit.item_input is not None
         attention = 4.0 * self._widths[0] * (self.unit.item_input.tokens_per_window or 0)
-        return LayerFlops(super().forward_flops(load).linear + attention * load.num_tokens)
+        return super().forward_flops(load)._replace(attention=attention * load.num_tokens)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Queries, keys and values in the order of windows are copies; the product that they came from is not kept."""

@@ -23,6 +23,7 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
     backward belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
     """
     linear, attention_flops = layer.forward_flops(_ONE_TOKEN if layer.counts == "leaving" else _ONE_INSIDE)
+    in_windows = layer.forward_flops(UnitLoad(1)).attention
     of_queries = layer.forward_flops(UnitLoad(num_outputs=layer.num_queries)).linear
     half = cluster.half_efficiency_gflop * 1e9
     speed, attention_speed = cluster.flops_per_second, cluster.attention_flops_per_second
@@ -32,7 +33,8 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
     )
     attention = Quadratic()
     if attention_flops:
-        attention = Quadratic(half / attention_speed, 0.0, attention_flops / num_ranks / attention_speed)
+        per_token, per_square = (flops / num_ranks / attention_speed for flops in (in_windows, attention_flops - in_windows))
+        attention = Quadratic(half / attention_speed, per_token, per_square)
     moving, moving_back = _elementwise(layer, num_ranks=num_ranks, cluster=cluster)
     return LayerCurves(
         forward=products.plus(adapters, attention, moving),

@@ -109,8 +109,8 @@ class LayerCosts:
         prepared, is_busy = self._of(unit, kind, shared), load.num_tokens > 0
         waiting = is_busy * prepared.waiting_for_tensor_ranks(load)
         attention = is_busy * prepared.curves.attention.at(*counted_tokens(load, counts=prepared.counts))
-        repeats_all = prepared.recompute == "full" and self._describe(unit, kind).recomputes
-        repeats_attention = repeats_all or (prepared.recompute == "selective" and self._describe(unit, kind).attends)
+        recomputes = self._describe(unit, kind).recomputes
+        repeats_all, repeats_attention = prepared.recompute == "full" and recomputes, bool(prepared.recompute) and recomputes
         return PassParts(attention, waiting, waiting * (2 if prepared.recompute == "full" else 1), repeats_attention, repeats_all)
 
     def _of(self, unit: str, kind: str, shared: Mapping[str, Any]) -> "_Prepared":
@@ -154,10 +154,8 @@ class LayerCosts:
         exchange = layer.expert_exchange(context_parallel_size=context_parallel_size, ranks=expert_ranks, cluster=self.cluster)
         collectives = collectives._replace(experts=exchange)
         repeated: list[Curve] = []
-        if recompute == "full" and layer.recomputes:
-            repeated.append(curves.forward)
-        if recompute == "selective" and layer.attends:
-            repeated.append(curves.attention)
+        if recompute and layer.recomputes:
+            repeated.append(curves.forward if recompute == "full" else curves.attention)
         is_cut = collectives.tensor != Quadratic()
         cutting = _constant(curves.weight_gradient) * (self.num_overlapped_parts - 1) if is_cut else 0.0
         prepared = _Prepared(

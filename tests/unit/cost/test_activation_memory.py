@@ -305,7 +305,7 @@ def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
     stage = build_layer(graph, "vision", kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
     layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
     assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
-    assert layer.forward_flops(UnitLoad(256)) == LayerFlops(2.0 * 256 * layer.num_weights + 4 * 64 * 256 * 16)
+    assert layer.forward_flops(UnitLoad(256)) == LayerFlops(2.0 * 256 * layer.num_weights, 4.0 * 64 * 256 * 16)
     stage.layers.requires_grad_(not frozen)
     measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
     need = BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL
