@@ -102,6 +102,17 @@ class StepGraph:
         """Return the lanes that together execute a virtual stage."""
         return self.plan.lanes_of_stage(unit, replica, stage)
 
+    def item_ranks(self, unit: str, replica: int) -> tuple[int, ...]:
+        """Return the ranks that need the pixels or sound of a replica's items.
+
+        That is an encoder's first stage, which takes them, and a generator's last one, which is to make them; and no rank of the
+        backbone, or of an encoder that takes what others give.
+        """
+        described = self.graph.unit(unit)
+        if described.role is Role.BACKBONE or described.join is not None:
+            return ()
+        return self.plan.units[unit].replicas[replica].virtual_stages[0 if described.role is Role.ENCODER else -1].ranks
+
     def num_microbatches(self, unit: str, replica: int) -> int:
         """Return the number of microbatches of a replica."""
         return self.assignment.num_microbatches(unit, replica)

@@ -157,20 +157,18 @@ class SampleExchange:
 def needed_pieces(step: StepGraph, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:
     """Return rank -> what it needs of the global batch, by the rules of `load_inputs`.
 
-    Texts go to the LLM; pixels to an encoder's first stage, which takes them, and to a generator's last one, which makes them.
+    Texts go to the LLM; pixels where `StepGraph.item_ranks` says.
     """
     found: dict[int, dict[Piece, None]] = {}
     for name, replicas in step.assignment.units.items():
         role = step.graph.unit(name).role
-        for replica, microbatches in zip(step.plan.units[name].replicas, replicas, strict=True):
+        for index, microbatches in enumerate(replicas):
             atoms = [atom for microbatch in microbatches for atom in microbatch]
-            if role is Role.ENCODER:
-                ranks, pieces = replica.virtual_stages[0].ranks, [Piece(*atom) for atom in atoms]
-            elif role is Role.BACKBONE:
-                ranks, pieces = replica.ranks, [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
+            if role is Role.BACKBONE:
+                ranks, pieces = step.plan.units[name].replicas[index].ranks, [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
             else:
-                items = list_items(atoms, unit=name, lengths_by_sample=lengths)
-                ranks, pieces = replica.virtual_stages[-1].ranks, [Piece(*item) for item in items]
+                items = atoms if role is Role.ENCODER else list_items(atoms, unit=name, lengths_by_sample=lengths)
+                ranks, pieces = step.item_ranks(name, index), [Piece(*item) for item in items]
             for rank in ranks:
                 found.setdefault(rank, {}).update(dict.fromkeys(pieces))
     return {rank: list(pieces) for rank, pieces in found.items()}

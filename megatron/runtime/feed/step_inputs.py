@@ -43,9 +43,8 @@ def load_inputs(
     placement: TokenPlacement | None = None,
     options: BuildOptions | None = None,
 ) -> LoadedInputs:
-    """Load and pack every microbatch that passes through this rank, pixels only where they are needed.
+    """Load and pack every microbatch that passes through this rank, pixels only where they are needed (`StepGraph.item_ranks`).
 
-    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them.
     Microbatches that run in sample subsets (`StepGraph.cuts`) are packed subset by subset.
     source_index: sample id -> index in `source`;
     placement: which tokens each rank holds where a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
@@ -74,7 +73,7 @@ def load_inputs(
         for replica_index, replica in enumerate(unit_plan.replicas):
             if rank not in replica.ranks:
                 continue
-            is_first = rank in replica.virtual_stages[0].ranks
+            has_items = rank in step.item_ranks(name, replica_index)
             for microbatch in range(step.num_microbatches(name, replica_index)):
                 place = MicrobatchPlace(name, replica_index, microbatch)
                 if unit.join is not None:
@@ -82,7 +81,7 @@ def load_inputs(
                 elif unit.role is Role.ENCODER:
                     subsets = step.sample_subsets(place)
                     packed = tuple(
-                        own(_encoder_input(source, unit, atoms, source_index, with_pixels=is_first), place, part)
+                        own(_encoder_input(source, unit, atoms, source_index, with_pixels=has_items), place, part)
                         for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
                     )
                     if place in step.cuts.num_subsets:
@@ -90,8 +89,7 @@ def load_inputs(
                     else:
                         (inputs[place],) = packed
                 elif unit.role is Role.GENERATOR:
-                    is_last = rank in replica.virtual_stages[-1].ranks
-                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=is_last)
+                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items)
                     inputs[place] = own(whole, place)
                 else:
                     if placement:
@@ -106,14 +104,13 @@ def _needed_items(step: StepGraph, *, rank: int, source_index: Mapping[int, int]
     """(index in the source, item) of everything that this rank will have decoded, in the order of its microbatches."""
     found: list[tuple[int, int]] = []
     for name, unit_plan in step.plan.units.items():
-        role = step.graph.unit(name).role
-        at = {Role.ENCODER: 0, Role.GENERATOR: -1}.get(role) if step.graph.unit(name).join is None else None
-        for replica_index, replica in enumerate(unit_plan.replicas if at is not None else ()):
-            if rank not in replica.virtual_stages[at or 0].ranks:
+        for replica in range(len(unit_plan.replicas)):
+            if rank not in step.item_ranks(name, replica):
                 continue
-            for microbatch in range(step.num_microbatches(name, replica_index)):
-                atoms = step.assignment.atoms(MicrobatchPlace(name, replica_index, microbatch))
-                items = atoms if role is Role.ENCODER else _items_of(atoms, name, source=source, source_index=source_index)
+            for microbatch in range(step.num_microbatches(name, replica)):
+                atoms = step.assignment.atoms(MicrobatchPlace(name, replica, microbatch))
+                is_encoder = step.graph.unit(name).role is Role.ENCODER
+                items = atoms if is_encoder else _items_of(atoms, name, source=source, source_index=source_index)
                 found += ((source_index[atom.sample_id], atom.item_index) for atom in items)
     return found
 
