@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 from scipy.io import wavfile
-from scipy.signal import resample_poly
 
 from multimodal.values.errors import DataError
 
@@ -48,6 +47,8 @@ def read_audio(path: str, *, num_samples: int, where: str) -> npt.NDArray[np.flo
         mono = mono.mean(axis=1)
     if sound.rate != SAMPLING_RATE:
         divisor = math.gcd(sound.rate, SAMPLING_RATE)
+        from scipy.signal import resample_poly  # which every rank would wait for at its start otherwise
+
         mono = resample_poly(mono, SAMPLING_RATE // divisor, sound.rate // divisor).astype(np.float32)
     if len(mono) != num_samples:
         raise DataError(
