@@ -11,7 +11,7 @@ from multimodal.values.model_graph import ModelGraph
 from tests.distributed.launch import Launched, launch
 from tests.distributed.small_run import working_flags, write_working_files
 
-NUM_STEPS = 5
+NUM_STEPS, STEPS_OF_TWO_RUNS = 5, 7
 BAD = "plan: vision tp 1 x pp 1 x dp 1"
 AUTO = {"--plan": "auto", "--plan-time-budget": 1}
 
@@ -24,10 +24,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def train(folder: Path, log: str, *more: object, num_ranks: int = 2, plans_itself: bool = True) -> tuple[Launched, list[float]]:
+def train(
+    folder: Path, log: str, *more: object, num_ranks: int = 2, num_steps: int = NUM_STEPS, plans_itself: bool = True
+) -> tuple[Launched, list[float]]:
     """Train, and return what was said and the losses."""
-    flags: dict[str, object] = {**working_flags(folder), "--train-iters": NUM_STEPS, "--global-batch-size": 4}
-    flags |= {"--dtype": "float64", "--log-json": folder / log}
+    flags: dict[str, object] = {**working_flags(folder), "--train-iters": num_steps, "--global-batch-size": 4}
+    flags |= {"--dtype": "float64", "--log-json": folder / log, "--lr-decay-style": "constant"}
     if plans_itself:
         flags = {name: value for name, value in flags.items() if name not in ("--vision-dp", "--llm-dp")} | AUTO
     given = [part for pair in flags.items() for part in pair]
@@ -40,12 +42,12 @@ def train(folder: Path, log: str, *more: object, num_ranks: int = 2, plans_itsel
 @pytest.fixture(scope="module")
 def one_process(folder: Path) -> list[float]:
     """The losses of one process."""
-    return train(folder, "one.jsonl", num_ranks=1, plans_itself=False)[1]
+    return train(folder, "one.jsonl", num_ranks=1, num_steps=STEPS_OF_TWO_RUNS, plans_itself=False)[1]
 
 
 def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder: Path, one_process: list[float]) -> None:
     first, losses = train(folder, "first.jsonl", "--plan-review-iters", 3)
-    assert losses == pytest.approx(one_process, rel=0, abs=1e-9)
+    assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     for said in (
         "plan auto: of 4 samples",
         "links as measured now",
@@ -57,19 +59,22 @@ def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder
     assert first.output.count("plan review after step 3: a step takes ") == 1
 
     second, losses = train(folder, "second.jsonl", "--plan-review-iters", 0)
-    assert losses == pytest.approx(one_process, rel=0, abs=1e-9)
+    assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     assert "links as kept" in second.output and "layers as kept" in second.output and "(as planned before)" in second.output
     assert "plan review" not in second.output
 
     plant_bad_plan(folder)
-    third, losses = train(folder, "third.jsonl", "--plan-review-iters", 2, "--replan")
-    assert losses == pytest.approx(one_process, rel=0, abs=1e-9)
+    third, losses = train(folder, "third.jsonl", "--plan-review-iters", 2, "--replan", "--save", folder / "saved")
+    assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     assert f"{BAD}, llm" in third.output, "the planted plan is not taken"
     assert "plan review after step 2: " in third.output and "; going on under it" in third.output, third.output
     assert "plan review after step 4: " in third.output and "; under the plan before it took " in third.output, third.output
 
-    fourth, _ = train(folder, "fourth.jsonl", "--plan-review-iters", 0)
+    more = ("--load", folder / "saved", "--plan-review-iters", 2)
+    fourth, losses = train(folder, "fourth.jsonl", *more, num_steps=STEPS_OF_TWO_RUNS)
+    assert losses == pytest.approx(one_process[NUM_STEPS:], rel=0, abs=1e-9)
     assert "(as planned before)" in fourth.output and BAD not in fourth.output, fourth.output
+    assert f"plan review after step {STEPS_OF_TWO_RUNS}: a step takes " in fourth.output, fourth.output
 
 
 def plant_bad_plan(folder: Path) -> None:
