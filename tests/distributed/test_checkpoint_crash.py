@@ -23,7 +23,7 @@ from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 
-NUM_MOMENTS = int(os.environ.get("BRAID_CRASH_MOMENTS", "20"))
+NUM_MOMENTS = int(os.environ.get("BRAID_CRASH_MOMENTS", "12"))
 GRAPH = build_graph(tied=True)
 SAVED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 2), llm=(2, 1, 1), colocated=True))
 LOADED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 1), llm=(1, 1, 1), colocated=True))

@@ -13,7 +13,7 @@ NUM_EXAMPLES = os.environ.get("BRAID_MASTER_EXAMPLES")
 
 
 several = settings(
-    max_examples=int(NUM_EXAMPLES or 16),
+    max_examples=int(NUM_EXAMPLES or 10),
     derandomize=NUM_EXAMPLES is None,
     database=None,
     deadline=None,

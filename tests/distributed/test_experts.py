@@ -44,7 +44,7 @@ FIXED: dict[str, Any] = {
 }
 
 
-@settings(max_examples=16, **FIXED)
+@settings(max_examples=10, **FIXED)
 @given(case=expert_cases())
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(case, ranks)

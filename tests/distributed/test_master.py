@@ -16,7 +16,7 @@ NUM_EXAMPLES = os.environ.get("BRAID_MASTER_EXAMPLES")
 
 
 @settings(
-    max_examples=int(NUM_EXAMPLES or 120),
+    max_examples=int(NUM_EXAMPLES or 90),
     derandomize=NUM_EXAMPLES is None,
     database=None,
     deadline=None,

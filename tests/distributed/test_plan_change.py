@@ -86,7 +86,6 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
     [
         *((name, torch.float64, False) for name in CHANGES),
         ("tied: there and back over a pipeline", torch.float64, True),
-        ("tied: context parallel, shared ranks, own ranks", torch.float32, False),
         ("tied: replicas that differ, and back", torch.float32, False),
     ],
     ids=str,

@@ -38,12 +38,11 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
-        (5, ("--vision-dp", 2, "--llm-pp", 3)),
+        (5, ("--vision-dp", 2, "--llm-pp", 3, "--balance", "orchmllm", "--vision-micro-batch-size", 5)),
         (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--schedule", "gpipe", "--micro-batch-size", 3)),
         (6, ("--vision-dp", 1, "--vision-pp", 2, "--llm-pp", 2, "--llm-tp", 2, "--sequence-parallel", "--recompute-activations")),
         (4, ("--colocate-units", "--vision-tp", 2, "--llm-pp", 2)),
         (3, ("--vision-dp", 1, "--llm-pp", 1, "--llm-tp", 2, "--sequence-parallel", "--tp-comm-overlap", "--schedule", "zb-h1")),
-        (4, ("--balance", "orchmllm", "--vision-micro-batch-size", 5)),
         (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--data-parallel-sharding-strategy", "optim_grads_params")),
         (3, ("--vision-dp", 1, "--llm-pp", 1, "--llm-dp", 2, "--schedule-passes", "gather-parameters,reduce-by-layer")),
         (4, ("--vision-dp", 1, "--llm-pp", 3, "--llm-vpp", 2, "--schedule", "interleaved-1f1b")),

@@ -40,7 +40,7 @@ COLOCATED = {"vision": (1, 1, 4), "llm": (1, 2, 2), "colocated": True}
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@settings(max_examples=40, **FIXED)
+@settings(max_examples=24, **FIXED)
 @given(case=gradient_cases(has_unlike_replicas=False))
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     """Replicas of any numbers of microbatches, in any order, join each other's computations."""
@@ -51,7 +51,6 @@ def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: Gradie
     ("graph", "sizes", "dtype"),
     [
         (TIED, UNEQUAL, torch.float64),
-        (TIED, DEEP, torch.float64),
         (TIED, SPREAD, torch.float32),
         (FROZEN, COLOCATED, torch.bfloat16),
         (GRAPH, DEEP, torch.bfloat16),

@@ -105,7 +105,7 @@ def warm_ups(schedule: Schedule) -> list[int]:
     return [sum(kind is ActionKind.FORWARD for kind in lane) for lane in first]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(built=built_cases(), triple=st.permutations(sorted(PASSES)))
 def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepGraph, str], triple: list[str]) -> None:
     case, builder = built
