@@ -140,8 +140,11 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "pretraining_tp": (1, None),
 }
-_ROTARY_TYPES = (None, "default", "llama3")
+_ROTARY_TYPES = (None, "default", "llama3", "dynamic")
 _SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_LENGTH = "max_position_embeddings"
+_DYNAMIC_SCALING = ("factor", _LENGTH)
+_FIELDS = {"llama3": "rotary_scaling", "dynamic": "rotary_dynamic_scaling"}
 
 
 def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
@@ -213,17 +216,20 @@ def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind not in _ROTARY_TYPES:
         raise ModelError(
-            f"{where}rope_parameters (or rope_scaling) are of type {kind!r}, which cannot be trained here; expected 'default' "
-            "or 'llama3': take a model whose rotary positions are not scaled otherwise"
+            f"{where}rope_parameters (or rope_scaling) are of type {kind!r}, which cannot be trained here; expected 'default', "
+            "'llama3' or 'dynamic': take a model whose rotary positions are not scaled otherwise"
         )
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError(f"{where}partial_rotary_factor is not 1, which cannot be trained here; take another model")
     base = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
-    if kind != "llama3":
+    if kind in (None, "default"):
         return {"rotary_base": base}
-    if missing := [key for key in _SCALING if parameters.get(key) is None]:
-        raise ModelError(f"{where}rope_parameters (or rope_scaling) are of type 'llama3' without {missing[0]}; add it")
-    return {"rotary_base": base, "rotary_scaling": [parameters[key] for key in _SCALING]}
+    given, needed = parameters, _SCALING
+    if kind == "dynamic":
+        given, needed = {**parameters, _LENGTH: config.get(_LENGTH)}, _DYNAMIC_SCALING
+    if missing := [key for key in needed if given.get(key) is None]:
+        raise ModelError(f"{where}rope_parameters (or rope_scaling) are of type '{kind}' without {missing[0]}; add it")
+    return {"rotary_base": base, _FIELDS[kind]: [given[key] for key in needed]}
 
 
 def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
@@ -232,6 +238,9 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
     if unit.transformer.rotary_scaling:
         values = dict(zip(_SCALING, unit.transformer.rotary_scaling, strict=True))
         config |= {"rope_scaling": {**values, "rope_type": "llama3", _SCALING[3]: int(values[_SCALING[3]])}}
+    if unit.transformer.rotary_dynamic_scaling:
+        factor, length = unit.transformer.rotary_dynamic_scaling
+        config |= {"rope_scaling": {"factor": factor, "rope_type": "dynamic"}, _LENGTH: int(length)}
     if unit.transformer.add_bias_linear:
         config |= {"attention_bias": True, "mlp_bias": True}
     return {

@@ -42,9 +42,13 @@ def llama_of_long_contexts() -> Any:
 
 
 def qwen2() -> Any:
+    """Positions would slow down in sequences of more than 64 tokens."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    return Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=True))
+    scaling = {"rope_type": "dynamic", "rope_theta": SHAPE["rope_theta"], "factor": 2.0}
+    shape = {key: value for key, value in SHAPE.items() if key != "rope_theta"}
+    config = Qwen2Config(**shape, rope_parameters=scaling, max_position_embeddings=64, tie_word_embeddings=True)
+    return Qwen2ForCausalLM(config)
 
 
 def qwen3() -> Any:

@@ -103,6 +103,12 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
         if rule.is_broken(config):
             raise ConfigError(rule.message.format(c=config))
     _check_encoder_flags(config, graph=graph)
+    _, longest = graph.backbone.transformer.rotary_dynamic_scaling or (1.0, float("inf"))
+    if config.data.seq_length > longest:
+        raise ConfigError(
+            f"--seq-length {config.data.seq_length} is beyond the {longest:.0f} tokens from which on the model scales its rotary "
+            "positions (rotary_dynamic_scaling), which is not computed here; lower it"
+        )
     _check_layers_can_be_built(graph)
     if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
         raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")

@@ -64,6 +64,13 @@ def check_unit(unit: Unit) -> None:
         fail("rotary_scaling", f"expected 4 numbers, and of the backbone only, found {len(shape.rotary_scaling)}; correct them")
     if shape.rotary_scaling and shape.rotary_scaling[1] >= shape.rotary_scaling[2]:
         fail("rotary_scaling", "its low_freq_factor must be below its high_freq_factor; correct them")
+    dynamic = shape.rotary_dynamic_scaling
+    if dynamic and (unit.role is not Role.BACKBONE or len(dynamic) != 2 or shape.rotary_scaling or shape.rotary_sections):
+        fail(
+            "rotary_dynamic_scaling",
+            f"expected 2 numbers, of the backbone only, without rotary_scaling and rotary_sections, found {list(dynamic)}; "
+            "correct them",
+        )
     if shape.experts is not None and (problem := _problem_of_experts(unit, shape.experts)):
         fail("experts", problem)
     if unit.deepstack_layers and (unit.has_linear_projector or unit.deepstack_layers[-1] >= shape.num_layers):

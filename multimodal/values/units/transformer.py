@@ -35,6 +35,9 @@ class Transformer:
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
     rotary_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
     """Backbone only: Llama 3.1's rule for long contexts: factor, low_freq_factor, high_freq_factor, original context length."""
+    rotary_dynamic_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
+    """Backbone only: factor and context length of positions that slow down in sequences beyond that length (dynamic NTK). Shorter
+    ones turn as without; longer ones are not trained."""
     rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
     """Backbone only: channel pairs of a head that turn by time, row and column (M-RoPE); none: all by the token's place."""
     has_interleaved_sections: bool = False

@@ -66,6 +66,18 @@ def test_long_contexts_of_llama(tmp_path: Path) -> None:
         read(tmp_path, rope_scaling={**scaling, "high_freq_factor": None})
 
 
+def test_positions_that_slow_down_beyond_a_length(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0}
+    graph = read(tmp_path, rope_scaling={**scaling, "type": "dynamic"}, max_position_embeddings=32768)
+    assert graph.backbone.transformer.rotary_dynamic_scaling == (2.0, 32768.0)
+    family = architecture_of(graph)
+    assert family.to_config is not None
+    config = family.to_config(graph)
+    assert config["rope_scaling"] == scaling and config["max_position_embeddings"] == 32768
+    with pytest.raises(ModelError, match="'dynamic' without max_position_embeddings; add it"):
+        read(tmp_path, rope_scaling=scaling, max_position_embeddings=None)
+
+
 def test_biases_everywhere_or_nowhere(tmp_path: Path) -> None:
     graph = read(tmp_path, attention_bias=True, mlp_bias=True)
     assert graph.backbone.transformer.add_bias_linear
