@@ -106,14 +106,17 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int =
     tiles = tile_grid(width=image.width, height=image.height, image_input=image_input)
     rows, columns = grid = image_grid(width=image.width, height=image.height, image_input=image_input)
     size = (columns * image_input.patch_size, rows * image_input.patch_size)
+    full = size if image_input.image_size is None else (image_input.image_size, image_input.image_size)
     image = _convert(image, in_channels=image_input.in_channels)
     if image_input.image_size is not None and image_input.fit == "crop":
         shorter_side = image_input.shorter_side or image_input.image_size
         image = _crop_to_square(image, size=image_input.image_size, shorter_side=shorter_side)
     if tile < math.prod(tiles):
-        image = _cut_tile(image, tiles=tiles, tile=tile, size=size)
-    if image.size != size:
-        image = image.resize(size, Image.Resampling.BICUBIC)
+        image = _cut_tile(image, tiles=tiles, tile=tile, size=full)
+    if image.size != full:
+        image = image.resize(full, Image.Resampling.BICUBIC)
+    if full != size:  # as a convolution leaves out what is no whole patch
+        image = image.crop((0, 0, *size))
     pixels = np.asarray(image, dtype=np.uint8).reshape(size[1], size[0], image_input.in_channels)
     patches = cut_patches(pixels, patch_size=image_input.patch_size, merge_size=image_input.merge_size)
     if image_input.num_frames > 1:

@@ -224,7 +224,8 @@ def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
     base = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
     if kind in (None, "default"):
         return {"rotary_base": base}
-    given, needed = parameters, _SCALING
+    given: Config = parameters
+    needed: tuple[str, ...] = _SCALING
     if kind == "dynamic":
         given, needed = {**parameters, _LENGTH: config.get(_LENGTH)}, _DYNAMIC_SCALING
     if missing := [key for key in needed if given.get(key) is None]:

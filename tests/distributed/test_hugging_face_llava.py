@@ -48,7 +48,8 @@ def siglip_and_qwen2() -> Any:
     from transformers import Qwen2Config, SiglipVisionConfig
 
     text = Qwen2Config(**SHAPE, vocab_size=VOCABULARY, num_key_value_heads=2)
-    return build(SiglipVisionConfig(**VISION), text, vision_feature_select_strategy="full")
+    vision = SiglipVisionConfig(**{**VISION, "image_size": GRID * PATCH + 1})  # no whole number of patches
+    return build(vision, text, vision_feature_select_strategy="full")
 
 
 def dinov2_and_qwen2() -> Any:

@@ -18,7 +18,8 @@ class ImageInput:
     min_pixels: int = field(default=3136, metadata=up_to(2**31))
     max_pixels: int = field(default=1003520, metadata=up_to(2**31))
     image_size: int | None = field(default=None, metadata=up_to(2**14))
-    """Pixels of both sides that every image is given; None: native resolution, within the bounds above."""
+    """Pixels of both sides that every image is given; None: native resolution, within the bounds above. What is no whole patch on
+    the right and below is cut off (SigLIP: 384 pixels and patches of 14)."""
     fit: Literal["stretch", "crop"] = "stretch"
     """Images of one size: both sides are scaled alone, or the shorter side, and the longer one is cut off on both ends."""
     shorter_side: int | None = field(default=None, metadata=up_to(2**14))
@@ -183,8 +184,11 @@ def problem_of_image(image: ImageInput) -> str:
     if image.max_pixels < image.min_pixels:
         return f"max_pixels {image.max_pixels} is below min_pixels {image.min_pixels}; raise max_pixels"
     factor = image.patch_size * image.merge_size
-    if image.image_size is not None and image.image_size % factor:
-        return f"image_size {image.image_size} is no multiple of patch_size x merge_size = {factor}; change one of them"
+    if image.image_size is not None and (not image.grid_size or image.grid_size % image.merge_size):
+        return (
+            f"image_size {image.image_size} holds {image.grid_size} patches of patch_size {image.patch_size} a side, no "
+            f"multiple of merge_size {image.merge_size}; change one of them"
+        )
     if image.max_tiles > 1 and (image.image_size is None or image.fit != "stretch"):
         return f"max_tiles {image.max_tiles} is for images of one size (image_size) with fit stretch; set these, or leave it out"
     for name, values in (("mean", image.mean), ("std", image.std)):

@@ -2,6 +2,7 @@
 
 import math
 from fractions import Fraction
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -124,3 +125,15 @@ def test_sides_that_no_file_has_are_refused(size: tuple[int, int]) -> None:
     """Too large even for a float, or just above what PNG can hold."""
     with pytest.raises(DataError, match=r"more than 2,147,483,647 pixels does not exist; correct its size"):
         image_grid(width=size[0], height=size[1], image_input=TINY)
+
+
+@pytest.mark.parametrize("fit", ["stretch", "crop"])
+def test_what_is_no_whole_patch_is_cut_off_as_by_a_convolution(fit: Literal["stretch", "crop"]) -> None:
+    image = Image.effect_noise((30, 19), 80).convert("RGB")
+    image_input = ImageInput(patch_size=4, merge_size=1, image_size=11, fit=fit)
+    exact = ImageInput(patch_size=11, merge_size=1, image_size=11, fit=fit)
+    whole = image_to_patches(image, image_input=exact).patches.reshape(3, 11, 11)
+    found = image_to_patches(image, image_input=image_input)
+    assert found.grid == (2, 2)
+    expected = cut_patches(np.ascontiguousarray(whole[:, :8, :8].transpose(1, 2, 0)), patch_size=4, merge_size=1)
+    assert np.array_equal(found.patches, expected)

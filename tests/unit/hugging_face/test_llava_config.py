@@ -88,7 +88,7 @@ def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:
         ({"vision_feature_layer": -30}, "vision_feature_layer is -30"),
         ({"vision_config": {"model_type": "vit"}}, "model_type is 'vit', expected one of clip_vision_model, siglip_vision_model"),
         ({"vision_config": {**CLIP, "hidden_act": "relu"}}, "vision_config: hidden_act is 'relu', and only 'quick_gelu' or"),
-        ({"vision_config": {**CLIP, "image_size": 340}}, "image_size 340 is no multiple of patch_size x merge_size = 14"),
+        ({"vision_config": {**CLIP, "image_size": 13}}, "image_size 13 holds 0 patches of patch_size 14 a side"),
         ({"multimodal_projector_bias": False}, "multimodal_projector_bias is False, and only True"),
         ({"text_config": {"model_type": "mistral"}}, "text_config: model_type is 'mistral', expected one of llama, qwen2, qwen3"),
         ({"vision_config": {**CLIP, "model_type": "siglip_vision_model"}}, "vision_feature_select_strategy is 'default'"),
