@@ -20,7 +20,7 @@ BY_SEQUENCE = (SEQUENCES, FLASH)
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """How a unit's tokens attend, and by what."""
+    """The mask rule of a unit's tokens and the backends that compute their attention."""
 
     rule: MaskRule
     shape: AttentionShape

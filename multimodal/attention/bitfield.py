@@ -49,7 +49,7 @@ class MaskMode(StrEnum):
     EMBEDDED = "embedded"
     """Items keep their positions in the document, and attend in both directions within themselves."""
     MODALITY = "modality"
-    """As EMBEDDED, but items also attend to the others of their encoder in their sample: the published mask, without item ids."""
+    """Like EMBEDDED, but an item also attends to all items of its encoder in its sample: the published mask, without item ids."""
 
 
 @dataclass(frozen=True, slots=True)

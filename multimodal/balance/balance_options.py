@@ -56,7 +56,7 @@ class MicrobatchCount(StrEnum):
     """The number of microbatches that a balancer makes where single samples are longer than an even microbatch."""
 
     GIVEN = "given"
-    """As many as `micro_batch_size` asks for."""
+    """The number that follows from `micro_batch_size`."""
     EFFECTIVE = "effective"
     """Entrain's K_eff: as many as can all have the encoders' work of the longest sample."""
     PREDICTED = "predicted"

@@ -24,7 +24,7 @@ class AssignedLoads:
     step: StepGraph
     lengths: Sequence[SampleLengths]
     item_block_size: int | None = None
-    """As in `RunOptions`."""
+    """See `RunOptions.item_block_size`."""
 
     def of_microbatches(self, unit: str) -> UnitLoad:
         """The loads of all microbatches of a unit, replica after replica: a load whose numbers are arrays."""

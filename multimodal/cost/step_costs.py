@@ -32,11 +32,11 @@ class PieceCosts(NamedTuple):
     seconds: Floats
     """Seconds of a computation or a collective; for a send, the seconds in which its link is occupied."""
     tensor_parallel_seconds: Floats
-    """As in `ComputeCost`."""
+    """See `ComputeCost`."""
     latency_seconds: Floats
-    """As in `TransferCost`."""
+    """See `TransferCost`."""
     links: Integers
-    """As in `TransferCost`."""
+    """See `TransferCost`."""
 
     @classmethod
     def nothing(cls, num_pieces: int) -> "PieceCosts":

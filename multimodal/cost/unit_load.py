@@ -72,7 +72,7 @@ class AtomLoads(NamedTuple):
     """Rounded once where they are beyond 2^53."""
     num_outputs: Integers
     num_sequences: Integers
-    """As in `UnitLoad`."""
+    """See `UnitLoad`."""
 
 
 def atom_loads(unit: Unit, lengths: LengthArrays) -> AtomLoads:

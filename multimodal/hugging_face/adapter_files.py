@@ -38,7 +38,7 @@ class PeftModule(NamedTuple):
     """The adapter of one of their linear layers."""
 
     key: str
-    """As the family's table of names has it."""
+    """Its name in the family's table of names."""
     name: str
     """In the file, without what all names begin with."""
     rank: int
@@ -56,7 +56,7 @@ class OwnModule(NamedTuple):
 
     @property
     def target(self) -> str:
-        """As --lora-targets names it."""
+        """Its name in --lora-targets."""
         return f"{self.unit}.{self.kind}.{self.module.rpartition('.')[2]}"
 
 
@@ -81,7 +81,7 @@ class PeftAdapter:
 
     @property
     def alpha(self) -> float:
-        """What --lora-alpha would say."""
+        """The value of --lora-alpha that gives the same scale."""
         return self.scale * self.rank
 
     def names(self, unit: str) -> UnitNames:

@@ -37,7 +37,7 @@ class Architecture:
     """One family of models."""
 
     name: str
-    """As `architectures` in config.json says."""
+    """Its name in `architectures` of config.json."""
     model_type: str
     to_graph: Callable[[Config], dict[str, Any]]
     """From a config.json to the plain form of a model graph; raises ModelError for what cannot be computed here."""
@@ -65,7 +65,7 @@ class Architecture:
     """Shapes of the tensors that are neither vectors nor matrices, and of those that transformers has and computes nothing with:
     these are zero where there is no folder to copy them from."""
     placeholders: Mapping[str, str] = field(default_factory=dict)
-    """What config.json calls the tokens that stand for images and sound, and some around them: the tokenizer's name -> key."""
+    """Tokens that stand for images and sound, and some around them: the tokenizer's name -> the key of config.json."""
 
     def names_of(self, graph: ModelGraph) -> tuple[UnitNames, ...]:
         """Return the names of every unit's weights."""
@@ -74,7 +74,7 @@ class Architecture:
 
     @property
     def items(self) -> list[str]:
-        """What its encoders take, in the order of units: image, audio."""
+        """Kinds of items that its encoders take, in the order of units: image, audio."""
         return [kind for kind in self.placeholders if kind in ("image", "audio")]
 
 
@@ -83,7 +83,7 @@ class Encoder:
     """One family of encoders that an LLM of another folder may be composed with, and of what it has beside."""
 
     name: str
-    """As `architectures` in config.json says."""
+    """Its name in `architectures` of config.json."""
     to_unit: Callable[[Config], dict[str, Any]]
     """From a config.json to the plain form of an encoder; raises ModelError for what cannot be computed here."""
     names: UnitNames

@@ -95,7 +95,7 @@ def compose(
 
 
 class _Shared(NamedTuple):
-    """What all encoders are told."""
+    """Arguments that all encoders of a composed model share."""
 
     projector: str
     language: ModelGraph

@@ -41,7 +41,7 @@ _COMPUTED_OUTSIDE = {
     "vision_feature_select_strategy": ("default",),
 }
 _PIXELS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "fit": "stretch"}
-"""What the published image processors have."""
+"""Values of the published image processors."""
 _PROJECTOR_EPSILON = 1e-5
 
 VISION = UnitNames(

@@ -37,7 +37,7 @@ SPELLINGS = (
     (*_INSIDE, ("vision_tower.", "model.vision_tower.")),
     (*_INSIDE, ("vision_tower.", "model.vision_tower.vision_model.")),
 )
-"""As transformers 5 saves, as 4 did, and what both call them inside."""
+"""Spellings of transformers 5, of transformers 4, and of the modules inside each of them."""
 
 
 def read_llava(config: Config) -> dict[str, Any]:

@@ -23,13 +23,13 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
 
 
 _MAX_TILES = 12
-"""What an image processor that cuts images means where it does not say."""
+"""Most tiles of an image, where an image processor that cuts images does not give their number."""
 _PATCHES = {"patch_size": "patch_size", "merge_size": "merge_size", "temporal_patch_size": "num_frames"}
-"""What processor and encoder must agree in, where images keep their size: its name there -> here."""
+"""Keys in which processor and encoder must agree if images keep their size: the processor's name -> ours."""
 
 
 class Processors(NamedTuple):
-    """What a folder says; None where it says nothing."""
+    """The image processor and the feature extractor of a folder; None for one that it does not have."""
 
     image: Mapping[str, Any] | None = None
     audio: Mapping[str, Any] | None = None

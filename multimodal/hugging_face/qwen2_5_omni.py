@@ -44,7 +44,7 @@ _TOKENS = {
     "audio": "audio_token_index",
     **{name: f"{name}_token_id" for name in ("vision_start", "vision_end", "audio_start", "audio_end")},
 }
-"""What the tokenizer calls a token -> what config.json does."""
+"""The tokenizer's name of a token -> the key of config.json."""
 
 
 def read_thinker(config: Config) -> dict[str, Any]:

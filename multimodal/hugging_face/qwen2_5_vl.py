@@ -54,7 +54,7 @@ _PIXELS = {
     "min_pixels": 3136,
     "max_pixels": 12845056,
 }
-"""What the published image processors have."""
+"""Values of the published image processors."""
 _SECTIONS = (16, 24, 24)
 
 
@@ -80,10 +80,10 @@ def vision_names(qkv: Weight) -> UnitNames:
 
 
 SPELLINGS = ((), (("visual.", "model.visual."), ("model.", "model.language_model.")))
-"""As transformers saves, and what it calls them inside."""
+"""The spelling that transformers saves, and the one of its modules."""
 
 IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_id", "vision_end": "vision_end_token_id"}
-"""What the tokenizer calls a token -> what config.json does."""
+"""The tokenizer's name of a token -> the key of config.json."""
 
 
 def read_qwen2_5_vl(config: Config) -> dict[str, Any]:

@@ -17,7 +17,7 @@ _SPELLINGS = (
         ("audio_tower.", "model.audio_tower."),
     ),
 )
-"""As transformers saves, and what it calls them inside."""
+"""The spelling that transformers saves, and the one of its modules."""
 
 
 def read_qwen2_audio(config: Config) -> dict[str, Any]:

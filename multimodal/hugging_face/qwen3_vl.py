@@ -51,7 +51,7 @@ _IMAGE_KEYS = (
     Key("in_channels", "in_channels"),
 )
 _PIXELS = {"mean": [0.5], "std": [0.5], "min_pixels": 65536, "max_pixels": 16777216}
-"""What the published image processors have."""
+"""Values of the published image processors."""
 _SECTIONS = (24, 20, 20)
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 

@@ -40,7 +40,7 @@ ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in (*WHISPERS,
 _FREE = frozenset(
     ("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels", "max_tiles")
 )
-"""What a unit may have whatever the family."""
+"""Fields that a unit may have in any family."""
 
 
 _OF_CHANNELS = ("mean", "std")

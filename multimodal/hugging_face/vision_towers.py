@@ -27,7 +27,7 @@ class Tower(NamedTuple):
     defaults: Mapping[str, Any]
     """Values of keys that a vision_config lacks, as transformers has them."""
     image: Mapping[str, Any]
-    """How its images are treated, and embedded."""
+    """Fields of the unit that say how images are processed and embedded."""
     names: UnitNames
     """Of its weights, as they are called inside of it; last: the norm that its last_hidden_state has gone through, if any."""
     has_class_token: bool
@@ -38,7 +38,7 @@ class Tower(NamedTuple):
     computed: Mapping[str, tuple[Any, ...]] = {}
     """Values that keys may have, beside those of all towers."""
     read_ffn: Callable[[Config], dict[str, Any]] = lambda config: {}
-    """What a vision_config says of the MLP where it does not name its width."""
+    """From a vision_config that lacks the MLP's width to the fields of the unit that give it."""
     write_ffn: Callable[[Unit], dict[str, Any]] = lambda unit: {}
     """The way back."""
 

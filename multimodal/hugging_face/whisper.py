@@ -39,7 +39,7 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
     "dither": (0, 0.0, None),
     "do_normalize": (False, None),
 }
-"""What a feature extractor computes here."""
+"""Values that a feature extractor's keys may have here."""
 _SAMPLES: Mapping[str, tuple[Any, ...]] = {"sampling_rate": (SAMPLING_RATE,), "feature_size": (1,)}
 """The same of one that leaves samples as they are."""
 

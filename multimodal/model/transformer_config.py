@@ -29,7 +29,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
 }
-"""What is applied to the MLP's first product, or to its gate."""
+"""Activation functions of the MLP by name; with `swiglu` the function is applied to the gate."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class BuildOptions:
     fp8_format: str | None = None
     """`e4m3` or `hybrid`: products of Transformer Engine in FP8."""
     fp8_recipe: str = "tensorwise"
-    """How their scales are found."""
+    """Recipe of the scaling factors of FP8 products: `tensorwise`, `delayed`, `mxfp8` or `blockwise`."""
     recompute: str | None = None
     """None, `selective` (core attention) or `full` (whole layers)."""
     attention_backend: str = AUTO

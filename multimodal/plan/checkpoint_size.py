@@ -51,7 +51,10 @@ class _StageSizes:
         return sum(self._whole_bytes(stage)) / (self._num_tensor_ranks(stage) * self._num_holders(stage))
 
     def copied_bytes(self, stage: StageKey) -> float:
-        """Where replicas share experts, each has a part of them, which fewer ranks hold; shares of all are as large as ever."""
+        """Return the bytes that a rank of a stage copies before it saves in the background.
+
+        Expert parallelism makes the held experts smaller, but not the shares of ZeRO: fewer ranks hold the same experts.
+        """
         weights, optimizer = self._whole_bytes(stage)
         expert_weights, expert_optimizer = self._expert_bytes(stage)
         elsewhere = 1 - 1 / self.layers.plan.units[stage[0]].expert_parallel_size

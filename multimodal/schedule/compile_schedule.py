@@ -62,7 +62,7 @@ class CompiledSchedule:
     inside: InsideSlots | None = None
     """The work inside computations, which has no nodes: it is part of its carrier's."""
     carrier_times: CarrierTimes | None = None
-    """Where in its carrier that work runs, once there are costs."""
+    """Times of the work inside computations, once there are costs."""
 
     @cached_property
     def filled_seconds(self) -> Floats:

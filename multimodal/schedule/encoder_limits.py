@@ -1,4 +1,4 @@
-"""How many microbatches a stage of an encoder may have in flight while it fills the LLM's bubbles."""
+"""Limits on the microbatches that a stage of an encoder has in flight while it fills the LLM's bubbles."""
 
 import math
 from collections import defaultdict

@@ -22,7 +22,7 @@ _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 
 
 class Parts(NamedTuple):
-    """Where the forwards and backwards of an uncut step are among the pieces of the step that is cut."""
+    """Maps the forwards and backwards of an uncut step to the pieces of the step that is cut."""
 
     first: Integers
     """Per piece of the uncut step its first piece in the cut one; -1: collectives."""

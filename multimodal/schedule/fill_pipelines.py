@@ -49,7 +49,7 @@ class Movable(NamedTuple):
     memory_factor: float | None = None
     """For `encoder_limits`, where forwards of encoders are among it; None: they are not."""
     goes_inside: bool = False
-    """Whether encoders may be cut into segments that run inside the LLM's computations."""
+    """True if encoders may be cut into segments that run inside the LLM's computations."""
 
 
 class FilledPipelines(NamedTuple):

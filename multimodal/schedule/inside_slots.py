@@ -80,14 +80,14 @@ class InsideSlots:
 
 @dataclass(frozen=True, eq=False)
 class CarrierTimes:
-    """How much longer carriers are for the work inside them, and where in them it runs."""
+    """The seconds by which work inside carriers prolongs them, and the times at which that work runs."""
 
     carriers: Integers
     """[num_carriers] pieces of work."""
     added: Floats
-    """[num_carriers] seconds that the work inside takes beyond the waits that it fills, its collectives beyond the intervals."""
+    """[num_carriers] seconds by which the work inside exceeds the waits that it fills, and its collectives the intervals."""
     late: Floats
-    """[num_carriers] of these, those of collectives."""
+    """[num_carriers] the part of `added` that its collectives cause."""
     offsets: Floats
     """[num inside slots] seconds from the carrier's start to that of the work inside."""
     durations: Floats

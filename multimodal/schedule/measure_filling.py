@@ -28,7 +28,7 @@ class Filling(NamedTuple):
     eff_coarse: float
     """With all encoder forwards before the LLM's work, and all encoder backwards after it."""
     eff_fine: float
-    """As the schedule has it."""
+    """In the order of the schedule."""
     alone: Simulation
     """The step with encoders that take no time."""
     filled: Simulation

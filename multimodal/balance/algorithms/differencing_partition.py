@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 
 _Share = tuple[int, list[int]]
-"""What the items of one bin cost beyond the lightest bin of their partition, and the items."""
+"""The items of one bin, behind their cost in excess of the lightest bin of the same partition."""
 
 
 def partition_by_differencing(costs: Sequence[int], *, num_bins: int) -> list[int]:

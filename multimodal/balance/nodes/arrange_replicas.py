@@ -24,7 +24,7 @@ class NodeBytes(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeArrangement:
-    """What decides between which nodes an encoder's inputs and outputs travel."""
+    """Places encoder batches on nodes, and the facts that determine the traffic between nodes."""
 
     ranks_per_node: int
     """Rank r is on node r // ranks_per_node."""

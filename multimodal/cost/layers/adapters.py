@@ -1,4 +1,4 @@
-"""Which linear layers of a model adapters (LoRA) are added to: patterns, held against what its layers have."""
+"""Chooses the linear layers that get adapters (LoRA): patterns, matched against the linear layers of a model's layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -146,7 +146,7 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 
 
 class JoinedTokensLayer(Layer):
-    """What other encoders give, put where it belongs."""
+    """Joins the outputs of other encoders in the order of tokens."""
 
     segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"

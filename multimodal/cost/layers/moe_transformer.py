@@ -57,7 +57,7 @@ class MoeTransformerLayer(TransformerLayer):
         return {name: dense[name] for name in ("linear_qkv", "linear_proj")}
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """As of a layer with the weights that a token meets."""
+        """Count a layer with the weights that one token is multiplied by: router, its experts and shared experts."""
         return LayerFlops(2.0 * load.num_tokens * self._num_met, super().forward_flops(load).attention)
 
     def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:

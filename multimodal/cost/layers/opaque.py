@@ -65,7 +65,7 @@ class OpaqueLayer(Layer):
 
     @property
     def num_vector_entries(self) -> int:
-        """As many as these layers would have."""
+        """The number that these layers would have."""
         return self._embedding.num_vector_entries + self._num_layers * self._layer.num_vector_entries
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:

@@ -22,7 +22,7 @@ class WindowedTransformerLayer(TransformerLayer):
         return unit.has_windows
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """As if every window were full."""
+        """Count every window as full."""
         assert self.unit.item_input is not None
         attention = 4.0 * self._widths[0] * (self.unit.item_input.tokens_per_window or 0)
         return super().forward_flops(load)._replace(attention=attention * load.num_tokens)

@@ -1,4 +1,4 @@
-"""How a model's folder writes an image and a clip of sound: the token that stands for its outputs, and those around it."""
+"""Tokens that stand for an image or an audio clip in a model's prompts, read from its folder, with the tokens around them."""
 
 import json
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ _WRAPPED = {"internvl": ("<img>", "</img>")}
 
 @dataclass(frozen=True)
 class Placeholder:
-    """How an image, or a clip of sound, is written."""
+    """The tokens that a prompt has for an image or an audio clip."""
 
     token_id: int
     spelling: str

@@ -1,4 +1,4 @@
-"""How texts become tokens: tokenizer and chat template, by what names them, so that any process can open the same."""
+"""Names of the tokenizer and the chat template, from which any process can open the same ones."""
 
 import hashlib
 import importlib.metadata
@@ -14,7 +14,7 @@ from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tok
 
 @dataclass(frozen=True)
 class TextSettings:
-    """What --tokenizer-type, --tokenizer-model and --chat-template say."""
+    """The values of --tokenizer-type, --tokenizer-model and --chat-template."""
 
     tokenizer_type: str
     tokenizer_model: str | None = None
@@ -31,7 +31,7 @@ class TextSettings:
 
     @property
     def digests(self) -> dict[str, str | None]:
-        """What tells how texts are written: the contents of files, wherever these lie."""
+        """Digests of the files that determine the tokens of a text, tokenizer and chat template, wherever they are stored."""
         model, template = self.tokenizer_model, self._template
         rendered = repr((template.text, sorted(template.tokens.items()))) if template else None
         return {

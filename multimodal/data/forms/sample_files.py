@@ -1,4 +1,4 @@
-"""What lies at --data-path, told apart by what is there: a manifest, chats in JSON, or a data set of Hugging Face."""
+"""Opens the data at --data-path, whose form follows from its files: a manifest, chats in JSON, or a Hugging Face data set."""
 
 import hashlib
 from collections.abc import Iterator

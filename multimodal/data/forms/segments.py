@@ -1,4 +1,4 @@
-"""What every form of data is read as: samples of ordered segments, and the checks that all forms share."""
+"""Samples of ordered segments, which every form of data is read as, and the checks that all forms share."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,1 +1,1 @@
-"""What is known of samples without reading them again: in arrays, in files that ranks share."""
+"""The index of samples: their lengths and tokens as arrays in files that ranks share, so that no sample is read twice."""

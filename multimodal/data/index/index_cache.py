@@ -1,4 +1,4 @@
-"""Where written indices lie: beside the data, or in the user's cache where that cannot be written."""
+"""Folders of written indices: beside the data, or in the user's cache if the data's folder cannot be written."""
 
 import hashlib
 import os

@@ -17,7 +17,7 @@ class WantedItem(NamedTuple):
 
     item: IndexedItem
     where: str
-    """Where its sample is from, for messages."""
+    """The origin of the item's sample, for messages."""
 
 
 class ItemDecoder(Protocol):

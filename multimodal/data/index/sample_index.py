@@ -49,7 +49,7 @@ class IndexedItem:
     grid: tuple[int, int]
     """(rows, columns) of patches; of sound (frames, 1)."""
     tile: int = 0
-    """Which of the tiles of its image it is."""
+    """Index of the tile in its image."""
 
 
 class IndexedSample(NamedTuple):
@@ -65,7 +65,7 @@ class SampleIndex:
     """Samples by number; O(1) each, and nothing of them is copied before it is asked for."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any]) -> None:
-        """As `build_index` makes them, wherever they were since; raises ValueError where they are not such."""
+        """Take the arrays and the summary that `build_index` made; raises ValueError if they are not such."""
         self._arrays, self._summary = arrays, summary
         _check_arrays(arrays, summary)
 
@@ -76,7 +76,7 @@ class SampleIndex:
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """What is known of all of them, as JSON has it."""
+        """Facts about the index as a whole, as plain JSON values."""
         return self._summary
 
     def __iter__(self) -> Iterator[IndexedSample]:
@@ -122,7 +122,7 @@ class SampleIndex:
         return IndexedItem(self._summary["units"][unit], self._text("paths", number), (width, height), (rows, columns), tile)
 
     def where(self, index: int) -> str:
-        """Where a sample is from, for messages."""
+        """Return the origin of a sample (file and line), for messages."""
         return self._text("places", index)
 
     def write(self, folder: Path) -> None:

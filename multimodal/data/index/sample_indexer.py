@@ -31,7 +31,7 @@ from multimodal.values.units.item_passes import count_llm_tokens
 
 @dataclass(frozen=True)
 class IndexOptions:
-    """What an index depends on beside data, model and tokenizer."""
+    """Options that an index depends on, beside data, model and tokenizer."""
 
     seq_length: int
     """Longer samples are cut at the end (`build_conversation`)."""

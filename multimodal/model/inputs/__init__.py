@@ -1,1 +1,1 @@
-"""What stages make of a microbatch before and when they take it: masks from lengths, values from bytes."""
+"""Turns the data of a microbatch into the input of a stage: attention masks from lengths, pixel values from bytes."""

@@ -1,4 +1,4 @@
-"""What a unit's layers derive from a microbatch's lengths, made where its data is loaded."""
+"""Prepares a microbatch's input where its data is loaded: everything that a unit's layers derive from its lengths."""
 
 from dataclasses import replace
 

@@ -18,7 +18,7 @@ Segments = tuple[tuple[LayerPart, ...], ...]
 
 
 class CarriedStates(NamedTuple):
-    """What travels through a unit's layers."""
+    """The hidden states that are passed on from layer to layer inside a unit."""
 
     graph: ModelGraph
     unit: str

@@ -106,7 +106,7 @@ class HeadOutput(NamedTuple):
 
 
 State = tuple[Tensor, ...]
-"""What one part of a layer hands to the next: hidden states, or the residual stream and what a branch has made of it so far."""
+"""Tensors that one part of a layer hands to the next: hidden states, or the residual stream and the branch's result so far."""
 
 
 class Exchange(Enum):

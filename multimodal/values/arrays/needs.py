@@ -1,4 +1,4 @@
-"""What every piece of a step needs, as arrays: the rule of `dependencies`, for all pieces at once."""
+"""The needs of every piece of a step as arrays: the rule of `dependencies`, evaluated for all pieces at once."""
 
 from collections.abc import Iterator
 

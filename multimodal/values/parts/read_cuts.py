@@ -1,4 +1,4 @@
-"""How a step is cut, read from the actions of its schedule."""
+"""Reads the cuts of a step from the actions of its schedule."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Which ranks share a copy of the optimizer state, where replicas keep several copies of it (hybrid ZeRO-1).
+"""The ranks that share a copy of the optimizer state, where replicas keep several copies of it (hybrid ZeRO-1).
 
 The replicas of a unit are dealt to the copies, in order and as evenly as can be, and those of a copy share it: a copy breaks
 with any rank of its replicas, and state is lost only where every copy breaks. Of a layer those share that hold the same of it:
@@ -11,7 +11,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, UnitPlan
 
 EVERY_REPLICA = MOST_RANKS
-"""As many copies as there are replicas: each keeps all of the state."""
+"""One copy per replica: each replica keeps all of the state."""
 
 
 def replicas_of_copies(unit: UnitPlan, num_copies: int) -> list[range]:

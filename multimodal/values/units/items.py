@@ -176,7 +176,7 @@ class AudioInput:
 
 
 ItemInput = ImageInput | AudioInput
-"""What an encoder takes, or a generator makes."""
+"""Description of the items that an encoder takes or a generator makes."""
 
 
 def problem_of_image(image: ImageInput) -> str:

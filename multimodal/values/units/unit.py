@@ -113,7 +113,7 @@ class Unit:
 
     @property
     def item_input(self) -> ItemInput | None:
-        """What an encoder takes, or a generator makes; None where that is not described."""
+        """The description of the items that an encoder takes or a generator makes; None if the model file has none."""
         return self.audio or self.image
 
     @property
@@ -123,7 +123,7 @@ class Unit:
 
     @property
     def num_inner_layers(self) -> int:
-        """Number of these."""
+        """Number of inner layers."""
         return len(self.inner_layers)
 
     @property
@@ -190,7 +190,7 @@ class Unit:
 
     @property
     def divided_widths(self) -> Mapping[str, int]:
-        """What tensor parallel ranks share evenly, by its name."""
+        """Widths that the tensor parallel size must divide, by name."""
         shape = self.transformer
         own = {
             "num_attention_heads": shape.num_attention_heads,

@@ -50,7 +50,7 @@ class JoinedTokensKind(LayerKind):
         return joined
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """As many rows of each encoder as there are tokens, or of all together."""
+        """Return random rows: as many of each encoder as there are tokens, or (joined as a sequence) as many of all together."""
         widths, device = self._widths(context), torch.cuda.current_device()
         num_sources = len(widths) if context.unit.join == "features" else 1
         rows = torch.arange(num_tokens, device=device).repeat(num_sources)

@@ -93,7 +93,7 @@ class QueryLayer(torch.nn.Module):
 
 
 class _Attention(torch.nn.Module):
-    """What both have: products of queries with heads, which tensor parallel ranks share, and the way back."""
+    """Base of self-attention and cross-attention: heads shared out over tensor parallel ranks, and the output projection."""
 
     def __init__(self, config: TransformerConfig, *, groups: ProcessGroupCollection) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How far a planned run's schedule fills the bubbles of the LLM's pipeline: for the plan file, the tables and `--json`."""
+"""Reports the share of encoder work that a planned schedule puts into bubbles: for the plan file, the tables and `--json`."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -24,7 +24,7 @@ class FillingReport:
 
     eff_coarse: float
     eff_fine: float
-    """As `Filling` defines both."""
+    """Both as defined in `Filling`."""
     scheduler_seconds: float
     """Seconds of processor time that ordering one whole step takes."""
     partition: Mapping[str, tuple[int, ...]]

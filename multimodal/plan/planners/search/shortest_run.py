@@ -15,7 +15,7 @@ from multimodal.values.errors import BraidError
 
 
 class Simulated(NamedTuple):
-    """What came of a run, and the nominal seconds that it took to find out."""
+    """The result of simulating a run, and the nominal seconds that the simulation took."""
 
     predicted: PredictedRun | None
     """None where the run is impossible, or does not fit the memory."""

@@ -25,7 +25,7 @@ OVERHEAD = 1.15
 
 
 class Fidelity(NamedTuple):
-    """How much of a step is simulated."""
+    """The part of a step that is simulated."""
 
     name: str
     share: float
@@ -44,7 +44,7 @@ FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)
 HEAVY = 3.0
 """Tokens of the LLM's heaviest sample over those of an efficient microbatch from which a part of a step says little."""
 OF_HEAVY_SAMPLES = {QUICK: RANKING, RANKING: Fidelity("ranked whole", 1.0, FILLING)}
-"""What is simulated instead, where some samples are so heavy: time and memory of few samples are those of the heaviest."""
+"""Fidelity that replaces another one where some samples are very heavy: part of such a step says little about the whole."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Which node copies which layers from which other one: side by side, each layer once for every node that lacks it."""
+"""Plans the copies of layers between nodes: in parallel, and once for each node that lacks the layer."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Which templates are used how often for a number of nodes, and the microbatches that each replica gets."""
+"""Chooses how many replicas of each template to use for a number of nodes, and the microbatches of each replica."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

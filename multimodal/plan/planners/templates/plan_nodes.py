@@ -13,19 +13,19 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 BYTES_PER_SECOND = 12.5e9
-"""What a node is taken to send where nothing says more: 100 Gbit/s."""
+"""Bytes per second that a node is assumed to send where nothing else is known: 100 Gbit/s."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodesPlan:
-    """How a run goes on with the nodes that are there."""
+    """The plan of a run for the nodes that are available."""
 
     pipelines: tuple[Pipeline, ...]
     plan: Plan
     nodes: tuple[int, ...]
     """The nodes that the plan uses, in the order of their ranks."""
     how: str
-    """As in `Reconfiguration`; `start` at the start."""
+    """`Reconfiguration.how`, or `start` for the first plan of a run."""
 
 
 def plan_nodes(

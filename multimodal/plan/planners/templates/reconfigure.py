@@ -1,4 +1,4 @@
-"""How a run goes on when nodes are lost or return: new replicas of the same templates, and the layers copied for them."""
+"""Reconfigures a run when nodes are lost or return: new replicas of the same templates, and the layers copied for them."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

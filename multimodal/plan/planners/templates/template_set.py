@@ -71,7 +71,7 @@ class ChainUnit:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How many nodes may be lost at once, and who keeps the optimizer state meanwhile."""
+    """The number of nodes that may be lost at once, and the replicas that share each copy of the optimizer state."""
 
     fault_tolerance: int
     """f: f + 1 copies of the state are kept, on different nodes."""
