@@ -31,7 +31,7 @@ class StepClock:
         """Host time of the step's start."""
         self._spans: list[tuple[Action, Mark, Mark]] = []
         self.names_ranges = False
-        """Whether profilers are told what runs: every span is a range with the action's text."""
+        """True if profilers are given a range with the action's text for every span."""
 
     @property
     def num_spans(self) -> int:

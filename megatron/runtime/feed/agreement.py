@@ -45,7 +45,7 @@ class Agreed(NamedTuple):
     wait_seconds: float
     """The longest that a rank waited for the step."""
     stop: StopReason
-    """Why the step is not to be run; NONE when it is."""
+    """The reason not to run the step; NONE if it is to be run."""
 
 
 def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopReason, device: torch.device) -> Agreed:

@@ -1,4 +1,4 @@
-"""What ranks tell each other of decoded samples, as JSON and plain numbers: nothing that is received is unpickled or executed."""
+"""Messages of decoded samples between ranks: JSON and plain numbers; nothing that is received is unpickled or executed."""
 
 import json
 import struct
@@ -28,7 +28,7 @@ class Piece(NamedTuple):
 
 
 class Described(NamedTuple):
-    """What all ranks know of a sample: its lengths, and (rows, columns) of patches of its items."""
+    """Facts about a sample that all ranks know: its lengths, and the (rows, columns) of patches of its items."""
 
     lengths: SampleLengths
     grids: tuple[tuple[int, int], ...]

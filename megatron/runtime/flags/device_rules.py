@@ -19,7 +19,7 @@ class Rule(NamedTuple):
 
 
 def _is_half(config: RunConfig) -> bool:
-    """Whether a run on CUDA computes in bfloat16: unless something else is given."""
+    """Return True if a run on CUDA computes in bfloat16, which is the default there."""
     return "dtype" not in config.given or config.training.dtype == "bfloat16"
 
 

@@ -22,7 +22,7 @@ from multimodal.values.model_graph import ModelGraph
 
 
 class LayerKey(NamedTuple):
-    """What is shared out together: of a layer with adapters, these apart from its frozen weights."""
+    """The parameters that are sharded together: a layer's, with trained adapters apart from the frozen weights."""
 
     layer: int
     is_trained: bool

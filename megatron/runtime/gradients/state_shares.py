@@ -1,7 +1,8 @@
-"""What a rank steps where replicas share copies of the optimizer state: hybrid ZeRO-1 (`values/parts/state_copies.py`).
+"""The parameter ranges that a rank steps where replicas share copies of the optimizer state (hybrid ZeRO-1).
 
-Of every parameter each of its sharers steps a range, and gathers the others' when the weights are needed. Gradients are summed
-over all replicas before, so all copies are stepped alike, to the bit. Where nobody shares, a rank steps all that it holds.
+A copy's replicas (`values/parts/state_copies.py`) share every parameter: each rank steps a range of it, and gathers the other
+ranges when the weights are needed. Gradients are summed over all replicas before, so all copies are stepped alike, to the bit.
+A rank that shares with nobody steps all that it holds.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -26,7 +26,7 @@ from megatron.runtime.gradients.sharded_unit import ShardedUnit
 
 
 class OptimizerKey(NamedTuple):
-    """What an optimizer steps."""
+    """The parameters that one optimizer steps: a unit's, with those of shared experts apart."""
 
     unit: str
     steps_experts: bool = False

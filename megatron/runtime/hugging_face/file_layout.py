@@ -1,4 +1,4 @@
-"""Which tensor lies where in which safetensors file, before any of them is written."""
+"""Assigns tensors to places in safetensors files, before any of the files is written."""
 
 import json
 import math

@@ -17,7 +17,7 @@ from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
 _MODEL = "model."
-"""What the names of weights start with, among held tensors."""
+"""Prefix of the names of weights among held tensors."""
 
 
 class Shape(NamedTuple):

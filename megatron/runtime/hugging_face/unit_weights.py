@@ -30,7 +30,7 @@ _MODULE = "layers.0.module."
 
 
 class UnitWeights(NamedTuple):
-    """What a folder has of a unit."""
+    """The weights that a folder has for a unit."""
 
     folder: Path
     names: NamedWeights

@@ -38,7 +38,7 @@ _LARGEST_COPY = 256 * 2**20
 
 
 class Export(NamedTuple):
-    """What a folder gets."""
+    """The content of a folder that is written."""
 
     names: NamedWeights
     layout: FileLayout

@@ -49,7 +49,7 @@ class Choice:
     seconds: float
     """Of a step, predicted."""
     lines: tuple[str, ...]
-    """What was chosen, and why."""
+    """The choice and the reasons for it, for the log."""
     text: str
     """The content of the plan file."""
 

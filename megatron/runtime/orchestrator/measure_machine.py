@@ -1,4 +1,4 @@
-"""What planners must know of this machine: its links, and how long layers take on it; measured once, then kept."""
+"""Measures the machine for planners: links and seconds of layers, measured once and then kept."""
 
 import platform as host
 import time

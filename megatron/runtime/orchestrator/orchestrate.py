@@ -35,7 +35,7 @@ _LINKS = {False: "links as measured now", True: "links as kept"}
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a run trains, and what on."""
+    """The model that a run trains, and its data."""
 
     graph: ModelGraph
     data: DataSets
@@ -49,7 +49,7 @@ class Planned(NamedTuple):
     config: RunConfig
     choice: Choice
     request: PlanningRequest | None
-    """What was asked; on rank 0."""
+    """The request that the plan answers; on rank 0 only."""
 
 
 def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: BuildOptions) -> Planned:
@@ -83,7 +83,7 @@ def under_choice(config: RunConfig, choice: Choice) -> RunConfig:
 
 
 class _FirstRank:
-    """What rank 0 finds out for all."""
+    """The part of planning that rank 0 does for all ranks."""
 
     def __init__(self, config: RunConfig, world: World, inputs: Inputs) -> None:
         self._config, self._inputs, self._world_size = config, inputs, world.size

@@ -31,7 +31,7 @@ _ALONE = (*_REPLICAS, "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_ep_pp")
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileOptions:
-    """What layers are timed on, and how long."""
+    """Sizes on which layers are timed, and the time that this may take."""
 
     build: BuildOptions
     sizes: tuple[int, ...]

@@ -22,7 +22,7 @@ MOST_MEASURED = 8
 
 
 class Verdict(NamedTuple):
-    """What a review comes to."""
+    """The result of a review."""
 
     line: str
     choice: Choice | None
@@ -46,7 +46,7 @@ class PlanReview:
     planned: Planned
     num_steps: int
     may_change: bool
-    """Whether a better plan is taken (--replan)."""
+    """True if a better plan is taken (--replan)."""
     first_step: int = 0
     """Steps that were done when the plan began."""
     seconds_before: float | None = None

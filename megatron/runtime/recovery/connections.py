@@ -26,7 +26,7 @@ class CutError(RuntimeError):
 
 
 class Connections:
-    """What was opened inside `opening` since `forget`."""
+    """The connections that were opened inside `opening` since the last `forget`."""
 
     def __init__(self) -> None:
         self._lock = Lock()

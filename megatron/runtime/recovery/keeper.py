@@ -24,7 +24,7 @@ _END_SECONDS = 30.0
 
 @dataclass
 class _Node:
-    """What is known of a node."""
+    """The keeper's view of a node."""
 
     incarnation: int
     num_ranks: int
@@ -59,7 +59,7 @@ class Keeper:
         self._timeout_seconds = 30.0
         self._seconds: dict[str, float] = {}
         self._since = clock()
-        """When ranks began to leave; a step that is done before nodes join may take as long as it likes."""
+        """Time at which ranks began to leave; infinite while they finish a step before nodes join, which may take any time."""
         self.exit_code: int | None = None
         """Set when the run is over."""
         self._over_at = math.inf

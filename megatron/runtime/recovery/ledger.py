@@ -1,4 +1,4 @@
-"""What supervisors, ranks and the keeper of an elastic run tell each other, in a store outside of all ranks.
+"""Messages between the supervisors, the ranks and the keeper of an elastic run, in a store outside of all ranks.
 
 Whoever has something to tell appends an event to one list, which the keeper alone reads; it answers by verdicts (who is in a
 generation of the run) and by signals to the ranks of a generation.
@@ -17,7 +17,7 @@ from torch.distributed import DistStoreError, PrefixStore, Store, TCPStore  # ty
 CUT, JOIN, OVER = "cut", "join", "over"
 """Signals to a generation: leave at once, as ranks are lost; leave after the step, as nodes join; the run is over."""
 FLAGS = "recovery/flag"
-"""Where flags are in the store."""
+"""Key of the flags in the store."""
 _CONNECT_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 
@@ -38,7 +38,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank brings when it arrives to be in the next generation."""
+    """The state that a rank reports when it arrives for the next generation."""
 
     done_steps: int | None = None
     """Steps that its weights have been updated by; None: it has none of the run's weights."""

@@ -49,10 +49,10 @@ class Member:
         self.generation = 0
         self.nodes_have_joined = False
         self.left_seconds = 0.0
-        """When the last generation was left, by the system's clock."""
+        """Time at which this rank left the last generation, by the system's clock."""
         self._is_finished = self._has_left = False
         self.place_in_step: Callable[[], object] = lambda: None
-        """How far the main thread is with a step's work, or None outside of steps."""
+        """Returns the progress of the main thread within a step; None outside of steps."""
         self._trainer = threading.current_thread()
         """The thread that trains: of it alone the others are to learn."""
         self._lock = threading.Lock()

@@ -1,4 +1,4 @@
-"""What a rank imports, imported once before its node's ranks are forked: nodes start, and return, without that wait."""
+"""Imported once before a node's ranks are forked, so that ranks do not wait for imports when a node starts or returns."""
 
 import ctypes
 import os
@@ -17,7 +17,7 @@ for _number in _REQUESTS_TO_STOP:
 
 
 def die_with_supervisor() -> None:
-    """Let the system end this process, a rank, when the one that forked it ends, as that does with the supervisor."""
+    """Let the system kill this rank's process when the fork server that forked it ends, which ends when the supervisor does."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in _REQUESTS_TO_STOP:
         signal.signal(number, signal.SIG_DFL)

@@ -33,7 +33,7 @@ _PRELOADED = (
     "megatron.runtime.recovery.preloaded",  # first, as it says how much torch is to log
     "megatron.runtime.training.elastic",
 )
-"""What ranks import, imported once before a node's are forked: nodes start, and return, without that wait."""
+"""Modules that are imported once before ranks are forked, so that ranks do not wait for imports when a node starts or returns."""
 
 
 @dataclass

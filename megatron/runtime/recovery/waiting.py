@@ -1,4 +1,4 @@
-"""Whether a thread waits for another process, and whether it stands still in that wait."""
+"""Finds out if a thread waits for another process, and if it makes no progress in that wait."""
 
 import linecache
 import os
@@ -14,7 +14,7 @@ _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
 
 
 class Standstill(NamedTuple):
-    """Where a thread waits, and the processor time that it has used; the same twice: it has done nothing in between."""
+    """A thread's position in a wait and its processor time; if both stay the same, it has done nothing in between."""
 
     frame: int
     instruction: int

@@ -1,4 +1,4 @@
-"""What a run says of itself before its first step and after its last one."""
+"""Describes a run before its first step and after its last one."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

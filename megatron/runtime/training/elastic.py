@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _END_SECONDS = 10.0
 _LONG_SECONDS = 1e6
 _PHASE_ENDS = ("left", "agreed", "planned", "met", "formed", "copied")
-"""When each phase of a recovery has ended, in the order in which they do."""
+"""Names of the times at which the phases of a recovery end, in order."""
 
 
 class ElasticRun:

@@ -1,4 +1,4 @@
-"""Which of several ways a run computes each thing, for the line at its start."""
+"""Names the implementations that a run has chosen (layers, attention, fused kernels), for the line at its start."""
 
 from megatron.runtime.session import Session
 from multimodal.model.layers.layer_kind import InputContext

@@ -78,7 +78,7 @@ class Run:
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
     """Requests to stop early."""
     nodes_have_joined: Callable[[], bool] = lambda: False
-    """Whether nodes wait to be taken into an elastic run."""
+    """Return True if nodes wait to be taken into an elastic run."""
     review: PlanReview | None = None
     """Of a plan that the run made by itself."""
     note_reported: Callable[[int], None] = lambda step: None
@@ -92,7 +92,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a rank can make ready alone, before the others are needed."""
+    """The values that a rank can prepare alone, before it needs the others."""
 
     config: RunConfig
     data: DataSets
@@ -104,7 +104,7 @@ class Prepared:
 
     @property
     def start_values(self) -> StartValues:
-        """What must be alike on all ranks."""
+        """Values that must be the same on all ranks."""
         options = self.options
         return collect_start_values(
             self.config, graph=options.graph, plan=self.plan, data=self.data, vocab_size=options.vocab_size
@@ -271,7 +271,7 @@ def _build_options(config: RunConfig) -> BuildOptions:
 
 
 def _accumulates_in_products(config: RunConfig) -> bool:
-    """Whether products add their weight gradients to float32 buffers; weights that are shared (ZeRO-3) have none of their own."""
+    """True if products add their weight gradients to float32 buffers, which ZeRO-3's shared weights do not have."""
     is_wanted = config.model.gradient_accumulation_fusion and not config.parallelism.shards_weights
     return is_wanted and torch.cuda.is_available() and config.training.dtype == "bfloat16"
 

@@ -26,7 +26,7 @@ from multimodal.values.units.unit import MOE_TRANSFORMER
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a step has come to, the same on all ranks; whoever knows it can update the weights without the others."""
+    """The result of a step, the same on all ranks; a rank that knows it can update the weights without the others."""
 
     number: int
     loss: float

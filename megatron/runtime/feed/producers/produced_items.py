@@ -137,9 +137,9 @@ class ProducedItems:
         self._asked: dict[str, deque[Wanted]] = {}
         """Producer -> what it still owes, in order."""
         self._unasked: tuple[Wanted, ...] = ()
-        """What lost producers owed, or what there was no producer for."""
+        """Items that lost producers still owed, or for which there was no producer."""
         self._arrived: dict[Wanted, ItemPixels | IndexedBlock | str] = {}
-        """What came, or why it cannot be had."""
+        """Received items; for an item that cannot be read, the reason."""
 
     def _is_expected(self, wanted: Wanted) -> bool:
         return wanted in self._arrived or wanted in self._unasked or any(wanted in items for items in self._asked.values())

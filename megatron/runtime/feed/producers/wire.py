@@ -1,4 +1,4 @@
-"""What ranks and producers say to each other: frames of JSON and plain numbers over TCP, between peers that know one token.
+"""The protocol of ranks and producers: frames of JSON and plain numbers over TCP, between peers that know one token.
 
 Nothing that is received is ever executed or unpickled. The token is proven, not sent: each side answers the other's random
 challenge with an HMAC. What follows is neither encrypted nor signed, so producers belong into the run's own network.
