@@ -85,7 +85,7 @@ class Row:
     milliseconds: float
     wall_milliseconds: float
     volume_left: float | None
-    """What the rank that sends most sends to other nodes, after node-wise rearrangement over before; the worst unit's."""
+    """Bytes that the rank that sends most sends to other nodes, after node-wise rearrangement over before; of the worst unit."""
     node_milliseconds: float | None
     """Node-wise rearrangement of all units took."""
 

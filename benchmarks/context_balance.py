@@ -53,7 +53,7 @@ Sample = Sequence[MaskSegment]
 
 @dataclass(frozen=True)
 class Row:
-    """How every distribution fares on one mask."""
+    """The imbalance of every distribution on one mask."""
 
     mask: str
     num_tokens: int
@@ -66,7 +66,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Timing:
-    """How long `lpt` takes for one mask, with as many ranks as were measured at most."""
+    """Milliseconds that `lpt` takes for one mask, with the largest number of ranks that was measured."""
 
     mask: str
     num_tokens: int

@@ -37,7 +37,7 @@ LOST, STEP = 5, 6
 
 @dataclass(frozen=True)
 class Bar:
-    """What a node did for some time."""
+    """One activity of a node, from start to end."""
 
     node: int
     what: str

@@ -56,7 +56,7 @@ from multimodal.values.timeline import Timeline
 NUM_SAMPLES, PATCHES_PER_SIDE, NUM_TEXT_TOKENS, VOCAB_SIZE = 8, 16, 32, 512
 HELD_MILLISECONDS = (0, 10, 20)
 TFLOPS = 0.003
-"""What a core reaches in layers as small as these, for the durations that `optimus` goes by."""
+"""Speed of a core in layers as small as these, for the predicted durations that `optimus` uses."""
 LEAST_MILLISECONDS = 0.5
 """A collective of gloo that nothing holds back."""
 

@@ -39,7 +39,7 @@ LAST_LINES = 40
 
 @dataclass
 class Outcome:
-    """What one run came to."""
+    """The result of one run."""
 
     seed: int
     events: list[str] = field(default_factory=list)
@@ -49,7 +49,7 @@ class Outcome:
     recoveries: list[Mapping[str, float]] = field(default_factory=list)
     """Seconds by phase, of those losses that were recovered from before the next one."""
     problem: str = ""
-    """Why the run was given up, if it was."""
+    """The reason for which the run was given up; empty if it was not."""
 
     @property
     def is_right(self) -> bool:
@@ -112,7 +112,7 @@ class Findings:
 
 
 class Patience:
-    """How long a run may log no step: far longer than any was seen to take on this machine, whatever else it does."""
+    """The longest time without a logged step: far longer than any run was seen to take on this machine, whatever its load."""
 
     def __init__(self) -> None:
         self._longest = FIRST_PATIENCE_SECONDS / SILENCE_FACTOR

@@ -47,7 +47,7 @@ class TimedModel:
     """The same of the LLM where only projectors are."""
     source: str
     not_counted: str = ""
-    """Why the frozen LLM's figure is not counted."""
+    """The reason for which the frozen LLM's figure is not counted."""
 
     @property
     def sample(self) -> SampleLengths:

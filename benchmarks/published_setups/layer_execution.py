@@ -1,4 +1,4 @@
-"""What published systems do in their layers and Braid's runtime does not, as costs (docs/published.md)."""
+"""Costs of techniques that published systems apply inside layers and Braid's runtime does not (docs/published.md)."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class AttentionWindow(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerExecution:
-    """How a system runs its layers; the defaults are what Braid's runtime does."""
+    """The way in which a system runs its layers; the defaults describe Braid's runtime."""
 
     repeated_collectives: float = 1.0
     """Share of a forward's tensor parallel collectives that full recomputation runs again. PyTorch's non-reentrant checkpointing

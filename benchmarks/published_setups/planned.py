@@ -40,7 +40,7 @@ class PaperRequest(PlanningRequest):
         return self._system_costs(self.graph, self.cluster, self.vocab_size, self.profile, self.num_overlapped_parts)
 
     def run_options(self, **options: Any) -> RunOptions:
-        """How such a run computes and keeps things."""
+        """Return the options by which such a run is computed and its memory counted."""
         ours = super().run_options(**options)
         return replace(ours, layer_costs=self._system_costs, num_overlapped_parts=self.num_overlapped_parts)
 
@@ -66,7 +66,7 @@ class Setup:
     """In place of the planner's."""
     recompute: Recompute | None = None
     execution: LayerExecution = DEFAULT_EXECUTION
-    """What the system does in its layers."""
+    """The way in which the system runs its layers."""
     num_overlapped_parts: int = 1
     """Into which it cuts tensor parallel collectives."""
     num_batches: int = 1

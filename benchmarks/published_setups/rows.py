@@ -1,4 +1,4 @@
-"""What one line of the comparison holds: a published figure, what is simulated for it, and how far apart they are."""
+"""One line of the comparison: a published figure, the simulated one, and the distance between them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ class Row:
     """From, to; the same twice for a single figure."""
     simulated: float
     source: str
-    """Where the figure stands."""
+    """The place of the figure in the paper."""
     unit: str = "x"
     calibrated_speed: float | None = None
-    """Where the paper's cluster was calibrated on this figure, its speed of computing over the cluster file's; the row itself
+    """If the paper's cluster was calibrated on this figure: its computing speed over that of the cluster file. The row itself
     then says nothing."""
     is_bound: bool = False
-    """Whether the figure is an "up to": a simulated one inside it agrees."""
+    """True if the figure is an "up to": a simulated one inside it agrees."""
     not_counted: str = ""
-    """Why the figure is shown and not counted: others of its paper contradict it, or its data is not at hand."""
+    """The reason for which the figure is shown and not counted: its paper contradicts it, or its data is not at hand."""
 
     @property
     def is_compared(self) -> bool:
