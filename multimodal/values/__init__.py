@@ -1,1 +1,1 @@
-"""The values that cross borders: frozen dataclasses without torch, each with a dictionary and a file form."""
+"""The values that packages exchange: frozen dataclasses without torch, each with a dictionary form and a file form."""

@@ -1,4 +1,4 @@
-"""Actions of lanes: their kinds, the one table that describes these, actions themselves and their text.
+"""The actions of lanes: their kinds, the table of facts about each kind, and the text form of an action.
 
     F vision/0/0/3    SF vision/0/0/3>llm/1/0/2    B vision/0/0/3#1    RG llm/1/0[1:8]    F vision/0/0/3{2:7}
 
@@ -149,7 +149,7 @@ _UNIT_PATTERN = re.compile(UNIT_NAME)
 
 
 def action_to_text(action: Action) -> str:
-    """Print one action, such as `SF vision/0/0/3>llm/1/0/2`; raises ScheduleError where its kind's row does not allow it."""
+    """Print one action, such as `SF vision/0/0/3>llm/1/0/2`; raises ScheduleError where the row of its kind does not allow it."""
     check_action(action)
     row = ACTION_TABLE[action.kind]
     place: tuple[object, ...] = action.place if row.has_microbatch else action.place[:3]

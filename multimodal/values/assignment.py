@@ -26,7 +26,7 @@ class Assignment:
 
     @cached_property
     def placed(self) -> Mapping[str, PlacedAtoms]:
-        """The same as arrays, by unit."""
+        """The placement as arrays, by unit."""
         if isinstance(self.units, PlacedUnits):
             return self.units.placed
         return {unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in self.units.items()}
@@ -36,7 +36,7 @@ class Assignment:
         return int(self.placed[unit].counts[replica])
 
     def num_own_microbatches(self, unit: str, replica: int) -> int:
-        """Number of microbatches whose results are used, the first ones; all, unless copies of an encoder repeat others' work."""
+        """Number of microbatches whose results are used, which come first; fewer than all only if encoder copies repeat work."""
         return self.num_microbatches(unit, replica)
 
     def atoms(self, place: MicrobatchPlace) -> Microbatch:

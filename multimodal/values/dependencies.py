@@ -1,4 +1,4 @@
-"""The one dependency rule: the actions that a step consists of, and those that each needs before it may run."""
+"""The one dependency rule: the actions of a step, and the actions that each of them needs before it may run."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -21,7 +21,7 @@ _RECEIVE_OF = {
 SENT_KINDS = frozenset(_SEND_OF)
 """Computations whose results other stages need."""
 _new = tuple.__new__
-"""Makes named tuples of their fields five times as fast as their constructors: schedules have actions by the ten thousand."""
+"""Makes named tuples five times as fast as their constructors do: schedules have tens of thousands of actions."""
 
 
 def computations(step: StepGraph) -> tuple[Action, ...]:
@@ -101,10 +101,10 @@ def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> t
     backward is cut into sample subsets, a subset's backward needs the same subset at the stage after it; at the last stage, the
     backward of the one downstream microbatch that the subset routes to.
 
-    Where a place is cut into segments, a forward's first range needs what the whole would need, every other one the range before
-    it, and whoever needs the forward needs its last range. Its backward runs from the last segments to the first: the first range
-    to run needs the last of the forward and what comes from downstream, every other one the range before it, and whoever needs
-    the backward needs the last one to run, which has the input gradient.
+    Where a place is cut into segments, a forward's first range has the needs of a whole forward, and every other range needs the
+    range before it; an action that needs the forward needs its last range. Its backward runs from the last segments to the first:
+    the first range to run needs the forward's last range and the gradient from downstream, every other one the range before it.
+    An action that needs the backward needs the last range to run, which yields the input gradient.
 
     In the lowered dialect (`lowered=True`) a dependency between different rank groups is carried by a message: the producer's
     send, then the consumer's receive, then the consumer. The sends' and receives' own dependencies are the same in both.
@@ -118,16 +118,16 @@ def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> t
 
 
 def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
-    """Return True if what `producer` computes must travel to another rank group before `consumer` can use it."""
+    """Return True if the result of `producer` must travel to another rank group before `consumer` can use it."""
     if producer.kind not in _SEND_OF or consumer.kind not in _SEND_OF or producer[1:4] == consumer[1:4]:
         return False
     return must_travel(producer.place, consumer.place, plan)
 
 
 def must_travel(source: Place, target: Place, plan: Plan) -> bool:
-    """Return True if ranks at `target` lack what those at `source` compute: they are others, or hold other tokens.
+    """Return True if ranks at `target` lack results of ranks at `source`: they are other ranks, or hold other tokens.
 
-    The latter where one of two units on the same ranks spreads tokens over context parallel ranks.
+    They hold other tokens if one of two units on the same ranks spreads tokens over context parallel ranks.
     """
     if plan.virtual_stage(*source[:3]).ranks != plan.virtual_stage(*target[:3]).ranks:
         return True
@@ -156,18 +156,18 @@ def _microbatch(action: Action) -> MicrobatchPlace:
 
 
 def _last_forward(place: Place, step: StepGraph) -> Action:
-    """Return the forward that completes a place's output."""
+    """Return the forward that completes the output of a place."""
     return Action(ActionKind.FORWARD, *place, covers=step.cuts.forwards(place)[-1])
 
 
 def _input_gradients(place: Place, step: StepGraph) -> Iterator[Action]:
-    """Yield the backwards that give a place's input gradient: all sample subsets, or the last range of segments."""
+    """Yield the backwards that yield a place's input gradient: all sample subsets, or the last range of segments."""
     kind = step.cuts.gradient_kind(place)
     return (Action(kind, *place, covers=covers) for covers in step.cuts.gradients(place))
 
 
 def _range_before(action: Action, ranges: tuple[Coverage, ...]) -> Action | None:
-    """Return the range of segments that runs before a computation; None where it is the first one or covers no segments."""
+    """Return the range of segments that runs before this one; None if it runs first, or if the action covers no segments."""
     if not isinstance(action.covers, SegmentRange) or action.covers == ranges[0]:
         return None
     return action._replace(covers=ranges[ranges.index(action.covers) - 1])
@@ -196,7 +196,7 @@ def _backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
     if before := _range_before(action, step.cuts.backwards(action.place)):
         yield before
         return
-    # What lies downstream of a stage that has a backward always has one, too: the gradient comes through it.
+    # If a stage has a backward, so have all stages downstream of it: the gradient comes through them.
     yield _last_forward(action.place, step)
     if action.stage < step.plan.units[action.unit].num_stages_of(action.replica) - 1:
         after = _input_gradients(action.place._replace(stage=action.stage + 1), step)

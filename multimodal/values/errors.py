@@ -4,7 +4,7 @@
 class BraidError(ValueError):
     """Base of every error that Braid raises about its input.
 
-    place: keys and indices that lead through a file's plain form to the wrong value, from which its line follows.
+    place: keys and indices that lead to the wrong value in the plain form of a file; the line in the file follows from it.
     """
 
     def __init__(self, message: str, *, place: tuple[str | int, ...] = ()) -> None:

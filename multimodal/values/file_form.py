@@ -24,9 +24,9 @@ def read_file(path: str | Path, build: Callable[[dict[str, Any]], T], *, error: 
 
 
 def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]:
-    """Read a YAML or JSON file whose top level is a mapping; all keys in it are texts, and none is there twice.
+    """Read a YAML or JSON file whose top level is a mapping; all of its keys are texts, and no key is repeated.
 
-    Raises `error`, with the path and, where there is one, the line, when the file cannot be read, parsed, or is no mapping.
+    Raises `error`, with the path and, where it is known, the line, if the file cannot be read or parsed, or is no mapping.
     """
     path = Path(path)
     text = read_text(path, error=error)
@@ -71,16 +71,16 @@ def write_mapping(path: str | Path, value: dict[str, Any], *, has_short_lists: b
 
 
 def at_line(path: str | Path, problem: BraidError) -> BraidError:
-    """Return the same error, with the file and the line of its place in front."""
+    """Return the same error with the file and the line of its place in front of the message."""
     line = line_of(path, problem.place) if problem.place else None
     where = f"{path}" if line is None else f"{path}, line {line}"
     return type(problem)(f"{where}: {problem}", place=problem.place)
 
 
 def line_of(path: str | Path, place: Sequence[str | int]) -> int | None:
-    """Return the line, counted from 1, on which something stands in a YAML or JSON file; None if unknown.
+    """Return the line of a value in a YAML or JSON file, counted from 1; None if unknown.
 
-    place: keys and indices that lead to it; where the file lacks the last of them, the line of the value that should hold it.
+    place: keys and indices that lead to the value; if the file lacks the last of them, the line of the enclosing value.
     """
     try:
         node = _compose(Path(path), read_text(path, error=BraidError))
@@ -102,7 +102,7 @@ def line_of(path: str | Path, place: Sequence[str | int]) -> int | None:
 
 
 def _compose(path: Path, text: str) -> yaml.Node | None:
-    """Compose the nodes of a YAML or JSON text, which know their lines; JSON may have tabs where YAML may not."""
+    """Compose the nodes of a YAML or JSON text, which know their lines; tabs are allowed in JSON though not in YAML."""
     node: yaml.Node | None = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=Document)
     return node
 
@@ -114,7 +114,7 @@ def _parse_json(text: str) -> Any:
 
 
 def _describe(path: Path, text: str, problem: Exception) -> str:
-    """Return the message about a text that cannot be parsed; YAML's parser gives the line of problems that JSON's only names."""
+    """Return the message about a text that cannot be parsed; YAML's parser finds the line of most problems in JSON, too."""
     if isinstance(problem, json.JSONDecodeError):
         return f"{path}, line {problem.lineno}: cannot be parsed ({problem.msg}); correct the syntax there"
     if isinstance(problem, RecursionError):

@@ -84,9 +84,9 @@ class ModelGraph:
         return tuple(target for source, target in self.edges if source == name)
 
     def item_units(self, name: str) -> tuple[str, ...]:
-        """Return the encoders that the items of an encoder pass through, in the graph's order: all that edges join to it.
+        """Return the encoders that the items of an encoder pass through, in the graph's order: all that edges connect with it.
 
-        Those that no encoder feeds take the item itself, the last one feeds the LLM.
+        Those without upstream encoders take the item itself; the last one feeds the LLM.
         """
         found = {name}
         inner = [edge for edge in self.edges if all(self.unit(each).role is Role.ENCODER for each in edge)]
@@ -96,26 +96,26 @@ class ModelGraph:
 
     @property
     def item_encoders(self) -> tuple[Unit, ...]:
-        """The encoders that items of data are for: one of those that an item passes through, the first one."""
+        """The encoders that items in data name: of the encoders that an item passes through, the first."""
         return tuple(unit for unit in self.encoders if self.item_units(unit.name)[0] == unit.name)
 
     def gives_items_once(self, name: str) -> bool:
-        """True if an encoder takes items itself and feeds one unit alone, so that its backward can run consumer by consumer."""
+        """True if an encoder takes items itself and feeds only one unit, so that its backward can run consumer by consumer."""
         return not self.upstream(name) and len(self.downstream(name)) == 1
 
     def conditions(self, generator: str) -> tuple[str, ...]:
-        """Encoders whose outputs a generator takes beside what the LLM gives."""
+        """Encoders whose outputs a generator takes beside the LLM's hidden states."""
         return tuple(name for name in self.upstream(generator) if self.unit(name).role is Role.ENCODER)
 
     @property
     def passes_items_on(self) -> bool:
-        """True if encoders feed others than the LLM, so that an item has lengths in several units."""
+        """True if encoders feed units other than the LLM, so that an item has lengths in several units."""
         return any(self.unit(source).role is Role.ENCODER and target != self.backbone.name for source, target in self.edges)
 
     def num_carried(self, name: str, layer: int) -> int:
-        """Return how many hidden states travel beside those that come out of a unit's layer (deepstack).
+        """Return the number of hidden states that are carried beside the output of a unit's layer (deepstack).
 
-        An encoder's are those of its layers that go to the LLM as well; the LLM adds one behind each of its first layers.
+        An encoder carries the outputs of its deepstack layers to the LLM, which adds one of them behind each of its first layers.
         """
         unit = self.unit(name)
         if unit.role is Role.BACKBONE:
@@ -123,7 +123,7 @@ class ModelGraph:
         return sum(each < layer for each in unit.deepstack_layers)
 
     def width_behind(self, name: str, layer: int) -> int:
-        """Return the channels of what comes out of a unit's layer, with all that travels beside it."""
+        """Return the channels behind a layer of a unit: its output and the hidden states that are carried beside it."""
         unit = self.unit(name)
         is_end = unit.role is Role.ENCODER and layer == len(unit.layers) - 1
         if is_end and not unit.has_projector:
@@ -132,13 +132,13 @@ class ModelGraph:
         return size * (1 + self.num_carried(name, layer))
 
     def projected_size(self, name: str) -> int:
-        """Return the channels that an encoder's projector maps to: the LLM's, where that takes them, else those of an encoder."""
+        """Return the channels that an encoder's projector maps to: the LLM's if it feeds the LLM, else those of an encoder."""
         targets = self.downstream(name)
         taker = self.backbone.name if self.backbone.name in targets else next(iter(targets), name)
         return self.unit(taker).transformer.hidden_size
 
     def takers(self, name: str) -> tuple[Unit, ...]:
-        """Return the units that take what a unit's projector gives as it is; generators map it to their own channels."""
+        """Return the units that take the output of a unit's projector as it is; generators map it to their own channels."""
         return tuple(unit for unit in map(self.unit, self.downstream(name)) if unit.role is not Role.GENERATOR)
 
     def to_dict(self) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def _check_edge(graph: ModelGraph, index: int) -> None:
 
 
 def _problem_of_edges(graph: ModelGraph, unit: Unit) -> str:
-    """Say what is wrong with how an encoder is fed by encoders, or feeds some; empty when nothing is."""
+    """Describe an error in the edges between an encoder and other encoders; empty if there is none."""
     sources, targets = graph.upstream(unit.name), graph.downstream(unit.name)
     feeds_llm = graph.backbone.name in targets
     fed = [name for name in targets if graph.unit(name).role is Role.ENCODER]
@@ -260,7 +260,7 @@ _ALIKE = (
 
 
 def _cuts_alike(unit: Unit, other: Unit) -> bool:
-    """Return True if two encoders make the same tokens of an item, before they embed them."""
+    """Return True if two encoders cut an item into the same tokens before they embed them."""
     if unit.image is None or other.image is None:
         return unit.item_input == other.item_input
     return all(getattr(unit.image, name) == getattr(other.image, name) for name in _ALIKE)

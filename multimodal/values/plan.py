@@ -15,7 +15,7 @@ from multimodal.values.typed_reader import Plain
 from multimodal.values.units.bounds import MOST_LAYERS
 
 MOST_RANKS = 2**20
-"""Every rank is below it, so that a typo does not make a list that fills the memory."""
+"""Every rank is smaller than this, so that a typing error does not make a list that fills the memory."""
 _SIZE = {"minimum": 1, "maximum": MOST_RANKS}
 MOST_SHARE = 2**16
 """The largest number in `UnitPlan.microbatch_shares`."""
@@ -32,7 +32,7 @@ class Stage:
     )
     """Half-open ranges of the unit's layer list; several when the stage is virtual."""
     tensor_parallel_size: int | None = field(default=None, metadata=_SIZE)
-    """Its own, where replicas are not alike; None: that of its unit."""
+    """The stage's own size, if replicas are not alike; None: that of its unit."""
 
 
 @dataclass(frozen=True)
@@ -74,14 +74,14 @@ class UnitPlan:
     tensor_parallel_size: int = field(default=1, metadata=_SIZE)
     context_parallel_size: int = field(default=1, metadata=_SIZE)
     microbatch_shares: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_SHARE})
-    """Whole numbers. Of the LLM: the share of a step's microbatches that each of its replicas takes; none: by their ranks.
+    """Whole numbers. For the LLM: the share of a step's microbatches that each replica takes; empty: by their numbers of ranks.
 
-    Of an encoder: the shares of an LLM replica's microbatches that its own replicas take; none: all alike. With m shares and d
-    replicas of the LLM, replica j d + r of the encoder takes share j of the microbatches of the LLM's replica r: the partition
-    over m encoder pipelines (Optimus 4.1), of microbatches that are dealt in turn.
+    For an encoder: the shares of an LLM replica's microbatches that the encoder's own replicas take; empty: equal shares. With m
+    shares and d replicas of the LLM, replica j d + r of the encoder takes share j of the microbatches of the LLM's replica r: the
+    partition over m encoder pipelines (Optimus 4.1). Microbatches are dealt in turn.
     """
     expert_parallel_size: int = field(default=1, metadata=_SIZE)
-    """Neighbouring replicas that share the experts of every layer, each with as many; all else every replica has."""
+    """Neighbouring replicas that share the experts of every layer evenly; every replica has all other weights."""
 
     @property
     def data_parallel_size(self) -> int:
@@ -90,7 +90,7 @@ class UnitPlan:
 
     @cached_property
     def num_virtual_stages(self) -> int:
-        """Layer ranges that a microbatch passes through: the same for every replica, or the most where they are not alike."""
+        """Layer ranges that a microbatch passes through: equally many in every replica, or the largest number if they differ."""
         return max(len(replica.virtual_stages) for replica in self.replicas)
 
     def num_stages_of(self, replica: int) -> int:
@@ -109,13 +109,13 @@ class UnitPlan:
         return any(len(stage.layer_ranges) > 1 for replica in self.replicas for stage in replica.stages)
 
     def describe_ranges(self) -> str:
-        """Return the layer ranges of its stages, as lists; where replicas differ in them, those of each."""
+        """Return the layer ranges of its stages as lists; those of each replica if replicas differ."""
         forms = [[[list(pair) for pair in stage.layer_ranges] for stage in replica.stages] for replica in self.replicas]
         return str(forms[0]) if all(form == forms[0] for form in forms) else " and ".join(map(str, forms))
 
     @cached_property
     def shared_ranges(self) -> tuple[range, ...]:
-        """The unit's layers, cut wherever any replica cuts them: all layers of a range have the same ranks."""
+        """The unit's layers, cut wherever any replica cuts them: all layers of a range are held by the same ranks."""
         stages = [stage.layers for replica in self.replicas for stage in replica.virtual_stages]
         return tuple(
             range(*pair) for pair in pairwise(sorted({bound for layers in stages for bound in (layers.start, layers.stop)}))
@@ -136,7 +136,7 @@ class UnitPlan:
         return tuple(stage.ranks[first : first + size] for first in range(0, len(stage.ranks), size))
 
     def context_parallel_rank(self, rank: int) -> int:
-        """Return the context parallel rank of a rank of this unit: the index of its tokens among those of a sequence."""
+        """Return the context parallel rank of one of the unit's ranks: the index of its part of each sequence."""
         stage = next(stage for replica in self.replicas for stage in replica.stages if rank in stage.ranks)
         return stage.ranks.index(rank) // self.tensor_size(stage)
 
@@ -153,7 +153,7 @@ class StageTable(NamedTuple):
     """[num_stages x num_replicas + 1] into the lanes; none where a replica has fewer stages than others."""
     lanes: Integers
     rank_groups: Integers
-    """[num_stages x num_replicas] the same number for the same ranks, in all units; -1 where a replica has no such stage."""
+    """[num_stages x num_replicas] a number for each group of ranks, the same in all units; -1 where there is no such stage."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Plan:
     units: Mapping[str, UnitPlan] = field(default_factory=dict)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the units folded up: a process that takes step after step of one plan makes one value of them."""
+        """Pickle the units in compact form: a process that receives step after step of one plan makes a single value of them."""
         return _unfolded, (self._folded,)
 
     @cached_property
@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def has_alike_copies(self) -> bool:
-        """True if ranks of any unit hold the same parameters, and can share its optimizer: replicas that do not differ."""
+        """True if ranks of any unit hold the same parameters and can share its optimizer: several replicas that do not differ."""
         return any(
             unit.data_parallel_size * unit.context_parallel_size > 1 and not unit.is_unlike for unit in self.units.values()
         )
@@ -194,7 +194,7 @@ class Plan:
 
     @cached_property
     def lanes(self) -> tuple[tuple[int, ...], ...]:
-        """Rank groups that act as one: ranks that belong to exactly the same stages, ordered by their first rank."""
+        """Rank groups that act as one: ranks that belong to exactly the same stages; ordered by their first rank."""
         membership: dict[int, list[tuple[str, int, int]]] = {}
         for name, unit in self.units.items():
             for replica_index, replica in enumerate(unit.replicas):
@@ -223,7 +223,7 @@ class Plan:
 
     @cached_property
     def stage_of_ranks(self) -> Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]:
-        """(unit, ranks) -> (replica, index among its physical stages) of the stage that has just these ranks."""
+        """(unit, ranks) -> (replica, index among its physical stages) of the stage with exactly these ranks."""
         return {
             (name, stage.ranks): (replica_index, stage_index)
             for name, unit in self.units.items()
@@ -312,8 +312,8 @@ def _unfolded(folded: bytes) -> Plan:
 def split_layers(layers: tuple[str, ...], *, num_stages: int) -> tuple[tuple[int, int], ...]:
     """Cut a unit's layer list into `num_stages` ranges with transformer layers as even as possible.
 
-    The first layer (an embedding) joins the first range and the last (projector or head) the last one; earlier ranges get
-    the surplus, except that the last one, which also has the head, gets it last.
+    The first layer (an embedding) joins the first range, and the last layer (projector or head) the last range. A remainder goes
+    to the first ranges.
     """
     num_transformer = max(1, len(layers) - 2)  # a module of transformers is the first layer, and one piece
     if not 1 <= num_stages <= num_transformer:

@@ -18,7 +18,7 @@ class ItemLengths(NamedTuple):
     num_output_tokens: int
     """Tokens that leave an encoder's projector and enter the LLM; 0 for an item that a generator makes."""
     passes: "tuple[ItemLengths, ...]" = ()
-    """Lengths inside each of its encoders and behind it, where encoders feed encoders; empty: the one above is the only one."""
+    """Lengths in every encoder of its path and behind each, where encoders feed encoders; empty: the fields above say it all."""
 
     @property
     def units(self) -> tuple[str, ...]:
@@ -40,8 +40,8 @@ class SampleLengths:
     num_target_tokens: int
     """Text tokens that count in the loss."""
     item_starts: tuple[int, ...] | None = field(default=None, compare=False)
-    """The first token of each item among the sample's tokens in the LLM (for a generator's item, the token whose hidden state it
-    is given). None where it is unknown, as in tables of lengths; then all items are assumed to come before the text."""
+    """The position of each item's first token in the sample's LLM sequence (of a generator's item, that of the token whose hidden
+    state it is given). None if unknown, as in tables of lengths; then all items are assumed to come before the text."""
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -64,9 +64,9 @@ def index_by_sample(lengths: Sequence[SampleLengths]) -> Mapping[int, SampleLeng
 def draw_length_batches(
     samples: Sequence[SampleLengths], *, batch_size: int, num_batches: int, seed: int | None = None
 ) -> Iterator[tuple[SampleLengths, ...]]:
-    """Yield consecutive global batches of lengths, for tools that train nothing; when the samples run out they start over.
+    """Yield consecutive global batches of lengths, for tools that train nothing; the samples repeat when they run out.
 
-    seed: shuffle the samples anew in every pass; None keeps their order. Sample ids count from 0 over all batches.
+    seed: for shuffling the samples in every pass; None keeps their order. Sample ids count from 0 over all batches.
     """
     stream = (replace(samples[index], sample_id=number) for number, index in enumerate(_indices(len(samples), seed)))
     for _ in range(num_batches):

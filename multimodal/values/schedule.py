@@ -23,7 +23,7 @@ _MODES = tuple(SlotMode)
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A step, and in which order every lane of `Plan.lanes` runs its work; as numbers of `step_work`, lane after lane."""
+    """A step, and the order in which every lane of `Plan.lanes` runs its work: numbers of `step_work`, lane after lane."""
 
     step: StepGraph
     lane_starts: Integers
@@ -37,12 +37,12 @@ class Schedule:
     lowered: bool = False
     """True if messages are among the work: the lowered dialect; False: the compute dialect."""
     made: dict[str, object] = field(default_factory=dict, init=False, repr=False)
-    """Results of this schedule alone, for those that make them to find again."""
+    """Values that were derived from this schedule alone, cached for the functions that derive them."""
     _lanes: dict[int, Lane] = field(default_factory=dict, init=False, repr=False)
-    """Results of `lane`: a schedule from another process need not number the step's work again."""
+    """Cached results of `lane`: a schedule from another process need not number the step's work again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the numbers narrow, what is the same everywhere not at all, nor `made`: a training process takes one a step."""
+        """Pickle numbers in narrow types, constants and `made` not at all: a training process receives one schedule per step."""
         pieces = self.pieces.astype(np.int32) if self.pieces.max(initial=0) < 2**31 else self.pieces
         modes = self.modes if self.modes.any() else None
         waits = self.waits if (self.waits != NO_WAIT).any() else None
@@ -58,7 +58,7 @@ class Schedule:
         *,
         lowered: bool = False,
     ) -> "Schedule":
-        """Build a schedule of the pieces of each lane; modes, waits: of each slot, all in line by default."""
+        """Build a schedule of the pieces of each lane; modes, waits: of each slot; by default all are in line."""
         rows = list(lanes)
         starts = np.concatenate(([0], np.cumsum([len(row) for row in rows])))
         pieces = np.concatenate([np.zeros(0, np.int64), *rows])
@@ -68,12 +68,12 @@ class Schedule:
 
     @classmethod
     def in_line(cls, step: StepGraph, lane_starts: Integers, pieces: Integers) -> "Schedule":
-        """Build a schedule in the compute dialect in which lanes run everything in its turn."""
+        """Build a schedule in the compute dialect in which all work is in line."""
         return cls(step, lane_starts, pieces, np.zeros(len(pieces), np.uint8), np.full(len(pieces), NO_WAIT))
 
     @classmethod
     def of_lanes(cls, step: StepGraph, lanes: Iterable[Lane], *, lowered: bool = False) -> "Schedule":
-        """Build a schedule of lanes; how the step is cut is read from their actions.
+        """Build a schedule of lanes; the cuts of the step are read from their actions.
 
         Raises ScheduleError where the lanes are not the plan's, for an action that the step lacks, and for one that stands in a
         lane that does not execute its stage, or twice in a lane. O(actions log).
@@ -99,7 +99,7 @@ class Schedule:
 
     @property
     def work(self) -> StepWork:
-        """The pieces that the numbers stand for."""
+        """The numbered pieces of the step."""
         return step_work(self.step)
 
     @property
@@ -148,11 +148,11 @@ class Schedule:
         return bool((self.modes == SlotMode.INSIDE).any())
 
     def with_lanes(self, lanes: Iterable[Lane]) -> "Schedule":
-        """Return a schedule of the same step and dialect with other slots; how the step is cut is read from them."""
+        """Return a schedule of the same step and dialect with other slots; the cuts of the step are read from them."""
         return Schedule.of_lanes(self.step, lanes, lowered=self.lowered)
 
     def for_step(self, step: StepGraph) -> "Schedule":
-        """Return the same schedule of a step of the same shape, such as the next global batch's."""
+        """Return the same schedule for a step of the same shape, such as the next global batch's."""
         same = self.lane_starts, self.pieces, self.modes, self.waits, self.lowered
         return Schedule(self.step.with_assignment(step.assignment), *same)
 
@@ -202,7 +202,7 @@ def _belong(work: StepWork, lanes: Sequence[Sequence[int | None]]) -> bool:
 
 
 def _misplaced(lanes: Sequence[Lane], step: StepGraph, numbers: Mapping[Action, int], *, lowered: bool) -> ScheduleError:
-    """Return an error about the first action that does not belong where it stands."""
+    """Return an error about the first action that stands in a wrong place."""
     for index, lane in enumerate(lanes):
         first: dict[Action, int] = {}
         for position, action in enumerate(lane.actions):

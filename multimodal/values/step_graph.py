@@ -1,4 +1,4 @@
-"""One training step as one value: model graph, plan, assignment, and how the step's work is cut into pieces."""
+"""One training step as one value: model graph, plan, assignment, and the cuts of the step's work."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ Made = TypeVar("Made")
 class StepGraph:
     """One step: its model, plan and samples, and the cuts of its work.
 
-    `values/dependencies.py` says which work there is and what needs what; `values/step_work.py` numbers it.
+    `values/dependencies.py` defines the step's work and its needs; `values/step_work.py` numbers it.
     """
 
     graph: ModelGraph
@@ -42,11 +42,11 @@ class StepGraph:
     _made: dict[Callable[[Any], object], object] = field(default_factory=dict, init=False, repr=False)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle the values alone: results made from them are larger, and can be made again."""
+        """Pickle the fields alone: values derived from them are larger, and can be derived again."""
         return StepGraph, (self.graph, self.plan, self.assignment, self.cuts, self.forward_only)
 
     def with_cuts(self, cuts: Cuts) -> "StepGraph":
-        """Return this step with its work cut otherwise; the same value for the same cuts."""
+        """Return this step with other cuts; the same value for the same cuts."""
         if not self._variants:
             self._variants.append(self)
         for step in self._variants:
@@ -59,21 +59,21 @@ class StepGraph:
         return step
 
     def with_assignment(self, assignment: Assignment) -> "StepGraph":
-        """Return this step for other samples; results made from it are kept if the assignments have one `shape`."""
+        """Return this step for other samples; derived values are kept if the assignments have the same `shape`."""
         step = StepGraph(self.graph, self.plan, assignment, self.cuts, self.forward_only)
         if step.shape == self.shape:
             step._made.update(self._made)
         return step
 
     def once(self, make: Callable[["StepGraph"], Made]) -> Made:
-        """Return `make(self)`, made when first asked for. It must depend on the shape of the assignment only."""
+        """Return `make(self)`, computed only once. It must depend on the shape of the assignment only."""
         if make not in self._made:
             self._made[make] = make(self)
         return cast(Made, self._made[make])
 
     @cached_property
     def shape(self) -> tuple[object, ...]:
-        """Counts of microbatches, and the routes between them: steps that agree in both have the same schedules. O(atoms log)."""
+        """Numbers of microbatches and the routes between them; steps of one shape have the same schedules. O(atoms log)."""
         counts = tuple((unit, placed.counts.tobytes()) for unit, placed in self.assignment.placed.items())
         return counts, self.routes.sources.tobytes(), self.routes.targets.tobytes()
 
@@ -83,14 +83,14 @@ class StepGraph:
         return self.assignment.routes(self.graph)
 
     def replica_routes(self, source: str, target: str) -> list[list[int]]:
-        """Return the pairs of a replica of one unit and one of another that routes connect, each once."""
+        """Return the pairs of a source replica and a target replica that routes connect, each once."""
         placed = (self.assignment.placed[unit] for unit in (source, target))
         ends = (each.replica_of_microbatch[ends] for each, ends in zip(placed, self.routes.of_edge(source, target), strict=True))
         pairs: list[list[int]] = np.unique(np.column_stack(tuple(ends)), axis=0).tolist()
         return pairs
 
     def backward_need(self, unit: str, replica: int, stage: int) -> BackwardNeed:
-        """Return what the backward of a virtual stage must compute; nothing in a step that only runs forwards."""
+        """Return the gradients that the backward of a virtual stage must compute; none in a step that only runs forwards."""
         if self.forward_only:
             return BackwardNeed.NONE
         like = unit, self.plan.virtual_stage(unit, replica, stage).layers
@@ -143,10 +143,10 @@ class StepGraph:
         )
 
     def reductions(self, unit: str, replica: int, stage: int) -> tuple[Coverage, ...]:
-        """Return what the reductions of a stage that trains something cover, in the order in which they run.
+        """Return the part that each reduction of a trained stage covers, in the order in which they run.
 
-        Where replicas are not alike, these are trained ranges of layers that the same ranks hold, from the last to the first;
-        by layer, the first layer of each is a piece of its own, since it may be the first one of a stage.
+        If replicas are not alike, these are trained ranges of layers that the same ranks hold, from the last to the first;
+        reduced by layer, the first layer of each range is a piece of its own, since it may be the first layer of a stage.
         """
         layers, held = self.plan.virtual_stage(unit, replica, stage).layers, self.plan.units[unit]
         is_by_layer = (unit, stage) in self.cuts.reduced_by_layer
@@ -164,10 +164,10 @@ class StepGraph:
         return is_by_layer and reduction.covers != self.reductions(*reduction[1:4])[-1]
 
     def consumers(self, microbatch: MicrobatchPlace) -> tuple[tuple[Atom, ...], ...]:
-        """Return the atoms of an encoder's microbatch by the downstream microbatch that consumes them: its sample subsets.
+        """Return the sample subsets of an encoder's microbatch: its atoms, grouped by the microbatch that consumes them.
 
-        They come in the order of their consumers (microbatch, then replica); atoms keep their packing order. One subset per
-        consumer, so a subset's gradient arrives in one piece, and samples that the LLM defers stand last (Entrain 4.5.3).
+        Groups come in the order of their consumers (microbatch, then replica); atoms keep their packing order. With one subset
+        per consumer, a subset's gradient arrives in one piece, and samples that the LLM defers come last (Entrain 4.5.3).
         """
         routes = self.routes.from_source.get(microbatch, ())
         ordered = sorted(routes, key=lambda route: (route.target.microbatch, route.target.replica, route.target.unit))
@@ -175,10 +175,10 @@ class StepGraph:
         return tuple(tuple(sorted(route.atoms, key=position.__getitem__)) for route in ordered)
 
     def sample_subsets(self, microbatch: MicrobatchPlace) -> tuple[tuple[Atom, ...], ...]:
-        """Return the atoms of each piece that a microbatch runs as: one per consumer where its backward is cut, else all in one.
+        """Return the atoms of each piece that a microbatch runs in: one piece per consumer if its backward is cut, else one.
 
-        A microbatch that is cut runs its forward subset by subset, too, so that each has an autograd graph of its own. Packed
-        samples do not see each other, so that changes no number.
+        The forward of a cut microbatch runs subset by subset, too, so that each subset has an autograd graph of its own. Packed
+        samples do not attend to each other, so this changes no number.
         """
         return self.consumers(microbatch) if microbatch in self.cuts.num_subsets else (self.assignment.atoms(microbatch),)
 
@@ -186,7 +186,7 @@ class StepGraph:
 def validate_assignment(step: StepGraph, lengths: Sequence[SampleLengths]) -> None:
     """Check that every atom of a global batch is placed exactly once, in a replica that exists, and that no microbatch is empty.
 
-    A generator need not be given the samples that have nothing for it to make.
+    A generator need not be assigned samples without anything for it to generate.
     """
     arrays = LengthBatch.of(lengths).arrays
     for name in step.graph.unit_names:
@@ -202,7 +202,7 @@ def validate_assignment(step: StepGraph, lengths: Sequence[SampleLengths]) -> No
 
 
 def _misplaced(placed: PlacedAtoms, arrays: LengthArrays, *, role: Role, unit: str) -> str:
-    """Return what is wrong with the places of a unit's atoms, or nothing. O(atoms log)."""
+    """Describe an error in the places of a unit's atoms; empty if there is none. O(atoms log)."""
     items = arrays.items_of(unit)
     of_items, indices = arrays.sample_ids[arrays.sample_of_item[items]], arrays.index_of_item[items]
     whole = np.full(len(arrays), -1)
@@ -224,7 +224,7 @@ def _misplaced(placed: PlacedAtoms, arrays: LengthArrays, *, role: Role, unit: s
 
 
 def _in_order(sample_ids: Integers, item_indices: Integers) -> Integers:
-    """Return atoms as rows, [num_atoms, 2], in their order."""
+    """Return atoms as rows, [num_atoms, 2], sorted."""
     order = np.lexsort((item_indices, sample_ids))
     return np.column_stack((sample_ids[order], item_indices[order]))
 

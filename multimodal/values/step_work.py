@@ -31,7 +31,7 @@ class StepWork:
     """The pieces of one step: `num_computed` computations and collectives in the order of `computations`, then messages.
 
     Message m is sent by piece `num_computed + 2 m` and received by the one after it. Arrays called `starts` have one entry more
-    than there are rows. Holds counts and routes of the assignment, but not the assignment.
+    than there are rows. The value holds numbers of microbatches and routes, but not the assignment itself.
     """
 
     def __init__(self, step: StepGraph) -> None:
@@ -42,11 +42,11 @@ class StepWork:
         """[num_computed] the stage, `KIND_NUMBERS` and microbatch of each piece."""
         self.replicas = self.pieces.replica_of_stage[self.computed_stages]
         self.need_starts, self.needs = piece_needs(self.pieces, step.graph, step.routes)
-        """[num_computed + 1] into the numbers of what each piece needs, in the order of `dependencies`."""
+        """[num_computed + 1] into `needs`: the pieces that each piece needs, in the order of `dependencies`."""
 
     @property
     def stages(self) -> tuple[StageKey, ...]:
-        """The stage that each stage number stands for."""
+        """The stage of each stage number."""
         return self.pieces.stage_keys
 
     @cached_property
@@ -60,7 +60,7 @@ class StepWork:
         return {action: number for number, action in enumerate(self.computed)}
 
     def action(self, number: int) -> Action:
-        """Return the action of a number of either dialect, without those of the others."""
+        """Return the action of a number of either dialect; makes no other actions."""
         if number < self.num_computed:
             return self.pieces.action(number)
         index, is_receive = divmod(number - self.num_computed, 2)
@@ -68,7 +68,7 @@ class StepWork:
 
     @cached_property
     def lane_rows(self) -> tuple[Integers, Integers]:
-        """Per stage its lanes: starts, lanes."""
+        """The lanes of each stage, as rows: starts, lanes."""
         tables = [self.plan.stage_tables[unit] for unit in self.pieces.units]
         counts = np.concatenate([np.diff(table.lane_starts) for table in tables])
         return row_starts(counts), np.concatenate([table.lanes for table in tables])
@@ -80,18 +80,18 @@ class StepWork:
 
     @property
     def first_lanes(self) -> Integers:
-        """[num_stages] the first lane of each stage; of those that a replica lacks, of no use."""
+        """[num_stages] the first lane of each stage; meaningless for stages that a replica does not have."""
         starts, lanes = self.lane_rows
         found: Integers = np.append(lanes, 0)[starts[:-1]]
         return found
 
     @cached_property
     def is_in_one_lane(self) -> bool:
-        """True if every stage, and so every piece, belongs to one lane."""
+        """True if every stage belongs to one lane, and so does every piece."""
         return bool((np.diff(self.lane_rows[0]) == 1).all())
 
     def stage_lanes(self, stages: Integers, lanes: Integers) -> Integers:
-        """Return a number of each pair of a stage and one of its lanes."""
+        """Return a number for each pair of a stage and one of its lanes."""
         starts, of_stages = self.lane_rows
         if self.is_in_one_lane:
             return stages
@@ -102,16 +102,16 @@ class StepWork:
 
     @cached_property
     def places(self) -> Integers:
-        """[num_computed] a number of each piece's place, the same for all that is done with one microbatch there."""
+        """[num_computed] a number for each piece's place: the same for all work on one microbatch in one stage."""
         return self.computed_stages * (2 + int(self.microbatches.max(initial=0))) + 1 + self.microbatches
 
     def lanes_of(self, numbers: Integers) -> tuple[Integers, Integers]:
-        """Return the lanes of the stage of each piece: starts, lanes."""
+        """Return the lanes of each piece's stage, as rows: starts, lanes."""
         is_computed = not len(numbers) or numbers.max() < self.num_computed
         return take_rows(*self.lane_rows, (self.computed_stages if is_computed else self.stage_numbers)[numbers])
 
     def needs_in(self, *, lowered: bool) -> tuple[Integers, Integers]:
-        """Return what each piece of a dialect needs: starts, numbers."""
+        """Return the pieces that each piece of a dialect needs, as rows: starts, numbers."""
         return self._lowered_needs if lowered else (self.need_starts, self.needs)
 
     def num_pieces(self, *, lowered: bool) -> int:
@@ -120,12 +120,12 @@ class StepWork:
 
     @cached_property
     def need_owners(self) -> Integers:
-        """[num_needs] the piece that needs it."""
+        """[num_needs] the piece that has the need."""
         return np.repeat(np.arange(self.num_computed), np.diff(self.need_starts))
 
     @cached_property
     def message_of_need(self) -> Integers:
-        """[num_needs] the number of the message that carries it; -1: none."""
+        """[num_needs] the number of the message that carries the need; -1: none."""
         stages = np.repeat(self.computed_stages, np.diff(self.need_starts))
         between_stages = np.flatnonzero(self.computed_stages[self.needs] != stages)
         is_carried = self._needs_message(self.needs[between_stages], self.need_owners[between_stages])
@@ -135,7 +135,7 @@ class StepWork:
         return numbers
 
     def _needs_message(self, producers: Integers, consumers: Integers) -> NDArray[np.bool_]:
-        """Return where `needs_message` is true, of pieces of different stages."""
+        """Evaluate `needs_message` for pairs of pieces in different stages."""
         tables = [self.plan.stage_tables[unit] for unit in self.pieces.units]
         ranks = np.concatenate([table.rank_groups for table in tables])
         unit_of_stage = self.pieces.unit_of_stage
@@ -149,12 +149,12 @@ class StepWork:
 
     @cached_property
     def blocks(self) -> Integers:
-        """[num_computed] a number of each piece's kind and stage together."""
+        """[num_computed] a number for each pair of a kind and a stage."""
         return self.computed_stages * len(KINDS) + self.kinds
 
     @cached_property
     def message_ends(self) -> tuple[Integers, Integers]:
-        """Per message the numbers of its producer and of its consumer."""
+        """The numbers of each message's producer and consumer."""
         carried = self.message_of_need >= 0
         return self.needs[carried], self.need_owners[carried]
 
@@ -201,7 +201,7 @@ class StepWork:
 
     @cached_property
     def collective_rows(self) -> tuple[Integers, Integers, Integers]:
-        """Per piece its collective (-1: none); per collective the pieces that take part (starts, numbers), replica by replica."""
+        """The collective of each piece (-1: none), and the pieces of each collective (starts, numbers), replica by replica."""
         members = np.flatnonzero(_RESOURCE_OF_KIND[self.kinds] == RESOURCE_NUMBERS[Resource.COLLECTIVE])
         stages = self.computed_stages[members]
         parts = self.pieces.parts[members] + 1
@@ -219,9 +219,9 @@ class StepWork:
         return collective_of, *group_rows(collectives, members, len(first))
 
     def _join_unlike(self, first_stage: int, num_stages: int, members: Integers, stages: Integers, parts: Integers) -> None:
-        """Join the reductions of a unit whose replicas are not alike, in place: by their first layer instead of stage and part.
+        """Join, in place, the reductions of a unit with unlike replicas: by their first layer instead of by stage and part.
 
-        Gathers have nothing to wait for: replicas that are not alike keep their optimizer state whole.
+        Parameter gathers have nothing to wait for: unlike replicas keep their optimizer state whole.
         """
         own = np.flatnonzero(
             (self.computed_stages[members] >= first_stage) & (self.computed_stages[members] < first_stage + num_stages)

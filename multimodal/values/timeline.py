@@ -10,7 +10,7 @@ from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, P
 
 
 class TimelineEvent(NamedTuple):
-    """One action's interval. For a receive it is the time the lane stood still for it."""
+    """The interval of one action. For a receive it is the time for which the lane waited."""
 
     action: Action
     lane: int
@@ -71,7 +71,7 @@ class Timeline:
 
     @classmethod
     def from_file(cls, path: str | Path) -> "Timeline":
-        """Read a file of `to_file`."""
+        """Read a file that `to_file` wrote."""
         return cls.from_dict(json.loads(Path(path).read_text()))
 
 

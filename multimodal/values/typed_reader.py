@@ -1,7 +1,7 @@
-"""Turns the plain form that YAML and JSON hold into typed values: one reader for all files, driven by the fields of dataclasses.
+"""Turns the plain form of YAML and JSON into typed values: one reader for all files, driven by the fields of dataclasses.
 
-A field's type says which values it takes (bool, int, float, str, Literal, StrEnum, `X | None`, tuple, a dataclass). Its metadata
-say the rest:
+A field's type defines the values that it takes (bool, int, float, str, Literal, StrEnum, `X | None`, tuple, a dataclass). Its
+metadata define the rest:
 
 minimum, above, maximum   bounds of a number, or of all numbers in a list
 choices                   the texts that are allowed
@@ -26,19 +26,19 @@ from multimodal.values.errors import BraidError
 
 T = TypeVar("T")
 LARGEST_INTEGER = 2**53
-"""The maximum of fields that name none: beyond it a float would not hold the number exactly."""
+"""The default maximum of integers: a float does not hold larger ones exactly."""
 LONGEST_TEXT = 200
-"""The longest name or key, since messages repeat them as they are."""
+"""The longest name or key, since messages repeat names and keys in full."""
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A plain value and where it stands; all methods raise `error` with both."""
+    """A plain value and its place in the file; all methods raise `error` with both."""
 
     value: Any
     where: str
-    """The place in words, for messages: `unit 'vision', image`."""
+    """The place in words, for messages, such as `unit 'vision', image`."""
     error: type[BraidError]
     place: tuple[str | int, ...] = ()
     """Keys and indices that lead to the value from the top of the file."""
@@ -59,7 +59,7 @@ class Plain:
     def mapping(
         self, *, known: Sequence[str] = (), required: Sequence[str] = (), at_least: int = 0, expected: str = ""
     ) -> dict[str, "Plain"]:
-        """Take the value as a mapping from texts; known: all keys that it may have (none given: any), required: that it must."""
+        """Take the value as a mapping from texts; known: all keys that it may have (empty: any), required: keys it must have."""
         if not isinstance(self.value, Mapping) or len(self.value) < at_least:
             self.refuse(expected or " with ".join(part for part in ("a mapping", ", ".join(known)) if part))
         for key in self.value:
@@ -82,7 +82,7 @@ class Plain:
         return [self.inner(i, value, where=f"{called} {i}" if called else "") for i, value in enumerate(self.value)]
 
     def read(self, hint: Any, **limits: Any) -> Any:
-        """Take the value as of the type that `hint` is; limits: as in a field's metadata."""
+        """Take the value as the type `hint`; limits: as in a field's metadata."""
         origin, arguments = get_origin(hint), get_args(hint)
         if origin in (Union, UnionType):
             (only,) = (part for part in arguments if part is not NoneType)
@@ -99,7 +99,7 @@ class Plain:
         return _SCALARS[hint](self, limits)
 
     def build(self, kind: type[T], **given: Any) -> T:
-        """Build a dataclass from the value, which is a mapping; given: fields that do not stand there."""
+        """Build a dataclass from the value, which is a mapping; given: fields whose values do not come from the mapping."""
         keys = _keys(kind, given)
         known, required = tuple(keys), [key for key, is_required in keys.items() if is_required]
         built: T = _assemble(kind, self.mapping(known=known, required=required), given)
@@ -107,7 +107,7 @@ class Plain:
 
 
 def check_fields(value: Any, *, at: Plain) -> None:
-    """Hold a dataclass that was made in Python against its fields' types and bounds; at: where it stands."""
+    """Check the types and bounds of the fields of a dataclass that was made in Python; at: its place, for messages."""
     kind: Any = type(value)
     for field, hint in _typed_fields(kind):
         part = getattr(value, field.name)

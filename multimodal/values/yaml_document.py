@@ -1,4 +1,4 @@
-"""YAML as Braid's files use it: no key twice, keys that are texts, bounded nesting and aliases, `1e-5` as the number it is."""
+"""The YAML of Braid's files: no repeated keys, only text keys, bounded nesting and aliases, `1e-5` read as a number."""
 
 import re
 from collections import Counter
@@ -11,11 +11,11 @@ LARGEST_DEPTH = 50
 LARGEST_ALIASED_NODES = 100_000
 """The most nodes that aliases repeat in one file, each counted with all nodes inside it."""
 LARGEST_INTEGER_BITS = 10_000
-"""Python prints integers of this size; readers of a number bound it further, and can name its key."""
+"""Python can still print integers of this size; readers of a number set closer bounds, and can name its key."""
 _MERGE = "tag:yaml.org,2002:merge"
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _RIDDLE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
-"""Numbers to the base 8 or 60 as YAML 1.1 has them: 010 is 8, 1:30 is 90."""
+"""Numbers in base 8 or 60 as YAML 1.1 reads them: 010 is 8, 1:30 is 90."""
 _TEXT = "tag:yaml.org,2002:str"
 
 
@@ -30,7 +30,7 @@ class Document(yaml.SafeLoader):
         self._size_of_anchor: dict[str, int] = {}
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node; refuses deep nesting, aliases inside the node that they name, and aliases that repeat too much."""
+        """Compose a node; refuses deep nesting, aliases inside the node that they refer to, and aliases that repeat too much."""
         event: Any = self.peek_event()  # type: ignore[no-untyped-call]
         if isinstance(event, yaml.AliasEvent):
             self._count_alias(event)
@@ -45,7 +45,7 @@ class Document(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        """Compose a mapping; refuses a key that is no text, or there twice."""
+        """Compose a mapping; refuses keys that are no texts, and repeated keys."""
         node = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}
         for key, _ in node.value:
@@ -59,7 +59,7 @@ class Document(yaml.SafeLoader):
         return node
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        """Construct a value; one that Python refuses, such as the 31st of February, is an error with its line."""
+        """Construct a value; if Python refuses it (the 31st of February, for example), the error names its line."""
         try:
             value = super().construct_object(node, deep=deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as problem:
@@ -86,7 +86,7 @@ Document.add_implicit_resolver(
 
 
 def collect_pairs(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a JSON object's dictionary; raises ValueError for a key that is there twice."""
+    """Make a JSON object's dictionary; raises ValueError for a repeated key."""
     value = dict(pairs)
     if len(value) < len(pairs):
         twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)

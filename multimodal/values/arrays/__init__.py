@@ -1,1 +1,1 @@
-"""Values of a whole step as flat arrays: what is placed, routed and numbered by the ten thousand."""
+"""Values of a whole step as flat arrays: placements, routes and pieces of work, of which a step has tens of thousands."""

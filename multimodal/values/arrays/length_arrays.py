@@ -32,7 +32,7 @@ class LengthArrays:
     num_llm_tokens: Integers
     """[num_items] those that enter the LLM."""
     index_of_item: Integers
-    """[num_items] the number of each item among those of its sample."""
+    """[num_items] the index of each item within its sample."""
     units: tuple[str, ...]
     """The units that any item is for."""
 
@@ -106,11 +106,11 @@ class LengthArrays:
 
 
 class LengthBatch(tuple[SampleLengths, ...]):
-    """The lengths of a global batch, which are read into arrays once, however many ask for them."""
+    """The lengths of a global batch, which are read into arrays only once."""
 
     @classmethod
     def of(cls, lengths: Sequence[SampleLengths]) -> "LengthBatch":
-        """Return such a batch; itself if it is one."""
+        """Return the lengths as a batch; a batch is returned as it is."""
         return lengths if isinstance(lengths, cls) else cls(lengths)
 
     @cached_property
@@ -120,7 +120,7 @@ class LengthBatch(tuple[SampleLengths, ...]):
 
     @cached_property
     def by_id(self) -> LengthArrays:
-        """The same in the order of the samples' ids."""
+        """The samples as arrays, in the order of their ids."""
         arrays = self.arrays
         return arrays if arrays.is_ascending else arrays.take(np.argsort(arrays.sample_ids, kind="stable"))
 

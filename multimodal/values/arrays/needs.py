@@ -11,12 +11,12 @@ from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, tak
 from multimodal.values.model_graph import ModelGraph
 
 _Needs = tuple[Integers, Integers]
-"""Pieces, and one that each of them needs."""
+"""Pieces, and for each of them one piece that it needs."""
 _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 
 
 def piece_needs(pieces: Pieces, graph: ModelGraph, routes: Routes) -> tuple[Integers, Integers]:
-    """Return what each piece needs: starts, pieces, in the order of `dependencies`. O(pieces + needs)."""
+    """Return the pieces that each piece needs, as rows (starts, pieces), in the order of `dependencies`. O(pieces + needs)."""
     found = [needs for unit in pieces.units.values() for needs in _of_computations(unit, pieces, graph, routes)]
     rows = _rows(found, pieces.num_pieces)
     reductions = [needs for unit in pieces.units.values() for needs in _of_reductions(unit, rows)]
@@ -55,7 +55,7 @@ def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes
 
 
 def _of_later_ranges(unit: UnitPieces) -> Iterator[_Needs]:
-    """Yield the needs of ranges of segments that run after another one of their place: that one."""
+    """Yield the needs of ranges of segments that do not run first at their place: each needs the range that runs before it."""
     first = np.repeat(unit.forward.ravel(), unit.num_forwards.ravel() - 1)
     before: Integers = first + np.arange(len(first)) - np.searchsorted(first, first)
     yield before + 1, before

@@ -18,7 +18,7 @@ from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
 Bytes = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
 KINDS = tuple(ActionKind)
-"""The kind that a number stands for."""
+"""The kind of action for each kind number."""
 KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
 _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _GATHER, _REDUCTION = (
     KIND_NUMBERS[kind]
@@ -63,7 +63,7 @@ class UnitPieces:
     num_reductions: Integers
     """[num_stages, num_replicas] pieces that the reduction of a stage is cut into."""
     is_by_layer: Bools
-    """[num_stages, num_replicas] True where all of these but the last begin with the last backward."""
+    """[num_stages, num_replicas] True where all pieces of the reduction but the last one start with the last backward."""
 
     @cached_property
     def is_there(self) -> Bools:
@@ -146,7 +146,7 @@ class UnitPieces:
 
     @cached_property
     def input_gradient(self) -> Integers:
-        """[num_stages, num_microbatches] the piece of a backward that has the input gradient; of sample subsets, of the first."""
+        """[num_stages, num_microbatches] the piece of a backward that yields the input gradient; of subsets, the first one's."""
         return self.backward + self.num_backwards - 1 if self.is_cut else self.backward
 
     @cached_property
@@ -189,19 +189,19 @@ class Gradients:
     """Sample subsets, or ranges of segments in the order in which they run; -1: the whole microbatch."""
     pieces: Integers
     last_pieces: Integers
-    """The piece that completes weight gradients: the weight gradient, where there is one."""
+    """The pieces that complete weight gradients: the weight gradient where there is one, else the gradient itself."""
     num_ranges: Integers
-    """Ranges of segments that the whole backward runs in; 1 where it is not cut into these."""
+    """Number of ranges of segments that the whole backward runs in; 1 where it is not cut into ranges."""
 
     @property
     def is_first(self) -> Bools:
-        """True but for ranges of segments that run after another one."""
+        """False for ranges of segments that run after another range of the same backward, True for all others."""
         found: Bools = (self.num_ranges == 1) | (self.parts == 0)
         return found
 
     @property
     def is_last(self) -> Bools:
-        """True but for ranges of segments that run before another one."""
+        """False for ranges of segments that run before another range of the same backward, True for all others."""
         found: Bools = (self.num_ranges == 1) | (self.parts == self.num_ranges - 1)
         return found
 
@@ -285,7 +285,7 @@ class Pieces:
 
     @cached_property
     def numbers_in_unit(self) -> Integers:
-        """[num_pieces] the number of each piece's microbatch among its unit's; of collectives, of no use."""
+        """[num_pieces] the number of each piece's microbatch within its unit; meaningless for collectives."""
         before = [np.tile(unit.placed.microbatch_starts[:-1], len(unit.sizes)) for unit in self.units.values()]
         found: Integers = np.concatenate(before)[self.stages] + self.microbatches
         return found
@@ -305,7 +305,7 @@ class Pieces:
 
     @cached_property
     def stage_keys(self) -> tuple[StageKey, ...]:
-        """The stage that each stage number stands for."""
+        """The stage of each stage number."""
         return tuple(
             (unit, replica, stage)
             for unit, pieces in self.units.items()
@@ -379,7 +379,7 @@ def _unit_pieces(step: StepGraph, unit: str, first_piece: int, first_stage: int)
 
 
 def _needs_of_stage(step: StepGraph, unit: str, stage: int) -> list[BackwardNeed]:
-    """Return what the backward of a stage computes in each replica; replicas with the same layers are alike."""
+    """Return the gradients that the backward of a stage computes in each replica; replicas with the same layers are alike."""
     replicas, known = step.plan.units[unit].replicas, dict[range | None, BackwardNeed]({None: BackwardNeed.NONE})
     layers = [each.virtual_stages[stage].layers if stage < len(each.virtual_stages) else None for each in replicas]
     for replica, each in enumerate(layers):

@@ -1,4 +1,4 @@
-"""The atoms of one unit in their places, as arrays: thousands of replicas are placed without an object for each sample."""
+"""The placed atoms of one unit as arrays, so that thousands of replicas need no object for each sample."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ class PlacedAtoms:
     __hash__ = None  # type: ignore[assignment]
 
     def with_even_counts(self) -> "PlacedAtoms":
-        """Return the same with as many microbatches in every replica: behind their own, some get empty ones."""
+        """Return the same placement with equally many microbatches in every replica: replicas with fewer get empty ones."""
         counts = np.diff(self.microbatch_starts)
         places = np.arange(counts.max(initial=0))
         sizes = np.zeros((len(counts), len(places)), np.int64)
@@ -132,7 +132,7 @@ class PlacedAtoms:
 
 
 class PlacedUnits(Mapping[str, Replicas]):
-    """unit -> replica -> ordered microbatches -> atoms, as arrays: objects are made of a unit when it is asked for."""
+    """unit -> replica -> ordered microbatches -> atoms, as arrays; objects of a unit are made when they are first read."""
 
     def __init__(self, placed: Mapping[str, PlacedAtoms]) -> None:
         self.placed = placed

@@ -1,4 +1,4 @@
-"""Routes: the atoms that microbatches of one unit hand to those of the next; made of arrays, as objects only where asked for."""
+"""Routes: the atoms that microbatches of one unit hand to those of the next; arrays, made into objects only on request."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class NumberedMicrobatches:
         self.first = dict(zip(self.units, row_starts([placed[unit].num_microbatches for unit in self.units]), strict=False))
 
     def number(self, place: MicrobatchPlace) -> int:
-        """Return the number of a microbatch; raises KeyError where there is none such."""
+        """Return the number of a microbatch; raises KeyError if there is no such microbatch."""
         unit, replica, microbatch = place
         placed = self.placed[unit]
         if not (0 <= replica < placed.num_replicas and 0 <= microbatch < placed.counts[replica]):
@@ -50,7 +50,7 @@ class NumberedMicrobatches:
         return found
 
     def places(self, numbers: Integers) -> list[MicrobatchPlace]:
-        """Return the microbatches that numbers stand for."""
+        """Return the microbatches of these numbers."""
         found: list[MicrobatchPlace] = []
         bounds = [*map(int, self.first.values()), np.iinfo(np.int64).max]
         units = np.searchsorted(bounds, numbers, side="right") - 1
@@ -107,7 +107,7 @@ class Routes:
         return sources[chosen], targets[chosen]
 
     def among(self, placed: Mapping[str, PlacedAtoms]) -> "Routes":
-        """Return the same routes where replicas have more microbatches, behind those that they have here."""
+        """Return the same routes for replicas that have more microbatches, which come behind those that they have here."""
         numbered = NumberedMicrobatches({unit: placed[unit] for unit in self.microbatches.units})
         sources, targets = (self.microbatches.numbers_in(numbered, numbers) for numbers in (self.sources, self.targets))
         return Routes(numbered, sources, targets, self.atom_starts, self.sample_ids, self.item_indices)
@@ -123,7 +123,7 @@ class Routes:
 
 
 class _RoutesByEnd(Mapping[MicrobatchPlace, tuple[Route, ...]]):
-    """Routes by one of their ends, made when asked for: those of a replica together, as its ranks ask for all of them."""
+    """Routes by one of their ends; those of a replica are made together on first access, as its ranks read all of them."""
 
     def __init__(self, routes: Routes, ends: Integers) -> None:
         self._routes = routes
@@ -140,7 +140,7 @@ class _RoutesByEnd(Mapping[MicrobatchPlace, tuple[Route, ...]]):
         return self._made[place]
 
     def _make(self, unit: str, replica: int, first: int) -> None:
-        """Make the routes of a replica whose first microbatch has this number."""
+        """Make the routes of the replica whose first microbatch has the number `first`."""
         count = int(self._routes.microbatches.placed[unit].counts[replica])
         starts = np.searchsorted(self._ends, np.arange(first, first + count + 1)).tolist()
         made = self._routes.make(self._order[starts[0] : starts[-1]])
@@ -157,7 +157,7 @@ class _RoutesByEnd(Mapping[MicrobatchPlace, tuple[Route, ...]]):
 
 
 def build_routes(graph: ModelGraph, placed: Mapping[str, PlacedAtoms]) -> Routes:
-    """Match every encoder item, and every sample of the LLM, with the downstream microbatch that holds its sample, or itself.
+    """Match encoder items and samples of the LLM with the downstream microbatch that holds their sample (or the item itself).
 
     O(atoms log atoms).
     """
@@ -181,7 +181,7 @@ def _match(
 ) -> tuple[Integers, Integers, Integers, Integers]:
     """Return the microbatches at both ends of every handed-over atom, its sample and its index; in the order of the target.
 
-    by_item: the target's atoms are the same items, and not the samples that these are of.
+    by_item: True if the target's atoms are the same items; False if they are the samples of the items.
     """
     given, taking = units[source], units[target]
     by_atom = np.lexsort((given.item_indices, given.sample_ids))

@@ -49,9 +49,9 @@ def row_numbers(starts: Integers) -> Integers:
 
 
 def group_rows(owners: Integers, values: Integers, num_rows: int) -> tuple[Integers, Integers]:
-    """Group values by the rows that own them, in the order in which they stand: starts, values. O(values + rows).
+    """Group values by the rows that own them (starts, values); values keep their order within a row. O(values + rows).
 
-    Runs as a C++ kernel where that is built, with the same result.
+    Runs as a C++ kernel, with the same result, if the kernels are built.
     """
     return (group_rows_reference if kernels is None else kernels.group_rows)(owners, values, num_rows)
 
@@ -62,7 +62,7 @@ def group_rows_reference(owners: Integers, values: Integers, num_rows: int) -> t
 
 
 def order_by(*keys: Integers) -> Integers:
-    """Return the order by several whole numbers, not negative and not large, of which the first counts most. O(n + largest)."""
+    """Return the order by several keys, the most significant first: small whole numbers, not negative. O(n + largest)."""
     order = np.arange(len(keys[0]))
     for key in reversed(keys):
         _, order = group_rows(key[order], order, int(key.max(initial=0)) + 1)

@@ -1,1 +1,1 @@
-"""Checks of what people write: the units of a model, and a plan for them."""
+"""Checks of files that users write: the units of a model, and a plan for them."""

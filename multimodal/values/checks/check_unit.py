@@ -1,4 +1,4 @@
-"""Checks of one unit of a model graph: whether its layers and what it takes fit each other."""
+"""Checks one unit of a model graph: its layers must suit each other and the unit's input."""
 
 import re
 from typing import NoReturn

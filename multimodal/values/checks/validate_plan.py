@@ -1,4 +1,4 @@
-"""Reads plans and checks them: whether they fit a model and the ranks."""
+"""Reads plans and checks that they fit a model and the number of ranks."""
 
 from collections.abc import Iterable
 from itertools import islice, pairwise
@@ -11,7 +11,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
 
 def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = None) -> Plan:
-    """Read a plan file, edited by hand perhaps, and check it; a PlanError names the line.
+    """Read a plan file, which a user may have edited, and check it; a PlanError names the line.
 
     world_size: number of processes; None: as many as the plan uses.
     """

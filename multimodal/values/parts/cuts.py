@@ -14,11 +14,11 @@ StageKey = tuple[str, int, int]
 
 
 class StageSplit(Set[Place]):
-    """All places of some stages."""
+    """The places of all microbatches in some stages."""
 
     def __init__(self, counts: Mapping[StageKey, int]) -> None:
         self.counts = counts
-        """Stage -> its microbatches."""
+        """Stage -> number of its microbatches."""
 
     def __contains__(self, place: object) -> bool:
         return isinstance(place, tuple) and len(place) == 4 and 0 <= place[3] < self.counts.get(place[:3], 0)
@@ -37,10 +37,10 @@ class StageSplit(Set[Place]):
 
 @dataclass(frozen=True, slots=True)
 class SegmentCut:
-    """A place's forward and backward in ranges of segments; places that are cut alike share one value.
+    """The ranges of segments in which a place's forward and backward run; places that are cut alike share one value.
 
-    Boundaries ascend, and leave both ends out: (2, 7) of 10 segments is {0:2}, {2:7}, {7:10}; none, and the whole runs at once.
-    Raises ScheduleError for others.
+    Boundaries ascend and do not include the ends: (2, 7) of 10 segments gives {0:2}, {2:7}, {7:10}; without boundaries, the whole
+    runs at once. Raises ScheduleError for other boundaries.
     """
 
     num_segments: int
@@ -68,7 +68,7 @@ class SegmentCut:
 
     @property
     def graphs(self) -> tuple[SegmentRange, ...]:
-        """The ranges that have an autograd graph of their own: cut wherever the forward or the backward is."""
+        """The ranges that have an autograd graph of their own: cut wherever the forward or the backward is cut."""
         boundaries = sorted({0, *self.forward, *self.backward, self.num_segments})
         return tuple(SegmentRange(first, end) for first, end in pairwise(boundaries))
 
@@ -87,19 +87,19 @@ _WHOLE: tuple[Coverage, ...] = (None,)
 class Cuts:
     """The cuts of a step's computations and reductions into pieces, and whether parameters are gathered.
 
-    A place is cut in one way at most; raises ScheduleError for one whose segments are cut as well.
+    A place is cut in one way at most; raises ScheduleError if both its backward and its segments are cut.
     """
 
     split: Set[Place] = frozenset()
-    """Places whose backward is an input gradient and, later, a weight gradient (zero bubble)."""
+    """Places whose backward is split into an input gradient and a later weight gradient (zero bubble)."""
     num_subsets: Mapping[MicrobatchPlace, int] = field(default_factory=dict)
     """Microbatches whose backward is cut into sample subsets, in all stages alike (Entrain 4.5.3)."""
     gathers_parameters: bool = False
     """True if replicas gather a stage's updated parameters before its first forward (ZeRO-1)."""
     reduced_by_layer: frozenset[tuple[str, int]] = frozenset()
     """(unit, virtual stage) whose gradients are reduced in two pieces: all layers but the first, layer by layer during the last
-    microbatch's backward, and then the first layer, whose gradients are complete last. Of a unit whose replicas are not alike,
-    all stages or none: these have more pieces, see `StepGraph.reductions`."""
+    microbatch's backward, and then the first layer, whose gradients are complete last. A unit with unlike replicas has all of its
+    stages here or none, and more pieces: see `StepGraph.reductions`."""
     segments: Mapping[Place, SegmentCut] = field(default_factory=dict)
     """Places whose forward or backward runs in ranges of segments (Optimus, section 4.2)."""
 
@@ -120,22 +120,22 @@ class Cuts:
         return tuple(map(SampleSubset, range(num_subsets))) if num_subsets else _WHOLE
 
     def forwards(self, place: Place) -> tuple[Coverage, ...]:
-        """Return what the forwards of a place cover, in the order in which they run."""
+        """Return the part that each forward of a place covers, in the order in which they run."""
         cut = self.segments.get(place)
         return cut.forwards if cut is not None else _WHOLE
 
     def backwards(self, place: Place) -> tuple[Coverage, ...]:
-        """Return what the backwards of a place cover, in the order in which they run; sample subsets run in any."""
+        """Return the part that each backward of a place covers, in the order in which they run (sample subsets run in any)."""
         cut = self.segments.get(place)
         return cut.backwards if cut is not None else self.subsets(_microbatch(place))
 
     def gradients(self, place: Place) -> tuple[Coverage, ...]:
-        """Return what those backwards of a place cover that complete its gradients: every sample subset, the last range."""
+        """Return the coverage of the backwards that complete a place's gradients: every sample subset, or the last range."""
         backwards = self.backwards(place)
         return backwards[-1:] if place in self.segments else backwards
 
     def gradient_kind(self, place: Place) -> ActionKind:
-        """Return the kind of the action that gives a place's input gradient."""
+        """Return the kind of the action that yields a place's input gradient."""
         return ActionKind.INPUT_GRADIENT if place in self.split else ActionKind.BACKWARD
 
     def last_kind(self, place: Place) -> ActionKind:

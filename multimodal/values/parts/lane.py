@@ -10,7 +10,7 @@ from multimodal.values.action import Action, action_to_text
 from multimodal.values.errors import ScheduleError
 
 _SHOWN_SLOTS = 2
-"""Actions that an error shows on either side of the one it is about."""
+"""Actions that an error shows on either side of the action that it is about."""
 NO_WAIT = -1
 """The `wait` of slots that are not inside a computation."""
 
@@ -19,13 +19,14 @@ class SlotMode(IntEnum):
     """The way a slot's work runs."""
 
     IN_LINE = 0
-    """The lane runs it in its turn, and waits for it where it must."""
+    """The lane runs it in turn, and waits for its needs if they are not met."""
     FILLS_WAIT = 1
-    """It runs while its *carrier*, the next computation in line, waits for what it needs; if it is left when the carrier can
-    start, right after the carrier. It stands before its carrier, so that both orders must be (and are checked to be) allowed."""
+    """It runs while its *carrier*, the next computation in line, waits for its needs; if it has not run when the carrier can
+    start, it runs right after the carrier. It stands before its carrier; both orders must be allowed, and are checked to be."""
     INSIDE = 2
-    """It stands before its *carrier*, the next computation in line, and runs inside it: while that waits for the tensor parallel
-    collective of number `Slot.wait`. What it needs is there when the carrier begins, and what it gives when the carrier ends."""
+    """It stands before its *carrier*, the next computation in line, and runs inside it: while the carrier waits for the tensor
+    parallel collective of number `Slot.wait`. Its needs are met when the carrier starts, and others get its result when the
+    carrier ends."""
 
 
 class Slot(NamedTuple):
@@ -34,7 +35,7 @@ class Slot(NamedTuple):
     action: Action
     mode: SlotMode = SlotMode.IN_LINE
     wait: int = NO_WAIT
-    """The wait of its carrier in which work inside it runs: counted from 0, in the order in which the carrier comes to them."""
+    """The wait of its carrier in which it runs, if it runs inside: the carrier's waits are counted from 0, in order."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def lane_of(
 
 
 def slot_error(action: Action, problem: str, lanes: Sequence[Lane], marked: Mapping[int, int]) -> ScheduleError:
-    """Return an error about an action that shows where it stands; marked: as in `show_slots`."""
+    """Return an error about an action that shows its surroundings in the lanes; marked: as in `show_slots`."""
     return ScheduleError(f"{action_to_text(action)}: {problem}\n{show_slots(lanes, marked=marked)}")
 
 

@@ -21,11 +21,11 @@ from multimodal.values.plan import Plan
 from multimodal.values.step_graph import UNCUT, Cuts, SegmentCut, StageKey, StepGraph
 
 _Entry = tuple[int, int, Action]
-"""Lane, position in it, and action."""
+"""Lane, position in the lane, and action."""
 
 
 def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
-    """Read how a step is cut from the actions of its schedule, lane after lane. O(actions)."""
+    """Read the cuts of a step from the actions of its schedule, lane after lane. O(actions)."""
     split: set[Place] = set()
     num_subsets: dict[MicrobatchPlace, int] = {}
     gathers, by_layer = False, set()
@@ -52,22 +52,23 @@ def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
 
 
 class _UnlikeReductions:
-    """The units whose replicas are not alike, and which of them reduce by layer.
+    """The units with unlike replicas, and those of them that reduce by layer.
 
-    Their reductions cover layers in either case: whole ranges that the same ranks hold, or by layer parts of them. Where all of
-    these are single layers, those reduce by layer whose stages compute after reductions of their own.
+    Their reductions cover layers in either case: whole ranges that the same ranks hold, or parts of such ranges (by layer). If
+    all ranges are single layers, both look alike: then a unit reduces by layer if its stages compute after their first
+    reductions.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.units = {name: unit for name, unit in plan.units.items() if unit.is_unlike}
         self._parts: dict[str, set[bool]] = {name: set() for name in self.units}
-        """By unit: whether reductions cover parts of ranges, as far as they tell."""
+        """Unit -> whether its reductions cover parts of ranges, as far as they show it."""
         self._early: set[str] = set()
         self._reducing: set[StageKey] = set()
         self._seen: set[Action] = set()
 
     def note(self, action: Action) -> None:
-        """Note an action of such a unit; in the first lane that has it, where several execute a stage."""
+        """Note an action of such a unit; only in the first lane that has it, if several lanes execute the stage."""
         if action in self._seen:
             return
         self._seen.add(action)
@@ -79,12 +80,12 @@ class _UnlikeReductions:
 
     @property
     def by_layer(self) -> set[tuple[str, int]]:
-        """Units that reduce by layer, with all their stages."""
+        """(unit, stage) of all stages of the units that reduce by layer."""
         found = (name for name, parts in self._parts.items() if (parts == {True} if parts else name in self._early))
         return {(name, stage) for name in found for stage in range(self.units[name].num_virtual_stages)}
 
     def _covers_part(self, reduction: Action) -> Iterator[bool]:
-        """Yield whether a reduction covers a part of a range of layers that the same ranks hold; nothing where none tells."""
+        """Yield True or False as the reduction covers a part of a range that the same ranks hold; nothing if that is unclear."""
         unit, covers = self.units[reduction.unit], reduction.covers
         stages = unit.replicas[reduction.replica].virtual_stages if reduction.replica < len(unit.replicas) else ()
         if isinstance(covers, LayerRange) and reduction.stage < len(stages):
@@ -94,7 +95,7 @@ class _UnlikeReductions:
 
 
 def _segment_cut(pieces: Sequence[Action]) -> SegmentCut:
-    """Return the cut of one place whose ranges `check_coverages` has found to follow each other."""
+    """Return the cut of one place; `check_coverages` has found that its ranges follow each other."""
     firsts: dict[ActionKind, set[int]] = {ActionKind.FORWARD: set(), ActionKind.BACKWARD: set()}
     for kind, covered in _covered(pieces):
         firsts[kind].add(covered.first)
@@ -107,9 +108,9 @@ def _covered(pieces: Iterable[Action]) -> Iterator[tuple[ActionKind, SegmentRang
 
 
 def check_coverages(lanes: Sequence[Lane], step: StepGraph) -> None:
-    """Check that the sample subsets and the ranges of segments of a schedule's actions make up what they are parts of.
+    """Check that sample subsets and ranges of segments in a schedule add up to whole forwards and backwards.
 
-    Raises ScheduleError. How many segments a stage has is not checked here.
+    Raises ScheduleError. The number of segments of a stage is not checked here.
     """
     entries = [
         (index, position, action)
@@ -123,7 +124,7 @@ def check_coverages(lanes: Sequence[Lane], step: StepGraph) -> None:
 
 
 def _check_segments(entries: Sequence[_Entry], lanes: Sequence[Lane]) -> None:
-    """Check that the ranges of every place follow each other without gap or overlap, in forward and backward to the same end."""
+    """Check that the ranges of every place follow each other without gap or overlap, and end alike in forward and backward."""
     of_place: dict[tuple[ActionKind, Place], dict[SegmentRange, _Entry]] = defaultdict(dict)
     ends: dict[Place, int] = defaultdict(int)
     for entry in entries:
@@ -145,7 +146,7 @@ def _check_segments(entries: Sequence[_Entry], lanes: Sequence[Lane]) -> None:
 
 
 def _range_error(entry: _Entry, end: int, wanted: int, lanes: Sequence[Lane]) -> ScheduleError:
-    """Return an error about a range beside which segments `end` to `wanted` - 1 are missing, or the other way run twice."""
+    """Return an error about a range next to which segments `end` to `wanted` - 1 are missing, or run twice (if end is larger)."""
     lane, position, action = entry
     first, last = sorted((end, wanted))
     text = action_to_text(action._replace(covers=SegmentRange(first, last)))
@@ -156,7 +157,7 @@ def _range_error(entry: _Entry, end: int, wanted: int, lanes: Sequence[Lane]) ->
 
 
 def _check_subsets(entries: Sequence[_Entry], lanes: Sequence[Lane], step: StepGraph) -> None:
-    """Check that sample subsets are those that the assignment's routes make, all of them, in an encoder."""
+    """Check that the sample subsets are exactly those that the assignment's routes make, and that the unit is an encoder."""
     found = read_cuts((action for _, _, action in entries), step.plan).num_subsets
     encoders = {unit.name for unit in step.graph.encoders if step.graph.gives_items_once(unit.name)}
     for index, position, action in entries:

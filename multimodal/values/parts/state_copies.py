@@ -1,8 +1,8 @@
 """The ranks that share a copy of the optimizer state, where replicas keep several copies of it (hybrid ZeRO-1).
 
-The replicas of a unit are dealt to the copies, in order and as evenly as can be, and those of a copy share it: a copy breaks
-with any rank of its replicas, and state is lost only where every copy breaks. Of a layer those share that hold the same of it:
-replicas with another tensor parallel size share among themselves.
+The replicas of a unit are dealt to the copies, in order and as evenly as possible, and the replicas of a copy share it. A copy
+is lost with any rank of its replicas; state is lost only if every copy is. A layer's state is shared by the ranks that hold the
+same part of the layer: replicas with another tensor parallel size share among themselves.
 """
 
 from collections.abc import Iterator
@@ -24,10 +24,11 @@ def replicas_of_copies(unit: UnitPlan, num_copies: int) -> list[range]:
 def state_sharers(
     unit: UnitPlan, layer: int, *, replicas: range, tensor_size: int, is_tied_copy: bool = False
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, by tensor parallel rank, the ranks that share the state of what they hold of a layer, ascending.
+    """Return, by tensor parallel rank, the ranks that share the state of their part of a layer, ascending.
 
-    replicas: of one copy of the state; tensor_size: that of their stages. is_tied_copy: of a last layer the copy of the first
-    one's embeddings, which stages lack that hold both. Nobody, where no stage is of that size.
+    replicas: those of one copy of the state. tensor_size: that of the stages to look at; without such stages there are no
+    sharers. is_tied_copy: take the last layer's copy of the word embeddings, which stages that hold the first layer, too, do not
+    have.
     """
     stages = [
         stage
@@ -51,7 +52,7 @@ def sharing_groups(graph: ModelGraph, name: str, unit: UnitPlan, *, num_copies: 
 
 
 def sharers_of_stage(unit: UnitPlan, replica: int, stage: int, *, num_copies: int) -> Iterator[tuple[range, tuple[int, ...]]]:
-    """Yield the layers of a virtual stage, in ranges with one set of holders, and who shares the state of its first rank."""
+    """Yield a virtual stage's layers in ranges with the same holders, and the ranks that share the state of its first rank."""
     held = unit.replicas[replica].virtual_stages[stage]
     replicas = next(each for each in replicas_of_copies(unit, num_copies) if replica in each)
     for layers in unit.shared_ranges:

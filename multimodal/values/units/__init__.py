@@ -1,1 +1,1 @@
-"""The parts of a unit: its transformer layers, and the images or sounds that it takes, or that pass through several."""
+"""The parts of a unit's description: transformer layers, images or sound, experts, queries, adapters."""

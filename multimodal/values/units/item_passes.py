@@ -10,7 +10,7 @@ from multimodal.values.sample_lengths import ItemLengths
 def pass_items(graph: ModelGraph, items: Sequence[ItemLengths]) -> tuple[ItemLengths, ...]:
     """Return the lengths of a sample's items in every unit that they pass through; arguments and errors as of `pass_item`.
 
-    What a generator makes, it makes beside the tokens that encoders give it: those of the items before it.
+    A generator makes its items under the condition of tokens that encoders give it: those of the items before each.
     """
     passed: list[ItemLengths] = []
     for item in items:
@@ -21,16 +21,16 @@ def pass_items(graph: ModelGraph, items: Sequence[ItemLengths]) -> tuple[ItemLen
 
 
 def list_conditions(graph: ModelGraph, generator: str, items: Sequence[ItemLengths]) -> Iterator[tuple[int, int]]:
-    """Yield each of the items that encoders give a generator, and its tokens; items: those before the one that is made."""
+    """Yield the items that condition a generator's item, with their tokens; items: all that come before the generator's item."""
     sources = graph.conditions(generator)
     return ((index, each.num_output_tokens) for index, each in enumerate(items) if each.units[-1] in sources)
 
 
 def pass_item(graph: ModelGraph, item: ItemLengths) -> ItemLengths:
-    """Return an item's lengths with those in every encoder that it passes through, and the tokens that enter the LLM at last.
+    """Return an item's lengths in every encoder that it passes through, and the tokens that finally enter the LLM.
 
-    item: as the encoder alone has it, or a generator. Raises DataError where encoders whose features are laid side by side give
-    different numbers of tokens.
+    item: its lengths in the first encoder, or in a generator. Raises DataError if encoders whose features are joined side by side
+    give different numbers of tokens.
     """
     names = graph.item_units(item.unit)
     if len(names) == 1:
@@ -43,14 +43,14 @@ def pass_item(graph: ModelGraph, item: ItemLengths) -> ItemLengths:
 
 
 def count_llm_tokens(graph: ModelGraph, unit: Unit, grid: tuple[int, int]) -> int:
-    """Return the tokens of the LLM that become of an item with this grid, which this encoder is the first to take."""
+    """Return the number of LLM tokens of an item with this grid; unit: the first encoder that takes it."""
     assert unit.item_input is not None, f"unit '{unit.name}' takes no items"
     alone = ItemLengths(unit.name, unit.item_input.num_tokens(grid), unit.num_output_tokens(grid))
     return pass_item(graph, alone).num_output_tokens
 
 
 def first_joined_token(graph: ModelGraph, unit: str, item: ItemLengths, *, source: str) -> int:
-    """Return which of an item's tokens inside a unit is the first that another encoder gives."""
+    """Return the index of the first of an item's tokens inside a unit that comes from the encoder `source`."""
     if graph.unit(unit).join == "features":
         return 0
     names = graph.upstream(unit)
@@ -59,7 +59,7 @@ def first_joined_token(graph: ModelGraph, unit: str, item: ItemLengths, *, sourc
 
 def _num_tokens(graph: ModelGraph, unit: Unit, item: ItemLengths, passes: dict[str, ItemLengths]) -> int:
     given = [passes[name].num_output_tokens for name in graph.upstream(unit.name)]
-    if not given:  # class tokens are the only ones that an encoder has beside the others of an item
+    if not given:  # class tokens are the only tokens that an encoder adds to those of an item
         return item.num_tokens + _num_class_tokens(unit) - _num_class_tokens(graph.unit(item.unit))
     if unit.join == "features" and len(set(given)) > 1:
         raise DataError(

@@ -1,4 +1,4 @@
-"""The images or clips of sound that an encoder takes, or that a generator makes."""
+"""Images or audio clips, as an encoder takes them or a generator makes them."""
 
 import math
 from dataclasses import dataclass, field
@@ -9,49 +9,50 @@ from multimodal.values.units.bounds import MOST_LAYERS, up_to
 
 @dataclass(frozen=True)
 class ImageInput:
-    """The cutting of an image into tokens: at native resolution (Qwen2-VL's rule: sizes rounded, area bounded) or one size."""
+    """The rule that cuts an image into tokens: native resolution (Qwen2-VL: sizes rounded, area bounded), or one size for all."""
 
     patch_size: int = field(default=14, metadata=up_to(2**10))
     merge_size: int = field(default=2, metadata=up_to(2**6))
-    """merge_size x merge_size neighbouring patches leave an encoder's projector as one token; sizes are multiples of both."""
+    """Neighbouring patches, merge_size x merge_size, leave the projector as one token; sizes are multiples of patch x merge
+    size."""
     in_channels: int = field(default=3, metadata=up_to(2**10))
     min_pixels: int = field(default=3136, metadata=up_to(2**31))
     max_pixels: int = field(default=1003520, metadata=up_to(2**31))
     image_size: int | None = field(default=None, metadata=up_to(2**14))
-    """Pixels of both sides that every image is given; None: native resolution, within the bounds above. What is no whole patch on
-    the right and below is cut off (SigLIP: 384 pixels and patches of 14)."""
+    """Pixels of both sides to which every image is brought; None: native resolution, within the bounds above. What is no whole patch
+    on the right and at the bottom is cut off (SigLIP: 384 pixels, patches of 14)."""
     fit: Literal["stretch", "crop"] = "stretch"
-    """Images of one size: both sides are scaled alone, or the shorter side, and the longer one is cut off on both ends."""
+    """Images of one size. stretch: both sides are scaled independently; crop: the shorter side is scaled, the longer one cut."""
     shorter_side: int | None = field(default=None, metadata=up_to(2**14))
-    """Images that are cut: pixels that the shorter side is scaled to before both are cut; None: `image_size`."""
+    """For fit crop: pixels that the shorter side is scaled to before both sides are cut; None: `image_size`."""
     max_tiles: int = field(default=1, metadata=up_to(2**10))
-    """Images of one size: most squares of that size that a larger image is cut into, each an item of its own (InternVL's rule);
-    one that is cut comes once more as a whole."""
+    """For images of one size: the most tiles of that size that a larger image is cut into, each an item of its own (InternVL's
+    rule); the whole image follows as one more item."""
     mean: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1})
-    """Subtracted from pixels from 0 to 1: one number, or one of each channel."""
+    """Subtracted from pixel values between 0 and 1: one number, or one for each channel."""
     std: tuple[float, ...] = field(default=(0.5,), metadata={"min_entries": 1, "above": 0})
-    """Pixels are divided by it then."""
+    """Pixel values are then divided by it: one number, or one for each channel."""
     class_token: Literal["dropped", "kept"] | None = None
-    """A token of its own for every image: behind its patches and left out of the output, or before them and part of it."""
+    """An additional token for every image: dropped (behind the patches, not in the output) or kept (before them, part of it)."""
     num_registers: int = field(default=0, metadata={"minimum": 0, "maximum": 2**10})
-    """More such tokens, which have no position, behind the class token and kept or dropped with it (DINOv2 with registers)."""
+    """Additional tokens without positions behind the class token, kept or dropped with it (DINOv2 with registers)."""
     has_patch_bias: bool = True
-    """Encoders: patches are embedded with a bias."""
+    """Encoders: the patch embedding has a bias."""
     has_pre_norm: bool = False
-    """Encoders that add learned positions: with a norm behind them (CLIP)."""
+    """Encoders that add learned positions: a norm follows them (CLIP)."""
     num_frames: int = field(default=1, metadata=up_to(2**10))
-    """Frames that a patch reaches over; an image is repeated in all of them."""
+    """Frames that a patch covers; an image is repeated in all of them."""
     window_size: int | None = field(default=None, metadata=up_to(2**14))
-    """Encoders: pixels of both sides of the windows inside of which patches attend; None: to the whole image."""
+    """Encoders: pixels of both sides of the windows in which patches attend; None: patches attend to the whole image."""
     position_grid: int | None = field(default=None, metadata=up_to(2**10))
-    """Encoders: both sides of a square of learned positions, which is stretched to every image's patches. At native resolution
-    linearly, corners on corners (Qwen3-VL), and None: there are none. Images of one size: cubically (DINOv2), and None: one for
-    each patch."""
+    """Encoders: both sides of a square of learned positions, which is interpolated to every image's patches: linearly with
+    aligned corners at native resolution (Qwen3-VL), cubically for images of one size (DINOv2). None: no learned positions at
+    native resolution, one for each patch for images of one size."""
     deepstack_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
-    """Encoders: transformer layers, counted from 0, whose output goes to the LLM as well: through a projector of its own, behind
-    one of its first transformer layers each (Qwen3-VL)."""
+    """Encoders: transformer layers, counted from 0, whose output also goes to the LLM: each through a projector of its own, and
+    added behind one of the LLM's first transformer layers (Qwen3-VL)."""
     full_attention_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
-    """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image nevertheless."""
+    """Encoders with windows: transformer layers, counted from 0, in which patches attend to the whole image."""
 
     @property
     def num_patch_values(self) -> int:
@@ -72,12 +73,12 @@ class ImageInput:
 
     @property
     def num_positions(self) -> int:
-        """Learned positions of images of one size: those of patches, and before them that of the class token."""
+        """Number of learned positions of images of one size: those of the patches, and before them that of the class token."""
         return (self.position_grid or self.grid_size) ** 2 + (self.class_token is not None)
 
     @property
     def num_class_tokens(self) -> int:
-        """Tokens of an image that are no patches: its class token and registers."""
+        """Number of an image's tokens that are not patches: class token and registers."""
         return 0 if self.class_token is None else 1 + self.num_registers
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
@@ -100,21 +101,21 @@ class ImageInput:
 
 
 FRAMES_PER_TOKEN = 5
-"""Frames of a spectrogram that a token is made of by two convolutions of width 3, the second of which makes one of two."""
+"""Frames of a spectrogram from which a token is made: two convolutions of width 3, the second with stride 2."""
 
 
 @dataclass(frozen=True)
 class Waveform:
-    """Sound as samples at 16 kHz, of which the convolutions of a module make tokens (wav2vec 2.0)."""
+    """Sound as samples at 16 kHz, which convolutions of a module turn into tokens (wav2vec 2.0)."""
 
     widths: tuple[int, ...] = field(metadata={**up_to(2**10), "min_entries": 1})
-    """Of the convolutions, first to last."""
+    """Widths of the convolutions, first to last."""
     steps: tuple[int, ...] = field(metadata={**up_to(2**10), "min_entries": 1})
-    """Likewise; together they are the samples from one token to the next."""
+    """Strides of the convolutions, first to last; their product is the number of samples from one token to the next."""
     channels: int = field(default=512, metadata=up_to(2**20))
-    """That every convolution gives; for costs."""
+    """Output channels of every convolution; for costs."""
     is_normalised: bool = False
-    """Clips are given a mean of 0 and a variance of 1."""
+    """Clips are normalised to mean 0 and variance 1."""
 
     @property
     def samples_per_token(self) -> int:
@@ -123,35 +124,35 @@ class Waveform:
 
     @property
     def samples_seen(self) -> int:
-        """Samples that a token is made of."""
+        """Number of samples from which a token is made."""
         return 1 + sum((width - 1) * math.prod(self.steps[:index]) for index, width in enumerate(self.widths))
 
 
 @dataclass(frozen=True)
 class AudioInput:
-    """The conversion of sound into tokens (Whisper's rule: a spectrogram, two convolutions of width 3, the second halves).
+    """The rule that turns sound into tokens (Whisper: a spectrogram, two convolutions of width 3, the second with stride 2).
 
-    The grid of a clip is (frames of its spectrogram, 1); where the encoder takes samples (samples, 1).
+    The grid of a clip is (frames of its spectrogram, 1), or (samples, 1) if the encoder takes samples.
     """
 
     num_mel_bins: int = field(default=128, metadata=up_to(2**16))
     tokens_per_second: int = field(default=50, metadata=up_to(2**20))
     """Tokens per second inside the encoder; the spectrogram has twice as many frames."""
     merge_factor: int = field(default=2, metadata=up_to(2**10))
-    """Neighbouring tokens that the projector merges into one; what is left at the end of a clip is no part of the output."""
+    """Neighbouring tokens that the projector merges into one; a remainder at the end of a clip is left out of the output."""
     merge: Literal["joined", "averaged"] = "joined"
-    """Merged tokens are laid side by side, or averaged (Qwen2-Audio)."""
+    """Merged tokens are concatenated (joined) or averaged (Qwen2-Audio)."""
     max_tokens: int = field(default=1500, metadata=up_to(2**24))
-    """Tokens of the longest clip; so many positions are learned, unless clips are cut into chunks."""
+    """Tokens of the longest clip; also the number of learned positions, unless clips are cut into chunks."""
     chunk_tokens: int | None = field(default=None, metadata=up_to(2**24))
-    """Clips are cut into chunks of so many tokens (Qwen2.5-Omni): convolutions and attention do not look beyond, and positions,
-    which are sines and cosines, begin anew; None: tokens attend to the whole clip."""
+    """Clips are cut into chunks of this many tokens (Qwen2.5-Omni): convolutions and attention stay within a chunk, and
+    positions, which are sines and cosines, restart in each; None: tokens attend to the whole clip."""
     waveform: Waveform | None = None
-    """Modules of transformers that take samples, not a spectrogram; what is behind a clip's last whole token is left out."""
+    """Modules of transformers that take samples, not a spectrogram; a remainder behind the last whole token is cut off."""
 
     @property
     def num_patch_values(self) -> int:
-        """Numbers that a token is made of."""
+        """Number of input values from which a token is made."""
         return FRAMES_PER_TOKEN * self.num_mel_bins if self.waveform is None else self.waveform.samples_seen
 
     @property
@@ -161,11 +162,11 @@ class AudioInput:
 
     @property
     def num_positions(self) -> int:
-        """Positions that are learned."""
+        """Number of learned positions."""
         return 0 if self.chunk_tokens is not None else self.max_tokens
 
     def num_tokens(self, grid: tuple[int, int]) -> int:
-        """Tokens inside an encoder of a clip of that many frames, or samples."""
+        """Tokens inside an encoder of a clip of this many frames, or samples."""
         if self.waveform is not None:
             return max(0, (grid[0] - self.waveform.samples_seen) // self.waveform.samples_per_token + 1)
         return (grid[0] - 1) // 2 + 1
@@ -180,7 +181,7 @@ ItemInput = ImageInput | AudioInput
 
 
 def problem_of_image(image: ImageInput) -> str:
-    """Say what contradicts itself in a description of images; empty when nothing does."""
+    """Describe a contradiction in a description of images; empty if there is none."""
     if image.max_pixels < image.min_pixels:
         return f"max_pixels {image.max_pixels} is below min_pixels {image.min_pixels}; raise max_pixels"
     factor = image.patch_size * image.merge_size
@@ -212,7 +213,7 @@ def problem_of_image(image: ImageInput) -> str:
 
 
 def problem_of_waveform(waveform: Waveform) -> str:
-    """Say what contradicts itself in a description of samples; empty when nothing does."""
+    """Describe a contradiction in a description of samples; empty if there is none."""
     if len(waveform.widths) != len(waveform.steps):
         return f"widths has {len(waveform.widths)} numbers and steps {len(waveform.steps)}, expected one of each convolution"
     if waveform.samples_seen < waveform.samples_per_token:

@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA: Hu et al., 2021): what is trained beside the frozen weights of a unit."""
+"""Low-rank adapters (LoRA: Hu et al., 2021): trained matrices beside the frozen weights of a unit."""
 
 from dataclasses import dataclass, field
 
@@ -7,18 +7,18 @@ from multimodal.values.units.bounds import up_to
 
 @dataclass(frozen=True)
 class Lora:
-    """To products with some frozen matrices W, that with alpha / rank x B x A is added; A and B are trained."""
+    """Adapters add alpha / rank x B A x to the products W x of some frozen matrices W; A and B are trained."""
 
     rank: int = field(metadata=up_to(2**14))
     """Rows of A, [rank, inputs], and columns of B, [outputs, rank]."""
     alpha: float | None = field(default=None, metadata={"above": 0, "maximum": 1e6})
-    """None: as rank, so that B x A is added as it is."""
+    """None: equal to rank, so that B A is added without a factor."""
     targets: tuple[str, ...] = field(default=("*",), metadata={"min_entries": 1})
-    """The linear layers, as `<kind of layer>.<module>`. A model file may have patterns, which its reader resolves."""
+    """The linear layers, as `<kind of layer>.<module>`. A model file may contain patterns, which its reader resolves."""
 
     @property
     def scale(self) -> float:
-        """Factor of the added product."""
+        """The factor alpha / rank."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def modules(self, kind: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Learned queries that attend to an encoder's tokens: what they find leaves the encoder in place of the tokens."""
+"""Learned queries that attend to an encoder's tokens; their results leave the encoder in place of the tokens."""
 
 from dataclasses import dataclass, field
 
@@ -8,23 +8,23 @@ from multimodal.values.units.transformer import Transformer
 
 @dataclass(frozen=True)
 class Queries:
-    """A projector of cross-attention: as many tokens leave of every item as there are queries, however large it is.
+    """A projector of cross-attention: every item leaves as many tokens as there are queries, whatever its size.
 
     One layer is a resampler (Qwen-VL, Flamingo's perceiver); several with attention among the queries are a Q-Former (BLIP-2).
     """
 
     num_queries: int = field(metadata=up_to(2**16))
     num_layers: int = field(default=1, metadata=up_to(2**10))
-    """Each has cross-attention to the item's tokens, and an MLP with a GELU."""
+    """Number of layers, each with cross-attention to the item's tokens and an MLP with a GELU."""
     has_self_attention: bool = False
-    """Queries of an item attend to each other in every layer, before they attend to the item."""
+    """In every layer the queries of an item attend to each other before they attend to the item."""
     hidden_size: int | None = field(default=None, metadata=up_to(2**20))
-    """Width of queries; None: the encoder's, as for the two that follow."""
+    """Width of queries; None: the encoder's. The same default holds for the two fields below."""
     num_attention_heads: int | None = field(default=None, metadata=up_to(2**16))
     ffn_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
 
     def shape(self, encoder: Transformer) -> Transformer:
-        """Return the shape of the queries' layers beside these of the encoder."""
+        """Return the shape of the queries' layers; encoder: the source of defaults."""
         return Transformer(
             self.num_layers,
             self.hidden_size or encoder.hidden_size,

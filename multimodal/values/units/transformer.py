@@ -12,7 +12,7 @@ class Transformer:
     """The shape of a unit's transformer layers, under Megatron's names."""
 
     num_layers: int = field(metadata={"minimum": 0, "maximum": MOST_LAYERS})
-    """0 in encoders that encoders feed only: what these give goes to the projector as it is."""
+    """0 only in encoders that other encoders feed: the inputs then go straight to the projector."""
     hidden_size: int = field(metadata=up_to(2**20))
     num_attention_heads: int = field(metadata=up_to(2**16))
     ffn_hidden_size: int = field(metadata=up_to(2**24))
@@ -22,29 +22,29 @@ class Transformer:
     """Channels per head; None: hidden_size / num_attention_heads."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
     activation: Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
-    """The MLP's: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
+    """Activation of the MLP: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
     layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
     has_layer_scale: bool = False
-    """Attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
+    """The outputs of attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
     has_rotary_positions: bool = True
-    """False: layers are told no positions; the unit's first layer adds learned ones."""
+    """False: layers use no positions; the unit's first layer adds learned ones."""
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
     rotary_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
     """Backbone only: Llama 3.1's rule for long contexts: factor, low_freq_factor, high_freq_factor, original context length."""
     rotary_dynamic_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
     """Backbone only: factor and context length of positions that slow down in sequences beyond that length (dynamic NTK). Shorter
-    ones turn as without; longer ones are not trained."""
+    sequences rotate as without it; longer ones are not trained."""
     rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
-    """Backbone only: channel pairs of a head that turn by time, row and column (M-RoPE); none: all by the token's place."""
+    """Backbone only: channel pairs of a head that rotate by time, row and column (M-RoPE); empty: all by the token's position."""
     has_interleaved_sections: bool = False
-    """Backbone only: these pairs take turns (Qwen3-VL), and do not follow each other axis by axis."""
+    """Backbone only: the three sections are interleaved pair by pair (Qwen3-VL) instead of one behind the other."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
     experts: Experts | None = None
-    """Backbone only: what takes the place of the MLP in layers of kind moe_transformer, as all are where none are listed."""
+    """Backbone only: the experts of layers of kind moe_transformer; all layers are of this kind if no kinds are listed."""
 
     @property
     def is_gated(self) -> bool:

@@ -1,4 +1,4 @@
-"""A unit: one module of the model graph, its layers and what it takes."""
+"""A unit: one module of the model graph, with its layers and its input."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -53,37 +53,37 @@ class Unit:
     has_linear_projector: bool = False
     """Encoders only: a projector is one product, instead of two with a GELU between them."""
     projector_norm: Literal["patches", "merged", "none"] = "patches"
-    """Encoders only: the norm before the projector's first product: of every patch, or of those that are merged together."""
+    """Encoders only: the norm before the projector's first product: over every patch, or over the patches that are merged."""
     projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
     """Encoders only; None: layernorm_epsilon."""
     join: Literal["features", "sequence"] | None = None
-    """Encoders that other encoders feed, in place of images or sound: what these give of an item is laid side by side, channel
-    behind channel, or one behind the other, token behind token."""
+    """For encoders that other encoders feed instead of images or sound: the inputs of an item are concatenated by channels
+    (features) or by tokens (sequence)."""
     has_projector: bool = True
-    """Encoders that feed other encoders only. False: their tokens leave normalised and merged, and not projected."""
+    """Encoders that feed other encoders only. False: their tokens leave normalised and merged, but not projected."""
     queries: Queries | None = None
-    """Encoders only: the projector is cross-attention of learned queries; None: it takes tokens one by one, or merged ones."""
+    """Encoders only: the projector is cross-attention of learned queries; None: it maps tokens, or merged tokens, one by one."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=up_to(2**31))
-    """Backbone only: the vocabulary size where no tokenizer gives it; a run takes its tokenizer's."""
+    """Backbone only: the vocabulary size if no tokenizer gives it; a run uses its tokenizer's."""
     has_exact_vocabulary: bool = False
-    """Backbone only. True: a run has `vocab_size` tokens, or its tokenizer's if those are more, and rows that pad the vocabulary
-    have no logits, as in models of Hugging Face. False: they count in the softmax, as in Megatron."""
+    """Backbone only. True: the vocabulary has `vocab_size` tokens (or the tokenizer's, if more), and rows that pad it have no
+    logits, as in models of Hugging Face. False: padded rows count in the softmax, as in Megatron."""
     freeze_module: bool = False
     freeze_projector: bool = False
-    """Encoders (the last layer) and generators (the first one) only."""
+    """Freezes the projector: the last layer of encoders, the first layer of generators."""
     lora: Lora | None = None
-    """Adapters of the module's linear layers, and of the projector's, where they are named. All that is not an adapter is frozen
-    in the module then, and in a projector that has some."""
+    """Adapters of linear layers of the module, and of the projector if they are named. All other weights of the module are then
+    frozen, and those of a projector that has adapters."""
     module: Opaque | None = None
     """Encoders of images of one size, or of sound: a module of transformers in place of all layers but the projector.
-    `num_layers` and the rest of the shape say what it costs, as long as it is not measured."""
+    Until its cost is measured, it is estimated from `num_layers` and the rest of the shape."""
     weights: str | None = None
-    """A folder of Hugging Face that the unit starts from, but for its projector; in a model file relative to that, too."""
+    """A Hugging Face folder that initialises the unit, except for its projector; relative to the model file if in one."""
     layer_kinds: tuple[str, ...] | None = field(default=None, metadata={"key": "layers"})
-    """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the role's
-    ends; encoders of images of one size learn positions. The kinds are those of multimodal/cost/layers."""
+    """Kind of every layer, first to last, `num_layers` of them between the two ends; None: transformer layers between the ends of
+    the role (encoders of images of one size learn positions). The kinds are those of multimodal/cost/layers."""
 
     @cached_property
     def layers(self) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ class Unit:
 
     @property
     def inner_layers(self) -> tuple[str, ...]:
-        """Kinds of the layers that pipeline stages share out: all but the two ends, or a module of transformers, which is one."""
+        """Kinds of the layers that pipeline stages share out: all but the two ends, or a module of transformers as one layer."""
         return self.layers[1:-1] or self.layers[:1]
 
     @property
@@ -128,15 +128,15 @@ class Unit:
 
     @property
     def has_windows(self) -> bool:
-        """True if tokens of an encoder's items attend inside windows, or chunks."""
+        """True if tokens of an encoder's items attend inside windows or chunks."""
         return self.role is Role.ENCODER and self.item_input is not None and self.item_input.tokens_per_window is not None
 
     @property
     def keeps_items_whole(self) -> bool:
         """True if context parallel ranks do not cut an encoder's items.
 
-        Windows are made where an item is whole, and so are tokens merged beside a class token, or in a clip that leaves some.
-        Queries attend to all of an item.
+        An item must be whole where windows are made, and where tokens are merged beside a class token or in a clip with a
+        remainder. Queries attend to all of an item.
         """
         if self.has_windows or self.queries is not None:
             return True
@@ -145,16 +145,16 @@ class Unit:
 
     @property
     def is_causal(self) -> bool:
-        """True if a token attends to those before it only; the items of other units attend to all of themselves."""
+        """True if a token attends only to earlier tokens; in other units an item attends to all of itself."""
         return self.role is Role.BACKBONE
 
     @property
     def ties_embeddings(self) -> bool:
-        """True if the last layer multiplies with the word embeddings of the first."""
+        """True if the last layer uses the word embeddings of the first one as its weights."""
         return self.role is Role.BACKBONE and not self.untie_embeddings_and_output_weights
 
     def num_tokens_known(self, padded: int) -> int:
-        """Tokens of the vocabulary that have logits; padded: its rows."""
+        """Number of tokens of the vocabulary that have logits; padded: rows of the padded vocabulary."""
         exact = self.vocab_size if self.has_exact_vocabulary else None
         return min(exact or padded, padded)
 
@@ -165,7 +165,7 @@ class Unit:
 
     @property
     def merged_size(self) -> int:
-        """Width of what an encoder's projector multiplies: tokens side by side, or one."""
+        """Input width of an encoder's projector: that of merged tokens side by side, or of one token."""
         is_averaged = self.audio is not None and self.audio.merge == "averaged"
         return self.transformer.hidden_size * (1 if is_averaged else self.merge_factor)
 
@@ -175,17 +175,17 @@ class Unit:
         return self.projector_hidden_size or self.merged_size
 
     def num_output_tokens(self, grid: tuple[int, int]) -> int:
-        """Tokens that leave an encoder of an item with this grid."""
+        """Number of tokens that leave an encoder for an item with this grid."""
         assert self.item_input is not None, f"unit '{self.name}' takes no items"
         return self.num_outputs(self.item_input.num_tokens(grid))
 
     def num_outputs(self, num_tokens: int) -> int:
-        """Tokens that leave an encoder of an item with so many inside."""
+        """Number of tokens that leave an encoder for an item with this many tokens inside."""
         return self.num_merged_tokens(num_tokens) if self.queries is None else self.queries.num_queries
 
     @property
     def is_described(self) -> bool:
-        """True if it says what the unit takes or makes."""
+        """True if the model file describes the unit's input or output."""
         return self.item_input is not None or self.join is not None
 
     @property
@@ -208,14 +208,14 @@ class Unit:
         return {**own, heads: of_queries.num_attention_heads, inner: of_queries.ffn_hidden_size}
 
     def num_merged_tokens(self, num_tokens: int) -> int:
-        """Tokens of an item behind the merging of neighbours, of so many inside the encoder."""
+        """Number of tokens after the merging of neighbours, of an item with this many tokens inside the encoder."""
         is_dropped = self.image is not None and self.image.class_token == "dropped"
         num_dropped = self.image.num_class_tokens if self.image is not None and is_dropped else 0
         return (num_tokens - num_dropped) // self.merge_factor
 
     @property
     def deepstack_layers(self) -> tuple[int, ...]:
-        """Transformer layers of an encoder, counted from 0, whose output goes to the LLM as well."""
+        """Transformer layers of an encoder, counted from 0, whose output also goes to the LLM."""
         return self.image.deepstack_layers if self.role is Role.ENCODER and self.image is not None else ()
 
     def is_trainable(self, layer_index: int) -> bool:
@@ -223,7 +223,7 @@ class Unit:
         return self.trains_weights(layer_index) or bool(self.adapted_modules(layer_index))
 
     def trains_weights(self, layer_index: int) -> bool:
-        """True if this layer's own weights are trained, and not adapters of them."""
+        """True if this layer's own weights are trained, rather than adapters of them."""
         projector = {Role.ENCODER: len(self.layers) - 1, Role.GENERATOR: 0}.get(self.role)
         if self.join is not None and layer_index == 0:
             return False  # there are none
@@ -239,7 +239,7 @@ class Unit:
 
 
 _OPTIONAL = ("image", "audio", "vocab_size", "projector_norm_epsilon", "join", "queries", "lora", "weights")
-"""Keys of a unit that are left out where they are not set."""
+"""Keys of a unit that are omitted if they are not set."""
 
 
 def unit_to_dict(unit: Unit) -> dict[str, Any]:
@@ -283,7 +283,7 @@ def unit_from_plain(name: str, entry: Plain) -> Unit:
 
 
 def _refuse_values(entry: Plain, unit: Unit, names: tuple[str, ...], *, owner: str) -> None:
-    """Raise where a unit has another value than the default in a field of another role."""
+    """Raise if a unit sets a field of another role to anything but its default."""
     plain = Unit(unit.name, unit.role, unit.transformer)
     for name in names:
         if getattr(unit, name) != getattr(plain, name):
