@@ -27,7 +27,7 @@ class AssignedLoads:
     """See `RunOptions.item_block_size`."""
 
     def of_microbatches(self, unit: str) -> UnitLoad:
-        """The loads of all microbatches of a unit, replica after replica: a load whose numbers are arrays."""
+        """The loads of all microbatches of a unit, replica after replica: one load whose numbers are arrays."""
         if unit not in self._of_microbatches:
             placed = self.step.assignment.placed[unit]
             atoms = atom_numbers(self.step.graph.unit(unit), self._lengths, placed)
@@ -35,7 +35,7 @@ class AssignedLoads:
         return self._of_microbatches[unit]
 
     def of_routes(self, unit: str) -> UnitLoad:
-        """The loads of what a unit hands on, route by route, in the order of `UnitRoutes`."""
+        """The loads of a unit's outputs, route by route, in the order of `UnitRoutes`."""
         routes = self.routes_from(unit)
         return self._sums(unit, routes.atom_starts, atom_numbers(self.step.graph.unit(unit), self._lengths, routes))
 
@@ -46,19 +46,19 @@ class AssignedLoads:
         return UnitLoad(*columns)
 
     def routes_from(self, unit: str) -> "UnitRoutes":
-        """The routes along which a unit hands on what it computes."""
+        """The routes along which a unit hands on its results."""
         if unit not in self._routes_from:
             self._routes_from[unit] = UnitRoutes.of(self.step, unit)
         return self._routes_from[unit]
 
     def num_conditions(self, unit: str, generator: str) -> Integers:
-        """Rows that the LLM hands to a generator on each of its routes: one for each image that it makes of their samples."""
+        """Rows that the LLM hands to a generator on each of its routes: one for each image that the generator makes."""
         lengths, routes = self._lengths, self.routes_from(unit)
         images = np.bincount(lengths.sample_of_item[lengths.items_of(generator)], minlength=len(lengths))
         return row_sums(routes.atom_starts, images[np.searchsorted(lengths.sample_ids, routes.sample_ids)])
 
     def computed(self, unit: str, *, of_subsets: bool = False) -> Sequence[ComputedLoad]:
-        """The loads that the computations of microbatches, or of sample subsets, take their time for."""
+        """The loads that determine the seconds of microbatches, or of sample subsets."""
         if unit not in self._dealers:
             return list(map(ComputedLoad, _rows(self.of_subsets(unit) if of_subsets else self.of_microbatches(unit))))
         places = (place for place in self.step.microbatches if place.unit == unit)
@@ -81,7 +81,7 @@ class AssignedLoads:
         return self._kept[unit]
 
     def num_gathered(self, unit: str, replica: int) -> int:
-        """Tokens of whose keys and values context parallel ranks hold all at a time; of the microbatch with the most."""
+        """Most tokens of a microbatch whose keys and values are gathered over context parallel ranks."""
         if unit not in self._dealers:
             return self.fullest(unit, replica).cut.num_tokens
         cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.step.assignment.units[unit][replica]]
@@ -110,7 +110,7 @@ class AssignedLoads:
         return self._dealt[unit, atoms]
 
     def fullest(self, unit: str, replica: int) -> RankLoad:
-        """Return what is kept of the replica's microbatch of which a rank has the most tokens."""
+        """Return the kept load of the microbatch with the most tokens on one rank, of all microbatches of a replica."""
         own, kept = self._own(unit, replica), self.kept(unit)
         num_tokens = (kept.whole.num_tokens + kept.cut.num_tokens)[own]  # type: ignore[index]
         if not len(num_tokens):
@@ -124,7 +124,7 @@ class AssignedLoads:
         return UnitLoad(*(-(-total // max(1, len(loads))) for total in add_loads(loads)))
 
     def num_received_rows(self, unit: str) -> Integers:
-        """Rows that encoders hand to each microbatch of a unit, each as often as it is used."""
+        """Rows that encoders hand to each microbatch of a unit, each counted as often as it is used."""
         placed, lengths, described = self.step.assignment.placed[unit], self._lengths, self.step.graph.unit(unit)
         if described.join is not None:
             num_tokens = np.asarray(self.of_microbatches(unit).num_tokens, np.int64)
@@ -157,7 +157,7 @@ class AssignedLoads:
 
     @cached_property
     def _dealers(self) -> Mapping[str, ItemDealer]:
-        """Return the dealers of the units whose context parallel ranks have whole items."""
+        """Return the dealers of the units whose context parallel ranks compute whole items."""
         if self.item_block_size is None:
             return {}
         sizes = {name: unit.context_parallel_size for name, unit in self.step.plan.units.items()}
@@ -200,7 +200,7 @@ class UnitRoutes:
     """[num_routes] ascending: the microbatch that a route comes from, then the one it leads to."""
     num_targets: int
     first_target: Mapping[str, int]
-    """By unit."""
+    """Target unit -> number that its first microbatch has in `keys`."""
     by_consumer: Integers
     """[num_routes] the routes in the order of `StepGraph.consumers`."""
     subset_starts: Integers
@@ -242,6 +242,6 @@ class UnitRoutes:
 
 
 def _rows(load: UnitLoad, chosen: slice = slice(None)) -> list[UnitLoad]:
-    """Return a load whose numbers are arrays as one load for each of their entries."""
+    """Return a load whose numbers are arrays as a list of loads, one for each entry."""
     columns: Any = load
     return list(map(UnitLoad._make, zip(*(column[chosen].astype(np.int64).tolist() for column in columns), strict=True)))

@@ -31,7 +31,7 @@ class NodeLink:
     """The links between the accelerators of one node (NVLink, PCIe)."""
 
     bandwidth_gbytes_per_second: float = field(metadata=_POSITIVE)
-    """10^9 bytes, for one accelerator in one direction."""
+    """10^9 bytes per second of one accelerator in one direction."""
     latency_us: float = field(metadata=_AT_LEAST_ZERO)
 
 
@@ -40,12 +40,12 @@ class Network:
     """The network between nodes."""
 
     bandwidth_gbytes_per_second: float = field(metadata=_POSITIVE)
-    """10^9 bytes, for one network card in one direction."""
+    """10^9 bytes per second of one network card in one direction."""
     latency_us: float = field(metadata=_AT_LEAST_ZERO)
     nics_per_node: int = field(metadata=_COUNT)
-    """Network cards; the accelerators of a node are dealt to them in equal runs of neighbours."""
+    """Network cards; a node's accelerators share them evenly, neighbours first."""
     collective_efficiency: float = field(default=1.0, metadata=_POSITIVE)
-    """Share of a card's bandwidth that collectives over many nodes reach, where flows meet on the way; measured, not known."""
+    """Share of a card's bandwidth that collectives over many nodes reach, where flows meet on the way; to be measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,19 +54,19 @@ class Cluster:
 
     gpus_per_node: int = field(metadata=_COUNT)
     peak_tflops: float = field(metadata=_POSITIVE)
-    """Dense peak of one accelerator, of `dtype`."""
+    """Dense peak of one accelerator in `dtype`."""
     memory_gb: float = field(metadata=_POSITIVE)
-    """10^9 bytes, of one accelerator."""
+    """Memory of one accelerator in 10^9 bytes."""
     intra_node: NodeLink
     inter_node: Network
     efficiency: float = field(default=0.5, metadata=_POSITIVE)
     """Share of the peak that large matrix products reach, 0 to 1."""
     half_efficiency_gflop: float = field(default=0.0, metadata=_AT_LEAST_ZERO)
-    """Size of the matrix product that reaches half of `efficiency`: one of w reaches `efficiency x w / (w + this)`."""
+    """FLOPs (10^9) of the matrix product that reaches half of `efficiency`: one of w reaches `efficiency x w / (w + this)`."""
     attention_efficiency: float | None = field(default=None, metadata=_POSITIVE)
     """Share of the peak that core attention reaches; None: `efficiency`."""
     memory_bandwidth_gbytes_per_second: float | None = field(default=None, metadata=_POSITIVE)
-    """10^9 bytes, as reached in one accelerator's own memory; None: elementwise work is part of `efficiency`."""
+    """10^9 bytes per second, as reached in one accelerator's memory; None: elementwise work is part of `efficiency`."""
     dtype: str = field(default="bfloat16", metadata={"choices": tuple(BYTES_OF_DTYPE)})
     """Type of activations and weights."""
 

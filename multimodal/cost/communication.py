@@ -10,20 +10,20 @@ class TransferCost(NamedTuple):
     """One message between two lanes."""
 
     latency_seconds: float
-    """Seconds from the end of sending to its arrival; keeps nothing busy."""
+    """Seconds from the end of sending to the message's arrival; occupies nothing."""
     occupied_seconds: float
-    """Size over bandwidth: keeps the sender's sending, the receiver's receiving and the shared link busy."""
+    """Size over bandwidth: occupies the sender's sending, the receiver's receiving and the shared link."""
     link: int = -1
-    """Messages with the same number share one link (a node's network card) and pass it one by one; -1: a link of its own."""
+    """Messages with the same number share one link (a node's network card) one after the other; -1: a link of its own."""
 
 
 def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> float:
     """Return the seconds of an all-gather or a reduce-scatter by a ring; an all-reduce takes two of these.
 
     num_bytes: of the whole tensor. ranks: the members of the group. Each of the n - 1 steps moves one share,
-    `num_bytes / n / bandwidth`, and starts with a latency: of the network for as many steps as there are nodes but one, of the
-    node's links for the others (NCCL's tuning model, src/graph/tuning.cc). Across nodes a rank has its part of the node's network
-    cards, since the other ranks of its node do the same at the same time with their peers.
+    `num_bytes / n / bandwidth`, and starts with a latency: the network's for as many steps as there are nodes less one, that of
+    the node's links for the others (NCCL's tuning model, src/graph/tuning.cc). Across nodes a rank has its share of the node's
+    network cards, since the other ranks of its node communicate with their peers at the same time.
     """
     num_ranks = len(ranks)
     if num_ranks < 2:
@@ -37,7 +37,7 @@ def collective_seconds(num_bytes: float, *, ranks: Sequence[int], cluster: Clust
 def exchange_cost(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -> TransferCost:
     """Return the cost of exchanging rows inside a group, as between two units that spread tokens over the same ranks.
 
-    num_bytes: of all rows. Every rank gives and takes 1/n of them, and of those it gives, 1/n stay where they are.
+    num_bytes: of all rows. Every rank sends 1/n of them and receives as many; 1/n of those that it sends stay on the rank.
     """
     num_ranks = len(ranks)
     latency_us, bandwidth = _link_of_one(ranks, cluster)
@@ -45,7 +45,7 @@ def exchange_cost(num_bytes: float, *, ranks: Sequence[int], cluster: Cluster) -
 
 
 def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
-    """Latency in us and bandwidth in 10^9 bytes/s of one rank in a collective, which all of its node take part in at once."""
+    """Return latency in us and bandwidth in 10^9 bytes/s of a rank in a collective of all ranks of its node."""
     inside, network = cluster.intra_node, cluster.inter_node
     if cluster.is_one_node(ranks):
         return inside.latency_us, inside.bandwidth_gbytes_per_second
@@ -54,7 +54,7 @@ def _link_of_one(ranks: Sequence[int], cluster: Cluster) -> tuple[float, float]:
 
 
 def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of a message between two rank groups; every source rank sends its share of it at the same time.
+    """Return the cost of a message between two rank groups; every source rank sends its share at the same time.
 
     num_bytes: of the whole message.
     """
@@ -65,15 +65,15 @@ def message_cost(num_bytes: float, *, source_ranks: Sequence[int], target_ranks:
 
 
 def cost_inside_node(num_bytes: float, *, source_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of a message that stays on its node: each rank has its own link."""
+    """Return the cost of a message inside one node: each rank has its own link."""
     bandwidth = cluster.intra_node.bandwidth_gbytes_per_second * len(source_ranks)
     return TransferCost(cluster.intra_node.latency_us * 1e-6, num_bytes / (bandwidth * 1e9))
 
 
 def cost_between_nodes(num_bytes: float, *, source_ranks: Sequence[int], cluster: Cluster) -> TransferCost:
-    """Return the cost of a message to another node, whose shares pass the network cards of the source ranks.
+    """Return the cost of a message to another node; its shares pass the network cards of the source ranks.
 
-    Where other ranks use these cards as well, the first card's number is the link that messages share.
+    If other ranks use these cards as well, the number of the first card is the link that messages share.
     """
     nics = sorted({cluster.nic(rank) for rank in source_ranks})
     bandwidth = min(

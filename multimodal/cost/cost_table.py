@@ -1,4 +1,4 @@
-"""Seconds per stage as a paper publishes them: what can be simulated without a model, a cluster or a plan."""
+"""Seconds per stage as a paper publishes them, to be simulated without a model, a cluster or a plan."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class StageSeconds:
     input_gradient: tuple[float, ...]
     weight_gradient: tuple[float, ...]
     has_backward: bool
-    """False where the table lists no backward; the gradients then take no time."""
+    """False if the table lists no backward; the gradients then take no time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +43,15 @@ class CostTable:
 
     num_microbatches: int
     send_seconds: float
-    """Seconds from the end of a computation to its result's arrival in another lane; keeps nothing busy."""
+    """Seconds from the end of a computation to its result's arrival in another lane; occupies nothing."""
     units: Mapping[str, UnitSeconds]
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "CostTable":
         """Build from the file's form; raises ConfigError naming the offending place.
 
-        Where a stage lists only `backward`, half of it counts as the input gradient and half as the weight gradient, as for the
-        matrix products of a layer whose weights are trained; a schedule that does not split backwards sees no difference.
+        If a stage lists only `backward`, half of it counts as the input gradient and half as the weight gradient, as for the
+        matrix products of a layer whose weights are trained; schedules that do not split backwards are not affected.
         """
         top = Plain(value, "cost table", ConfigError).mapping(known=_TABLE_KEYS, required=("num_microbatches", "units"))
         count = top["num_microbatches"].read(int, minimum=1, maximum=_MOST_MICROBATCHES)
@@ -98,7 +98,7 @@ def _upstream(keys: Mapping[str, Plain], *, names: tuple[str, ...]) -> tuple[str
 
 
 def _topological_order(upstream: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Order units so that each stands behind its upstream ones, else as listed."""
+    """Order units so that each comes after its upstream units; otherwise keep the given order."""
     order: list[str] = []
     while len(order) < len(upstream):
         ready = [name for name, sources in upstream.items() if name not in order and set(sources) <= set(order)]

@@ -1,8 +1,7 @@
 """Floating point operations that a model needs for given lengths: the numerator of MFU.
 
-A backward costs as much as the forward for each kind of gradient that is needed (Cornstarch 4.2: a frozen layer behind something
-trainable computes input gradients only, a frozen encoder nothing). Of a layer with adapters, the weight gradients are those of
-adapters.
+Each kind of gradient that a backward computes costs as much as the forward (Cornstarch 4.2: a frozen layer behind a trainable one
+computes input gradients only, a frozen encoder nothing). In a layer with adapters, only adapters have weight gradients.
 """
 
 from collections.abc import Iterable

@@ -1,7 +1,7 @@
-"""The items that each context parallel rank computes, where tokens attend inside their item only: in encoders and generators.
+"""Deals items to context parallel ranks where tokens attend only inside their item: in encoders and generators.
 
-An item that one rank has whole needs no keys and values of others. So items are dealt whole, longest first; where that leaves
-a rank with too much, one of its items is cut, and its tokens level the ranks.
+An item on one rank needs no keys and values of other ranks, so whole items are dealt, longest first. If that leaves a rank with
+too much work, one of its items is cut, and the tokens of cut items even out the ranks.
 """
 
 import sys
@@ -20,11 +20,11 @@ from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths
 
 CUT = -1
-"""In place of the rank of an item that several ranks have."""
+"""Owner of an item that several ranks share, in place of a rank."""
 DEFAULT_BLOCK_SIZE = 128
-"""Tokens that stay together where an item is cut."""
+"""Tokens that stay together when an item is cut."""
 TOLERANCE = 0.05
-"""Work above an even share that a rank may have without cutting an item, as a fraction of that share."""
+"""Work above an even share that a rank may have before an item is cut, as a fraction of that share."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,18 +32,18 @@ class ItemShares:
     """The ranks of one microbatch's items."""
 
     owners: NDArray[np.int32]
-    """[num_items]: the rank that has the item whole, or CUT."""
+    """[num_items] the rank that has the whole item, or CUT."""
     block_owners: NDArray[np.int32]
-    """[num_blocks]: the rank of every block of the cut items' tokens, which are laid end to end; the last one may be shorter."""
+    """[num_blocks] the rank of each block of the cut items' tokens, concatenated; the last block may be shorter."""
 
 
 class RankLoad(NamedTuple):
     """One context parallel rank's part of a microbatch."""
 
     whole: UnitLoad
-    """Load of the items that it has whole."""
+    """Load of the items that are on this rank as a whole."""
     cut: UnitLoad
-    """Load of its blocks of cut items: each token counts the tokens of its item in `num_squared`."""
+    """Load of this rank's blocks of cut items; `num_squared` counts, for each token, the tokens of its item."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ItemDealer:
     block_size: int = DEFAULT_BLOCK_SIZE
 
     def loads_of(self, items: Iterable[ItemLengths]) -> tuple[UnitLoad, ...]:
-        """Return what each item asks of the unit."""
+        """Return the load of each item."""
         is_generator = self.graph.unit(self.unit).role is Role.GENERATOR
         return tuple(item_load(item.num_tokens, num_given(item, is_generator=is_generator)) for item in items)
 
@@ -76,7 +76,7 @@ class ItemDealer:
         return tuple(RankLoad(add_loads(whole), part) for whole, part in zip(of_owner.values(), cut, strict=True))
 
     def work(self, load: RankLoad) -> float:
-        """FLOPs of a rank's part."""
+        """FLOPs of the work of one rank."""
         return self._flops.of(load.whole) + self._flops.of(load.cut)
 
     def _cut_loads(self, items: Sequence[UnitLoad], block_owners: NDArray[np.int32]) -> list[UnitLoad]:
@@ -93,7 +93,7 @@ class ItemDealer:
 
     @property
     def _block_size(self) -> int:
-        """Tokens of a block of an item; all of them where items are not cut."""
+        """Tokens of a block of an item; the whole item where items are not cut."""
         return sys.maxsize if self.graph.unit(self.unit).keeps_items_whole else self.block_size
 
     @cached_property
@@ -104,11 +104,11 @@ class ItemDealer:
 def share_items(
     lengths: Sequence[int], *, costs: Sequence[int], num_ranks: int, block_size: int = DEFAULT_BLOCK_SIZE
 ) -> ItemShares:
-    """Deal items whole, longest first onto the least loaded rank; cut what leaves a rank too much.
+    """Deal items whole, longest first onto the least loaded rank; cut items of ranks that have too much.
 
     lengths, costs: tokens and FLOPs of every item, in the order of the sequence. While a rank has more than 1 + TOLERANCE even
-    shares, the item that it gives up is the shortest that is enough, else its longest; one of a single block cannot be cut. The
-    blocks of these items are dealt in the same way, so no rank that gets any has more than an even share and a block.
+    shares, it gives up the shortest item that is enough, else its longest one; an item of a single block cannot be cut. The
+    blocks of these items are dealt in the same way, so a rank that gets any has at most an even share and one block.
 
     Ties go by item and by rank, so that every rank decides alike. O(items log items + cut tokens + blocks log ranks).
     """
@@ -151,7 +151,7 @@ def _keep_whole(items: Sequence[int], *, lengths: Sequence[int], costs: Sequence
 
 
 def _fill_up(loads: Sequence[int], lengths: Sequence[int], costs: Sequence[int], block_size: int) -> NDArray[np.int32]:
-    """Return the rank of every block of the cut items: longest first onto the least loaded rank."""
+    """Return the rank of each block of the cut items: longest first onto the least loaded rank."""
     of_block = [0] * -(-sum(lengths) // block_size)
     for block, item, num_tokens in _cut_into_blocks(lengths, block_size):
         of_block[block] += costs[item] * num_tokens // lengths[item]
@@ -165,7 +165,7 @@ def _fill_up(loads: Sequence[int], lengths: Sequence[int], costs: Sequence[int],
 
 
 def _cut_into_blocks(lengths: Sequence[int], block_size: int) -> Iterator[tuple[int, int, int]]:
-    """Yield (block, item, tokens of the item in the block) of items that are laid end to end."""
+    """Yield (block, item, tokens of the item in the block) of concatenated items."""
     position = 0
     for item, length in enumerate(lengths):
         end = position + length

@@ -26,7 +26,7 @@ from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
 
 _OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "links")
-"""Attributes of `ModelCosts`, computed when asked for, that hold for any samples under one plan."""
+"""Attributes of `ModelCosts`, computed on first access, that hold for any samples under one plan."""
 _RESOURCES = Resource.COMPUTE, Resource.SEND, Resource.COLLECTIVE
 
 
@@ -36,8 +36,8 @@ class ModelCosts:
 
     A computation takes its layers' seconds (`LayerCosts`), with the waits for collectives inside them. A message is
     `num_tokens x hidden_size` elements. Replicas reduce fp32 gradients and gather the parameters of trained layers (ZeRO-1);
-    where they share the weights themselves (ZeRO-3), every stage gathers them in every pass, while the layer before computes, and
-    replicas go through it together: their microbatches of one number all take as long as the slowest of them.
+    if replicas share the weights themselves (ZeRO-3), every stage gathers them in every pass while the layer before computes, and
+    replicas run in lockstep: their microbatches of one number all take as long as the slowest of them.
     """
 
     step: StepGraph
@@ -48,7 +48,7 @@ class ModelCosts:
     """Padded."""
     options: RunOptions = DEFAULT_OPTIONS
     profile: LayerProfile | None = None
-    """Measured costs of layers, in place of what the cluster's description gives."""
+    """Measured costs of layers, used instead of those that follow from the cluster's description."""
 
     @cached_property
     def layer_costs(self) -> LayerCosts:
@@ -117,11 +117,11 @@ class ModelCosts:
         return found
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
-        """Seconds of the waits of computations in which other work can run: rows (starts, seconds)."""
+        """Seconds of the waits inside computations in which other work can run, as rows (starts, seconds)."""
         return self.computations.waits(work, pieces)
 
     def of_batch(self, step: StepGraph, lengths: Sequence[SampleLengths]) -> "ModelCosts":
-        """Return the costs of other samples, or of other places for them, under the same plan; keeps what depends on neither."""
+        """Return the costs of other samples or another assignment under the same plan; keeps values that depend on neither."""
         other = replace(self, step=step, lengths=lengths)
         for name in _OF_EVERY_BATCH:
             other.__dict__[name] = getattr(self, name)
@@ -146,9 +146,10 @@ class ModelCosts:
         return seconds if action.covers is None else self._reduction_piece_seconds(action, seconds)
 
     def _reduction_piece_seconds(self, reduction: Action, whole_seconds: float) -> float:
-        """Return the seconds of a piece of a reduction by layer: the first layer, which a backward passes last, or all others.
+        """Return the seconds of one piece of a reduction by layer: the first layer (reached last by a backward), or all others.
 
-        These are taken to begin with that backward, though they wait for its first layer: what that takes is left out.
+        The pieces of the other layers are assumed to begin with that backward; the time until its first layer is done is left
+        out.
         """
         weights = self.stages.trained_weights(reduction[1:4])
         share = weights[0] / sum(weights)
@@ -173,5 +174,5 @@ class ModelCosts:
         return found
 
     def static_bytes(self, lane: int) -> int:
-        """Bytes per rank of weights, gradients and optimizer state of all stages that a lane holds, and of one layer's work."""
+        """Bytes per rank of weights, gradients and optimizer state of all stages of a lane, and of the work on one layer."""
         return self.memory.static_bytes(self.step.plan.lanes[lane][0])

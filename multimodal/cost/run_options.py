@@ -10,30 +10,30 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The flags of pretrain_mllm.py that costs depend on."""
+    """The flags of pretrain_mllm.py that affect costs."""
 
     recompute: Recompute | None = None
     zero_stage: int = 1
-    """Shared by replicas: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
+    """Shared by replicas: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
     sequence_parallel: bool = True
     transformer_impl: Implementation = "transformer_engine"
-    """The implementation of layers whose activations are counted."""
+    """The implementation whose activations are counted."""
     num_overlapped_parts: int = 1
     """Parts into which a transformer layer's tensor parallel collectives and the products beside them are cut; 1: not cut."""
     item_block_size: int | None = DEFAULT_BLOCK_SIZE
-    """Tokens of a block of cut items, where context parallel ranks of encoders and generators have whole items; None: they spread
-    the tokens of every microbatch."""
+    """Tokens of a block of cut items, if context parallel ranks of encoders and generators have whole items; None: they share the
+    tokens of every microbatch evenly."""
     layer_costs: Callable[..., LayerCosts] = LayerCosts
-    """Builds the costs of layers, with the arguments of `LayerCosts`; not among the flags: other systems run layers otherwise."""
+    """Builds the costs of layers, with the arguments of `LayerCosts`. Not a flag: for systems that run layers in other ways."""
     num_state_copies: int | None = None
-    """Copies of the optimizer state that replicas keep together, each shared by as many of them (`state_copies`); None: one,
-    which all ranks share that hold the same weights."""
+    """Copies of the optimizer state that replicas keep, each shared by equally many replicas (`state_copies`); None: one copy,
+    shared by all ranks that hold the same weights."""
 
     @property
     def hides_waits(self) -> bool:
-        """True if nothing can run while a computation waits for tensor parallel ranks: it does not say when it does."""
+        """True if nothing can run while a computation waits for tensor parallel ranks, because it does not report its waits."""
         return self.transformer_impl != "local" or self.num_overlapped_parts > 1
 
 
 DEFAULT_OPTIONS = RunOptions()
-"""ZeRO-1, sequence parallelism, fused layers, nothing computed again."""
+"""ZeRO-1, sequence parallelism, fused layers, no recomputation."""

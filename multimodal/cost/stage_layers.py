@@ -1,4 +1,4 @@
-"""The layers of each virtual stage of a plan, counted by kind and by the backward that they need."""
+"""The layers of each virtual stage of a plan, counted by kind and by the backward that is needed of them."""
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,7 @@ class StageLayers:
         return [(layers[layer], needs[layer]) for layer in self.plan.virtual_stage(*stage).layers]
 
     def exchanges_tokens(self, stage: StageKey) -> bool:
-        """Return whether replicas that share experts wait for each other in a stage: whether it has experts."""
+        """Return True if a stage has experts, so that replicas that share experts wait for each other in it."""
         return any(LAYER_KINDS[layer].exchanges_tokens for layer, _ in self.counts(stage))
 
     def num_segments(self, stage: StageKey) -> int:
@@ -59,7 +59,7 @@ class StageLayers:
     def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
         """Return the trained weights of a stage, all tensor parallel ranks together, by the ranks that share their state.
 
-        num_copies: as in `RunOptions`. The ranks are those that share with the stage's first one. Experts stand apart where
+        num_copies: as in `RunOptions`. The ranks are those that share with the stage's first rank. Experts are listed apart if
         replicas share them.
         """
         unit, replica, index = stage
@@ -75,7 +75,7 @@ class StageLayers:
         return [(ranks, sum(of_layers[layers.start - start : layers.stop - start])) for layers, ranks in shared]
 
     def weights_by_sharers(self, stage: StageKey, *, trained_only: bool) -> tuple[tuple[int, int], ...]:
-        """Return what one replica holds of a stage: weights, and by how many replicas these are shared; experts apart."""
+        """Return (weights that one replica holds of a stage, number of replicas that share them); experts apart."""
         num_sharers = self.plan.units[stage[0]].expert_parallel_size
         num_weights = self.num_weights(stage, trained_only=trained_only)
         if num_sharers == 1:
@@ -97,7 +97,7 @@ class StageLayers:
         return self.describe(unit, kind).num_held_weights
 
     def trained_layer_weights(self, unit: str, kind: str, need: BackwardNeed) -> int:
-        """Return those of them that have gradients: none, all, or adapters."""
+        """Return the weights of one layer that have gradients: none, all, or those of adapters."""
         return self.describe(unit, kind).num_trained_weights if need.trains_weights else 0
 
     def describe(self, unit: str, kind: str) -> Layer:

@@ -1,4 +1,4 @@
-"""The costs of a step that the simulator asks for: the interface between cost models and the simulator."""
+"""The costs of a step as the simulator reads them: the interface between cost models and the simulator."""
 
 from itertools import chain
 from typing import NamedTuple, Protocol
@@ -22,8 +22,8 @@ class ComputeCost(NamedTuple):
     tensor_parallel_seconds: float = 0.0
     """The share of `seconds` in which the lane computes nothing because it waits for a collective inside a layer."""
     waits: tuple[float, ...] = ()
-    """Those of these waits in which something else can run (`SlotMode.INSIDE`), in the order in which it comes to them, which is
-    what `multimodal/cost/pieces/tensor_parallel_waits` numbers; empty where it does not tell."""
+    """Seconds of those of these waits in which other work can run (`SlotMode.INSIDE`), in the order in which they occur, which
+    `multimodal/cost/pieces/tensor_parallel_waits` numbers; empty if they are not known."""
 
 
 class PieceCosts(NamedTuple):
@@ -57,11 +57,11 @@ class StepCosts(Protocol):
 
     @property
     def options(self) -> RunOptions | None:
-        """Options of the run, which decide what collectives its layers have; None where they are not known."""
+        """Options of the run, which determine the collectives of its layers; None if unknown."""
 
     @property
     def memory_bytes(self) -> float:
-        """Bytes of a rank's memory; infinite where they are not known."""
+        """Bytes of a rank's memory; infinite if unknown."""
 
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one forward, backward, input gradient or weight gradient."""
@@ -70,7 +70,7 @@ class StepCosts(Protocol):
         """Costs of computations, collectives (once all replicas take part) and sends, by their numbers in `work`."""
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
-        """Seconds of the waits of computations in which other work can run, as in `ComputeCost`: rows (starts, seconds)."""
+        """Seconds of the waits inside computations in which other work can run, as in `ComputeCost`; rows (starts, seconds)."""
 
     def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
         """Bytes per rank that the places of these forwards keep from their start to the end of their backward."""
@@ -80,29 +80,29 @@ class StepCosts(Protocol):
 
 
 class ActionCosts(StepCosts, Protocol):
-    """A base for costs that are known action by action: says them of one, and gives those of all."""
+    """Base of costs that are known action by action; gives the costs of all pieces from those of single actions."""
 
     @property
     def options(self) -> RunOptions | None:
-        """None."""
+        """None: unknown."""
         return None
 
     @property
     def memory_bytes(self) -> float:
-        """Infinite."""
+        """Infinite: unknown."""
         return float("inf")
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts."""
 
     def collective_seconds(self, action: Action) -> float:
-        """Seconds that gathering parameters or reducing gradients takes once all replicas take part."""
+        """Seconds of gathering parameters or reducing gradients, from the moment when all replicas take part."""
 
     def activation_bytes(self, place: Place) -> int:
         """Bytes per rank that a place keeps from its forward to the end of its backward."""
 
     def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
-        """Ask for one piece after the other."""
+        """Return the costs of single pieces, one after the other."""
         found = PieceCosts.nothing(len(pieces))
         actions = work.actions if len(pieces) and pieces.max() >= work.num_computed else work.computed
         for index, (piece, resource) in enumerate(zip(pieces.tolist(), work.resources[pieces].tolist(), strict=True)):
@@ -115,10 +115,10 @@ class ActionCosts(StepCosts, Protocol):
         return found
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
-        """Ask for one piece after the other."""
+        """Return the waits of single pieces, one after the other."""
         rows = [self.compute(work.action(piece)).waits for piece in pieces.tolist()]
         return row_starts(list(map(len, rows))), np.array(list(chain.from_iterable(rows)), np.float64)
 
     def kept_bytes(self, work: StepWork, forwards: Integers) -> Integers:
-        """Ask for one place after the other."""
+        """Return the bytes of single places, one after the other."""
         return np.array([self.activation_bytes(work.computed[piece].place) for piece in forwards.tolist()], np.int64)

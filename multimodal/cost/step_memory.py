@@ -1,4 +1,4 @@
-"""Bytes that a step takes on each rank: of weights and optimizer state all the time, of activations until their backward."""
+"""Bytes of a step on each rank: weights and optimizer state at all times, activations until their backward."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,14 +25,14 @@ GRADIENT_BYTES = 4
 OPTIMIZER_BYTES = 12
 """Adam in fp32: master weight and two moments."""
 ZERO_STAGES = (0, 1, 2, 3)
-"""Shared by replicas instead of kept by each: 0 nothing, 1 optimizer state, 2 gradients as well, 3 weights as well."""
+"""Shared by replicas instead of kept by each: 0 nothing, 1 optimizer state, 2 also gradients, 3 also weights."""
 OPEN_ACTIVATIONS, OPEN_GRADIENTS = 0.0, 2.5
-"""Messages held when most is kept, at the end of a forward, as measured in real steps: its result until it is sent, and gradients
-whose receives are posted, in some schedules one more than in others. The next activations are mostly received later."""
+"""Messages in memory at the peak, at the end of a forward, as measured in real steps: its result until it is sent, and gradients
+whose receives are posted, one more in some schedules than in others. The next activations are mostly received later."""
 
 
 def default_zero_stage(bytes_per_element: int) -> int:
-    """Return the stage that training uses: 1, but 0 in fp64, whose optimizer stays whole on every replica."""
+    """Return the ZeRO stage of training: 1, but 0 in fp64, whose optimizer stays whole on every replica."""
     return 0 if bytes_per_element > 4 else 1
 
 
@@ -46,8 +46,8 @@ def layer_static_bytes(
 ) -> float:
     """Return the bytes of `num_weights` weights on one replica, all tensor parallel ranks together.
 
-    zero_stage: see ZERO_STAGES; data_parallel_size: ranks that hold the same weights, context parallel ones included. Weights in
-    fp32 are their own master weights; in fp64, gradients and moments are fp64, too.
+    zero_stage: see ZERO_STAGES; data_parallel_size: number of ranks that hold the same weights, including context parallel ones.
+    fp32 weights are their own master weights; in fp64, gradients and moments are fp64, too.
     """
     weights = num_weights * bytes_per_element / (data_parallel_size if zero_stage >= 3 else 1)
     if not is_trained:
@@ -58,13 +58,13 @@ def layer_static_bytes(
 
 
 def optimizer_bytes(bytes_per_element: int) -> int:
-    """Return the bytes of the optimizer's state of one weight: two moments, and an fp32 form of narrower weights."""
+    """Return the bytes of optimizer state per weight: two moments, and an fp32 copy of narrower weights."""
     return OPTIMIZER_BYTES if bytes_per_element < 4 else 2 * bytes_per_element
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes per rank. The schedule decides how many microbatches are kept at a time and for how long, deferral included."""
+    """Bytes per rank. The schedule determines how many microbatches are kept at a time and for how long, deferral included."""
 
     layers: StageLayers
     loads: AssignedLoads
@@ -73,7 +73,7 @@ class StepMemory:
     """Size of a weight and of an activation."""
 
     def activation_bytes(self, place: Place) -> int:
-        """Return the bytes that one microbatch keeps in a stage: of its layers, and of received inputs that need a gradient."""
+        """Return the bytes that one microbatch keeps in a stage: for its layers, and received inputs that need a gradient."""
         number = self.loads.step.assignment.placed[place.unit].microbatch_starts[place.replica] + place.microbatch
         return int(self.kept_bytes(place.unit)[place.stage, number])
 
@@ -96,10 +96,10 @@ class StepMemory:
         return self._kept_bytes[unit]
 
     def cut_bytes(self, unit: str) -> Integers:
-        """Return what a stage keeps beyond `kept_bytes` where it runs in ranges of segments, [num_stages, num_microbatches].
+        """Return the bytes that ranges of segments add to `kept_bytes` in a stage, [num_stages, num_microbatches].
 
-        A layer then keeps what comes out of its two sums over tensor parallel ranks, and where weights are trained the gathered
-        rows that a whole layer gathers again. Full recomputation keeps the same as without ranges.
+        A layer then keeps the results of its two sums over tensor parallel ranks and, if weights are trained, the gathered rows
+        that a whole layer would gather again. With full recomputation the bytes are the same as without ranges.
         """
         plan, hidden_size = self.layers.plan.units[unit], self.layers.graph.unit(unit).transformer.hidden_size
         num_rows = add_loads(self.loads.kept(unit)).num_tokens / plan.context_parallel_size
@@ -113,14 +113,14 @@ class StepMemory:
         return found
 
     def _cut_rows(self, stage: StageKey) -> float:
-        """Return the rows that a stage keeps for one token where it runs in ranges of segments."""
+        """Return the rows that a stage keeps per token if it runs in ranges of segments."""
         counts, size = self.layers.counts(stage), self.layers.tensor_size(stage) if self.options.sequence_parallel else 1
         cut = [each for each in counts if len(LAYER_KINDS[each[0]].segments) > 1 and each[1].has_backward]
         kept = [each for each in cut if not (self.options.recompute == "full" and LAYER_KINDS[each[0]].recomputes)]
         return sum(counts[each] * (1 / size + each[1].trains_weights * (1 - 1 / size)) for each in kept)
 
     def _width_before(self, stage: StageKey) -> int:
-        """Return the channels of what comes into a stage; of a unit's first one: of what takes the places of items."""
+        """Return the input channels of a stage; for a unit's first stage, those of the rows that take the places of items."""
         first = self.layers.plan.virtual_stage(*stage).layers.start
         if first == 0 and self.layers.graph.unit(stage[0]).role is Role.GENERATOR:
             return self.layers.graph.backbone.transformer.hidden_size
@@ -129,7 +129,7 @@ class StepMemory:
     def _stage_bytes(
         self, unit: str, counts: LayerCounts, kept: RankLoad, *, tensor_size: int, is_first: bool, width: int
     ) -> Floats:
-        """Return the bytes that each microbatch keeps in a stage of these layers; width: channels of what comes in."""
+        """Return the bytes that each microbatch keeps in a stage of these layers; width: input channels of the stage."""
         layers = sum(
             count * self._rank_bytes(unit, layer, need, kept, self.options.recompute, tensor_size=tensor_size)
             for (layer, need), count in counts.items()
@@ -143,14 +143,14 @@ class StepMemory:
         return round(sum(map(self.weight_bytes, held)) + max(map(self._working_bytes, held)) + self.broker_bytes(rank))
 
     def broker_bytes(self, rank: int) -> int:
-        """Return the bytes of messages that have been posted and not used, or made and not sent."""
+        """Return the bytes of messages that are received (or awaited) and not used yet, or computed and not sent yet."""
         return round(max(map(self._message_bytes, self.layers.of_rank[rank])))
 
     def gathered_bytes(self, stage: StageKey) -> float:
-        """Return the bytes of a stage's weights and gradients beyond a rank's own part; 0 where replicas do not share weights.
+        """Return the bytes of a stage's weights and gradients beyond a rank's own part; 0 if replicas do not share weights.
 
-        At the end of a layer's backward: its weights and those that come next, its gradients, and those of the layer after it on
-        their way to the ranks that keep them.
+        The peak is at the end of a layer's backward: its weights and the next ones, its gradients, and those of the layer after
+        it on their way to the ranks that keep them.
         """
         sizes = self.layers.plan.units[stage[0]]
         if self.options.zero_stage < 3 or sizes.data_parallel_size * sizes.context_parallel_size == 1:
@@ -167,7 +167,7 @@ class StepMemory:
     def _rank_bytes(
         self, unit: str, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None, *, tensor_size: int
     ) -> float:
-        """Return the bytes that a layer keeps of a load, or as an array, those of loads whose numbers are arrays."""
+        """Return the bytes that a layer keeps for a load; for a load whose numbers are arrays, as an array."""
         sizes, described = self.layers.plan.units[unit], self.layers.describe(unit, layer)
         total = 0.0
         for load, is_spread in ((kept.whole, False), (kept.cut, True)):
@@ -184,19 +184,19 @@ class StepMemory:
     def _received_bytes(
         self, unit: str, counts: LayerCounts, load: UnitLoad, *, tensor_size: int, is_first: bool, width: int
     ) -> float | Floats:
-        """Return the bytes of received hidden states or encoders' outputs for which a gradient is sent back."""
+        """Return the bytes of received hidden states or encoder outputs for which a gradient is sent back."""
         if not any(need.sends_gradient for _, need in counts):
             return 0.0
         sizes, num_channels = self.layers.plan.units[unit], width
         if is_first:
             return self.bytes_per_element * width * self.loads.num_received_rows(unit) / sizes.context_parallel_size
         if self.bytes_per_element >= 4 or self.options.transformer_impl == "transformer_engine":
-            num_channels -= self.layers.graph.unit(unit).transformer.hidden_size  # the first norm keeps the very same tensor
+            num_channels -= self.layers.graph.unit(unit).transformer.hidden_size  # the first norm keeps the same tensor
         num_ranks = sizes.context_parallel_size * (tensor_size if self.options.sequence_parallel else 1)
         return self.bytes_per_element * num_channels * load.num_tokens / num_ranks
 
     def _message_bytes(self, stage: StageKey) -> float:
-        """Return the bytes of received messages: activations from the stage before, gradients from the one after."""
+        """Return the bytes of received messages: activations from the stage before, gradients from the stage after."""
         unit, replica, index = stage
         sizes = self.layers.plan.units[unit]
         mean = self.loads.mean(unit, replica)
@@ -236,11 +236,11 @@ class StepMemory:
         return total / self.layers.tensor_size(stage)
 
     def _working_bytes(self, stage: StageKey) -> float:
-        """Return the bytes in use while one layer runs: those it recomputes, and those it gathers.
+        """Return the bytes in use while one layer runs: recomputed activations and gathered tensors.
 
-        It gathers, where replicas share weights, those of two layers (the one in use and the next one), the gradients of one,
-        and those of another on their way to their keeper; and the keys and values of two steps' heads (likewise) of all tokens
-        that ranks share.
+        If replicas share weights, gathered tensors are the weights of two layers (the current and the next one), the gradients of
+        one layer, and those of another one on their way to their keeper. Context parallel ranks also gather the keys and values
+        of two steps' heads (the current and the next step) for all tokens that they share.
         """
         counts, unit = self.layers.counts(stage), stage[0]
         sizes = self.layers.plan.units[unit]

@@ -1,4 +1,4 @@
-"""Costs of a step as a table lists them."""
+"""Costs of a step from a table of published seconds."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from multimodal.values.errors import ConfigError
 
 @dataclass(frozen=True)
 class TableCosts(ActionCosts):
-    """The seconds of a cost table as `StepCosts`; sizes, FLOPs and reductions, which a table does not know, are 0.
+    """The seconds of a cost table as `StepCosts`; sizes, FLOPs and reductions, which a table does not have, are 0.
 
-    A backward takes its input gradient's seconds plus its weight gradient's. A message takes `send_seconds` and keeps nothing
-    busy; gradients for a stage that lists no backward arrive at once, since nobody would send them.
+    A backward takes its input gradient's seconds plus its weight gradient's. A message takes `send_seconds` and occupies nothing;
+    gradients for a stage without a listed backward arrive at once, since no stage would send them.
     """
 
     table: CostTable
@@ -48,11 +48,11 @@ class TableCosts(ActionCosts):
         return 0.0
 
     def activation_bytes(self, place: Place) -> int:
-        """0: not known."""
+        """0: unknown."""
         return 0
 
     def static_bytes(self, lane: int) -> int:
-        """0: not known."""
+        """0: unknown."""
         return 0
 
     def _stage(self, place: Place) -> StageSeconds:

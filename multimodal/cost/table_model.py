@@ -1,4 +1,4 @@
-"""The step that a cost table stands for."""
+"""Builds the step that a cost table describes."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,12 +16,12 @@ from multimodal.values.step_graph import StepGraph
 def build_table_step(table: CostTable) -> StepGraph:
     """Build the step behind a table: one replica per unit, one transformer layer per stage, one sample per microbatch.
 
-    A unit's role follows from its place: one unit is the backbone, all others feed it (encoders) or are fed by it (generators).
-    What is frozen follows from the backwards that the table lists: a unit without any is frozen, an encoder whose last stage
-    alone has one trains its projector, and a unit behind something trained whose weight gradients take no time is frozen, too.
-    Stages that list no backward although the others of their unit do (other than these) have one that takes no time.
+    Roles follow from the edges: one unit is the backbone, all others feed it (encoders) or are fed by it (generators). Frozen
+    parts follow from the listed backwards: a unit without any is frozen, an encoder with one in its last stage only trains its
+    projector, and a unit behind a trained one whose weight gradients take no time is frozen, too. Any other stage without a
+    listed backward has one that takes no time, if other stages of its unit list one.
 
-    Raises ConfigError when there is no such backbone, or a gradient would have to pass a unit that lists no backward.
+    Raises ConfigError if there is no such backbone, or if a gradient would have to pass a unit without a listed backward.
     """
     backbone = _find_backbone(table)
     trained: dict[str, bool] = {}
@@ -40,7 +40,7 @@ def build_table_step(table: CostTable) -> StepGraph:
 
 
 def _find_backbone(table: CostTable) -> str:
-    """Return the last unit around which all others stand: units without upstream that feed it, units that it alone feeds."""
+    """Return the last unit that can be the backbone: all others are sources that feed it, or units that only it feeds."""
     for name in reversed(tuple(table.units)):
         upstream = set(table.units[name].upstream)
         others = {other: seconds.upstream for other, seconds in table.units.items() if other != name}
@@ -97,10 +97,10 @@ def _build_assignment(graph: ModelGraph, *, num_microbatches: int) -> Assignment
 
 
 def replicate_encoders(table: CostTable) -> tuple[CostTable, StepGraph]:
-    """Return the table with every encoder in one stage, and a model in which each rank of the LLM has a copy of it.
+    """Return the table with every encoder in one stage, and a model in which each LLM rank has a copy of every encoder.
 
-    A copy takes what all stages of its encoder took together, forward and backward. The ranks that encoders had are gone; the
-    others close up. The copy beside the LLM's first stage has all microbatches, the others none of their own.
+    A copy takes the seconds of all stages of its encoder together, forward and backward. The ranks of encoders are removed, and
+    the other ranks renumbered. The copy beside the LLM's first stage has all microbatches, the other copies none of their own.
 
     Raises ConfigError as `build_table_step`.
     """
@@ -123,7 +123,7 @@ def replicate_encoders(table: CostTable) -> tuple[CostTable, StepGraph]:
 
 
 def _together(stages: Sequence[StageSeconds]) -> StageSeconds:
-    """One stage that does the work of several."""
+    """Return one stage that does the work of several."""
 
     def total(columns: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
         return tuple(map(sum, zip(*columns, strict=True)))
@@ -137,6 +137,6 @@ def _together(stages: Sequence[StageSeconds]) -> StageSeconds:
 
 
 def _copies(unit: UnitPlan, ranks: Sequence[tuple[int, ...]]) -> UnitPlan:
-    """A replica of a unit of one stage on each of these groups of ranks."""
+    """Return a unit of one stage with a replica on each of these rank groups."""
     (stage,) = unit.replicas[0].stages
     return replace(unit, replicas=tuple(Replica((replace(stage, ranks=each),)) for each in ranks))

@@ -1,4 +1,4 @@
-"""Loads: what samples and items ask of a unit, as far as its cost depends on it."""
+"""Loads: the numbers of samples and items that the cost of a unit depends on."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
@@ -15,16 +15,16 @@ Floats = NDArray[np.float64]
 
 
 class UnitLoad(NamedTuple):
-    """The work of a unit at one time, in the numbers that its cost depends on; adds up over atoms."""
+    """The work of a unit on one microbatch, as the numbers that its cost depends on; adds up over atoms."""
 
     num_tokens: int = 0
     """Tokens inside the unit's transformer."""
     num_squared: int = 0
     """Sum of squares of the lengths of its sequences."""
     num_outputs: int = 0
-    """Tokens that leave: of the projector for an encoder, target tokens for the LLM, those made by a generator."""
+    """Tokens that leave: from an encoder's projector, target tokens of the LLM, or those that a generator makes."""
     num_sequences: int = 0
-    """Sequences that attend apart: samples, or items of an encoder or a generator. No FLOPs, but some calls for each."""
+    """Sequences that attend separately: samples, or items of an encoder or a generator. They add calls, but no FLOPs."""
 
 
 class CutLoad(NamedTuple):
@@ -32,15 +32,15 @@ class CutLoad(NamedTuple):
 
     attending: UnitLoad
     num_gathered: int
-    """Rows of keys that are gathered, with those that pad every rank's to as many as the fullest one's."""
+    """Gathered rows of keys, including the rows that pad every rank's to the number of the fullest rank's."""
 
 
 class ComputedLoad(NamedTuple):
-    """The load of a computation: the microbatch's, or the busiest context parallel rank's part times their number."""
+    """The load of a computation: the microbatch's, or that of the busiest context parallel rank times the number of ranks."""
 
     all: UnitLoad
     cut: CutLoad | None = None
-    """None: all of it, where context parallel ranks share it."""
+    """None: all of the load, if context parallel ranks share it."""
 
 
 def item_load(num_tokens: int, num_output_tokens: int) -> UnitLoad:
@@ -49,7 +49,7 @@ def item_load(num_tokens: int, num_output_tokens: int) -> UnitLoad:
 
 
 def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
-    """Return what one sample with all its items asks of a unit."""
+    """Return the load of one sample with all its items on a unit."""
     if unit.role is Role.BACKBONE:
         return item_load(sample.num_tokens, sample.num_target_tokens)
     items = (item.inside(unit.name) for item in sample.items if unit.name in item.units)
@@ -58,7 +58,7 @@ def sample_load(unit: Unit, sample: SampleLengths) -> UnitLoad:
 
 
 def num_given(item: ItemLengths, *, is_generator: bool) -> int:
-    """Return the tokens of an item that leave a unit; a generator makes all of them, but those that encoders gave it."""
+    """Return the tokens of an item that leave a unit; for a generator, all that it makes, without those from encoders."""
     return item.num_output_tokens or (item.num_tokens if is_generator else 0)
 
 
@@ -66,10 +66,10 @@ class AtomLoads(NamedTuple):
     """The load of each atom of a global batch on a unit: an encoder's items, sample by sample, or all samples."""
 
     samples: Integers
-    """[num_atoms] the sample of each, by its place in the batch."""
+    """[num_atoms] the index of each atom's sample in the batch."""
     num_tokens: Integers
     num_squared: Floats
-    """Rounded once where they are beyond 2^53."""
+    """Rounded once if beyond 2^53."""
     num_outputs: Integers
     num_sequences: Integers
     """See `UnitLoad`."""
@@ -96,19 +96,19 @@ def _of_sequences(samples: Integers, tokens: Integers, outputs: Integers) -> Ato
 
 
 class AtomColumns(Protocol):
-    """Whatever holds atoms as columns: `PlacedAtoms`, routes."""
+    """Any value with atoms as columns: `PlacedAtoms`, routes."""
 
     @property
     def sample_ids(self) -> Integers:
-        """[num_atoms] the sample of each."""
+        """[num_atoms] the sample of each atom."""
 
     @property
     def item_indices(self) -> Integers:
-        """[num_atoms] its item, as in `Atom`."""
+        """[num_atoms] the item of each atom, as in `Atom`."""
 
 
 def atom_numbers(unit: Unit, lengths: LengthArrays, placed: AtomColumns) -> Integers:
-    """Return the numbers of placed atoms among all of the unit's. lengths: in the order of the ids. O(atoms log)."""
+    """Return the numbers of placed atoms among all atoms of the unit. lengths: in the order of the ids. O(atoms log)."""
     samples = np.searchsorted(lengths.sample_ids, placed.sample_ids)
     if unit.role is not Role.ENCODER:
         return samples
@@ -119,11 +119,11 @@ def atom_numbers(unit: Unit, lengths: LengthArrays, placed: AtomColumns) -> Inte
 
 
 def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:
-    """Sum up; nothing is the empty load."""
+    """Sum up loads; the sum of none is the empty load."""
     columns = zip(*loads, strict=True)
     return UnitLoad(*map(sum, columns))
 
 
 def of_all_ranks(load: UnitLoad, num_ranks: int) -> UnitLoad:
-    """Return the load that gives every rank as much as `load` when they share it; all see the same sequences."""
+    """Return the load of which `num_ranks` ranks each have `load` as their share; all have the same sequences."""
     return UnitLoad(num_ranks * load.num_tokens, num_ranks * load.num_squared, num_ranks * load.num_outputs, load.num_sequences)

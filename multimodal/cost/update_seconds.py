@@ -10,11 +10,11 @@ from multimodal.cost.step_memory import GRADIENT_BYTES, OPTIMIZER_BYTES
 
 
 def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster, profile: StepProfile | None = None) -> float:
-    """Return the seconds of the slowest rank: measured ones where there is a profile, which knows what else a step takes, too.
+    """Return the seconds of the slowest rank; a profile gives measured ones, including a step's other work outside of layers.
 
-    Without one, the optimizer's bytes over the memory bandwidth; 0 where the cluster does not say it.
+    Without a profile: the optimizer's bytes over the memory bandwidth; 0 if the cluster does not give it.
     """
-    # Where replicas are alike, one rank of each kind is enough.
+    # Replicas that are alike need one rank of each kind only.
     units = stages.plan.units
     held = {
         tuple((unit, replica if units[unit].is_unlike else 0, stage) for unit, replica, stage in keys)
@@ -37,7 +37,7 @@ def update_traffic_bytes(bytes_per_element: int) -> float:
     """Return the bytes per weight that an update moves through memory.
 
     The gradient is read for its norm, read and written by clipping, and read by Adam, which reads and writes its state. The
-    weight itself is written where an fp32 master is part of that state, else read as well.
+    weight itself is written if that state includes an fp32 master weight, else also read.
     """
     gradient = max(GRADIENT_BYTES, bytes_per_element)
     has_master = bytes_per_element < 4
@@ -46,7 +46,7 @@ def update_traffic_bytes(bytes_per_element: int) -> float:
 
 
 def _updated_weights(stages: StageLayers, keys: Collection[StageKey], options: RunOptions) -> dict[str, float]:
-    """Unit -> trained weights that a rank which holds these stages updates: a share, where replicas share the optimizer."""
+    """Return, by unit, the trained weights that a rank with these stages updates: a share if replicas share the optimizer."""
     weights: dict[str, float] = {}
     for unit, replica, stage in keys:
         shares = stages.state_shares((unit, replica, stage), num_copies=options.num_state_copies)

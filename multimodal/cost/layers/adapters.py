@@ -22,10 +22,10 @@ def resolve_adapters(graph: ModelGraph, linear_layers: LinearLayers) -> ModelGra
 def adapt_units(
     graph: ModelGraph, linear_layers: LinearLayers, *, rank: int, alpha: float | None, targets: Sequence[str]
 ) -> ModelGraph:
-    """Return the model with adapters of this rank; targets: patterns of `<unit>.<kind>.<module>` or of the end of that.
+    """Return the model with adapters of this rank; targets: patterns of `<unit>.<kind>.<module>` or of the end of such a name.
 
-    The backbone may be called `llm` whatever its name. Without targets, its linear layers but its output. Units that have none of
-    the targets stay as they are. Raises ConfigError for a pattern that matches nothing.
+    `llm` stands for the backbone, whatever its name. Without targets, all linear layers of the backbone except its output get
+    adapters. Units without a target stay as they are. Raises ConfigError for a pattern that matches nothing.
     """
     chosen: dict[str, dict[str, None]] = {name: {} for name in linear_layers}
     for pattern in targets or (f"{graph.backbone.name}.*",):
@@ -61,12 +61,12 @@ def _resolved(unit: Unit, layers: Mapping[str, bool]) -> Unit:
 
 
 def _unit_names(graph: ModelGraph, name: str) -> tuple[str, ...]:
-    """Return what a unit may be called in flags."""
+    """Return the names that flags may use for a unit."""
     return (name, "llm") if name == graph.backbone.name else (name,)
 
 
 def _matching(pattern: str, units: Sequence[str], layers: Mapping[str, bool], *, only_inside: bool) -> list[str]:
-    """Return the linear layers whose name, with or without unit and kind, the pattern matches."""
+    """Return the linear layers whose name, with or without unit and kind, matches the pattern."""
 
     def matches(layer: str) -> bool:
         kind, module = layer.split(".")

@@ -1,4 +1,4 @@
-"""The first and the last layer of the LLM: looking token ids up; norm, output projection and the loss of the target tokens."""
+"""The first and the last layer of the LLM: token embeddings; norm, output projection and loss of the target tokens."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ from multimodal.values.model_graph import Role
 
 
 class TokenEmbeddingLayer(Layer):
-    """A row of the vocabulary for each token, with the encoders' outputs in the places of their items."""
+    """A row of the vocabulary for each token; items have the encoders' outputs in their places."""
 
     segments = (Segment("all", forward=(Exchange.SUM,), backward=(Exchange.GATHER,)),)
     position = "first"
@@ -39,7 +39,7 @@ class TokenEmbeddingLayer(Layer):
         return ActivationBytes()
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
-        """Rows are read and written; what is added behind the first layers (read two, write one) counts here, too."""
+        """Rows are read and written. The sums behind the first layers (deepstack: read two, write one) count here, too."""
         moved, num_added = float(bytes_per_element * self.unit.transformer.hidden_size), self.graph.num_carried(self.unit.name, 0)
         return LayerTraffic((2 + (2 + 3) * num_added) * moved, (2 + 2 * num_added) * moved)
 
@@ -54,12 +54,12 @@ class HeadLayer(Layer):
 
     @property
     def num_weights(self) -> int:
-        """Hidden size times vocabulary, also where the matrix is that of the word embeddings."""
+        """Hidden size times vocabulary, even if the matrix is shared with the word embeddings."""
         return self.unit.transformer.hidden_size * self.vocab_size
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
-        """The output projection, unless it is the matrix of the word embeddings."""
+        """The output projection, unless its matrix is that of the word embeddings."""
         own = {"output_layer": LinearShape(self.unit.transformer.hidden_size, self.vocab_size)}
         return {} if self.unit.ties_embeddings else own
 
@@ -69,7 +69,7 @@ class HeadLayer(Layer):
         return self.norm_vector_entries()
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """The norm's bytes of all tokens; logits, inputs and indices of targets."""
+        """The norm's bytes of all tokens; logits, inputs and indices of target tokens."""
         size = case.bytes_per_element
         logits = size * self.vocab_size
         rows = (size * self.unit.transformer.hidden_size if case.need.trains_weights else 0.0) + 2 * INDEX_BYTES

@@ -1,4 +1,4 @@
-"""Collectives inside a layer: their seconds, and the share of them in which ranks wait."""
+"""Collectives inside a layer: their seconds, and the seconds for which ranks wait for them."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -8,24 +8,24 @@ from multimodal.cost.communication import collective_seconds
 from multimodal.cost.seconds.layer_curves import Quadratic
 
 ATTENTION_BACKWARD = 2.5
-"""Flash attention's backward over its forward: five products instead of two, since scores are not kept but computed again
-(Dao et al., FlashAttention, section 3)."""
+"""Seconds of flash attention's backward over its forward: five products instead of two, since scores are recomputed (Dao et al.,
+FlashAttention, section 3)."""
 
 
 GATHERED_AT_ONCE_BYTES = 8 * 2**20
-"""Keys and values that context parallel ranks gather in one step, at most, unless one group of heads alone has more."""
+"""Most bytes of keys and values that context parallel ranks gather in one step, unless a single group of heads has more."""
 GATHERED_STEPS = 2
-"""Steps whose keys and values are held at a time: the one attended to, and the one that comes."""
+"""Steps whose keys and values are in memory at a time: the one that is attended to, and the one that is gathered."""
 
 
 def count_groups_at_once(num_groups: int, *, bytes_per_group: float) -> int:
-    """Return how many groups of heads are gathered in one step, a divisor of all: few bytes would only wait for the latency."""
+    """Return the groups of heads that are gathered in one step, a divisor of all groups; small steps would be latency bound."""
     most = max(1, min(num_groups, int(GATHERED_AT_ONCE_BYTES / max(1.0, bytes_per_group))))
     return max(count for count in range(1, most + 1) if num_groups % count == 0)
 
 
 def held_key_bytes(num_groups: int, *, bytes_per_group: float) -> float:
-    """Return the bytes of gathered keys and values that are held at a time."""
+    """Return the bytes of gathered keys and values that are in memory at a time."""
     held = GATHERED_STEPS * count_groups_at_once(num_groups, bytes_per_group=bytes_per_group)
     return min(held, num_groups) * bytes_per_group
 
@@ -34,16 +34,16 @@ class LayerCollectives(NamedTuple):
     """Seconds of one layer's collectives in one pass (forward or backward), over all tokens of a load."""
 
     tensor: Quadratic = Quadratic()
-    """Over tensor parallel ranks."""
+    """Seconds over tensor parallel ranks."""
     context: Quadratic = Quadratic()
-    """Gathering the keys and values of all heads over context parallel ranks, or sending their gradients home, in one step."""
+    """Gathering the keys and values of all heads over context parallel ranks, or returning their gradients, in one step."""
     num_groups: int = 1
-    """Groups of heads, of which as many are gathered at once as `count_groups_at_once` says; they are attended to while the next
-    ones come."""
+    """Groups of heads. `count_groups_at_once` of them are gathered in one step, while the groups of the step before are attended
+    to."""
     bytes_per_key: float = 0.0
     """Bytes of one token's key and value in one group of heads."""
     experts: Quadratic = Quadratic()
-    """Sending tokens to the ranks of their experts, and what these make of them home: two exchanges."""
+    """Sending tokens to the ranks of their experts and their outputs back: two exchanges."""
 
     @property
     def is_spread(self) -> bool:
@@ -51,36 +51,36 @@ class LayerCollectives(NamedTuple):
         return self.context != Quadratic()
 
     def exposed_tensor(self, num_tokens: int, num_squared: int, *, products_seconds: float, num_parts: int) -> float:
-        """Seconds that a pass waits for tensor parallel collectives cut into parts, as are the products beside them.
+        """Return the seconds that a pass waits for tensor parallel collectives if these and the products beside them are cut.
 
-        The first part is waited for, and what outlasts the products; with one part, everything. Every part pays the latency of a
-        collective. products_seconds: of the matrix products of the pass.
+        It waits for the first part and for the time by which the other parts outlast the products; with one part, for everything.
+        Every part has the latency of a collective. products_seconds: of the matrix products of the pass.
         """
         moving = self.tensor.at(num_tokens, num_squared) + (num_parts - 1) * self.tensor.constant
         return _beside(moving, products_seconds, num_parts) + moving / num_parts
 
     def exposed_gathering(self, num_tokens: int, *, attention_seconds: float) -> float:
-        """Seconds that a forward waits for keys and values: for the first step, and where gathering outlasts attention."""
+        """Return the seconds that a forward waits for keys and values: the first step, and what outlasts attention."""
         gathering, num_steps = self._gathering(num_tokens)
         return _beside(gathering, attention_seconds, num_steps) + gathering / num_steps
 
     def exposed_way_back(self, num_tokens: int, *, attention_seconds: float) -> float:
-        """Seconds that a backward waits: it gathers again, and sends gradients home.
+        """Return the seconds that a backward waits: it gathers keys and values again, and returns their gradients.
 
-        It waits for the first step to come and for the gradients of the last one to go; in between, both run beside attention.
-        attention_seconds: of a backward, and of a forward where that is repeated.
+        It waits for the first step to arrive and for the gradients of the last one to leave; all else runs beside attention.
+        attention_seconds: of a backward, and also of a forward if it is recomputed.
         """
         gathering, num_steps = self._gathering(num_tokens)
         return _beside(2 * gathering, attention_seconds, num_steps) + 2 * gathering / num_steps
 
     def _gathering(self, num_tokens: int) -> tuple[float, int]:
-        """Seconds of gathering everything, and the steps that it takes, each of which pays the latency."""
+        """Return the seconds of gathering everything, and the number of steps, each of which has the latency."""
         num_steps = self.num_groups // count_groups_at_once(self.num_groups, bytes_per_group=num_tokens * self.bytes_per_key)
         return self.context.at(num_tokens, 0) + (num_steps - 1) * self.context.constant, num_steps
 
 
 def _beside(moving: float, computing: float, num_parts: int) -> float:
-    """Seconds by which all parts but one outlast the computing that runs beside them."""
+    """Return the seconds by which all parts but one outlast the computing that runs beside them."""
     late = moving - computing
     return (late > 0) * late * (num_parts - 1) / num_parts  # not `max`: seconds of many loads may be arrays
 

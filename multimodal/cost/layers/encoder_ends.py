@@ -11,7 +11,7 @@ from multimodal.values.model_graph import ImageInput, Role, Unit
 
 
 class PatchEmbeddingLayer(Layer):
-    """Whole on every tensor parallel rank."""
+    """One linear map of the values of each patch, with all weights on every tensor parallel rank."""
 
     segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"
@@ -58,7 +58,7 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
 
     @property
     def num_vector_entries(self) -> int:
-        """Positions, class token, registers, bias and norm: what no product is made with."""
+        """Positions, class token, registers, bias and norm: all parameters that are not part of a product."""
         image, hidden = self._image, self.unit.transformer.hidden_size
         vectors = image.num_positions + image.num_class_tokens + image.has_patch_bias
         return hidden * vectors + (self.norm_vector_entries() if image.has_pre_norm else 0)
@@ -77,7 +77,7 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
 
 
 class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
-    """Patches of images of any size, with positions between those of a square of learned ones."""
+    """Patches of images of any size; their positions are interpolated from a square of learned ones."""
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:
@@ -91,7 +91,7 @@ class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
         return super().num_vector_entries + self.unit.image.position_grid**2 * self.unit.transformer.hidden_size
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
-        """Four positions are read, weighed and added, one after the other."""
+        """Four positions are read, weighted and added, one after the other."""
         moved = float(bytes_per_element * self.unit.transformer.hidden_size)
         return LayerTraffic((2 + 4 * 4) * moved, (1 + 4 * 2) * moved)
 
@@ -121,7 +121,7 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 
     @property
     def can_be_built(self) -> bool:
-        """True if sound is described that has Whisper's rate, and nothing but this layer adds positions."""
+        """True if sound at Whisper's rate is described, and no other layer adds positions."""
         audio = self.unit.audio
         return audio is not None and audio.tokens_per_second == 50 and not self.unit.transformer.has_rotary_positions
 
@@ -131,11 +131,11 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
         return LayerFlops(2.0 * load.num_tokens * weights)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Both products' inputs, and those of both GELUs."""
+        """Inputs of both products and of both GELUs."""
         if not case.need.trains_weights:
             return ActivationBytes()
         hidden, mel = self.unit.transformer.hidden_size, self._num_mel_bins
-        # What the first convolution sees and gives, that with zeros outside for the second, and what the second gives.
+        # The first convolution's input and output, that output with zeros around it for the second, and the second's output.
         values = 9 * mel + 3 * hidden + 3 * hidden + hidden
         return ActivationBytes(replicated=1.0 * case.bytes_per_element * load.num_tokens * values)
 
@@ -164,12 +164,12 @@ class JoinedTokensLayer(Layer):
         return 0
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Rows' places, which take a few bytes."""
+        """Nothing is counted: the indices of rows take a few bytes."""
         return ActivationBytes()
 
 
 class ProjectorLayer(Layer):
-    """Two products with a GELU between them (Qwen2-VL's patch merger); once more for each earlier layer that goes to the LLM."""
+    """Two products with a GELU between them (Qwen2-VL's patch merger); repeated for each deepstack layer."""
 
     segments = (Segment("all", forward=(Exchange.GATHER, Exchange.SUM), backward=(Exchange.SUM,)),)
     position = "last"
@@ -189,7 +189,7 @@ class ProjectorLayer(Layer):
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
-        """Both, where items are described."""
+        """Both products, if items are described."""
         if not self.unit.is_described:
             return {}
         return {
@@ -207,11 +207,11 @@ class ProjectorLayer(Layer):
 
     @property
     def can_be_built(self) -> bool:
-        """True if items are described, by which tokens are merged."""
+        """True if items are described, which say how tokens are merged."""
         return self.unit.is_described
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Norm and both products; tokens are gathered before the first, so nothing but the inner width is divided."""
+        """Norm and both products; tokens are gathered before the first one, so only the inner width is divided."""
         size, trains, hidden = case.bytes_per_element, case.need.trains_weights, self.unit.transformer.hidden_size
         inner = self.unit.projector_inner_size * (2 if trains else 1) * (1 + self._num_more)
         num_merged = load.num_outputs * self.unit.merged_size / hidden
@@ -221,7 +221,7 @@ class ProjectorLayer(Layer):
         return ActivationBytes(0.0, 1.0 * size * load.num_outputs * inner, norm + inputs)
 
     def _norm_kept(self, num_tokens: int, num_merged: float, case: ActivationCase) -> float:
-        """Bytes of the norm of tokens; num_merged: rows of hidden_size that are left of them."""
+        """Bytes of the norm of tokens; num_merged: rows of hidden_size after merging."""
         num_normalised = num_merged if self.unit.projector_norm == "merged" else num_tokens
         return num_normalised * self.exit_norm_bytes(case) if self._norm_entries else 0.0
 
@@ -244,7 +244,7 @@ class ProjectorLayer(Layer):
 
 
 class LinearProjectorLayer(ProjectorLayer):
-    """One product, whole on every tensor parallel rank."""
+    """One product, with all weights on every tensor parallel rank."""
 
     segments = (Segment("all", forward=(Exchange.GATHER,)),)
     num_products = 1
@@ -270,7 +270,7 @@ class LinearProjectorLayer(ProjectorLayer):
 
 
 class MergedTokensLayer(LinearProjectorLayer):
-    """No product: tokens leave merged."""
+    """No product: tokens leave the encoder merged."""
 
     num_products = 0
 
@@ -295,6 +295,6 @@ class MergedTokensLayer(LinearProjectorLayer):
         return self._norm_entries
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """The norm's."""
+        """The norm's bytes."""
         rows = load.num_outputs * self.unit.merged_size / self.unit.transformer.hidden_size
         return ActivationBytes(replicated=self._norm_kept(load.num_tokens, rows, case))

@@ -30,7 +30,7 @@ class GeneratorProjectorLayer(Layer):
         return len(self.graph.upstream(self.unit.name))
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """Every row is multiplied with the weights of its unit alone."""
+        """Every row is multiplied with the weights of the unit that it comes from."""
         return LayerFlops(2.0 * self._num_counted(load) * self.num_weights / self._num_sources)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
@@ -39,7 +39,7 @@ class GeneratorProjectorLayer(Layer):
 
 
 class GeneratorHeadLayer(Layer):
-    """One linear map from a hidden state to the pixels of its patch, or, where no image is described, to its own width."""
+    """One linear map from a hidden state to the pixels of its patch, or, if no image is described, to its own width."""
 
     segments = (Segment("all", forward=(Exchange.GATHER,)),)
     position = "last"
@@ -62,7 +62,7 @@ class GeneratorHeadLayer(Layer):
         return self.unit.image is not None
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """The norm's bytes, of all tokens; the values made, and for the weight gradient their inputs, of all patches."""
+        """The norm's bytes of all tokens; the generated values of all patches and, for the weight gradient, their inputs."""
         size, hidden = case.bytes_per_element, self.unit.transformer.hidden_size
         made = max(size, WIDE_BYTES) * self.input_values + (size * hidden if case.need.trains_weights else 0.0)
         return ActivationBytes(load.num_tokens * self.exit_norm_bytes(case), 0.0, load.num_outputs * made)

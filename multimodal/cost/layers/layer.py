@@ -1,4 +1,4 @@
-"""Costs of a layer: the base class of all kinds of layer, and the values that it returns."""
+"""Costs of a layer: the base class of all kinds of layers, and the values that it returns."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,17 +14,17 @@ from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 Recompute = Literal["selective", "full"]
-"""Computed again in a layer's backward: core attention (`selective`) or the whole layer (`full`)."""
+"""The work that a layer's backward repeats: core attention (`selective`) or the whole layer (`full`)."""
 Implementation = Literal["local", "transformer_engine"]
-"""Implementation of transformer layers, as --transformer-impl says: megatron-core's torch layers, or fused kernels."""
+"""Implementation of transformer layers (--transformer-impl): megatron-core's torch layers, or fused kernels."""
 Position = Literal["first", "between", "last"]
 WIDE_BYTES = 4
-"""Norms, logits and statistics are fp32 where layers compute in bf16."""
+"""Norms, logits and statistics are fp32 even if layers compute in bf16."""
 INDEX_BYTES = 8
 
 
 class LayerFlops(NamedTuple):
-    """Forward FLOPs of a layer; a backward costs as much per kind of gradient for weights, and twice as much for attention."""
+    """Forward FLOPs of a layer. Each kind of gradient costs as much for weights; attention's backward costs twice its forward."""
 
     linear: float
     """Matrix products with weights."""
@@ -45,7 +45,7 @@ class LayerTraffic(NamedTuple):
 
 
 class ActivationBytes(NamedTuple):
-    """Bytes that one layer keeps from its forward to the end of its backward, as on one rank that has it alone."""
+    """Bytes that one layer keeps from its forward to the end of its backward, as if one rank had the whole layer."""
 
     whole: float = 0.0
     """Divided by sequence parallelism only."""
@@ -76,7 +76,7 @@ class LinearShape(NamedTuple):
 
 
 class ActivationCase(NamedTuple):
-    """Everything but the load that the bytes kept by a layer depend on."""
+    """Everything except the load that determines the bytes kept by a layer."""
 
     need: BackwardNeed
     bytes_per_element: int = 2
@@ -84,7 +84,7 @@ class ActivationCase(NamedTuple):
     implementation: Implementation = "transformer_engine"
     recompute: Recompute | None = None
     is_spread: bool = False
-    """True if attention gathers keys and values of other context parallel ranks, which it does not keep."""
+    """True if attention gathers keys and values of other context parallel ranks; gathered ones are not kept."""
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,20 @@ class Layer(ABC):
     vocab_size: int
     """Padded."""
     adapted: tuple[str, ...] = ()
-    """Those of `linear_layers` that have adapters; the layer's own weights are frozen then."""
+    """Names of `linear_layers` that have adapters; the layer's own weights are then frozen."""
 
     position: ClassVar[Position] = "between"
     """Allowed position in a unit's list of layers."""
     roles: ClassVar[tuple[Role, ...]] = tuple(Role)
-    """Units that may have it."""
+    """Roles of the units that may have it."""
     num_products: ClassVar[int] = 1
-    """Matrix products with weights that a forward consists of."""
+    """Matrix products with weights in a forward."""
     counts: ClassVar[Counts] = "inside"
     """Tokens that the cost depends on."""
     attends: ClassVar[bool] = False
-    """True if tokens see each other, so that the cost depends on how they are packed into sequences."""
+    """True if tokens attend to each other, so that the cost depends on how they are packed into sequences."""
     recomputes: ClassVar[bool] = False
-    """True if full recomputation keeps the layer's input alone."""
+    """True if full recomputation keeps only the layer's input."""
     segments: ClassVar[tuple[Segment, ...]] = (Segment("all"),)
     """The parts that can run on their own, in the order of a forward, as multimodal/model cuts the layer."""
     exchanges_tokens: ClassVar[bool] = False
@@ -123,17 +123,17 @@ class Layer(ABC):
 
     @classmethod
     def fits(cls, unit: Unit) -> bool:
-        """True if a unit of this description may have the layer, where its position and role are right."""
+        """True if such a unit may have the layer, provided that position and role are right."""
         return True
 
     @classmethod
     def segments_in(cls, unit: Unit | None) -> tuple[Segment, ...]:
-        """Return `segments` with the collectives of a layer of this unit, of kinds that have more of them in some units."""
+        """Return `segments` with the collectives of a layer of this unit, for kinds with more collectives in some units."""
         return cls.segments
 
     @property
     def num_queries(self) -> int:
-        """Tokens that each sequence adds to its own in the layer's products; none, but where learned queries attend to it."""
+        """Tokens that each sequence adds to its own in the layer's products: learned queries; 0 without them."""
         return 0
 
     @property
@@ -143,12 +143,12 @@ class Layer(ABC):
 
     @property
     def num_expert_weights(self) -> int:
-        """Those of them that belong to experts, which expert parallel ranks share."""
+        """Weights of experts, which expert parallel ranks share; part of `num_weights`."""
         return 0
 
     @property
     def expert_share(self) -> float:
-        """Share of experts in the products of a token with weights."""
+        """Share of the experts in a token's products with weights."""
         return 0.0
 
     @property
@@ -158,7 +158,7 @@ class Layer(ABC):
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
-        """The linear layers that may have adapters, in the order of a forward, by the names that multimodal/model gives them."""
+        """The linear layers that may have adapters, in the order of a forward, under their names in multimodal/model."""
         return {}
 
     @property
@@ -167,7 +167,7 @@ class Layer(ABC):
         return sum(shape.num_adapter_weights(self._rank) for shape in self._adapted_shapes)
 
     def segment_adapter_weights(self, segment: Segment) -> int:
-        """Weights of the adapters in a segment; of all, where the layer is one segment."""
+        """Weights of the adapters in a segment; of all adapters if the layer is one segment."""
         if len(self.segments) == 1:
             return self.num_adapter_weights
         is_adapted = segment.product in self.adapted
@@ -180,7 +180,7 @@ class Layer(ABC):
 
     @property
     def num_trained_weights(self) -> int:
-        """Weights that have gradients in a layer that trains any: of adapters alone, where there are some."""
+        """Weights with gradients in a layer that trains any: those of adapters if it has some."""
         return self.num_adapter_weights or self.num_weights
 
     @property
@@ -198,7 +198,7 @@ class Layer(ABC):
 
     @property
     def can_be_built(self) -> bool:
-        """True if multimodal/model builds the layer; others are planned and simulated only."""
+        """True if multimodal/model builds the layer; other kinds are only planned and simulated."""
         return True
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
@@ -206,11 +206,11 @@ class Layer(ABC):
         return LayerFlops(2.0 * self._num_counted(load) * self.num_weights)
 
     def adapter_flops(self, load: UnitLoad) -> float:
-        """FLOPs of the adapters in a forward, and again in each kind of gradient."""
+        """FLOPs of the adapters in a forward; each kind of gradient takes as many."""
         return 2.0 * self._num_counted(load) * self.num_adapter_weights
 
     def weight_gradient_flops(self, load: UnitLoad) -> float:
-        """FLOPs of weight gradients, where any are trained: of adapters alone, where there are some."""
+        """FLOPs of weight gradients where weights are trained: those of adapters if there are some."""
         return self.adapter_flops(load) if self.adapted else self.forward_flops(load).linear
 
     def _num_counted(self, load: UnitLoad) -> int:
@@ -218,13 +218,13 @@ class Layer(ABC):
 
     @abstractmethod
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Bytes kept by a layer that has a backward; ask `activation_bytes`. The load's numbers may be arrays, of many loads.
+        """Bytes kept by a layer that has a backward; called by `activation_bytes`. The load's numbers may be arrays.
 
-        Where its weights are trained, the inputs of its products are kept, too.
+        If its weights are trained, the inputs of its products are kept, too.
         """
 
     def activation_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Bytes kept over one microbatch's load; none without a backward."""
+        """Bytes kept for one microbatch's load; 0 without a backward."""
         if not case.need.has_backward:
             return ActivationBytes()
         if not self.adapted:
@@ -233,7 +233,7 @@ class Layer(ABC):
         return kept if case.recompute == "full" and self.recomputes else self._with_adapters(kept, load, case.bytes_per_element)
 
     def _with_adapters(self, kept: ActivationBytes, load: UnitLoad, size: int) -> ActivationBytes:
-        """Add what adapters keep: their inputs, and what the first of their products gives, on every tensor parallel rank."""
+        """Add the bytes that adapters keep: their inputs and the output of the first product, on every tensor parallel rank."""
         per_input, shapes = 1.0 * size * self._num_counted(load), self._adapted_shapes
         whole, split = (
             per_input * sum(each.num_alike * each.num_inputs for each in shapes if each.is_split_by_inputs == is_split)
@@ -245,34 +245,34 @@ class Layer(ABC):
         return ActivationBytes(kept.whole + whole, kept.split + split, replicated)
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
-        """Bytes moved per counted token, as if every operation were one kernel; here the input read and the output written."""
+        """Bytes moved per counted token, with one kernel for each operation; by default input read and output written."""
         moved = float(2 * bytes_per_element * self.unit.transformer.hidden_size)
         return LayerTraffic(moved, moved)
 
     def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
-        """Return the work of each segment, in their order. Kinds with several say which weights and bytes are whose."""
+        """Return the work of each segment, in order. Kinds with several segments divide weights and bytes among them."""
         return (SegmentWork(self.num_weights, self.traffic(bytes_per_element), attends=True),)
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
-        """Collectives inside the layer; ranks: of the stage, the tensor parallel rank is the faster index."""
+        """Collectives inside the layer; ranks: the stage's, with the tensor parallel rank as the faster index."""
         return LayerCollectives()
 
     def expert_exchange(self, *, context_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> Quadratic:
-        """Seconds of both exchanges of tokens in a pass, by the tokens of a microbatch; ranks: those that share experts."""
+        """Seconds of both token exchanges in a pass, by the tokens of a microbatch; ranks: those that share experts."""
         return Quadratic()
 
     @classmethod
     def passes_gradient(cls, need: BackwardNeed) -> bool:
         """True if a gradient passes through the layer.
 
-        Through a deep layer it does even when nothing upstream is trained: only the input gradient of its first matrix is spared,
-        which is not told apart here.
+        In a deep layer this holds even if nothing upstream is trained: only the input gradient of its first matrix is saved,
+        which is not modelled here.
         """
         return need.sends_gradient or (need.trains_weights and cls.is_deep)
 
     @property
     def input_values(self) -> int:
-        """Numbers that a token of a unit's first layer is made from, or that a generator makes of one."""
+        """Values from which a token of a unit's first layer is made, or that a generator makes of a token."""
         found = self.unit.item_input
         return found.num_patch_values if found is not None else self.unit.transformer.hidden_size
 
@@ -283,8 +283,8 @@ class Layer(ABC):
     def norm_bytes(self, *, trains: bool, size: int, is_passed: bool = True, width: int | None = None) -> float:
         """Bytes per token that a torch norm keeps: its input, at least in fp32, and its statistics.
 
-        RMSNorm with a trained weight keeps the normalised input as well, and where no gradient of the input is needed
-        (is_passed) the normalised input alone. width: None: hidden_size.
+        RMSNorm with a trained weight also keeps the normalised input; if no gradient of the input is needed (is_passed is False),
+        it keeps only the normalised input. width: None: hidden_size.
         """
         wide, hidden = max(size, WIDE_BYTES), width or self.unit.transformer.hidden_size
         if self.unit.transformer.normalization == "LayerNorm":

@@ -1,4 +1,4 @@
-"""A transformer layer whose MLP is a few experts of many."""
+"""A transformer layer with a mixture of experts in place of the MLP."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,11 +13,11 @@ from multimodal.values.model_graph import Role, Unit
 from multimodal.values.units.experts import Experts
 
 _EXCHANGES = 2
-"""Of a pass: to the experts and back."""
+"""Exchanges of tokens in a pass: to the experts and back."""
 
 
 class MoeTransformerLayer(TransformerLayer):
-    """Every token is multiplied with the weights of the experts chosen for it; how evenly they are chosen, nobody knows."""
+    """A layer with experts. Tokens are assumed to be spread evenly over the experts, since the router's choices are not known."""
 
     roles = (Role.BACKBONE,)
     exchanges_tokens = True
@@ -37,22 +37,22 @@ class MoeTransformerLayer(TransformerLayer):
 
     @property
     def num_weights(self) -> int:
-        """Attention, the router, all experts, and the one that computes every token."""
+        """Attention, the router, all experts, and the shared expert."""
         return sum(self._segment_weights[:4]) + self._router_weights + self.num_expert_weights + self._shared_weights
 
     @property
     def num_expert_weights(self) -> int:
-        """Weights of the experts that a router chooses from."""
+        """Weights of the routed experts."""
         return self._experts.num_experts * self._mlp_weights(self.unit.transformer.expert_hidden_size)
 
     @property
     def expert_share(self) -> float:
-        """Share of the experts that a token meets in the weights that it meets."""
+        """Share of the experts in the weights that multiply a token."""
         return self.num_expert_weights * self._experts.activated / self._num_met
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
-        """Attention's."""
+        """The linear layers of attention."""
         dense = super().linear_layers
         return {name: dense[name] for name in ("linear_qkv", "linear_proj")}
 
@@ -63,8 +63,8 @@ class MoeTransformerLayer(TransformerLayer):
     def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:
         """Return the work of the one segment.
 
-        To a dense layer's elements per token, k copies add 4 k h where they are sorted and sorted back, k h where they are
-        summed, and what the activation function moves of each.
+        Beyond a dense layer's elements per token, k copies add 4 k h for sorting and restoring the order, k h for their sum, and
+        the elements that the activation function moves for each copy.
         """
         shape, topk = self.unit.transformer, self._experts.router_topk
         dense = super().segment_work(bytes_per_element)
@@ -77,7 +77,7 @@ class MoeTransformerLayer(TransformerLayer):
         return (SegmentWork(round(self._num_met), (moved, moved_back), attends=True),)
 
     def expert_exchange(self, *, context_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> Quadratic:
-        """Every tensor parallel rank sends k copies of all rows, evenly over the ranks, and gets as many back."""
+        """Every tensor parallel rank sends k copies of all rows, evenly over the ranks, and receives as many."""
         if len(ranks) < 2:
             return Quadratic()
         shape = self.unit.transformer
@@ -86,7 +86,7 @@ class MoeTransformerLayer(TransformerLayer):
         return Quadratic(latency, occupied).times(_EXCHANGES)
 
     def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
-        """Bytes per token: of the router, its input and scores; of the experts, sorted copies, inner values and outputs."""
+        """Bytes per token: input and scores of the router; sorted copies, inner values and outputs of the experts."""
         shape, experts = self.unit.transformer, self._experts
         topk, wide, hidden = experts.router_topk, max(size, WIDE_BYTES), shape.hidden_size
         balances = trains and experts.aux_loss_coeff > 0

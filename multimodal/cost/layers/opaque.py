@@ -1,4 +1,4 @@
-"""A module of transformers as one layer: costs as of the layers that the unit's shape describes, until they are measured."""
+"""A module of transformers as one layer, at the costs of the layers in the unit's shape until it is measured."""
 
 import math
 
@@ -15,7 +15,7 @@ class _WaveformLayer(PatchEmbeddingLayer):
 
     @property
     def num_weights(self) -> int:
-        """Those of all convolutions, the first of which sees one channel, and of the product."""
+        """Weights of all convolutions, the first of which has one input channel, and of the product."""
         return sum(self._weights) + self._channels * self.unit.transformer.hidden_size
 
     @property
@@ -24,7 +24,7 @@ class _WaveformLayer(PatchEmbeddingLayer):
         return len(self._weights) * self._channels
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """A convolution is computed as often for a token as those behind it step over."""
+        """A convolution computes as many outputs for a token as the product of the later convolutions' strides."""
         steps = self._waveform.steps
         times = (math.prod(steps[index + 1 :]) for index in range(len(steps)))
         convolutions = sum(weights * count for weights, count in zip(self._weights, times, strict=True))
@@ -46,7 +46,7 @@ class _WaveformLayer(PatchEmbeddingLayer):
 
 
 class OpaqueLayer(Layer):
-    """Embeds patches or sound, and then computes as many transformer layers as the shape says."""
+    """Embeds patches or sound, then computes the number of transformer layers that the shape gives."""
 
     position = "first"
     roles = (Role.ENCODER,)
@@ -60,16 +60,16 @@ class OpaqueLayer(Layer):
 
     @property
     def num_weights(self) -> int:
-        """Those of patches or sound and of all layers."""
+        """Weights of the embedding of patches or sound, and of all layers."""
         return self._embedding.num_weights + self._num_layers * self._layer.num_weights
 
     @property
     def num_vector_entries(self) -> int:
-        """The number that these layers would have."""
+        """Sum over the embedding and all layers."""
         return self._embedding.num_vector_entries + self._num_layers * self._layer.num_vector_entries
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """Sum over the layers. Images have one size, so that attention is linear in tokens, too."""
+        """Sum over the layers. Images have one size, so attention is linear in tokens, too."""
         image, load = self.unit.image, self._padded(load)
         embedding, layer = self._embedding.forward_flops(load), self._layer.forward_flops(load)
         if image is None:
@@ -79,7 +79,7 @@ class OpaqueLayer(Layer):
         return LayerFlops(embedding.linear + self._num_layers * (layer.linear + attention))
 
     def _padded(self, load: UnitLoad) -> UnitLoad:
-        """Return what is computed: a module that takes spectrograms takes them in one length alone."""
+        """Return the load that is computed: modules that take spectrograms take them in a single length."""
         audio = self.unit.audio
         if audio is None or audio.waveform is not None:
             return load
@@ -87,7 +87,7 @@ class OpaqueLayer(Layer):
         return load._replace(num_tokens=load.num_sequences * most, num_squared=load.num_sequences * most**2)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Those of torch's layers; nothing of them is computed again."""
+        """The bytes of torch's layers without recomputation."""
         kept = self._layer.saved_bytes(self._padded(load), case._replace(implementation="local", recompute=None))
         return ActivationBytes(*(self._num_layers * part for part in kept))
 

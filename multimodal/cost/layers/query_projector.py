@@ -11,7 +11,7 @@ from multimodal.values.units.transformer import Transformer
 
 
 class QueryProjectorLayer(ProjectorLayer):
-    """Keys and values of all tokens, attention of the queries to them, and the queries' own products, in every layer."""
+    """In every layer: keys and values of all tokens, attention of the queries to them, and the queries' own products."""
 
     segments = (Segment("all", forward=(Exchange.GATHER, *2 * (Exchange.SUM,)), backward=3 * (Exchange.SUM,)),)
     counts = "inside"
@@ -24,7 +24,7 @@ class QueryProjectorLayer(ProjectorLayer):
 
     @classmethod
     def segments_in(cls, unit: Unit | None) -> tuple[Segment, ...]:
-        """In every layer, a sum behind each attention and the MLP; in a backward, behind each product of whole rows."""
+        """In every layer, a sum behind each attention and behind the MLP; in a backward, behind each product of whole rows."""
         if unit is None or unit.queries is None:
             return cls.segments
         own, num_layers = int(unit.queries.has_self_attention), unit.queries.num_layers
@@ -33,18 +33,18 @@ class QueryProjectorLayer(ProjectorLayer):
 
     @property
     def num_queries(self) -> int:
-        """Those of each item."""
+        """Learned queries of each item."""
         return self._queries.num_queries
 
     @property
     def num_weights(self) -> int:
-        """Of all layers, and of the product behind them."""
+        """Weights of all layers, and of the product behind them."""
         shape = self._shape
         return shape.num_layers * (self._token_weights + self._query_weights) + shape.hidden_size * self._output_size
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
-        """None has adapters."""
+        """None: this layer has no adapters."""
         return {}
 
     @property
@@ -58,7 +58,7 @@ class QueryProjectorLayer(ProjectorLayer):
         return self.num_queries * hidden + self._norm_entries + in_layers + norm + self._output_size
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """Linear in tokens, each of which all queries of its item attend to, and in queries."""
+        """Linear in tokens, each of which is attended to by all queries of its item, and in queries."""
         shape, num_tokens = self._shape, load.num_tokens / self.unit.merge_factor
         attended = 4.0 * shape.hidden_size * self.num_queries
         of_tokens = shape.num_layers * (2.0 * self._token_weights + attended)
@@ -68,11 +68,11 @@ class QueryProjectorLayer(ProjectorLayer):
 
     @property
     def num_products(self) -> int:  # type: ignore[override]
-        """Five matrices in a layer, or seven with attention among queries, and the last one."""
+        """Five matrices in a layer, or seven with attention among queries; and the last product."""
         return self._shape.num_layers * (5 + 2 * self._queries.has_self_attention) + 1
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Keys and values of tokens, and of the queries what a transformer layer keeps; rows are whole on every rank."""
+        """Keys and values of tokens, and for queries the bytes of a transformer layer; rows are whole on every rank."""
         shape, size, trains = self._shape, case.bytes_per_element, case.need.trains_weights
         hidden, inner, own = shape.hidden_size, shape.ffn_hidden_size, int(self._queries.has_self_attention)
         num_merged = load.num_tokens / self.unit.merge_factor
@@ -80,7 +80,7 @@ class QueryProjectorLayer(ProjectorLayer):
         tokens = self._norm_kept(load.num_tokens, merged_values / self.unit.transformer.hidden_size, case)
         tokens += size * merged_values if trains else 0
         statistics = WIDE_BYTES * shape.num_attention_heads / hidden
-        cross = size * (2 + trains) + statistics  # queries, what they find, and that side by side
+        cross = size * (2 + trains) + statistics  # queries, attention's result, and that result with heads side by side
         among = size * (4 + trains) + statistics
         of_query = hidden * (cross + own * among) + size * inner * (2 if trains else 1)
         norm = self.norm_bytes(trains=trains, size=size, width=hidden) if case.implementation == "local" else size * hidden
@@ -90,7 +90,7 @@ class QueryProjectorLayer(ProjectorLayer):
         return ActivationBytes(0.0, 1.0 * split, tokens + replicated)
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
-        """Tokens are normalised, and keys and values written and read."""
+        """Tokens are normalised; keys and values are written and read."""
         own, written = self.unit.transformer.hidden_size, 2 * self._shape.num_layers * self._shape.hidden_size
         moved = float(bytes_per_element * (own + written / self.unit.merge_factor))
         return LayerTraffic(2 * moved, 3 * moved)

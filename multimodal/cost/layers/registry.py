@@ -48,7 +48,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "generator_projector": GeneratorProjectorLayer,
     "generator_head": GeneratorHeadLayer,
 }
-"""Each has a row of its name in multimodal/model/layers/registry.py, unless it can only be planned."""
+"""Each kind has a row of the same name in multimodal/model/layers/registry.py, unless it can only be planned."""
 
 
 def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int) -> Layer:
@@ -69,7 +69,7 @@ def linear_layers(graph: ModelGraph) -> LinearLayers:
 
 
 def count_segments(unit: Unit, layers: range) -> int:
-    """Return the number of segments of a stage with these layers; kinds that are not known have one."""
+    """Return the number of segments of a stage with these layers; unknown kinds count as one."""
     return sum(len(LAYER_KINDS[kind].segments) if kind in LAYER_KINDS else 1 for kind in unit.layers[layers.start : layers.stop])
 
 
@@ -85,7 +85,7 @@ def read_model(path: str | Path) -> ModelGraph:
 
 
 def _beside(path: Path, unit: Unit) -> Unit:
-    """Return a unit whose folders, where they are relative, are found beside the model file first."""
+    """Return a unit whose relative folders have been looked up beside the model file first."""
 
     def found(folder: str) -> str:
         return str(path.parent / folder) if (path.parent / folder).is_dir() else folder

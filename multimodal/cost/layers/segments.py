@@ -1,4 +1,4 @@
-"""Segments of layers, and the collectives of tensor parallel ranks that computations wait for in each."""
+"""Segments of layers, and the tensor parallel collectives for which computations wait in each segment."""
 
 from enum import Enum
 from typing import NamedTuple
@@ -8,30 +8,30 @@ class Exchange(Enum):
     """A collective of tensor parallel ranks."""
 
     GATHER = "gather"
-    """Gathers rows before a product; under sequence parallelism only, without which every rank has them."""
+    """Gathers rows before a product; only under sequence parallelism, as all ranks have all rows without it."""
     GATHER_AGAIN = "gather again"
-    """Gathers the rows of a product whose weight gradient follows; beside another product, so that hardly anything is waited for.
-    Under sequence parallelism, where the weight or an adapter of it is trained. A range of segments keeps the rows instead."""
+    """Gathers the rows of a product again for its weight gradient, beside another product, so that ranks hardly wait for it. Only
+    under sequence parallelism, if the weight or its adapter is trained. A range of segments keeps the rows instead."""
     SUM = "sum"
-    """After a product."""
+    """Sums the results of a product."""
 
     @property
     def mirrored(self) -> "Exchange":
-        """The collective of a gradient, where this is that of the value."""
+        """The collective of a gradient whose value has this collective in the forward."""
         return Exchange.GATHER if self is Exchange.SUM else Exchange.SUM
 
 
 class Segment(NamedTuple):
-    """A part of a layer that can run on its own, and its collectives in the order in which a pass comes to them."""
+    """A part of a layer that can run on its own, and its collectives in the order of a pass."""
 
     name: str
     forward: tuple[Exchange, ...] = ()
-    """Those in the midst of it."""
+    """Collectives inside the segment."""
     backward: tuple[Exchange, ...] = ()
     behind: Exchange | None = None
-    """The one between it and the next segment in a forward; a backward has its mirrored one there."""
+    """The collective between this segment and the next one in a forward; a backward has the mirrored one there."""
     product: str = ""
-    """The linear layer in it, of those that may have adapters."""
+    """The linear layer in the segment, if it may have adapters."""
 
 
 class SegmentWork(NamedTuple):
@@ -39,6 +39,6 @@ class SegmentWork(NamedTuple):
 
     num_weights: int
     traffic: tuple[float, float]
-    """Bytes that elementwise work on one token moves in a forward and in a backward, as `LayerTraffic`."""
+    """Bytes per token that elementwise work moves in a forward and in a backward, as in `LayerTraffic`."""
     attends: bool
-    """True if tokens see each other in it."""
+    """True if tokens attend to each other in it."""

@@ -14,7 +14,7 @@ _PER_PASS = 4
 
 
 class TransformerLayer(Layer):
-    """Attention and MLP, of the shape that the unit's `transformer` describes."""
+    """Attention and MLP in the shape of the unit's `transformer`."""
 
     num_products = 4
     segments: ClassVar[tuple[Segment, ...]] = (
@@ -37,7 +37,7 @@ class TransformerLayer(Layer):
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
-        """One in each segment but attention."""
+        """One linear layer in each segment except attention."""
         shape, (query, key_value) = self.unit.transformer, self._widths
         inner = shape.ffn_hidden_size
         return {
@@ -49,7 +49,7 @@ class TransformerLayer(Layer):
 
     @property
     def num_vector_entries(self) -> int:
-        """Two norms, and the biases that the shape asks for."""
+        """Two norms, and biases as the shape has them."""
         shape = self.unit.transformer
         inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
         qkv_bias = sum(self._widths) if shape.add_qkv_bias or shape.add_bias_linear else 0
@@ -64,7 +64,7 @@ class TransformerLayer(Layer):
         return LayerFlops(2.0 * load.num_tokens * self.num_weights, 4.0 * self._widths[0] * load.num_squared * masked)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Bytes by implementation; with full recomputation the input alone."""
+        """Bytes by implementation; with full recomputation only the input."""
         if case.recompute == "full":
             return ActivationBytes(1.0 * case.bytes_per_element * load.num_tokens * self.unit.transformer.hidden_size)
         is_selective, is_local = case.recompute == "selective", case.implementation == "local"
@@ -78,9 +78,9 @@ class TransformerLayer(Layer):
         return ActivationBytes(tokens * (whole + mlp.whole), tokens * (split + mlp.split), tokens * mlp.replicated)
 
     def _mlp_bytes(self, *, trains: bool, size: int, is_fused: bool) -> ActivationBytes:
-        """Bytes per token of the MLP: its first product, what torch makes of it, and the inputs of products with trained weights.
+        """Bytes per token of the MLP: first product, torch's intermediate values, inputs of products with trained weights.
 
-        A fused kernel keeps the first product alone; torch keeps a SwiGLU's product, both of its factors and their product.
+        A fused kernel keeps only the first product; torch keeps SwiGLU's input, both of its factors and their product.
         """
         shape = self.unit.transformer
         if is_fused:
@@ -93,10 +93,10 @@ class TransformerLayer(Layer):
     def _fused_bytes(self, *, trains: bool, size: int, is_selective: bool, is_spread: bool) -> tuple[float, float]:
         """Bytes per token that fused kernels keep beside the MLP, whole and split.
 
-        By Korthikanti et al., 2022, section 4, with flash attention. Inputs of both norms (2h), queries, keys, values and the
-        attention's output; if weights are trained, also the input of qkv's product (h). For GPT's shape that is with the MLP 32h
-        bytes in bf16, Korthikanti's 34h less its two dropout masks. Attention over several ranks has its output group by group of
-        heads, and so keeps one of its own beside the projection's input.
+        Source: Korthikanti et al., 2022, section 4, with flash attention. Inputs of both norms (2h), queries, keys, values and
+        the attention's output; if weights are trained, also the input of qkv's product (h). With the MLP, GPT's shape has 32h
+        bytes in bf16: Korthikanti's 34h less its two dropout masks. Attention over several ranks computes its output group by
+        group of heads, so it keeps its own output beside the projection's input.
         """
         shape = self.unit.transformer
         query, key_value = self._widths
@@ -134,8 +134,8 @@ class TransformerLayer(Layer):
     def _head_norm_bytes(self, *, trains: bool, size: int, is_selective: bool) -> float:
         """Bytes per token that torch's norms of queries and keys keep: inputs, normalised values and statistics.
 
-        Narrow inputs are kept as wide copies. Wide ones are views of the qkv product, which repeated keys and values would not
-        keep, but for the queries of several heads to a group, which are copied out of it.
+        Narrow inputs are kept as wide copies. Wide inputs are views of the qkv product, which would not be kept where keys and
+        values are repeated; the queries of several heads to a group are copied out of it instead.
         """
         shape, wide = self.unit.transformer, max(size, WIDE_BYTES)
         query, key_value = self._widths
@@ -148,7 +148,7 @@ class TransformerLayer(Layer):
         return float(inputs + normal + wide * (shape.num_attention_heads + shape.query_groups))
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
-        """Sum of the segments'."""
+        """Sum over the segments."""
         return LayerTraffic(*map(sum, zip(*(each.traffic for each in self.segment_work(bytes_per_element)), strict=True)))
 
     def segment_work(self, bytes_per_element: int) -> tuple[SegmentWork, ...]:

@@ -11,7 +11,7 @@ from multimodal.values.model_graph import Role, Unit
 
 
 class WindowedTransformerLayer(TransformerLayer):
-    """Attention is linear in tokens: each sees those of its window."""
+    """Attention is linear in tokens: each token attends to those of its window."""
 
     roles = (Role.ENCODER,)
     attends = False
@@ -28,7 +28,7 @@ class WindowedTransformerLayer(TransformerLayer):
         return super().forward_flops(load)._replace(attention=attention * load.num_tokens)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Queries, keys and values in the order of windows are copies; the product that they came from is not kept."""
+        """Queries, keys and values in window order are copies; the product that they come from is not kept."""
         kept = super().saved_bytes(load, case)
         shape = self.unit.transformer
         is_repeated = shape.query_groups < shape.num_attention_heads
@@ -40,6 +40,6 @@ class WindowedTransformerLayer(TransformerLayer):
         return kept._replace(split=kept.split - load.num_tokens * case.bytes_per_element * (query + key_value // 2))
 
     def collectives(self, *, tensor_parallel_size: int, ranks: Sequence[int], cluster: Cluster) -> LayerCollectives:
-        """Context parallel ranks have whole images, so they exchange nothing."""
+        """Context parallel ranks have whole items, so they exchange nothing."""
         found = super().collectives(tensor_parallel_size=tensor_parallel_size, ranks=ranks, cluster=cluster)
         return LayerCollectives(found.tensor)

@@ -22,7 +22,7 @@ _ROW_OF_KIND = np.array([COMPUTATIONS.index(kind) if kind in COMPUTATIONS else -
 
 @dataclass(frozen=True)
 class ComputationSeconds:
-    """Seconds of the loads of a step in its stages."""
+    """Seconds of a step's loads in its stages."""
 
     step: StepGraph
     loads: AssignedLoads
@@ -44,7 +44,7 @@ class ComputationSeconds:
         return ComputeCost(seconds, waiting, tuple(waits.tolist()))
 
     def of_pieces(self, work: StepWork, pieces: Integers) -> Floats:
-        """[2, num_pieces] seconds, and of these the waits for collectives inside layers."""
+        """[2, num_pieces] seconds, and the part of them that is spent waiting for collectives inside layers."""
         found = np.zeros((2, len(pieces)))
         stages, parts = work.computed_stages[pieces], work.pieces.parts[pieces]
         is_range = work.pieces.is_range[pieces]
@@ -64,7 +64,7 @@ class ComputationSeconds:
         return found
 
     def _of_ranges(self, work: StepWork, pieces: Integers) -> Floats:
-        """[2, num_pieces] the same of ranges of segments."""
+        """[2, num_pieces] seconds and waits of ranges of segments."""
         found, stages = np.zeros((2, len(pieces))), work.computed_stages[pieces]
         kinds, rows = _ROW_OF_KIND[work.kinds[pieces]], work.pieces.numbers_in_unit[pieces]
         firsts, ends = (bounds[pieces] for bounds in work.pieces.segment_bounds)
@@ -77,7 +77,7 @@ class ComputationSeconds:
         return found
 
     def waits(self, work: StepWork, pieces: Integers) -> tuple[Integers, Floats]:
-        """Seconds of the waits of whole computations for tensor parallel ranks: rows (starts, seconds)."""
+        """Seconds of the waits of whole computations for tensor parallel ranks, as rows (starts, seconds)."""
         rows = work.pieces.numbers_in_unit[pieces]
         blocks, which = np.unique(work.blocks[pieces], return_inverse=True)
         sorts = [(self._alike(work.stages[each // len(KINDS)]), KINDS[each % len(KINDS)]) for each in blocks.tolist()]
@@ -92,7 +92,7 @@ class ComputationSeconds:
         return starts, found
 
     def _alike(self, stage: StageKey) -> StageKey:
-        """Return the stage that stands for all that are like this one."""
+        """Return the stage that represents all stages that are like this one."""
         unit, replica, index = stage
         return next(key for key, where in self.stages.alike(unit) if where[index, replica])
 
@@ -111,7 +111,7 @@ class ComputationSeconds:
         return np.stack([np.bincount(placed.replica_of_microbatch, row, placed.num_replicas) for row in self.of_both(unit)[0]])
 
     def of_both(self, unit: str) -> Floats:
-        """[2, num_stages, num_microbatches] seconds of forward and backward together, and of these the waits inside layers."""
+        """[2, num_stages, num_microbatches] seconds of forward and backward together, and the waits inside layers among them."""
         placed, seconds = self.step.assignment.placed[unit], self.of_unit(unit)
         has_backward = np.zeros((seconds.shape[2], placed.num_replicas), bool)
         for stage, where in self.stages.alike(unit):
@@ -121,7 +121,7 @@ class ComputationSeconds:
         return found
 
     def of_unit(self, unit: str, *, of_subsets: bool = False) -> Floats:
-        """[2, kinds, num_stages, num_rows] seconds of the `COMPUTATIONS`, and of these the waits for collectives inside layers.
+        """[2, kinds, num_stages, num_rows] seconds of the `COMPUTATIONS`, and the waits for collectives inside layers among them.
 
         Rows are the unit's microbatches, or the sample subsets of all of them in the order of `StepGraph.consumers`.
         """
@@ -144,9 +144,9 @@ class ComputationSeconds:
         return self._known[unit, of_subsets]
 
     def _before_segments(self, unit: str, stage: int) -> Floats:
-        """[2, kinds, num_segments + 1, num_microbatches] the same of the segments of a stage before each one, and of all of them.
+        """[2, kinds, num_segments + 1, num_microbatches] seconds and waits of a stage's segments before each one, and of all.
 
-        What is no segment's own is shared evenly.
+        Time that belongs to no segment is shared evenly.
         """
         if (unit, stage) not in self._known_segments:
             rows, replicas = self._rows(unit, False), self.step.assignment.placed[unit].replica_of_microbatch
@@ -163,7 +163,7 @@ class ComputationSeconds:
         return self._known_segments[unit, stage]
 
     def _rows(self, unit: str, of_subsets: bool) -> UnitLoad | Sequence[ComputedLoad]:
-        """Return loads as arrays, or one by one where context parallel ranks share their tokens."""
+        """Return loads as arrays, or one by one if context parallel ranks share their tokens."""
         if self.step.plan.units[unit].context_parallel_size > 1:
             return self.loads.computed(unit, of_subsets=of_subsets)
         return self.loads.of_subsets(unit) if of_subsets else self.loads.of_microbatches(unit)
@@ -171,7 +171,7 @@ class ComputationSeconds:
     def _of_rows(
         self, rows: UnitLoad | Sequence[ComputedLoad], chosen: Integers, seconds: Callable[[ComputedLoad], Floats]
     ) -> Floats:
-        """[..., num_chosen] seconds of some rows; seconds: of one load, or of one whose numbers are arrays."""
+        """[..., num_chosen] seconds of some rows; seconds: a function of one load, or of one whose numbers are arrays."""
         if isinstance(rows, UnitLoad):
             columns: list[Any] = [np.asarray(column)[chosen] for column in rows]
             return seconds(ComputedLoad(UnitLoad(*columns)))
@@ -180,7 +180,7 @@ class ComputationSeconds:
         return np.stack([different[load] for load in loads], axis=-1) if loads else np.zeros((2, len(COMPUTATIONS), 0))
 
     def _waits_for_the_slowest(self, unit: str, seconds: Floats) -> Floats:
-        """Return how long each computation waits for the slowest replica's of the same number: they have common weights."""
+        """Return the seconds that each computation waits for the slowest replica's of the same number: they share weights."""
         placed = self.step.assignment.placed[unit]
         counts = [self.step.assignment.num_own_microbatches(unit, replica) for replica in range(placed.num_replicas)]
         own = np.flatnonzero(placed.index_in_replica < np.array(counts, np.int64)[placed.replica_of_microbatch])
@@ -191,10 +191,10 @@ class ComputationSeconds:
         return late
 
     def _compute_together(self, unit: str, found: Floats, rows: UnitLoad | Sequence[ComputedLoad], *, of_subsets: bool) -> None:
-        """Let replicas that share experts take as long as the slowest of them in stages that have experts, in place.
+        """Prolong, in place, computations in stages with experts to those of the slowest of the replicas that share the experts.
 
-        Each computes as many of their tokens as the others, since choices are taken to be even, and they wait for each other in
-        every layer; not with weight gradients. What is waited for counts as such.
+        Each replica computes the same number of their tokens, since choices are assumed to be even, and they wait for each other
+        in every layer, except in weight gradients. These waits count as waiting.
         """
         together, groups = self._computed_together(unit, of_subsets=of_subsets)
         every, sizes = np.arange(len(groups)), np.bincount(groups)
@@ -208,7 +208,7 @@ class ComputationSeconds:
             found[:, exchanging, index] += (slowest[:, groups] - found[0, :, index])[exchanging]
 
     def _computed_together(self, unit: str, *, of_subsets: bool) -> tuple[list[bool], Integers]:
-        """Return which stages exchange tokens, and per row a number of those that are computed together."""
+        """Return which stages exchange tokens, and per row a number that is the same for rows that are computed together."""
         placed, plan = self.step.assignment.placed[unit], self.step.plan.units[unit]
         stages = [self.stages.stages.exchanges_tokens((unit, 0, index)) for index in range(plan.num_virtual_stages)]
         keys = np.stack((placed.replica_of_microbatch // plan.expert_parallel_size, placed.index_in_replica))
@@ -232,7 +232,7 @@ class ComputationSeconds:
 
 
 def _between(first: Floats, end: Floats) -> Floats:
-    """Return what lies between two sums of seconds and of waits, [2, ...]; a norm may take next to nothing beside its wait."""
+    """Return the difference of two sums of seconds and waits, [2, ...]; a norm may take next to nothing beside its wait."""
     found: Floats = np.maximum(end - first, 0.0)
     found[0] = np.maximum(found[0], found[1])
     return found

@@ -1,4 +1,4 @@
-"""Costs of a step's messages: inside a unit its hidden states, between units the routed atoms' outputs, or their gradients."""
+"""Costs of a step's messages: hidden states inside a unit, outputs of routed atoms between units, and their gradients."""
 
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ class MessageCosts:
         return self.links.of_messages(work.computed_stages[producers], work.computed_stages[consumers], num_bytes)
 
     def _num_elements(self, work: StepWork, producers: Integers, consumers: Integers) -> Integers:
-        """Return the elements of the activations that travel between pieces; gradients, which travel back, have as many."""
+        """Return the elements of the activations that travel between pieces; their gradients have as many."""
         is_forward = work.kinds[producers] == KIND_NUMBERS[ActionKind.FORWARD]
         sources, targets = np.where(is_forward, (producers, consumers), (consumers, producers))
         found, units = np.zeros(len(producers), np.int64), tuple(work.pieces.units)

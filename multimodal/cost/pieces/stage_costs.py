@@ -1,4 +1,4 @@
-"""Costs of stages that depend on no sample: seconds of their computations by load, and of the collectives of their replicas."""
+"""Costs of stages that depend on no sample: seconds of computations by load, and of the replicas' collectives."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.backward_need import BackwardNeed
 
 COMPUTATIONS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-"""The order of `StageCosts.computations`."""
+"""Kinds of computations, in the order of `StageCosts.computations`."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class StageCosts:
     profile: LayerProfile | None
 
     def alike(self, unit: str) -> Sequence[tuple[StageKey, NDArray[np.bool_]]]:
-        """Return a unit's stages by what they compute: one of each sort, and where all are, [num_stages, num_replicas].
+        """Return a unit's stages grouped by their work: one stage of each group, and its members, [num_stages, num_replicas].
 
-        Stages are alike where they have the same layers, and the same links between the ranks that work on them together.
+        Stages are alike if they have the same layers, and the same links between the ranks that compute them together.
         """
         if unit not in self._alike:
             plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, NDArray[np.bool_]]]()
@@ -52,7 +52,7 @@ class StageCosts:
         return self._alike[unit]
 
     def _like(self, key: StageKey) -> object:
-        """Return a value that stages have in common that take the same seconds for the same load."""
+        """Return a value that is the same for stages that take the same seconds for the same load."""
         unit, counts = key[0], self.stages.counts(key)
         if len(self.stages.plan.virtual_stage(*key).ranks) == 1 == self.stages.plan.units[unit].expert_parallel_size:
             return tuple(counts.items())
@@ -60,13 +60,13 @@ class StageCosts:
         return tuple(counts.items()), tuple(self.layer_costs.collectives(unit, layer, **shared) for layer, _ in counts)
 
     def _on_first_nodes(self, ranks: Sequence[int]) -> tuple[int, ...]:
-        """Return ranks as if the node of the first one were the first."""
+        """Return the ranks moved to the first nodes: the node of the first rank becomes node 0."""
         cluster = self.layer_costs.cluster
         first = cluster.node(min(ranks)) * cluster.gpus_per_node
         return tuple(rank - first for rank in ranks)
 
     def computations(self, stage: StageKey, load: ComputedLoad) -> Floats:
-        """Return what `COMPUTATIONS` of a load take, and how much of it is waiting, [2, kinds]; of arrays [2, kinds, size]."""
+        """Return the seconds of `COMPUTATIONS` for a load, and the waits among them, [2, kinds]; for arrays [2, kinds, size]."""
         sharing, found = self._sharing(stage), [(0.0, 0.0)] * len(COMPUTATIONS)
         for (layer, need), count in self.stages.counts(stage).items():
             one = self.layer_costs.seconds(stage[0], layer, load.all, cut=load.cut, **sharing)
@@ -83,7 +83,7 @@ class StageCosts:
         return rows
 
     def expert_products(self, stage: StageKey, load: ComputedLoad) -> Floats:
-        """Return what the products of experts take of `COMPUTATIONS`, [1, kinds]; of arrays [1, kinds, size]."""
+        """Return the seconds of the experts' products in `COMPUTATIONS`, [1, kinds]; for arrays [1, kinds, size]."""
         found = np.zeros((1, len(COMPUTATIONS), *np.shape(load.all.num_tokens)))
         for (layer, need), count in self.stages.counts(stage).items():
             if LAYER_KINDS[layer].exchanges_tokens:
@@ -97,10 +97,10 @@ class StageCosts:
         return found
 
     def segments(self, stage: StageKey, load: ComputedLoad) -> Floats:
-        """Return what `COMPUTATIONS` of each segment take, and how much of it is waiting: [2, kinds, num_segments, ...].
+        """Return the seconds of `COMPUTATIONS` in each segment, and the waits among them: [2, kinds, num_segments, ...].
 
-        What `computations` has beside the layers' seconds is left out. A layer whose forward is repeated does that in the segment
-        behind it, or in its last one at the stage's end.
+        The part of `computations` beyond the layers' seconds is left out. A layer whose forward is recomputed is recomputed in
+        the segment behind it, or in its last segment at the stage's end.
         """
         layers, blocks, repeated = self.stages.in_order(stage), dict[LayerNeed, Floats](), dict[LayerNeed, float]()
         for layer, need in self.stages.counts(stage):
@@ -121,13 +121,13 @@ class StageCosts:
         return found
 
     def waits(self, stage: StageKey, kind: ActionKind, load: ComputedLoad) -> list[float]:
-        """Return the seconds of a whole computation's waits for tensor parallel ranks, in order; of arrays, arrays."""
+        """Return the seconds of a whole computation's waits for tensor parallel ranks, in order; arrays for a load of arrays."""
         if self.options.hides_waits or self.stages.tensor_size(stage) == 1:
             return []
         return [seconds for _, seconds in self._timed_waits(kind, stage, load)]
 
     def _timed_waits(self, kind: ActionKind, stage: StageKey, load: ComputedLoad) -> Iterator[tuple[Wait, float]]:
-        """Yield the waits of a whole computation with their seconds: each layer's, shared evenly by those that are long."""
+        """Yield the waits of a whole computation with their seconds: a layer's waiting is shared evenly by its long waits."""
         layers, of_layer, unit = self.stages.in_order(stage), dict[LayerNeed, float](), self.stages.graph.unit(stage[0])
         for each in dict.fromkeys(layers):
             num_long = sum(wait.is_long for wait in computation_waits(kind, (each,), options=self.options, unit=unit))
@@ -154,7 +154,7 @@ class StageCosts:
     def over_unlike(self, reduction: Action) -> float:
         """Seconds of one ring over all ranks that have a shard of some layers, of a unit whose replicas are not alike.
 
-        The slowest rank's: one with the largest share of the layers.
+        Returns those of the slowest rank: one with the largest share of the layers.
         """
         unit, stage = self.stages.plan.units[reduction.unit], self.stages.plan.virtual_stage(*reduction[1:4])
         assert isinstance(reduction.covers, LayerRange)
@@ -174,7 +174,7 @@ class StageCosts:
         return sum(collective_seconds(num_bytes * weights, ranks=ranks, cluster=cluster) for ranks, weights in shares if weights)
 
     def _sharing(self, stage: StageKey) -> dict[str, Any]:
-        """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`: as if on the first nodes."""
+        """Return how the ranks of a stage share a layer, as arguments of `LayerCosts.seconds`; ranks as if on the first nodes."""
         return {
             "tensor_parallel_size": self.stages.tensor_size(stage),
             "context_parallel_size": self.stages.plan.units[stage[0]].context_parallel_size,
@@ -184,7 +184,7 @@ class StageCosts:
         }
 
     def _expert_ranks(self, stage: StageKey) -> Sequence[int]:
-        """Return the ranks that share experts with the stage's first rank; only itself where none do."""
+        """Return the ranks that share experts with the stage's first rank; only that rank if experts are not shared."""
         unit, replica, index = self.stages.plan.units[stage[0]], *stage[1:]
         if unit.expert_parallel_size == 1:
             return self.stages.plan.virtual_stage(*stage).ranks[:1]
@@ -192,7 +192,7 @@ class StageCosts:
         return [each.virtual_stages[index].ranks[0] for each in unit.replicas[first : first + unit.expert_parallel_size]]
 
     def _gathering_seconds(self, kind: ActionKind, stage: StageKey) -> float:
-        """Seconds in which a stage's weights come, and its gradients go, while it computes; 0 where replicas keep all weights."""
+        """Return the seconds of gathering a stage's weights and scattering gradients while it computes; 0 without ZeRO-3."""
         if self.options.zero_stage < 3:
             return 0.0
         gathering = self.over_replicas(stage, self.layer_costs.cluster.bytes_per_element, trained_only=False)
@@ -211,7 +211,7 @@ class StageCosts:
 
 
 def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> tuple[float, float]:
-    """Return what one computation asks of one layer: seconds, and of these the waits."""
+    """Return the seconds of one layer in one computation, and the waits among them."""
     if kind is ActionKind.FORWARD:
         return one.forward, one.forward_waiting
     if kind is ActionKind.WEIGHT_GRADIENT:

@@ -18,7 +18,7 @@ _SEVERAL_NODES = -1
 
 @dataclass(frozen=True)
 class StageLinks:
-    """Seconds of a byte of a message on its way; stages are numbered as in `StepWork`."""
+    """Seconds per byte of a message between stages; stages are numbered as in `StepWork`."""
 
     graph: ModelGraph
     plan: Plan
@@ -34,7 +34,7 @@ class StageLinks:
 
     @cached_property
     def _stages(self) -> tuple[Integers, Integers, Floats]:
-        """Per stage the number of its group of ranks, its node, and by the way of a message what one byte takes."""
+        """Return for each stage the number of its rank group, its node, and the cost of one byte by kind of link."""
         groups: dict[frozenset[int], int] = {}
         of_stages: list[int] = []
         nodes: list[int] = []
@@ -56,7 +56,7 @@ class StageLinks:
         return numbers, np.array(nodes, np.int64)[numbers], np.array(costs, np.float64)[numbers].swapaxes(0, 1)
 
     def _ways(self, ranks: tuple[int, ...]) -> list[TransferCost]:
-        """Return what one byte from these ranks takes, by its way."""
+        """Return the cost of one byte from these ranks, by kind of link."""
         return [
             cost_inside_node(1.0, source_ranks=ranks, cluster=self.cluster),
             cost_between_nodes(1.0, source_ranks=ranks, cluster=self.cluster),

@@ -1,6 +1,6 @@
-"""The waits of a computation for collectives of its tensor parallel ranks, numbered as the computation comes to them.
+"""The waits of a computation for collectives of its tensor parallel ranks, numbered in the order in which they occur.
 
-The stages of multimodal/model count the same (`TensorParallelWaits` there).
+The stages of multimodal/model number them in the same way (`TensorParallelWaits` there).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,23 +14,23 @@ from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import Unit
 
 LayerNeed = tuple[str, BackwardNeed]
-"""Kind of layer, and the backward that it needs."""
+"""Kind of layer, and the backward that is needed of it."""
 
 
 class Wait(NamedTuple):
     """One wait."""
 
     layer: int
-    """Its layer's place in the stage."""
+    """Index of its layer in the stage."""
     segment: int
-    """The number, in the stage, of the segment in which it is waited for, or behind which it lies in this pass."""
+    """Index, in the stage, of the segment in which the wait occurs, or behind which it lies in this pass."""
     exchange: Exchange
     is_at_end: bool = False
-    """True if it lies behind the last segment of a range, so that it can be under way while other work runs."""
+    """True if it lies behind the last segment of a range, so that other work can run while the collective is under way."""
 
     @property
     def is_long(self) -> bool:
-        """False where a product runs beside the collective."""
+        """False if a product runs beside the collective."""
         return self.exchange is not Exchange.GATHER_AGAIN
 
 
@@ -41,7 +41,7 @@ class _Place(NamedTuple):
     segment: Segment
     need: BackwardNeed
     repeated: range = range(0)
-    """Of the last segment of a layer whose forward full recomputation repeats: that layer's segments."""
+    """In the last segment of a layer that full recomputation repeats: all segments of that layer."""
 
 
 def computation_waits(
@@ -54,11 +54,11 @@ def computation_waits(
 ) -> tuple[Wait, ...]:
     """Return the waits of a stage's computation over several tensor parallel ranks, in order.
 
-    Full recomputation repeats a layer's forward up to its last product, once the backward has come to that: the collective
-    behind it is not needed again, and under sequence parallelism the gradient of the layer's output is gathered first. Of the
-    options, sequence parallelism and recomputation decide. covers: a range of the stage's segments, by default all; a range's
-    last wait may be behind it, and a layer is repeated in the range whose backward comes before that of the layer's last segment.
-    unit: that has the layers, for its adapters and queries. O(layers).
+    Full recomputation repeats a layer's forward up to its last product when the backward reaches the layer: the collective behind
+    that product is not needed again, and under sequence parallelism the gradient of the layer's output is gathered first. Only
+    sequence parallelism and recomputation of the options matter. covers: a range of the stage's segments, by default all; a
+    range's last wait may lie behind it, and a layer is repeated in the range whose backward precedes that of the layer's last
+    segment. unit: the unit of the layers, for its adapters and queries. O(layers).
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
@@ -86,10 +86,10 @@ def _places(layers: Sequence[LayerNeed], options: RunOptions, unit: Unit | None)
 
 
 def _reached(segments: Sequence[Segment], need: BackwardNeed, adapted: Sequence[str]) -> Iterator[tuple[Segment, BackwardNeed]]:
-    """Yield the segments of a layer with adapters, each with what its backward computes.
+    """Yield the segments of a layer with adapters, each with the gradients that its backward computes.
 
-    Rows are gathered again for adapters alone. Where nothing upstream is trained, a backward ends at the first adapter, whose
-    input has no gradient.
+    Rows are gathered again only for adapters. If nothing upstream is trained, a backward ends at the first adapter, whose input
+    has no gradient.
     """
     first = next((place for place, segment in enumerate(segments) if segment.product in adapted), 0)
     for place, segment in enumerate(segments):
@@ -124,7 +124,7 @@ def _backward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> It
 
 
 def _entered(places: Sequence[_Place], bound: int, number: int, *, is_range: bool, is_at_end: bool = False) -> Iterable[Wait]:
-    """Return the waits of a backward between the segments `bound` and `bound - 1`; number: the segment that they count with."""
+    """Return the waits of a backward between the segments `bound` and `bound - 1`; number: the segment they are counted in."""
     layer, segment, need, repeated = places[bound - 1]
     if not need.has_backward:
         return ()

@@ -1,1 +1,1 @@
-"""Seconds of single layers, by curves over tokens: from a cluster's description, or measured."""
+"""Seconds of single layers as curves over tokens: from a cluster's description, or measured."""

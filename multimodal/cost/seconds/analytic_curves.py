@@ -1,7 +1,7 @@
 """A layer's curves from a cluster's description: products over reachable speed, elementwise bytes over memory bandwidth.
 
 A matrix product of w FLOPs on one rank reaches `efficiency x w / (w + half)` of the peak, so it takes
-`(w + half) / (peak x efficiency)`: the whole layer is an exact quadratic in tokens, whose constant small products pay.
+`(w + half) / (peak x efficiency)`: the whole layer is an exact quadratic in tokens, with a constant for each small product.
 """
 
 from multimodal.cost.cluster import Cluster
@@ -18,9 +18,9 @@ _PRODUCTS_PER_ADAPTER = 2
 def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerCurves:
     """Return the curves of one layer on one of the `num_ranks` (tensor x context parallel) ranks that share it.
 
-    Input and weight gradients repeat the forward's products with weights once each, and where a layer has adapters, weight
-    gradients those of the adapters alone (half of which tensor parallel ranks do not share, which is left out); attention's
-    backward belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
+    Input and weight gradients each repeat the forward's products with weights. If a layer has adapters, its weight gradients are
+    only those of adapters (the half of them that tensor parallel ranks do not share is counted as shared); attention's backward
+    belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
     """
     linear, attention_flops = layer.forward_flops(_ONE_TOKEN if layer.counts == "leaving" else _ONE_INSIDE)
     in_windows = layer.forward_flops(UnitLoad(1)).attention
@@ -45,7 +45,7 @@ def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerC
 
 
 def _elementwise(layer: Layer, *, num_ranks: int, cluster: Cluster) -> tuple[Quadratic, Quadratic]:
-    """Forward and backward."""
+    """Return the curves of the forward and of the backward."""
     if cluster.memory_bandwidth_gbytes_per_second is None:
         return Quadratic(), Quadratic()
     traffic = layer.traffic(cluster.bytes_per_element)

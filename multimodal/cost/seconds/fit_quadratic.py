@@ -10,7 +10,7 @@ from multimodal.cost.seconds.layer_curves import Curve, PackedSize, Quadratic
 
 
 class FitError(NamedTuple):
-    """Distance of a curve from measurements, relative to them."""
+    """Relative distance of a curve from measurements."""
 
     mean: float
     worst: float
@@ -19,10 +19,10 @@ class FitError(NamedTuple):
 def fit_quadratic(sizes: Sequence[PackedSize], seconds: Sequence[float], *, is_linear: bool = False) -> Quadratic:
     """Return the quadratic with the least sum of squared *relative* errors and no negative coefficient.
 
-    Relative, or the largest size would decide alone; non-negative, or seconds could be negative between or beyond sizes. Where
-    all seconds are 0, so is the curve. is_linear: leave squares and sequences out, for work that does not depend on how tokens
-    are cut into sequences: everything but attention. Sequences are left out, too, where all sizes have equally many: then what
-    they cost is part of the constant.
+    Errors are relative because the largest size would decide alone otherwise; coefficients are non-negative because seconds could
+    become negative between or beyond sizes otherwise. If all seconds are 0, so is the curve. is_linear: leave out squares and
+    sequences, for work that does not depend on the cutting of tokens into sequences: everything but attention. Sequences are left
+    out, too, if all sizes have equally many; their cost is then part of the constant.
     """
     positive = [(size, value) for size, value in zip(sizes, seconds, strict=True) if value > 0]
     if not positive:
@@ -37,7 +37,7 @@ def fit_quadratic(sizes: Sequence[PackedSize], seconds: Sequence[float], *, is_l
 
 
 def fit_error(curve: Curve, sizes: Sequence[PackedSize], seconds: Sequence[float]) -> FitError:
-    """Return a curve's relative errors at measured sizes; (0, 0) where nothing took time."""
+    """Return a curve's relative errors at measured sizes; (0, 0) if nothing took time."""
     errors = [
         abs(curve.at(size.num_tokens, size.num_squared, size.num_sequences) / value - 1)
         for size, value in zip(sizes, seconds, strict=True)

@@ -44,8 +44,8 @@ class LayerCosts:
     profile: LayerProfile | None = None
     """Measured curves; layers that it does not list are computed from the cluster's description."""
     num_overlapped_parts: int = 1
-    """Parts into which a tensor parallel collective and the matrix product beside it are cut: a part travels while another is
-    computed, so that only one of them is waited for (DistTrain's StepCCL, section 6). 1: all of the collective is waited for."""
+    """Parts into which a tensor parallel collective and the matrix product beside it are cut: one part is sent while another is
+    computed, so that ranks wait for one part only (DistTrain's StepCCL, section 6). 1: they wait for the whole collective."""
 
     def __post_init__(self) -> None:
         if self.profile is not None:
@@ -67,10 +67,10 @@ class LayerCosts:
         """Return the seconds of one layer of this kind over one microbatch; O(1).
 
         load: of the whole microbatch, before tensor and context parallelism divide it; an empty one takes no time. Its numbers
-            may be arrays, of many microbatches whose tokens no context parallel ranks share; then the seconds are, too.
-        ranks: of the stage, for its collectives, as `Stage.ranks`; None: neighbours that begin at a node's first accelerator.
-        expert_ranks: those that share the layer's experts with one of them, itself included.
-        cut: the part of the load for which context parallel ranks gather keys and values; None: all.
+        may be arrays over many microbatches whose tokens are not shared by context parallel ranks; the seconds are then arrays,
+        too. ranks: of the stage, for its collectives, as `Stage.ranks`; None: neighbours from a node's first accelerator on.
+        expert_ranks: the ranks that share the layer's experts, including the rank itself. cut: the part of the load for which
+        context parallel ranks gather keys and values; None: all.
         """
         is_array = isinstance(load.num_tokens, np.ndarray)
         if not is_array and not load.num_tokens:
@@ -98,14 +98,14 @@ class LayerCosts:
         return segment_seconds(whole, self.parts(unit, kind, load, **shared), self._shares[unit, kind])
 
     def expert_products(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> float:
-        """Return the seconds of the experts' products in a forward, as many as in either gradient; arguments as in `seconds`."""
+        """Return the seconds of the experts' products in a forward; either gradient takes as long. Arguments as in `seconds`."""
         share, prepared = self._describe(unit, kind).expert_share, self._of(unit, kind, shared)
         counted = counted_tokens(load, counts=prepared.counts)
         products = prepared.curves.forward.at(*counted) - prepared.curves.attention.at(*counted)
         return (load.num_tokens > 0) * share * products
 
     def parts(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> PassParts:
-        """Return what a layer's seconds consist of; arguments as in `seconds`."""
+        """Return the parts of a layer's seconds; arguments as in `seconds`."""
         prepared, is_busy = self._of(unit, kind, shared), load.num_tokens > 0
         waiting = is_busy * prepared.waiting_for_tensor_ranks(load)
         attention = is_busy * prepared.curves.attention.at(*counted_tokens(load, counts=prepared.counts))
@@ -119,11 +119,11 @@ class LayerCosts:
         return self._prepared.get(key) or self._prepare(*key)
 
     def collectives(self, unit: str, kind: str, **shared: Any) -> LayerCollectives:
-        """Return a layer's collectives; arguments as in `seconds`. Ranks with the same ones take the same seconds."""
+        """Return a layer's collectives; arguments as in `seconds`. Ranks with equal collectives take equal seconds."""
         return self._of(unit, kind, shared).collectives
 
     def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
-        """Return what the layer's computations cost on one rank, without collectives and recomputation."""
+        """Return the curves of the layer's computations on one rank, without collectives and recomputation."""
         key = unit, kind, tensor_parallel_size, context_parallel_size
         if key not in self._curves:
             measured = self.profile.find(*key) if self.profile is not None else None
@@ -144,7 +144,7 @@ class LayerCosts:
         ranks: tuple[int, ...] | None,
         expert_ranks: tuple[int, ...],
     ) -> "_Prepared":
-        """Look up once the values that all loads of a layer share."""
+        """Look up, once, the values that are the same for all loads of a layer."""
         layer = self._describe(unit, kind)
         curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
         neighbours = range(tensor_parallel_size * context_parallel_size)
@@ -189,18 +189,18 @@ class _Prepared(NamedTuple):
 
     curves: LayerCurves
     repeated: tuple[Curve, ...]
-    """Computed again by the backward, as recomputation asks."""
+    """Curves of the work that the backward recomputes."""
     collectives: LayerCollectives
     recompute: Recompute | None
     counts: Counts
     num_parts: int
     cutting: float
-    """Seconds that a forward loses because its products are cut into parts: each pays a small product's constant."""
+    """Seconds that a forward loses because its products are cut into parts: each part has a small product's constant."""
     cutting_back: float
-    """Seconds that an input gradient, recomputation included, loses in the same way."""
+    """Seconds that an input gradient, including recomputation, loses in the same way."""
 
     def repeated_by_gathering(self, cut: CutLoad) -> float:
-        """Seconds of attention over several ranks that is repeated: in a layer that is computed again, it keeps nothing."""
+        """Seconds of attention over several ranks that are recomputed: in a recomputed layer, such attention keeps nothing."""
         if self.recompute != "full" or not self.collectives.is_spread or not cut.num_gathered:
             return 0.0
         return self.curves.attention.at(*counted_tokens(cut.attending, counts=self.counts))
@@ -208,7 +208,7 @@ class _Prepared(NamedTuple):
     def waiting(self, load: UnitLoad, cut: CutLoad) -> tuple[float, float]:
         """Seconds of waiting for collectives in a forward, and in an input gradient with its recomputation.
 
-        Nothing runs while tokens are on their way to experts and back.
+        Nothing else runs while tokens travel to experts and back.
         """
         tensor = self.waiting_for_tensor_ranks(load) + self.collectives.experts.at(load.num_tokens, 0)
         again = tensor if self.recompute == "full" else 0.0
@@ -231,5 +231,5 @@ class _Prepared(NamedTuple):
 
 
 def _constant(curve: Curve) -> float:
-    """Seconds that a product takes however small; measured curves that are no quadratic do not tell."""
+    """Return the seconds that a product takes however small it is; 0 for measured curves that are no quadratic."""
     return curve.constant if isinstance(curve, Quadratic) else 0.0

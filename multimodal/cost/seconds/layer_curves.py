@@ -1,4 +1,4 @@
-"""Seconds of a layer's computations as curves over tokens: the form of both the analytic model and a profile."""
+"""Seconds of a layer's computations as curves over tokens, for the analytic model and for profiles."""
 
 from bisect import bisect_right
 from typing import Literal, NamedTuple
@@ -8,8 +8,8 @@ import numpy as np
 from multimodal.cost.unit_load import UnitLoad
 
 Counts = Literal["inside", "leaving", "given"]
-"""Tokens that a layer's cost depends on: those inside its unit, those that leave it, or those that other units give a generator,
-one of which, of the LLM, for each of its sequences."""
+"""The tokens that a layer's cost depends on: those inside its unit, those that leave it, or those that other units give a
+generator; the LLM gives it one for each of its sequences."""
 
 
 class PackedSize(NamedTuple):
@@ -27,8 +27,8 @@ class PackedSize(NamedTuple):
 class Quadratic(NamedTuple):
     """Seconds (Entrain 4.4.1): `constant + linear x tokens + quadratic x squares + sequence x sequences`.
 
-    For sequences packed together, `squares` is the sum of the squares of their lengths: tokens attend inside their own sequence
-    only, so the form is exact for packing, too. `sequence` is what each of them adds whatever its length, such as the calls of an
+    For packed sequences, `squares` is the sum of the squares of their lengths: tokens attend only inside their own sequence, so
+    the form is exact for packing, too. `sequence` is the cost of each sequence whatever its length, such as the calls of an
     attention that takes one sequence at a time.
     """
 
@@ -42,11 +42,11 @@ class Quadratic(NamedTuple):
         return self.constant + self.linear * num_tokens + self.quadratic * num_squared + self.sequence * num_sequences
 
     def shared(self, factor: float) -> "Quadratic":
-        """Return `factor` times the work, as on more or fewer ranks; the constant cost of calls stays."""
+        """Return the curve of `factor` times the work, as on more or fewer ranks; the constant cost of calls stays."""
         return Quadratic(self.constant, factor * self.linear, factor * self.quadratic, self.sequence)
 
     def times(self, factor: float) -> "Quadratic":
-        """Return all of it times `factor`."""
+        """Return the curve with all seconds multiplied by `factor`."""
         return Quadratic(*(factor * coefficient for coefficient in self))
 
     def plus(self, *others: "Quadratic") -> "Quadratic":
@@ -55,14 +55,14 @@ class Quadratic(NamedTuple):
 
 
 class Interpolated(NamedTuple):
-    """Straight lines between at least two measured points (DistTrain's profiler), of which the outermost go on beyond them."""
+    """Straight lines between at least two measured points (DistTrain's profiler); the outermost lines continue beyond them."""
 
     tokens: tuple[float, ...]
     """Ascending."""
     seconds: tuple[float, ...]
 
     def at(self, num_tokens: float, num_squared: float, num_sequences: float = 1) -> float:
-        """Evaluate; several packed sequences cost as much as equal ones of their mean length (weighted by tokens), one by one."""
+        """Evaluate; packed sequences cost as much as equal ones of their mean length (weighted by tokens), one by one."""
         if isinstance(num_tokens, np.ndarray):
             sizes = zip(num_tokens.tolist(), np.asarray(num_squared).tolist(), strict=True)
             return np.array([self.at(*size) for size in sizes])
@@ -72,11 +72,11 @@ class Interpolated(NamedTuple):
         return num_tokens / length * self._at_one(length)
 
     def shared(self, factor: float) -> "Interpolated":
-        """Return `factor` times the work, as on more or fewer ranks."""
+        """Return the curve of `factor` times the work, as on more or fewer ranks."""
         return Interpolated(self.tokens, tuple(factor * value for value in self.seconds))
 
     def times(self, factor: float) -> "Interpolated":
-        """Return all of it times `factor`."""
+        """Return the curve with all seconds multiplied by `factor`."""
         return self.shared(factor)
 
     def _at_one(self, length: float) -> float:
@@ -86,7 +86,7 @@ class Interpolated(NamedTuple):
 
 
 Curve = Quadratic | Interpolated
-"""Answers `at(num_tokens, num_squared, num_sequences)`: seconds of packed sequences, given the sum of their squared lengths."""
+"""Has `at(num_tokens, num_squared, num_sequences)`: seconds of packed sequences, given the sum of their squared lengths."""
 
 
 class LayerCurves(NamedTuple):
@@ -96,14 +96,14 @@ class LayerCurves(NamedTuple):
     input_gradient: Curve
     weight_gradient: Curve
     attention: Curve = Quadratic()
-    """Contained in `forward`: core attention, which selective recomputation runs again."""
+    """Core attention, which selective recomputation repeats; a part of `forward`."""
 
     def shared(self, factor: float) -> "LayerCurves":
-        """Return `factor` times the work."""
+        """Return the curves of `factor` times the work."""
         return LayerCurves(*(curve.shared(factor) for curve in self))
 
     def times(self, factor: float) -> "LayerCurves":
-        """Return all of it times `factor`."""
+        """Return the curves with all seconds multiplied by `factor`."""
         return LayerCurves(*(curve.times(factor) for curve in self))
 
 

@@ -37,10 +37,10 @@ _SECONDS = {"minimum": 0, "maximum": 1e9}
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Seconds that a step was measured to take on one rank beside its layers: the runtime's own work, and the optimizer's."""
+    """Seconds of a step on one rank outside of its layers: the runtime's own work, and the optimizer's; measured."""
 
     seconds: float = field(default=0.0, metadata=_SECONDS)
-    """Per step, however much it computes: clearing gradients, starting, summing up."""
+    """Per step, independent of its work: clearing gradients, starting, summing up."""
     computation_seconds: float = field(default=0.0, metadata=_SECONDS)
     """Per forward and per backward: finding its inputs, handing on its outputs."""
     unit_update_seconds: float = field(default=0.0, metadata=_SECONDS)
@@ -61,12 +61,12 @@ class LayerProfile:
     dtype: str
     curves: Mapping[ProfileKey, LayerCurves]
     step: StepProfile | None = None
-    """Seconds of steps beside their layers; None: those that follow from the cluster's description."""
+    """Seconds of steps outside of layers; None: those that follow from the cluster's description."""
 
     def find(self, unit: str, kind: str, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves | None:
-        """Return a layer's curves; where other sizes were profiled, the nearest, with its work shared by more or fewer ranks.
+        """Return a layer's curves; if only other sizes were profiled, the nearest one's, with the work scaled to the ranks.
 
-        None when this kind of layer was not profiled in this unit.
+        None if this kind of layer was not profiled in this unit.
         """
         known = [(tensor, context) for name, other, tensor, context in self.curves if (name, other) == (unit, kind)]
         if not known:
@@ -79,12 +79,12 @@ class LayerProfile:
         return self.curves[unit, kind, tensor, context].shared(tensor * context / num_ranks)
 
     def times(self, factors: Mapping[str, float]) -> "LayerProfile":
-        """Return the profile of a device on which each unit's layers take so many times as long."""
+        """Return the profile of a device on which each unit's layers take this many times as long."""
         scaled = {key: curves.times(factors.get(key[0], 1.0)) for key, curves in self.curves.items()}
         return replace(self, curves=scaled)
 
     def check(self, graph: ModelGraph) -> None:
-        """Raise ConfigError when the profile is of units or layers that the model lacks."""
+        """Raise ConfigError if the profile has units or layers that the model lacks."""
         for unit, kind, *_ in self.curves:
             if unit not in graph.unit_names or kind not in graph.unit(unit).layers:
                 raise ConfigError(
@@ -148,7 +148,7 @@ def _sizes(entry: Plain) -> tuple[int, int]:
 
 
 def _curves_from_plain(value: Plain, *, also: tuple[str, ...] = ()) -> LayerCurves:
-    """Build from the plain form; also: further keys that may stand there. Raises the error of `value`, naming the place."""
+    """Build from the plain form; also: further keys that are allowed. Raises the error of `value`, naming the place."""
     parts = value.mapping(known=(*LayerCurves._fields, *also), required=_REQUIRED_CURVES)
     return LayerCurves(**{name: _curve_from_plain(part) for name, part in parts.items() if name not in also})
 
@@ -166,7 +166,7 @@ def _curve_from_plain(value: Plain) -> Curve:
         if len(tokens) != len(seconds) or len(tokens) < 2 or any(a >= b for a, b in pairwise(tokens)):
             value.fail("expected at least two points with ascending tokens, and as many seconds as tokens")
         return Interpolated(tokens, seconds)
-    if not isinstance(value.value, (list, tuple)) or len(value.value) not in (3, 4):  # 3: every sequence was measured alone
+    if not isinstance(value.value, (list, tuple)) or len(value.value) not in (3, 4):  # 3: measured one sequence at a time
         value.refuse("[c0, c1, c2, c3] or {tokens: [...], seconds: [...]}")
     return Quadratic(*_numbers(value))
 

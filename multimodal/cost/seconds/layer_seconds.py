@@ -1,4 +1,4 @@
-"""Seconds of one layer, and what they consist of."""
+"""Seconds of one layer, and their parts."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,13 @@ from multimodal.values.backward_need import BackwardNeed
 class LayerSeconds(NamedTuple):
     """Seconds of one layer over one load, on one of the ranks that share it; a full backward takes both gradients.
 
-    B = B_input + B_weight (Cornstarch 4.2; "Bd" and "Bw" there). Which of them runs is `BackwardNeed`'s to say.
+    B = B_input + B_weight (Cornstarch 4.2; "Bd" and "Bw" there). `BackwardNeed` decides which of them run.
     """
 
     forward: float
-    """Collectives inside the layer included."""
+    """Including collectives inside the layer."""
     input_gradient: float
-    """Everything of the backward but weight gradients: attention's backward, recomputation and collectives included."""
+    """The whole backward except weight gradients: attention's backward, recomputation and collectives included."""
     weight_gradient: float
     forward_waiting: float = 0.0
     """Seconds of `forward` in which the rank waits for a collective inside the layer."""
@@ -36,8 +36,8 @@ class PassParts(NamedTuple):
     waiting: float
     """Seconds in which a forward waits for tensor parallel ranks."""
     waiting_back: float
-    """Seconds in which an input gradient does, recomputation included."""
+    """Seconds for which an input gradient waits, recomputation included."""
     repeats_attention: bool
-    """True if the input gradient computes attention again."""
+    """True if the input gradient recomputes attention."""
     repeats_all: bool
-    """True if the input gradient computes the whole forward again."""
+    """True if the input gradient recomputes the whole forward."""

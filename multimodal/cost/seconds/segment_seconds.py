@@ -1,4 +1,4 @@
-"""Seconds of a layer's segments: the layer's own, shared out by what each segment multiplies and moves."""
+"""Seconds of a layer's segments: the layer's seconds, divided by the segments' products and memory traffic."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from multimodal.cost.seconds.layer_seconds import LayerSeconds, PassParts
 
 @dataclass(frozen=True)
 class SegmentShares:
-    """Shares of a layer's segments in what it computes outside of attention; each row sums to 1."""
+    """Shares of a layer's segments in its computing outside of attention; each row sums to 1."""
 
     forward: Sequence[float]
     input_gradient: Sequence[float]
     weight_gradient: Sequence[float]
     attends: Sequence[bool]
-    """True for the segment in which tokens see each other."""
+    """True for the segment in which tokens attend to each other."""
 
 
 def segment_shares(layer: Layer, *, cluster: Cluster) -> SegmentShares:
@@ -42,16 +42,16 @@ class SegmentSeconds(NamedTuple):
     """A layer cut into segments."""
 
     own: list[LayerSeconds]
-    """Of each segment, in the order of a forward."""
+    """Seconds of each segment, in the order of a forward."""
     repeated: float
-    """Of the layer's forward as full recomputation repeats it, part of the input gradient."""
+    """Seconds of the layer's forward that full recomputation repeats, part of the input gradient."""
 
 
 def segment_seconds(whole: LayerSeconds, parts: PassParts, shares: SegmentShares) -> SegmentSeconds:
-    """Return the seconds of a layer's segments without waits for tensor parallel ranks; with those they sum up to the whole.
+    """Return the seconds of a layer's segments without waits for tensor parallel ranks; with these they sum up to the whole.
 
-    Attention, and waiting for context parallel ranks, are one segment's; of measured curves its backward is taken to cost what a
-    kernel's does, but no more than there is. Seconds may be arrays.
+    Attention and the waits for context parallel ranks belong to one segment. For measured curves, attention's backward is assumed
+    to cost what a kernel's does, up to the whole input gradient. Seconds may be arrays.
     """
     waiting, waiting_back = (whole.forward_waiting - parts.waiting, whole.input_gradient_waiting - parts.waiting_back)
     computing, computing_back = whole.forward - whole.forward_waiting, whole.input_gradient - whole.input_gradient_waiting
