@@ -1,8 +1,8 @@
 """Places at which replicas that share a unit's weights take part in each other's computations (ZeRO-3).
 
-A rank that computes a layer needs the shares of all replicas, so all go through one sequence of computations together.
-Replicas with equally many microbatches in the same order do so anyhow. A replica that has fewer, or orders them differently,
-joins: it gives its shares of the weights, and gradients of zero, and computes nothing.
+A rank that computes a layer needs the shares of all replicas, so all replicas run one sequence of computations together. Replicas
+with equally many microbatches in the same order do this anyway. A replica with fewer microbatches, or another order, joins: it
+contributes its shares of the weights and gradients of zero, and computes nothing.
 """
 
 from collections import deque
@@ -31,15 +31,15 @@ Joins = tuple[Mapping[int, tuple[Join, ...]], ...]
 
 
 def align_replicas(schedule: Schedule, units: Collection[str] | None = None) -> Joins:
-    """Find one order in which the replicas of every unit compute together, and where lanes join others for that.
+    """Find an order in which the replicas of every unit compute together, and the places where lanes join others for it.
 
-    The schedule is run in that order: a computation waits until all replicas of its unit have come to the same one. Where all
-    lanes wait, one that could run does, and the other replicas join: preferably a forward of the lane that has most left to do.
+    The schedule is run in that order: a computation waits until all replicas of its unit have reached the same one. If all lanes
+    wait, one that could run is run, and the other replicas join it: preferably a forward of the lane with the most work left.
     So every schedule that finishes without shared weights finishes with them, and all ranks of a group make the same calls in
     the same order.
 
-    schedule: lowered and valid; its fillers count where they stand. units: those whose replicas compute together, but for weight
-    gradients, as they do where they share experts; None: all. Deterministic; O(actions + dependencies + joins x lanes).
+    schedule: lowered and valid; fillers count as work in line. units: those whose replicas compute together (except in weight
+    gradients), because they share experts; None: all units. Deterministic; O(actions + dependencies + joins x lanes).
     """
     alignment = _Alignment(schedule, units)
     alignment.run()
@@ -47,12 +47,12 @@ def align_replicas(schedule: Schedule, units: Collection[str] | None = None) -> 
 
 
 def exchanges_tokens(action: Action) -> bool:
-    """Return whether replicas that share experts exchange tokens in an action of their stages."""
+    """Return True if replicas that share experts exchange tokens in this action."""
     return action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT)
 
 
 def kind_of_exchange(action: Action) -> ActionKind:
-    """Return the kind by which such actions belong together: backwards exchange the same, split or not."""
+    """Return the kind under which such actions match: all backwards are alike, split or not."""
     return ActionKind.BACKWARD if action.kind is ActionKind.INPUT_GRADIENT else action.kind
 
 
@@ -68,7 +68,7 @@ class _Alignment:
         self.num_passed: dict[Action, int] = {}
         self.done: set[Action] = set()
         self.waiters: dict[Action, list[int]] = {}
-        """Action -> lanes that go on when it is done."""
+        """Action -> lanes that continue when it is done."""
         self.arrived: dict[Join, dict[int, Action]] = {}
         """Computation that can run -> replica -> its action, which waits for the other replicas."""
         self.queue = deque(range(len(self.lanes)))
@@ -83,7 +83,7 @@ class _Alignment:
         assert all(self._head(lane) is None for lane in range(len(self.lanes))), "a valid schedule does not stop"
 
     def _advance(self, lane: int) -> None:
-        """Go as far as it goes: past messages and reductions, up to a computation."""
+        """Advance a lane past messages and reductions up to its next computation."""
         while (action := self._head(lane)) is not None:
             if ACTION_TABLE[action.kind].resource is Resource.COMPUTE:
                 self._arrive(action)
@@ -113,7 +113,7 @@ class _Alignment:
             self._fire(join)
 
     def _fire(self, join: Join) -> None:
-        """Run a computation in all replicas that have come to it; the others join."""
+        """Run a computation in all replicas that have reached it; the others join."""
         arrived = self.arrived.pop(join)
         for replica in range(self.plan.units[join.unit].data_parallel_size):
             lanes = self._lanes_of(join.unit, replica, join.stage)
@@ -127,7 +127,7 @@ class _Alignment:
                 self.queue.extend(lanes)
 
     def _force(self) -> None:
-        """Run something without waiting for the other replicas."""
+        """Run one computation without waiting for the other replicas."""
         most_left = [
             (self.positions[lane] - len(self.lanes[lane]), _ORDER[join.kind], lane, join.unit, join.stage, join)
             for join, replicas in self.arrived.items()
@@ -141,10 +141,10 @@ class _Alignment:
         self.queue.extend(self.waiters.pop(action, ()))
 
     def _must_wait(self, action: Action, *lanes: int) -> bool:
-        """Return True if a dependency is not done; its end wakes the lanes."""
+        """Return True if a dependency is not done; the lane is woken when it is."""
         for need in dependencies(action, self.step, lowered=True):
             missing = [need] if need not in self.done else []
-            if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted; but is it sent?
+            if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted, but perhaps not sent yet
                 missing = [send for send in self._needs_of_receive(need) if send not in self.done]
             if missing:
                 self.waiters.setdefault(missing[0], []).extend(lanes)

@@ -13,13 +13,13 @@ BUBBLE_KINDS = ("dp_all_gather", "dp_reduce_scatter", "pp_warmup", "pp_cooldown"
 
 
 def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration_seconds: float) -> Mapping[str, float]:
-    """Return kind -> fraction of lane time (lanes x iteration), with every moment of every lane in at most one kind.
+    """Return kind -> fraction of lane time (lanes x iteration); every moment of every lane belongs to at most one kind.
 
-    A lane's idle time before its first computation is warm-up and between two computations `pp_other`; of either, what passes
-    until the parameters that the next computation needs are gathered is `dp_all_gather`. After its last computation a lane
-    cools down until the last computation in its pipeline (its component), then waits for gradients to be reduced, here or in
-    slower replicas; where no gradients are reduced, all of it is cool-down. A lane that computes nothing is idle for `pp_other`.
-    `tp` is the share of the computations in which a lane waits for a collective inside a layer and runs nothing else.
+    A lane's idle time before its first computation is warm-up, and between two computations `pp_other`; in both, the time until
+    the parameters of the next computation are gathered is `dp_all_gather` instead. After its last computation a lane cools down
+    until the last computation in its pipeline (its component), then waits for the reduction of gradients, its own or slower
+    replicas'; without reductions, all of it is cool-down. A lane without computations is idle for `pp_other`. `tp` is the part of
+    computations in which a lane waits for a collective inside a layer and runs nothing else.
     """
     arrays = compiled.arrays
     num_lanes = arrays.num_lanes
@@ -57,7 +57,7 @@ def _reduces_gradients(compiled: CompiledSchedule) -> bool:
 
 
 def _gathered_at(compiled: CompiledSchedule, times: EventTimes) -> Floats:
-    """Return when the parameters that each node needs are there; 0 where it needs none."""
+    """Return the time at which the parameters that each node needs are gathered; 0 if it needs none."""
     arrays = compiled.arrays
     gathered_at = np.zeros(arrays.num_nodes)
     owners = np.repeat(np.arange(arrays.num_nodes), np.diff(arrays.need_starts))

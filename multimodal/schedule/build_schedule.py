@@ -1,4 +1,4 @@
-"""From a step to a schedule that can run: build, rewrite, lower, validate; and schedules kept by the shape of the assignment."""
+"""Makes a runnable schedule of a step (build, rewrite, lower, validate), and caches schedules by the assignment's shape."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -28,10 +28,10 @@ def build_schedule(
     is_checked: bool = True,
     costs: StepCosts | None = None,
 ) -> Schedule:
-    """Return a lowered schedule; the one way there for the run, the simulator and the emulator.
+    """Return a lowered schedule. The run, the simulator and the emulator all use this function.
 
-    passes: applied one after another to what the builder emits; a forward-only schedule, in which there is nothing to cut, stays
-    as it is. is_checked: validate the result; costs: those that the builder went by, if any; they know the options of the run.
+    passes: applied one after another to the builder's schedule, unless it is forward-only: then there is nothing to cut.
+    is_checked: validate the result; costs: those that the builder used, if any; they know the options of the run.
     Raises ScheduleError.
     """
     schedule = builder(step)
@@ -45,30 +45,30 @@ def build_schedule(
 
 @dataclass(frozen=True)
 class BuiltSchedule:
-    """The schedule of one shape, and the parts made from it on demand."""
+    """The schedule of one shape, and values that are derived from it on demand."""
 
     schedule: Schedule
     _settled: list[Schedule] = field(default_factory=list)
 
     def to_run(self, costs: Callable[[], StepCosts]) -> Schedule:
-        """Return the schedule with every filler in its place, by the costs of the first step that asks."""
+        """Return the schedule with every filler in its final place, by the costs of the first step that asks for it."""
         if not self._settled:
             self._settled.append(settle_fillers(self.schedule, costs()) if self.schedule.has_fillers else self.schedule)
         return self._settled[0]
 
     @cached_property
     def compiled(self) -> CompiledSchedule:
-        """The schedule as the simulator compiles it, but for durations."""
+        """The schedule as the simulator compiles it, without durations."""
         return compile_schedule(self.schedule)
 
     @cached_property
     def joins(self) -> Joins:
-        """The computations that lanes join where replicas share their weights (`align_replicas`)."""
+        """The computations that lanes join if replicas share their weights (`align_replicas`)."""
         return align_replicas(self.schedule)
 
     @cached_property
     def computes_together(self) -> bool:
-        """True where replicas share experts, and compute in one order; raises ScheduleError where they do not."""
+        """True if replicas share experts, and compute in one order; raises ScheduleError if their orders differ."""
         check_expert_groups(self.schedule)
         return bool(self.schedule.step.plan.units_with_shared_experts)
 
@@ -77,14 +77,14 @@ class BuiltSchedule:
 class ScheduleCache:
     """Lowered, validated schedules by shape, with the simulator's compiled form and the executor's joins.
 
-    Schedules are built from counts and routes, not from sample ids: steps of one shape (`StepGraph.shape`) share theirs.
+    Schedules depend on counts and routes, not on sample ids: steps of one shape (`StepGraph.shape`) share their schedule.
     """
 
     graph: ModelGraph
     plan: Plan
     builder: Builder
     passes: Sequence[Pass] = ()
-    """Applied one after another to the builder's schedule; not to forward-only ones, in which there is nothing to cut."""
+    """Applied one after another to the builder's schedule, unless it is forward-only: then there is nothing to cut."""
     forward_only: bool = False
     capacity: int = 64
     _built: dict[object, BuiltSchedule] = field(default_factory=dict)
@@ -95,13 +95,13 @@ class ScheduleCache:
 
     @property
     def needs_costs(self) -> bool:
-        """True if schedules depend on the costs of the step, and not on its shape alone."""
+        """True if schedules depend on the costs of the step in addition to its shape."""
         return isinstance(self.builder, ScheduleRow) and self.builder.needs_costs
 
     def find(self, assignment: Assignment, costs: StepCosts | None = None) -> BuiltSchedule:
         """Return the schedule of this assignment, built for it or for one of the same shape; raises ScheduleError.
 
-        costs: of the step; a builder that needs them builds anew whenever they are given, and takes unit costs otherwise.
+        costs: of the step; a builder that needs costs builds anew whenever they are given, and otherwise takes unit costs.
         """
         step = self.step(assignment)
         if costs is not None and isinstance(self.builder, ScheduleRow) and self.builder.needs_costs:
@@ -114,5 +114,5 @@ class ScheduleCache:
         return self._built[step.shape]
 
     def schedule(self, assignment: Assignment) -> Schedule:
-        """Return the schedule that `find` finds without costs, for this very assignment; raises ScheduleError."""
+        """Return the schedule that `find` finds without costs, for exactly this assignment; raises ScheduleError."""
         return self.find(assignment).schedule.for_step(self.step(assignment))

@@ -15,7 +15,7 @@ _THREADS = {resource: number for number, resource in enumerate(Resource)}
 def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     """Write one process per lane with one thread per resource (compute, send, receive, collective); times in microseconds.
 
-    The timeline itself goes along under a key that trace viewers ignore, so that `read_timeline` gets it back exactly.
+    The timeline itself is stored under a key that trace viewers ignore, so that `read_timeline` returns it exactly.
     """
     events = [*_names(timeline), *(_event(event) for event in timeline.events)]
     Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", _OWN_KEY: timeline.to_dict()}))

@@ -1,4 +1,4 @@
-"""Compile a schedule to the flat arrays that the event kernel runs on."""
+"""Compiles a schedule to the flat arrays that the event kernel runs on."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -23,31 +23,31 @@ _LACKING = -1
 
 @dataclass(frozen=True)
 class ComputedPieces:
-    """Computations, each once, and the node as part of which each runs."""
+    """Computations, each listed once, and the node that each of them is part of."""
 
     pieces: Integers
     nodes: Integers
     places: Integers
-    """The number of each one's place."""
+    """The number of each computation's place."""
     first_forwards: Integers
-    """[num_places] the entry above that is the forward, or its first range of segments; -1 where there is none."""
+    """[num_places] the index of the place's forward (or first range of it) among these computations; -1: none."""
 
 
 @dataclass(frozen=True)
 class CompiledSchedule:
-    """A schedule as arrays, and what leads from their numbers back to its actions.
+    """A schedule as arrays, with the maps from their numbers back to its actions.
 
-    Nodes are computations and sends, pipeline by pipeline in the order in which lanes come to them, then collectives.
+    Nodes are computations and sends, pipeline by pipeline in the order of their lanes, then collectives.
     """
 
     schedule: Schedule
     arrays: EventArrays
     pieces: Integers
-    """[num_nodes] the piece of work; of a collective, some replica's."""
+    """[num_nodes] the piece of work; for a collective, that of one of its replicas."""
     slots: Integers
-    """Per entry of `arrays.lane_nodes` its position among the schedule's slots."""
+    """[entries of `arrays.lane_nodes`] the position among the schedule's slots."""
     lane_of_entry: Integers
-    """Per entry of `arrays.lane_nodes` its lane."""
+    """[entries of `arrays.lane_nodes`] the lane."""
     component_of_lane: Integers
     """Lanes with the same number belong to one pipeline (or several that routes connect)."""
     receive_slots: Integers
@@ -55,18 +55,18 @@ class CompiledSchedule:
     computed: "ComputedPieces"
     """The computations, those inside others included."""
     tensor_parallel_seconds: Floats
-    """[num_nodes] waited for collectives inside layers, 0 for messages and collectives; filled or not. A mean over replicas
-    that compute together, each of which waits for the slowest."""
+    """[num_nodes] seconds of waiting for collectives inside layers, filled or not; 0 for messages and collectives. A mean over
+    replicas that compute together, each of which waits for the slowest."""
     together: Integers = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Computations that are part of another one's node, with which they run: of replicas that share experts."""
+    """Computations that are part of another computation's node, because replicas that share experts run them together."""
     inside: InsideSlots | None = None
-    """The work inside computations, which has no nodes: it is part of its carrier's."""
+    """The work inside computations, which has no nodes of its own: it is part of its carrier's."""
     carrier_times: CarrierTimes | None = None
     """Times of the work inside computations, once there are costs."""
 
     @cached_property
     def filled_seconds(self) -> Floats:
-        """Per entry of `arrays.lane_nodes` the seconds of what runs inside it in its lane."""
+        """[entries of `arrays.lane_nodes`] seconds of the work that runs inside the entry in its lane."""
         filled = np.zeros(len(self.slots))
         if self.inside is not None and self.carrier_times is not None:
             np.add.at(filled, np.searchsorted(self.slots, self.inside.carrier_slots), self.carrier_times.durations)
@@ -74,12 +74,12 @@ class CompiledSchedule:
 
     @cached_property
     def unfilled_seconds(self) -> Floats:
-        """Per entry of `arrays.lane_nodes` the seconds in which its lane waits for collectives inside it, and runs nothing."""
+        """[entries of `arrays.lane_nodes`] seconds for which the lane waits for collectives inside the entry and runs nothing."""
         return self.tensor_parallel_seconds[self.arrays.lane_nodes] - self.filled_seconds
 
     @property
     def computed_seconds(self) -> Floats:
-        """Seconds of each of `computed`, of carriers without what runs inside them longer than they would wait."""
+        """Seconds of each of `computed`; a carrier's are those without the work inside beyond its waits."""
         seconds = self.arrays.seconds[self.computed.nodes]
         if self.inside is not None and self.carrier_times is not None:
             entry_of_piece = np.zeros(self.schedule.work.num_computed, np.int64)
@@ -115,7 +115,7 @@ class CompiledSchedule:
         return plain if self.inside is None else plain._with_inside(costs, self.inside)
 
     def _wait_together(self, seconds: Floats, tensor_parallel: Floats, found: PieceCosts) -> None:
-        """Let nodes of several replicas take as long as the slowest of these, in place; found: ends with those of `together`."""
+        """Prolong, in place, nodes of several replicas to the slowest of them; found: ends with the values of `together`."""
         first = int((self.arrays.kinds == NodeKind.COMPUTE).sum())
         nodes, count = self.computed.nodes[first : first + len(self.together)], len(self.together)
         joint, computing = np.zeros(len(seconds), bool), seconds - tensor_parallel
@@ -126,7 +126,7 @@ class CompiledSchedule:
         tensor_parallel[joint] = (seconds - computing / num_replicas)[joint]
 
     def _with_inside(self, costs: StepCosts, inside: InsideSlots) -> "CompiledSchedule":
-        """Return the schedule with carriers as long as they are with what runs inside them."""
+        """Return the schedule with carriers prolonged by the work inside them."""
         carriers, first = np.unique(inside.carriers, return_index=True)
         nodes = self.arrays.lane_nodes[np.searchsorted(self.slots, inside.carrier_slots[first])]
         pieces, of_slot = np.unique(inside.pieces, return_inverse=True)
@@ -151,7 +151,7 @@ class CompiledSchedule:
 def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     """Turn a schedule of either dialect into arrays without durations, the same for all steps of one shape.
 
-    Raises ScheduleError when an action needs one that the schedule lacks. O((actions + dependencies) log actions).
+    Raises ScheduleError if an action needs one that the schedule lacks. O((actions + dependencies) log actions).
     """
     work, pieces, num_lanes = schedule.work, schedule.pieces, schedule.num_lanes
     component_of_lane = _components(schedule.step)
@@ -195,7 +195,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     needs = node_of_piece[needed]
     _check_needs(schedule, owners, need_starts, needed, needs, receives[sends == _LACKING])
     owning = np.repeat(node_of_piece[owners], np.diff(need_starts))
-    needs, owning = needs[needs != owning], owning[needs != owning]  # what one node does needs each other in its order
+    needs, owning = needs[needs != owning], owning[needs != owning]  # needs between pieces of one node are met by their order
     num_needs = np.bincount(owning, minlength=num_nodes)
 
     entries = np.flatnonzero(is_entry)
@@ -273,7 +273,7 @@ def _find(root: list[int], lane: int) -> int:
 
 
 def _unite(root: list[int], lanes: Sequence[int]) -> None:
-    """Make the lowest lane the root of all, so that components come in the order of their first lanes."""
+    """Make the lowest lane the root of all, so that components are ordered by their first lanes."""
     roots = sorted({_find(root, lane) for lane in lanes})
     for lane in roots[1:]:
         root[lane] = roots[0]
@@ -286,7 +286,7 @@ def _slots_of_lanes(schedule: Schedule, lanes: Integers) -> Integers:
 
 
 def _first_seen(values: Integers) -> Integers:
-    """Return the different values in the order in which they come first."""
+    """Return the distinct values in the order in which they first occur."""
     different, first = np.unique(values, return_index=True)
     in_order: Integers = different[np.argsort(first)]
     return in_order
@@ -295,7 +295,7 @@ def _first_seen(values: Integers) -> Integers:
 def _check_needs(
     schedule: Schedule, owners: Integers, starts: Integers, needed: Integers, needs: Integers, unsent: Integers
 ) -> None:
-    """Raise ScheduleError where an action needs one that the schedule lacks."""
+    """Raise ScheduleError if an action needs one that the schedule lacks."""
     lacking = np.flatnonzero(needs == _LACKING)
     if not len(lacking) and not len(unsent):
         return
@@ -308,7 +308,7 @@ def _check_needs(
 
 
 def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> Bytes:
-    """Return which entries are fillers; none in a lane that runs computations together with others: both must keep one order."""
+    """Return which entries are fillers: none in a lane that computes together with others, since all must keep one order."""
     if not schedule.has_fillers:
         return np.zeros(len(entries), np.uint8)
     pieces, lanes = schedule.pieces[entries], schedule.lane_of_slot[entries]
@@ -336,7 +336,7 @@ def _computed_pieces(
 
 
 def _of_nodes(values: Floats, num_alone: int, collective_starts: Integers) -> Floats:
-    """Return the values of all nodes, given those of computations and sends and, behind them, of collectives' members."""
+    """Return the values of all nodes; values: of computations and sends, then of the members of collectives."""
     alone, members = values[:num_alone], values[num_alone:]
     return np.concatenate((alone, np.maximum.reduceat(members, collective_starts[:-1]) if len(members) else members))
 

@@ -17,7 +17,7 @@ _UNIT_COLORS = (
     ("#3fa66b", "#b0dec3", "#256c43"),
     ("#9a6cc4", "#d9c6ec", "#66418a"),
 )
-"""(backward or input gradient, forward, weight gradient) per unit: one hue; units beyond the fourth start over."""
+"""(backward or input gradient, forward, weight gradient) per unit in one hue; colors repeat from the fifth unit on."""
 _REDUCE_COLOR = "#d64550"
 _SEND_COLOR = "#9a9a9a"
 _FRAME_COLOR = "#222222"
@@ -36,15 +36,15 @@ _SMALLEST_NUMBER_POINTS = 4.5
 def draw_timeline(timeline: Timeline, path: str | Path, *, title: str) -> None:
     """Write a timeline as PNG: rows are lanes, labelled with ranks and units; the number in a box is its microbatch.
 
-    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's color; a lane's
-    later layer ranges have a dark frame; what runs inside a computation is a lower box in it; waiting for a message is hatched,
-    idle time is white. Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
+    Forwards are light, backwards and input gradients dark, weight gradients darkest in their unit's color; a lane's later layer
+    ranges have a dark frame; work inside a computation is a lower box in it; waiting for a message is hatched, idle time is
+    white. Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
     """
     draw_comparison({title: timeline}, path)
 
 
 def draw_comparison(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Draw timelines above each other, a panel per title, with one time axis and the same colors, so that differences show."""
+    """Draw timelines above each other, a panel per title, with a common time axis and the same colors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -117,12 +117,12 @@ def _draw_event(
 
 
 def _number_points(label: str, width_inches: float) -> float:
-    """Return the type size at which a number fits into its box; digits are 0.64 of their size wide."""
+    """Return the type size at which a number fits into its box; the width of a digit is 0.64 of its size."""
     return min(_LARGEST_NUMBER_POINTS, 72 * width_inches / (0.64 * len(label) + 0.3))
 
 
 def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:
-    """Return how an action's box looks: colors by resource, and by direction and unit where it computes."""
+    """Return the look of an action's box: colors by resource, and for computations by direction and unit."""
     resource = ACTION_TABLE[kind].resource
     if resource is Resource.COLLECTIVE:
         return {"facecolor": _REDUCE_COLOR, "edgecolor": "white"}
@@ -148,7 +148,7 @@ def _dress(axes: "Axes", timeline: Timeline, title: str) -> None:
 
 
 def _row_label(timeline: Timeline, lane: int) -> str:
-    """Ranks, then what the lane holds, such as `rank 2  llm 0 stage 1`."""
+    """Return the row's label: ranks, then the stages of the lane, such as `rank 2  llm 0 stage 1`."""
     ranks = timeline.lanes[lane]
     places = sorted({event.action[1:4] for event in timeline.events if event.lane == lane})
     held = ", ".join(f"{unit} {replica} stage {stage}" for unit, replica, stage in places)
@@ -156,7 +156,7 @@ def _row_label(timeline: Timeline, lane: int) -> str:
 
 
 def _rank_ranges(ranks: tuple[int, ...]) -> str:
-    """Consecutive ranks as one range: 0-3,8."""
+    """Return consecutive ranks as ranges: 0-3,8."""
     parts: list[list[int]] = []
     for rank in ranks:
         if parts and rank == parts[-1][1] + 1:

@@ -12,14 +12,14 @@ from multimodal.values.step_graph import StageKey, StepGraph
 from multimodal.values.step_work import step_work
 
 MEMORY_SHARE = 0.9
-"""Of a rank's memory, what may be counted on, as planners do by default."""
+"""Share of a rank's memory that may be used, which is also the planners' default."""
 
 
 def encoder_limits(step: StepGraph, costs: StepCosts, *, memory_factor: float) -> Integers:
-    """Return, for each of the numbered stages, how many microbatches an encoder may have in flight there; -1: any number.
+    """Return, for each numbered stage, the number of microbatches an encoder may have in flight there; -1: any number.
 
-    As many as 1F1B keeps; up to `memory_factor` times as many, which may be infinite, on the LLM's ranks, where planners count on
-    it, and on ranks of its own as far as these fit into the memory that `costs` know of.
+    That is the number of 1F1B. On the LLM's ranks, where planners count on it, it is up to `memory_factor` times as large (the
+    factor may be infinite); on ranks of the encoder's own, as far as the microbatches fit into the memory of `costs`.
     """
     keys = step_work(step).stages
     limits = np.full(len(keys), -1)
@@ -38,9 +38,9 @@ def encoder_limits(step: StepGraph, costs: StepCosts, *, memory_factor: float) -
 
 
 def _room_by_memory(step: StepGraph, costs: StepCosts) -> dict[StageKey, float]:
-    """Return how many of the largest microbatches fit at a time into each stage of the encoders on ranks of their own.
+    """Return how many of the largest microbatches fit at once into each stage of the encoders on ranks of their own.
 
-    Stages on the same ranks have equally many. Nothing where the memory is not known, or microbatches take none of it.
+    Stages on the same ranks share the room equally. Empty if the memory is unknown, or microbatches take none.
     """
     ranks = set(step.plan.units[step.graph.backbone.name].ranks)
     apart = [unit.name for unit in step.graph.encoders if ranks.isdisjoint(step.plan.units[unit.name].ranks)]

@@ -1,4 +1,4 @@
-"""Encoder work cut into ranges of segments: finely, to be placed piece by piece, and then joined where pieces stayed together."""
+"""Encoder work in ranges of segments: cut finely to be placed piece by piece, then joined where pieces stay together."""
 
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
@@ -25,13 +25,13 @@ class Parts(NamedTuple):
     """Maps the forwards and backwards of an uncut step to the pieces of the step that is cut."""
 
     first: Integers
-    """Per piece of the uncut step its first piece in the cut one; -1: collectives."""
+    """[pieces of the uncut step] its first piece in the cut step; -1: collectives."""
     counts: Integers
-    """Per piece of the uncut step the pieces that it is cut into, which follow each other in the order in which they run."""
+    """[pieces of the uncut step] the number of pieces it is cut into; these are numbered in the order in which they run."""
 
     @classmethod
     def of(cls, uncut: StepWork, work: StepWork) -> "Parts":
-        """Find them."""
+        """Build from the work of the uncut step and of the cut one."""
         first, counts = np.full(uncut.num_computed, -1), np.zeros(uncut.num_computed, np.int64)
         for name, old in uncut.pieces.units.items():
             new, has_backward = work.pieces.units[name], old.width > 0
@@ -44,13 +44,13 @@ class Parts(NamedTuple):
         return cls(first, counts)
 
     def expand(self, pieces: Integers) -> Integers:
-        """Return all pieces that these are cut into, in their order."""
+        """Return all pieces that the given pieces are cut into, in order."""
         counts = self.counts[pieces]
         return np.repeat(self.first[pieces] - row_starts(counts)[:-1], counts) + np.arange(int(counts.sum()))
 
 
 def cut_finely(step: StepGraph, units: Collection[str], *, lanes: Collection[int]) -> StepGraph:
-    """Return the step with every forward and backward of these units in these lanes in single segments."""
+    """Return the step with every forward and backward of these units in these lanes cut into single segments."""
     cuts: dict[tuple[int, bool], SegmentCut] = {}
     segments: dict[Place, SegmentCut] = {}
     for place, num_segments in _places(step, units, lanes):
@@ -63,7 +63,7 @@ def cut_finely(step: StepGraph, units: Collection[str], *, lanes: Collection[int
 
 
 def count_fine_pieces(step: StepGraph, units: Collection[str]) -> dict[int, int]:
-    """Return how many pieces `cut_finely` makes of the computations of these units, by the first lane of their replicas."""
+    """Return the number of pieces that `cut_finely` makes of these units' computations, by the first lane of their replicas."""
     counts: dict[int, int] = defaultdict(int)
     for name in units:
         for replica, each in enumerate(step.plan.units[name].replicas):
@@ -85,24 +85,24 @@ def _places(step: StepGraph, units: Collection[str], lanes: Collection[int]) -> 
 
 
 class PlacedParts(NamedTuple):
-    """One lane's work in its order; columns."""
+    """One lane's work in order, as columns."""
 
     pieces: Integers
-    """Their numbers in the uncut step."""
+    """Numbers of the pieces in the uncut step."""
     parts: Integers
-    """The number of the part that runs, of those that the piece was cut into."""
+    """The index of the part among those that the piece was cut into."""
     boundaries: Integers
-    """The segment at which the part begins, in the order of a forward: of a backward's part, where it ends."""
+    """The segment at which the part begins in a forward; for a backward's part, the segment at which it ends."""
     carriers: Integers
-    """The piece of the uncut step inside of which it runs; -1: none."""
+    """The piece of the uncut step inside which the part runs; -1: none."""
     waits: Integers
-    """The wait of that piece."""
+    """The index of that piece's wait."""
 
 
 def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
-    """Build the schedule of such lanes: parts of one piece that stand together, in line or in one wait, are one range.
+    """Build the schedule of such lanes: parts of one piece that stand together, in line or in one wait, form one range.
 
-    In all of their lanes, that is: where several ranks run a piece together, all must have the same ranges.
+    They must stand together in all of their lanes: ranks that run a piece together must have the same ranges.
     """
     work = step_work(step)
     all_parts = PlacedParts(*map(np.concatenate, zip(*lanes, strict=True)))
@@ -125,7 +125,7 @@ def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
 
 
 def _is_first(parts: PlacedParts, ends: Integers) -> Bools:
-    """Return which parts do not continue the one before them; ends: where lanes end."""
+    """Return which parts do not continue the part before them; ends: the ends of lanes."""
     is_first = np.ones(len(parts.pieces), bool)
     is_first[1:] = parts.pieces[1:] != parts.pieces[:-1]
     for column in (parts.carriers, parts.waits):
@@ -135,7 +135,7 @@ def _is_first(parts: PlacedParts, ends: Integers) -> Bools:
 
 
 def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dict[Place, SegmentCut]:
-    """Return how places are cut, of the boundaries of their forwards and backwards; these may be there more than once."""
+    """Return the cuts of places from the boundaries of their forwards and backwards, which may be repeated."""
     size = int(boundaries.max(initial=0)) + 1
     keys = np.sort(pieces * size + boundaries)
     keys = keys[np.diff(keys, prepend=-1) > 0]

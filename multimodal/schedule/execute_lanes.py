@@ -1,7 +1,7 @@
-"""Run a schedule in the strictest way, on a clock of unit costs: a schedule that stops here might stop a real run.
+"""Runs a schedule under the strictest rules, on a clock of unit costs: a schedule that stops here might stop a real run.
 
 Unlike in the simulator, a lane waits in a collective for all others and runs fillers where they stand, so a schedule that
-finishes here finishes however long its actions take. Passes measure and order actions by this clock.
+finishes here also finishes with any other durations. Passes measure and order actions by this clock.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _EXECUTION = "execution"
 
 @dataclass(frozen=True)
 class Execution:
-    """The events that ran, in no order, and the position of every lane. Events are columns: most callers want only some."""
+    """The events that ran, in no order, and the final position of every lane. Events are columns: most callers want only some."""
 
     schedule: Schedule
     event_pieces: Integers
@@ -41,7 +41,7 @@ class Execution:
 
     @cached_property
     def events(self) -> tuple[TimelineEvent, ...]:
-        """Computations and collectives, by start; nothing of zero length."""
+        """Computations and collectives, by start; without those of zero length."""
         order = np.lexsort((self.end_seconds, self.event_lanes, self.start_seconds))
         columns = (self.event_lanes, self.start_seconds, self.end_seconds)
         actions = map(self.schedule.work.computed.__getitem__, self.event_pieces[order].tolist())
@@ -59,7 +59,7 @@ class Execution:
 
     @property
     def stuck(self) -> dict[int, int]:
-        """Position of every lane that did not come to its end; empty when the schedule finished."""
+        """Position of every lane that did not reach its end; empty if the schedule finished."""
         lengths = np.diff(self.schedule.lane_starts)
         return {int(lane): int(self.positions[lane]) for lane in np.flatnonzero(self.positions < lengths)}
 
@@ -67,13 +67,13 @@ class Execution:
 def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execution:
     """Run a schedule of either dialect, valid or not.
 
-    A computation starts when all its lanes have come to it and its dependencies are complete. A reduction also waits for the
-    other replicas, and its lane for it. A send never blocks; a receive is only posted, and completes with its send. Lanes that
-    wait for each other in a circle stop: see `Execution.stuck`. Messages take no time. Work inside a computation makes this
-    longer, is done when it is, and has its time as an event.
+    A computation starts when all its lanes have reached it and its dependencies are complete. A reduction also waits for the
+    other replicas, and its lane for the reduction. A send never blocks; a receive is only posted, and completes with its send.
+    Lanes that wait for each other in a circle stop: see `Execution.stuck`. Messages take no time. Work inside a computation
+    prolongs it, completes with it, and its time is an event.
 
     seconds: of every computation and collective, [num_computed]; unit costs by default.
-    Runs as a C++ kernel where that is built, with the same result; under unit costs once per schedule.
+    Runs as a C++ kernel, with the same result, if the kernels are built; under unit costs once per schedule.
     O(actions + dependencies).
     """
     if seconds is None and _EXECUTION in schedule.made:
@@ -93,7 +93,7 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
 
 
 def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Floats, Floats]:
-    """Run the computations of one unit in their order, with all others as soon as they can be, in no lane and in no time.
+    """Run the computations of one unit in order; all others run as soon as they can, in no lane and without taking time.
 
     schedule: of the compute dialect; seconds: of every computation, [num_computed]. Returns when each computation of the unit
     starts and ends, [num_computed]; 0 for others.
@@ -119,7 +119,7 @@ def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Flo
 
 
 def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDArray[Any]]:
-    """Return the kernel's arguments with carriers for what runs inside them."""
+    """Return the kernel's arguments, with carriers in place of the work inside them."""
     in_line = np.ones(len(inside.schedule.pieces), bool)
     in_line[inside.slots] = False
     starts, needs = inside.joined_needs()
@@ -147,7 +147,7 @@ def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDA
 
 
 def _with_inside(execution: Execution, inside: InsideSlots) -> Execution:
-    """Return what ran with the work inside computations, and positions among all slots."""
+    """Return the execution with the work inside computations as events, and positions among all slots."""
     schedule, num_lanes = execution.schedule, execution.schedule.num_lanes
     in_line = np.flatnonzero(schedule.modes != SlotMode.INSIDE)
     first = np.searchsorted(in_line, schedule.lane_starts)

@@ -100,7 +100,7 @@ class _Run:
         return self._compute(piece)
 
     def _pass(self, piece: int, lane: int) -> None:
-        """Go past a message; it is complete when all lanes of its stage have passed it."""
+        """Pass a message; it is complete when all lanes of its stage have passed it."""
         self.positions[lane] += 1
         self.passed_at[piece] = max(self.passed_at[piece], self.free_at[lane])
         self.num_passed[piece] += 1
@@ -108,11 +108,11 @@ class _Run:
             self._complete(piece, self.passed_at[piece])
 
     def _awaited(self, need: int) -> int:
-        """Return whose end a need waits for: a receive's send."""
+        """Return the piece whose end meets a need: for a receive, its send."""
         return self.needs[need][0] if self.resources[need] == _RECEIVE else need
 
     def _ended_at(self, need: int) -> float:
-        """Return when a need was met, -1 if it is not: a receive when it is posted in all lanes of its stage, and sent."""
+        """Return the time at which a need was met, or -1; a receive is met when posted in all lanes of its stage, and sent."""
         if self.resources[need] == _RECEIVE and self.num_passed[need] < len(self.lanes_of[need]):
             return -1.0
         return self.done_at[self._awaited(need)]

@@ -14,7 +14,7 @@ _EXCHANGING = [KIND_NUMBERS[ActionKind.FORWARD], _BACKWARD, _INPUT_GRADIENT]
 
 
 def check_expert_groups(schedule: Schedule) -> None:
-    """Raise ScheduleError where replicas that share experts would wait for each other for ever.
+    """Raise ScheduleError if replicas that share experts would wait for each other forever.
 
     In every layer with experts they exchange tokens, so the i-th computation of a stage must be of one kind and microbatch in all
     replicas, and some order of the whole step must bring all of them there together. O(actions + dependencies).
@@ -32,9 +32,10 @@ def check_expert_groups(schedule: Schedule) -> None:
 
 
 def computed_together(work: StepWork) -> Integers | None:
-    """Return for every piece the one of the first replica that is computed together with it; None where no experts are shared.
+    """Return, for every piece, the first replica's piece that it is computed together with; None if no experts are shared.
 
-    Those are forwards and backwards of stages that have experts, of one number in the replicas that share these. O(pieces log).
+    Pieces are computed together if they are forwards or backwards of the same number in stages with shared experts. O(pieces
+    log).
     """
     if not work.plan.units_with_shared_experts:
         return None
@@ -45,7 +46,7 @@ def computed_together(work: StepWork) -> Integers | None:
     chosen = np.flatnonzero(has_experts[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
     kinds = np.where(work.kinds == _INPUT_GRADIENT, _BACKWARD, work.kinds).astype(np.int64)
     groups = work.replicas // sizes
-    first_stages = stages - work.replicas  # the numbers of a stage's replicas follow each other
+    first_stages = stages - work.replicas  # the numbers of a stage's replicas are consecutive
     columns = (first_stages, groups, kinds, work.microbatches, pieces.parts)
     keys = np.stack([np.asarray(column, np.int64)[chosen] for column in columns])
     _, first, group = np.unique(keys, axis=1, return_index=True, return_inverse=True)

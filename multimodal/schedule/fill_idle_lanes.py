@@ -1,4 +1,4 @@
-"""Fit work into the idle time of lanes that run other work in a given order, on a clock of real durations."""
+"""Fits work into the idle time of lanes that run other work in a given order, on a clock of real durations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,64 +15,66 @@ class FilledLanes(NamedTuple):
     """The result of `fill_idle_lanes`."""
 
     order: Integers
-    """[num_pieces] all pieces, by their start; those inside a piece right before it."""
+    """[num_pieces] all pieces, by their start; pieces inside another one come right before it."""
     carriers: Integers
-    """[num_pieces] the piece inside of which each runs; -1: none."""
+    """[num_pieces] the piece inside which each piece runs; -1: none."""
     waits: Integers
-    """[num_pieces] the wait of that piece."""
+    """[num_pieces] the index of that piece's wait."""
     end: int
-    """The moment at which the last one ends."""
+    """The time at which the last piece ends."""
 
 
 @dataclass(frozen=True)
 class LanesToFill:
-    """Pieces of work, numbered; rows are starts into a flat array, times whole numbers of one unit."""
+    """Pieces of work, numbered. Rows are starts into a flat array; times are whole numbers of one unit."""
 
     durations: Integers
     """[num_pieces]."""
     lane_starts: Integers
     lanes: Integers
-    """Per piece: it runs in all of them at once."""
+    """Per piece: its lanes, in all of which it runs at once."""
     need_starts: Integers
     needs: Integers
-    """Per piece."""
+    """Per piece: the pieces that it needs."""
     delays: Integers
-    """Per need: from the end of what is needed to its arrival."""
+    """Per need: time from the end of the needed piece to the arrival of its result."""
     line_starts: Integers
     line: Integers
     """Per lane: the pieces that keep this order."""
     queue_starts: Integers
     queues: Integers
-    """The pieces that fill; those of one queue keep its order."""
+    """Per queue: pieces that fill, in the order that they keep."""
     holders: Integers
     releases: Integers
-    """Per piece that fills: the holder that keeps one more, and one less, from its start on; -1: none."""
+    """Per piece that fills: the holder that keeps one microbatch more, and the one that keeps one less, from its start on; -1:
+    none."""
     limits: Integers
-    """Per holder: the most that it keeps at a time."""
+    """Per holder: the most microbatches that it keeps at a time."""
     wait_starts: Integers
     waits: Integers
-    """Per piece that keeps its order: times in which it only waits, one after another."""
+    """Per piece that keeps its order: the durations of its waits, in sequence."""
     goes_inside: Bytes
-    """[num_pieces] 1 for pieces that may run in such times of a piece in all their lanes; 2 for those that end with a collective,
-    which starts when that time is over: what needs them may run in a later one. All pieces of a queue have the same lanes."""
+    """[num_pieces] 1 for pieces that may run inside a wait of a piece in all their lanes; 2 for those that also end with a
+    collective, which starts when that wait is over: pieces that need them may run in a later wait. All pieces of a queue have the
+    same lanes."""
     behind: Integers
-    """[num_pieces] the part of their durations that is this collective."""
+    """[num_pieces] the part of their durations that this collective takes."""
 
     def fill(self, *, tolerances: Sequence[int]) -> FilledLanes:
-        """Run all pieces, each lane's own in their order and the filling ones where they fit; with the best of some tolerances.
+        """Run all pieces: each lane's own in order, and the filling ones where they fit; return the best of the tolerances.
 
-        That is the first of those with which all is over first.
+        That is the one that ends first; of equal ones, the first.
 
         A piece starts when its needs have arrived and all its lanes are free. At every moment the ready piece with the longest
-        tail goes first: the longest way from its start to the end of all, over needs and orders. A filler goes before the next
-        piece of a lane's order if its tail is longer, or if it fits: all but the tolerance (percent) of it is over by the time at
-        which that piece could start; but not while its holder is full. Where nothing runs and nothing fits, the filler with the
-        longest tail goes on, and one whose holder is full only if there is no other.
+        tail goes first: the longest path from its start to the end of all work, over needs and orders. A filler goes before the
+        next piece of a lane's order if its tail is longer, or if it fits: all of it but the tolerance (percent) is over by the
+        time at which that piece could start; but never while its holder is full. If nothing runs and nothing fits, the filler
+        with the longest tail runs; one whose holder is full only if there is no other.
 
         When a piece that keeps its order begins, ready fillers of its lanes go into its waits as far as these are long, with the
-        same tolerance; the piece gets longer by what sticks out, and by what collectives behind a wait take beyond the interval
-        that is computed there. What they need is there, or runs before them inside the same piece; what they give is there when
-        that piece ends.
+        same tolerance; the piece gets longer by the excess of the fillers, and by the time for which collectives behind a wait
+        outlast the interval that is computed there. The needs of such fillers are met, or run before them inside the same piece;
+        their results are available when that piece ends.
         O(tolerances x pieces x (lanes + queues)).
         """
         run = fill_idle_lanes_reference if kernels is None else kernels.fill_idle_lanes

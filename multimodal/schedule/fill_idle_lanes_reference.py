@@ -32,7 +32,7 @@ def fill_idle_lanes_reference(
     behind: Integers,
     tolerances: Integers,
 ) -> tuple[Integers, Integers, Integers, int]:
-    """Return all pieces by their start, the piece and the wait in which each runs, and when the last one ends, which is first."""
+    """Return all pieces by their start, the piece and the wait in which each runs, and the earliest end over the tolerances."""
     build = partial(
         _Run,
         durations=durations.tolist(),
@@ -56,7 +56,7 @@ def fill_idle_lanes_reference(
 
 
 class _Run:
-    """The state of one run: the clock, what has begun, and what each piece still waits for."""
+    """The state of one run: the clock, the pieces that have begun, and the open needs of each piece."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class _Run:
                 break
 
     def _measure_tails(self) -> list[int]:
-        """Return the longest way from each piece's start to the end of all, over needs and the lanes' orders."""
+        """Return the longest path from each piece's start to the end of all work, over needs and the lanes' orders."""
         num_users = list(map(len, self.users))
         for earlier in (earlier for row in self.before for earlier in row):
             num_users[earlier] += 1
@@ -166,9 +166,9 @@ class _Run:
         return False
 
     def _fill_waits(self, carrier: int) -> int:
-        """Put ready fillers into the waits of a piece that is about to begin, the most urgent first, as far as they are long.
+        """Put ready fillers into the waits of a piece that is about to begin, the most urgent first, as far as they fit.
 
-        Returns by how much the piece gets longer.
+        Returns the time by which the piece gets longer.
         """
         inside: list[int] = []
         waits, added = self.waits[carrier], 0
@@ -190,7 +190,7 @@ class _Run:
         return added
 
     def _next_inside(self, carrier: int, wait: int, left: dict[int, int]) -> int:
-        """Return the queue whose head is the most urgent one that can run in the rest of a carrier's wait, in its lanes."""
+        """Return the queue with the most urgent head that can run in the rest of a carrier's wait, in its lanes."""
         positions = enumerate(zip(self.queues, self.queue_heads, strict=True))
         heads = {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
         fitting = [
@@ -207,9 +207,9 @@ class _Run:
         return left > 0 and (100 - self.tolerance) * self.inside_durations[piece] <= 100 * left
 
     def _can_go_inside(self, piece: int, carrier: int, wait: int) -> bool:
-        """Return True if all that it needs is there, or runs before it inside the same piece in the same lanes.
+        """Return True if all its needs are met, or run before it inside the same piece in the same lanes.
 
-        In an earlier wait, if a collective lies between.
+        A need that ends with a collective must be in an earlier wait.
         """
         return all(
             (
@@ -232,7 +232,7 @@ class _Run:
         return True
 
     def _expected_start(self, piece: int) -> int:
-        """Return when a piece that keeps its order could start if no filler were begun any more."""
+        """Return the time at which a piece that keeps its order could start if no further filler began."""
         stack = [piece]
         while stack:
             top = stack[-1]
@@ -276,7 +276,7 @@ class _Run:
         self.expected.clear()
 
     def _pass_time(self) -> bool:
-        """Go on to the next moment at which something ends or arrives; False if there is none."""
+        """Advance to the next moment at which something ends or arrives; False if there is none."""
         while self.moments and self.moments[0] <= self.now:
             heapq.heappop(self.moments)
         if self.moments:

@@ -1,4 +1,4 @@
-"""Fill the time in which a pipeline's lanes would wait, by durations: with work that leaves its order (Optimus, Algorithm 2)."""
+"""Fills the waiting time of a pipeline's lanes, by durations, with work that may leave its order (Optimus, Algorithm 2)."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -24,14 +24,15 @@ from multimodal.values.step_graph import StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, step_work
 
 TOLERANCES = (0, 20, 40, 60, 80, 100)
-"""Percent of an encoder's computation that may stick out of a bubble; the one with the shortest step is taken."""
+"""Percentages of an encoder's computation that may exceed a bubble; the one with the shortest step is taken."""
 FINE_TOLERANCES = (0, 25, 50, 75)
-"""The same for single segments, in waits as well; what sticks out there makes the LLM's computation longer."""
+"""The same for single segments, also inside waits; there, the excess prolongs the LLM's computation."""
 MOST_WORK = 300_000_000
-"""Pieces times queues of a pipeline up to which it is filled: about a second. The more there are, the fewer tolerances are tried;
-beyond, where routes tie many pipelines together, its encoders run as in 1F1B."""
+"""Largest product of pieces and queues of a pipeline that is filled: about a second. Large pipelines try fewer tolerances; beyond
+this limit, where routes connect many pipelines, encoders run as in 1F1B."""
 MOST_SEGMENTS = 60_000
-"""Segments of encoders that are placed one by one: as many pipelines as that allows, those that are alike once."""
+"""Most segments of encoders that are placed one by one, over as many pipelines as possible; pipelines that are alike count
+once."""
 _NANOSECONDS = 1e9
 _FORWARD, _BACKWARD, _WEIGHT_GRADIENT, _REDUCTION = (
     KIND_NUMBERS[kind]
@@ -43,17 +44,17 @@ class Movable(NamedTuple):
     """The work of a schedule that leaves its order in line to fill the time in which lanes would wait."""
 
     fills: NDArray[np.bool_]
-    """[num_computed] True where a computation does; all others keep their order."""
+    """[num_computed] True for computations that fill; all others keep their order."""
     waits: Waits
-    """Pairs of which the first computation begins when the second is over, beside what the step needs."""
+    """Pairs of computations, the first of which begins after the second has ended, in addition to the step's needs."""
     memory_factor: float | None = None
-    """For `encoder_limits`, where forwards of encoders are among it; None: they are not."""
+    """Argument of `encoder_limits` if forwards of encoders are movable; None: they are not."""
     goes_inside: bool = False
     """True if encoders may be cut into segments that run inside the LLM's computations."""
 
 
 class FilledPipelines(NamedTuple):
-    """A schedule, and when the last of its pipelines ends; infinite where any is as 1F1B orders it."""
+    """A schedule, and the end of its last pipeline; infinite if any pipeline runs in the order of 1F1B."""
 
     schedule: Schedule
     end: float
@@ -62,7 +63,7 @@ class FilledPipelines(NamedTuple):
 def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> FilledPipelines:
     """Fill every pipeline of a step with what is movable, by the durations of `costs`.
 
-    in_line: of a step that is cut nowhere but into input and weight gradients, in the compute dialect, without collectives.
+    in_line: of a step in the compute dialect without collectives, cut only into input and weight gradients.
     """
     step = in_line.step
     whole = _Filling(in_line, step, costs, movable)
@@ -84,9 +85,9 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
 
 
 def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, movable: Movable) -> "_Filling | None":
-    """Cut the encoders of as many pipelines as may be; None where nothing can run inside the LLM's computations.
+    """Cut the encoders of as many pipelines as allowed; None if nothing can run inside the LLM's computations.
 
-    Nothing can where these tell nobody when they wait, and where replicas share weights, which they must gather in one order.
+    That is so if the computations do not report their waits, or if replicas share weights, which they must gather in one order.
     """
     step = whole.cut
     units = frozenset(shared_encoders(step)).difference(place.unit for place in step.cuts.split)
@@ -104,7 +105,7 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
 
 
 class _Filling:
-    """One way to fill the pipelines of a step, whose encoders are whole or cut into ranges of segments."""
+    """One way to fill the pipelines of a step: with whole encoders, or with encoders cut into ranges of segments."""
 
     def __init__(
         self,
@@ -116,10 +117,10 @@ class _Filling:
         inside: frozenset[str] = frozenset(),
         lanes: Collection[int] | None = None,
     ) -> None:
-        """Ask for all costs.
+        """Take all values from the costs.
 
-        in_line: of the uncut step; inside: encoders that may run inside the LLM's work;
-        lanes: those of the pipelines that are filled; None: all.
+        in_line: of the uncut step; inside: encoders that may run inside the LLM's work; lanes: those of the pipelines that are
+        filled; None: all.
         """
         self.in_line, self.cut = in_line, cut
         self.work, uncut = step_work(cut), in_line.work
@@ -128,7 +129,7 @@ class _Filling:
             self.limits = encoder_limits(cut, costs, memory_factor=movable.memory_factor)
         self.parts = Parts.of(uncut, self.work)
         self.piece_of_part = np.zeros(self.work.num_computed, np.int64)
-        """[num_computed] the piece of the uncut step."""
+        """[num_computed] the piece of the uncut step that each piece is part of."""
         whole = np.flatnonzero(self.parts.first >= 0)
         self.piece_of_part[self.parts.expand(whole)] = np.repeat(whole, self.parts.counts[whole])
         self.tolerances = FINE_TOLERANCES if inside else TOLERANCES
@@ -136,11 +137,11 @@ class _Filling:
         self.fills, waits = movable.fills, movable.waits
         self.delayed, self.awaited = self.parts.first[waits.waiting], self.parts.first[waits.awaited]
         self._known: dict[int, LanesToFill] = {}
-        """Of the first pipeline of each group that `alike_pipelines` found, by its first lane."""
+        """First lane -> what to fill, for the first pipeline of each group that `alike_pipelines` found."""
         self._time(costs, inside, lanes)
 
     def _time(self, costs: StepCosts, inside: Collection[str], lanes: Collection[int] | None) -> None:
-        """Ask for durations of computations, delays of messages and waits of what keeps its order, in nanoseconds."""
+        """Take durations of computations, delays of messages and waits of work that keeps its order, in nanoseconds."""
         work = self.work
         is_asked = work.kinds != _REDUCTION
         if lanes is not None:
@@ -154,7 +155,7 @@ class _Filling:
         delays = np.zeros(work.num_messages + 1, np.int64)
         delays[messages] = nanoseconds[len(computed) :]
         self.delays = delays[work.message_of_need]
-        """[num_needs] none where nothing is sent."""
+        """[num_needs] 0 where nothing is sent."""
         keeping = computed[~self.fills[self.piece_of_part[computed]]] if inside else computed[:0]
         starts, waits = costs.waits(work, keeping)
         counts = np.zeros(work.num_computed, np.int64)
@@ -176,7 +177,7 @@ class _Filling:
         return bool((self.parts.counts[self.piece_of_part[self._pieces_of(pipeline)]] > 1).any())
 
     def alike_pipelines(self) -> list[list[Integers]]:
-        """Return the lanes of all pipelines of a whole step, those together that are alike."""
+        """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""
         found: dict[bytes, list[Integers]] = {}
         for pipeline in map(np.array, self.cut.once(connected_lanes)):
             pieces = self._pieces_of(pipeline)
@@ -188,26 +189,26 @@ class _Filling:
         return list(found.values())
 
     def moved(self, placed: "Sequence[PlacedParts]", source: Integers, target: Integers) -> "Sequence[PlacedParts]":
-        """Return the work that one pipeline's lanes have as that of another one, which is alike."""
+        """Return the work of one pipeline's lanes as that of another pipeline, which is alike."""
         if source is target:
             return placed
         counterpart = np.full(self.work.num_computed + 1, NO_CARRIER)
         counterpart[self._pieces_of(source)] = self._pieces_of(target)
 
         def moved(pieces: Integers) -> Integers:
-            found: Integers = counterpart[pieces]  # of no carrier, the last one
+            found: Integers = counterpart[pieces]  # -1 (no carrier) reads the last entry
             return found
 
         return [lane._replace(pieces=moved(lane.pieces), carriers=moved(lane.carriers)) for lane in placed]
 
     def in_order(self, pipeline: Integers) -> list[PlacedParts]:
-        """Return the work of a pipeline's lanes as 1F1B orders it."""
+        """Return the work of a pipeline's lanes in the order of 1F1B."""
         rows = (self.in_line.lane_pieces(lane) for lane in pipeline.tolist())
         kept = (row[self.parts.first[row] >= 0] for row in rows)
         return [PlacedParts(row, np.zeros_like(row), *[np.full(len(row), -1)] * 3) for row in kept]
 
     def fill(self, pipeline: Integers) -> "_FilledPipeline | None":
-        """Fill a pipeline, or none that is too large."""
+        """Fill a pipeline; None if it is too large."""
         pieces = self._pieces_of(pipeline)
         to_fill = self._known.get(int(pipeline[0])) or self._lanes_to_fill(pieces, pipeline)
         size = len(pieces) * (len(to_fill.queue_starts) - 1)
@@ -227,7 +228,7 @@ class _Filling:
         return [PlacedParts(*(column[ordered[of_piece == index]] for column in columns)) for index in range(filled.num_lanes)]
 
     def _boundaries(self, pieces: Integers) -> Integers:
-        """Return the segment at which each part begins, of a backward's part the one at which it ends."""
+        """Return the segment at which each part begins; for a backward's part, the segment at which it ends."""
         first, end = (bounds[pieces] for bounds in self.work.pieces.segment_bounds)
         found: Integers = np.where(self.work.kinds[pieces] == _FORWARD, first, end)
         return found
@@ -250,9 +251,9 @@ class _Filling:
         return {pipeline[0]: row for pipeline, row in zip(pipelines, rows, strict=True)}
 
     def _lanes_to_fill(self, pieces: Integers, pipeline: Integers) -> LanesToFill:
-        """Return a pipeline's part of a step, pieces and lanes numbered anew: encoders fill, all else keeps its order.
+        """Return a pipeline's part of a step with its own numbers of pieces and lanes: encoders fill, all else keeps its order.
 
-        Forwards and backwards of one encoder stage keep their order among themselves, the one in which they are needed.
+        Forwards and backwards of one encoder stage keep the order in which they are needed.
         """
         work, uncut = self.work, self.in_line.work
         local_piece, local_lane = np.full(work.num_computed, -1), np.full(self.in_line.num_lanes, -1)
@@ -290,7 +291,7 @@ class _Filling:
         )
 
     def _needs(self, pieces: Integers, local_piece: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return the needs of a pipeline's pieces, numbered anew, and delays: of the step, and of what waits for room."""
+        """Return the needs of a pipeline's pieces in its own numbers, with delays: the step's, and those of `Movable.waits`."""
         starts, needs = take_rows(self.work.need_starts, np.arange(len(self.work.needs)), pieces)
         owners, awaited = local_piece[self.delayed], local_piece[self.awaited]
         is_here = owners >= 0
@@ -301,7 +302,7 @@ class _Filling:
         return starts, needed[order], delays[order]
 
     def _holders(self, pieces: Integers) -> tuple[Integers, Integers, Integers]:
-        """Return, of each piece, the stage that keeps one microbatch more and one less from its start on; and stages' limits."""
+        """Return, for each piece, the stages that keep one microbatch more and one less from its start on; and stages' limits."""
         whole, kinds = self.piece_of_part[pieces], self.work.kinds[pieces]
         stages, stage_of_piece = np.unique(self.work.computed_stages[pieces], return_inverse=True)
         limits = self.limits[stages]

@@ -1,9 +1,9 @@
-"""Work inside computations: which computation carries it, and how long a carrier takes with it.
+"""Work inside computations: the carrier of each, and the duration of carriers with it.
 
-A carrier is a sequence of intervals in which it computes, all of one length, and of waits between them; with what runs inside, it
-is one computation to all others: it begins when everything is there that it or any work inside needs, and what that gives is
-there when the carrier ends. So neither the order of lanes nor the simulator knows of more than computations. Collectives of the
-work in a wait start when the wait is over, and run beside the next interval, which is as long as they are if that is longer.
+A carrier is a sequence of intervals of equal length in which it computes, and of waits between them. To all other work, a carrier
+with the work inside it is one computation: it begins when its needs and those of the work inside are met, and all results are
+available when it ends. So lane orders and the simulator only deal with whole computations. Collectives of the work in a wait
+start when the wait is over, and run beside the next interval, which is prolonged if they take longer.
 """
 
 from dataclasses import dataclass
@@ -30,11 +30,11 @@ class InsideSlots:
     slots: Integers
     """Ascending."""
     carrier_slots: Integers
-    """The slot of each one's carrier, the next computation in line; -1: there is none."""
+    """The slot of each one's carrier, the next computation in line; -1: none."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "InsideSlots":
-        """Find them. O(slots)."""
+        """Find the slots. O(slots)."""
         slots = np.flatnonzero(schedule.modes == SlotMode.INSIDE)
         is_carrier = (schedule.modes == SlotMode.IN_LINE) & (schedule.work.resources[schedule.pieces] == _COMPUTE)
         carriers = np.append(np.flatnonzero(is_carrier), len(schedule.pieces))
@@ -49,13 +49,13 @@ class InsideSlots:
 
     @cached_property
     def carriers(self) -> Integers:
-        """The piece of work that carries each; itself where it has no carrier, so that it never runs."""
+        """The piece of work that carries each; the piece itself if there is no carrier, so that it never runs."""
         found: Integers = np.where(self.carrier_slots < 0, self.pieces, self.schedule.pieces[self.carrier_slots])
         return found
 
     @cached_property
     def waits(self) -> Integers:
-        """The carrier's wait in which each runs."""
+        """The index of the carrier's wait in which each runs."""
         return self.schedule.waits[self.slots]
 
     @cached_property
@@ -65,13 +65,13 @@ class InsideSlots:
 
     @cached_property
     def hosts(self) -> Integers:
-        """[num_pieces] the piece as part of which a piece runs: its carrier, or itself."""
+        """[num_pieces] the computation that a piece is part of when it runs: its carrier, or itself."""
         hosts = np.arange(self.schedule.work.num_pieces(lowered=self.schedule.lowered))
         hosts[self.pieces] = self.carriers
         return hosts
 
     def joined_needs(self) -> tuple[Integers, Integers]:
-        """Return what each piece needs (starts, pieces), where a carrier needs what the work inside it needs."""
+        """Return the pieces that each piece needs (starts, pieces); a carrier also has the needs of the work inside it."""
         starts, needs = self.schedule.work.needs_in(lowered=self.schedule.lowered)
         owners, needed = self.hosts[row_numbers(starts)], self.hosts[needs]
         is_other = owners != needed
@@ -103,11 +103,11 @@ def time_carriers(
     durations: Floats,
     behind: Floats,
 ) -> CarrierTimes:
-    """Return how carriers run: they compute in equal intervals, and every wait is as long as itself or what fills it in any lane.
+    """Return the times of carriers: they compute in equal intervals, and a wait lasts as long as the longest work inside it.
 
-    carriers: pieces, ascending, each once; seconds: of each one alone, waits included; waits: seconds of its waits, as rows; one
-    of which nothing is said takes no time; durations, behind: seconds of the work inside, slot by slot, and of the collective
-    behind it. O(slots log slots + waits).
+    carriers: pieces, ascending, each once; seconds: of each carrier alone, waits included; waits: seconds of its waits, as rows
+    (missing ones take no time); durations, behind: seconds of the work inside, slot by slot, and of the collective behind it.
+    O(slots log slots + waits).
     """
     owners = np.searchsorted(carriers, inside.carriers)
     num_used = np.zeros(len(carriers), np.int64)
@@ -135,7 +135,7 @@ def _row_sums(starts: Integers, values: Floats) -> Floats:
 
 
 def _before_in_group(groups: Integers, values: Floats) -> Floats:
-    """Return the sum of the values that stand before each one in its group."""
+    """Return the sum of the values before each value in its group."""
     order = np.argsort(groups, kind="stable")
     before = np.cumsum(values[order]) - values[order]
     first = np.searchsorted(groups[order], groups[order])

@@ -30,40 +30,41 @@ class Policy:
     """A builder's rules beyond the dependencies: limits, order and urgency."""
 
     forward_limits: Mapping[StageKey, int] = field(default_factory=dict)
-    """Most microbatches in flight per stage, or per group of stages; those that are not named are unlimited."""
+    """Most microbatches in flight per stage, or per group of stages; stages without an entry are unlimited."""
     forward_floors: Mapping[StageKey, int] = field(default_factory=dict)
-    """Per stage or group: a backward waits for forwards while fewer microbatches are in flight and any is left to start."""
+    """Per stage or group: a backward waits while fewer microbatches are in flight and forwards are left to start."""
     storage_limits: Mapping[StageKey, int] = field(default_factory=dict)
     """Most microbatches between forward and weight gradient, per stage or group; for split backwards."""
     group_of: Mapping[StageKey, StageKey] = field(default_factory=dict)
-    """Stage -> the stage that names the group sharing its limit; by default every stage is its own group."""
+    """Stage -> the stage that represents the group sharing its limit; by default every stage is its own group."""
     phase: Callable[[StepWork], Integers] | None = None
-    """[num_computed] phases: a lane ends each before the next; no action may have a higher one than an action that needs it."""
+    """[num_computed] phases: a lane finishes each before the next; no action may have a later phase than an action that needs
+    it."""
     orders: Sequence[Integers] = ()
-    """Pieces that run in just this order; together with the dependencies they must not form a circle."""
+    """Pieces that run exactly in this order; together with the dependencies the orders must not form a circle."""
     forwards_go_first: bool = False
-    """True if forwards inside their limits are more urgent than backwards (tight limits, strictly in turns)."""
+    """True if forwards within their limits are more urgent than backwards (with tight limits, strictly in turns)."""
     urgent: frozenset[Action] = frozenset()
-    """Actions that, once ready, go before all others."""
+    """Actions that precede all others once they are ready."""
     rank: Callable[[StepWork], Sequence[Integers]] | None = None
-    """Order of equally urgent actions: lower ranks go first. Columns of [num_computed], of which the first counts most."""
+    """Order of equally urgent actions: lower ranks go first. Columns of [num_computed], the most significant first."""
 
 
 def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
     """Build a compute-dialect schedule by letting every lane always take its most urgent ready action.
 
     An action is ready when its dependencies are done; forwards of one stage go in microbatch order. Backwards are more urgent
-    than forwards (or the other way round, see `Policy`), both more than weight gradients, which so fill what would be idle; then
+    than forwards (or the other way round, see `Policy`), and both more than weight gradients, which thus fill idle time; then
     downstream units come before upstream ones, then lower microbatches. An action of several lanes starts when it is the most
     urgent one in all of them: the order is the same everywhere, so the lanes never wait for each other in a circle.
 
-    A microbatch is in flight in a stage from its forward to its backward (or input gradient) or, where there is none, to its
+    A microbatch is in flight in a stage from its forward to its backward (or input gradient) or, if there is none, to its
     consumers' forwards; it is stored until its weight gradient. A forward beyond its stage's limits waits, and so does a backward
-    below its stage's floor: with floor and limit alike a stage alternates strictly, whatever the clock says. When nothing else is
-    left to do, the earliest such backward, or else forward, is admitted all the same, so every assignment finishes. Gradients are
-    reduced where `place_reductions` puts that.
+    below its stage's floor: with equal floor and limit a stage alternates strictly, whatever the clock says. When nothing else is
+    left to do, the earliest such backward, or else forward, is admitted nevertheless, so every assignment finishes.
+    `place_reductions` places the reductions of gradients.
 
-    Runs as a C++ kernel where that is built, with the same result. O((actions + dependencies) log actions).
+    Runs as a C++ kernel, with the same result, if the kernels are built. O((actions + dependencies) log actions).
     """
     listed, arrays = _list_pieces(step, policy)
     run = list_schedule_reference if kernels is None else kernels.list_schedule
@@ -79,7 +80,7 @@ def forwards_first(work: StepWork) -> Integers:
 
 
 def split_all(step: StepGraph) -> StepGraph:
-    """Return the step with every backward cut into an input gradient and, where something is trained, a weight gradient."""
+    """Return the step with every backward cut into an input gradient and, if weights are trained, a weight gradient."""
     counts = {stage: step.num_microbatches(*stage[:2]) for stage in step.stages if step.backward_need(*stage).has_backward}
     return step.with_cuts(Cuts(split=StageSplit({stage: count for stage, count in counts.items() if count})))
 
@@ -87,13 +88,12 @@ def split_all(step: StepGraph) -> StepGraph:
 def place_reductions(schedule: Schedule) -> Schedule:
     """Put the gradient reductions into a compute-dialect schedule that has none.
 
-    A lane only starts a reduction there, so that it hides behind what the lane computes afterwards. It stands right after its
-    stage's last backward or weight gradient in the lane, but after the lane's earlier reductions in one order for all lanes:
-    downstream units first, then later stages, the order in which backwards end; units without microbatches last. A stage without
-    microbatches on this replica, whose part is done at once, waits for the lane's end: early, it would hold the lane up until the
-    others come.
+    A lane only starts a reduction at its slot, so that it hides behind the lane's later computations. The slot is right behind
+    the stage's last backward or weight gradient in the lane, but behind the lane's earlier reductions in one order for all lanes:
+    downstream units first, then later stages (the order in which backwards end); units without microbatches last. A stage without
+    microbatches on this replica reduces at the lane's end: earlier, it would hold the lane up until the other replicas come.
 
-    Where lanes would wait for each other in a circle if a reduction blocked its lane, all reductions stand at the lanes' ends.
+    If lanes would wait for each other in a circle when reductions block, all reductions are at the lanes' ends.
     O(actions + dependencies).
     """
     lanes, reductions = _reductions(schedule.work)
@@ -106,7 +106,7 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
 
 def _reductions(work: StepWork) -> tuple[Integers, Integers]:
-    """Return the lane and the piece of every reduction, lane after lane, in the order in which all lanes do them."""
+    """Return the lane and the piece of every reduction, lane after lane, in the order that all lanes follow."""
     pieces = np.flatnonzero(work.kinds == _REDUCTION)
     stages = work.computed_stages[pieces]
     is_idle = np.array([unit.placed.num_microbatches == 0 for unit in work.pieces.units.values()], bool)
@@ -219,7 +219,7 @@ def _links(work: StepWork, listed: Integers, flags: Bytes, policy: Policy) -> tu
 
 
 def _neighbors(orders: Sequence[Integers]) -> tuple[Integers, Integers]:
-    """Return all pairs of pieces that follow each other in an order."""
+    """Return all pairs of consecutive pieces in the orders."""
     pieces = np.concatenate([np.zeros(0, np.int64), *orders])
     is_last = np.zeros(len(pieces), bool)
     is_last[np.cumsum(list(map(len, filter(len, orders))), dtype=np.int64) - 1] = True

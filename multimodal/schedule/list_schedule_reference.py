@@ -50,7 +50,7 @@ def list_schedule_reference(
 
 @dataclass
 class _Run:
-    """The state of one run: what each action still waits for, and per group of stages how much is in flight."""
+    """The state of one run: the open needs of each action, and the microbatches in flight per group of stages."""
 
     lanes: list[list[int]]
     num_lanes: int
@@ -108,7 +108,7 @@ class _Run:
         return min((index for group in waiting for index in group), key=lambda index: (self.microbatches[index], index))
 
     def _hold_phases(self) -> None:
-        """Make every action wait, once per lane of its, for that lane's earlier phases."""
+        """Make every action wait, once per lane, for that lane's earlier phases."""
         for phase, lanes in zip(self.phases, self.lanes, strict=False):
             for lane in lanes:
                 self.num_left[lane][phase] += 1
@@ -136,7 +136,7 @@ class _Run:
         return self.flags[index] & (_IS_FORWARD | _HAS_GRADIENT) == _IS_FORWARD | _HAS_GRADIENT
 
     def _let_back_on_time(self, group: int) -> None:
-        """Release the backwards for which enough microbatches are in flight, or no forward is left to wait for."""
+        """Release the backwards that have enough microbatches in flight, or no forwards left to wait for."""
         while self.early[group] and (self.begun[group] >= self.forward_floors[group] or self.to_begin[group] == 0):
             self._let_back(min(self.early[group]))
 
@@ -184,7 +184,7 @@ class _Run:
         heapq.heappush(self.running, (self.now + self.costs[index], index))
 
     def _finish_next(self) -> None:
-        """Advance the clock to the next completion and finish everything that completes then."""
+        """Advance the clock to the next completion and finish all actions that complete then."""
         self.now = self.running[0][0]
         while self.running and self.running[0][0] == self.now:
             self._finish(heapq.heappop(self.running)[1])

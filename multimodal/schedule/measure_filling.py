@@ -23,22 +23,22 @@ _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
 
 class Filling(NamedTuple):
-    """Shares of the encoders' time that lie in bubbles: their seconds in all lanes, less what they add to the step there."""
+    """Shares of the encoders' time that lie in bubbles: their seconds in all lanes, less the time that they add to the step."""
 
     eff_coarse: float
     """With all encoder forwards before the LLM's work, and all encoder backwards after it."""
     eff_fine: float
     """In the order of the schedule."""
     alone: Simulation
-    """The step with encoders that take no time."""
+    """The step if encoders took no time."""
     filled: Simulation
-    """The step."""
+    """The step in the order of the schedule."""
 
 
 def measure_filling(builder: Builder, step: StepGraph, costs: StepCosts, *, passes: Sequence[Pass] = ()) -> Filling | None:
-    """Simulate a step without its encoders' time, with it around the LLM's, and as `builder` orders it.
+    """Simulate a step with encoders that take no time, with encoders around the LLM's work, and as `builder` orders it.
 
-    None where encoders compute nothing. Raises ScheduleError as the builder does.
+    None if encoders compute nothing. Raises ScheduleError as the builder does.
     """
     ordered = builder(step)
     coarse = order_coarsely(ordered)
@@ -83,7 +83,7 @@ def _lane_seconds(found: Simulation, units: frozenset[str]) -> float:
 
 
 def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> NDArray[np.bool_]:
-    """Return which of these computations are of the units."""
+    """Return which of these computations belong to the units."""
     found: NDArray[np.bool_] = np.array([unit in units for unit, _, _ in work.stages], bool)[work.computed_stages[pieces]]
     return found
 

@@ -1,4 +1,4 @@
-"""Collectives of tensor parallel ranks that pieces of work wait for, or have behind them: only these may run inside others."""
+"""Tensor parallel collectives in and behind pieces of work, which determine the pieces that may run inside others."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -16,27 +16,27 @@ from multimodal.values.step_work import StepWork
 
 Bools = NDArray[np.bool_]
 MOST_COLLECTIVES = RunOptions(transformer_impl="local", recompute="full", sequence_parallel=True)
-"""Options of a run whose layers have all the collectives that there are."""
+"""Options of a run whose layers have every possible collective."""
 
 
 class PieceCollectives(NamedTuple):
     """Facts of pieces; columns of one length."""
 
     fits_inside: Bools
-    """True where nothing is waited for in the piece itself."""
+    """True if the piece itself waits for no collective."""
     ends_with_one: Bools
-    """True where a collective lies behind the piece, which what continues it waits for."""
+    """True if a collective follows the piece, for which the pieces that continue it wait."""
 
     @classmethod
     def of(cls, work: StepWork, pieces: Integers, *, options: RunOptions) -> "PieceCollectives":
-        """Find them. O(pieces log pieces)."""
+        """Find the collectives of pieces. O(pieces log pieces)."""
         plans = [work.plan.units[name] for name in work.pieces.units]
         sizes = [max(plan.tensor_sizes) * plan.context_parallel_size for plan in plans]
         fits, ends = np.ones(len(pieces), bool), np.zeros(len(pieces), bool)
         stages, (firsts, lasts) = work.computed_stages[pieces], work.pieces.segment_bounds
         units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
         shared = np.flatnonzero(np.array(sizes)[units] > 1)
-        replicas = np.where(np.array([plan.is_unlike for plan in plans])[units], work.replicas[pieces], 0)  # others' are alike
+        replicas = np.where(np.array([plan.is_unlike for plan in plans])[units], work.replicas[pieces], 0)  # others are alike
         columns = (units, indices, replicas, work.kinds[pieces].astype(np.int64), firsts[pieces], lasts[pieces])
         keys = _as_one_number([each[shared] for each in columns])
         _, examples, which = np.unique(keys, return_index=True, return_inverse=True)
@@ -60,7 +60,7 @@ def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tu
 
 
 def shared_encoders(step: StepGraph) -> Iterator[str]:
-    """Yield the encoders of which ranges of segments may run inside other computations: whose tokens no ranks share."""
+    """Yield the encoders whose ranges of segments may run inside other computations: those whose tokens no ranks share."""
     for unit in step.graph.encoders:
         if step.plan.units[unit.name].context_parallel_size == 1:
             yield unit.name
@@ -69,5 +69,5 @@ def shared_encoders(step: StepGraph) -> Iterator[str]:
 def _as_one_number(columns: Sequence[Integers]) -> Integers:
     found = np.zeros_like(columns[0])
     for column in columns:
-        found = found * (2 + column.max(initial=0)) + column + 1  # they are -1 or more
+        found = found * (2 + column.max(initial=0)) + column + 1  # values are -1 or more
     return found

@@ -1,4 +1,4 @@
-"""Decide where fillers run, before the step does: nobody asks a device whether a message has come."""
+"""Decides where fillers run before the step starts, so that no rank has to ask a device if a message has arrived."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -16,10 +16,10 @@ _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
 
 def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
-    """Return a valid lowered schedule with every filler in line, where it runs in a simulation at these costs.
+    """Return a valid lowered schedule with every filler in line, at its place in a simulation with these costs.
 
-    That is before its carrier, while this would wait, or right behind the carrier. Both orders are
-    valid, and only weight gradients fill, which nobody waits for; so even lanes that go by other costs fit together.
+    That place is before its carrier, while the carrier would wait, or right behind the carrier. Both orders are valid, and only
+    weight gradients fill, for which no lane waits; so lanes that use other costs still fit together.
     O(actions + dependencies).
     """
     if not (schedule.modes == SlotMode.FILLS_WAIT).any():
@@ -35,9 +35,9 @@ def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
 
 
 def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple["np.typing.NDArray[np.bool_]", Integers]:
-    """Return [num_slots]: True for fillers that start when their carrier has ended; and the slot that runs in each one's place.
+    """Return [num_slots]: True for fillers that start when their carrier has ended; and the slot that runs in place of each slot.
 
-    Fillers of one carrier run in the order of their starts: one whose needs are not met is passed over.
+    Fillers of one carrier run in the order of their starts: fillers with unmet needs are passed over.
     """
     schedule = compiled.schedule
     starts, ends = (np.full(len(schedule.pieces), np.nan) for _ in range(2))
@@ -54,7 +54,7 @@ def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple["np.ty
 
 
 def _carriers(schedule: Schedule) -> Integers:
-    """[num_slots]: the slot of the next computation in line, -1 where the lane has none."""
+    """Return [num_slots]: the slot of the next computation in line; -1 if the lane has none."""
     resources = schedule.work.resources[schedule.pieces]
     own = np.where((resources == _COMPUTE) & (schedule.modes == SlotMode.IN_LINE), np.arange(len(resources)), len(resources))
     following = np.minimum.accumulate(own[::-1])[::-1]

@@ -1,4 +1,4 @@
-"""Simulate a step: how long a lowered schedule takes at given costs, and where its time goes."""
+"""Simulates a step: the duration of a lowered schedule at given costs, and the distribution of its time."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
@@ -24,24 +24,24 @@ from multimodal.values.timeline import Timeline, TimelineEvent
 
 @dataclass(frozen=True)
 class Simulation:
-    """The result of `simulate_schedule`. `timeline` and `stage_seconds` are made when first asked for."""
+    """The result of `simulate_schedule`. `timeline` and `stage_seconds` are made on first access."""
 
     iteration_seconds: float
     """Seconds from the step's start until all work has ended, messages and collectives included."""
     ideal_seconds: float
     """Total seconds of computations over the number of lanes: no schedule of these computations is shorter."""
     mfu: float
-    """The model's FLOPs over those that all ranks could do in this time at their peak; 0 where either is unknown."""
+    """The model's FLOPs over those that all ranks could do in this time at their peak; 0 if either is unknown."""
     bubble: Mapping[str, float]
     """Kind (`BUBBLE_KINDS`) -> fraction of lane time; with `busy_fraction` they sum to 1."""
     busy_seconds: tuple[float, ...]
     """Per lane the time in which it computes; waits for tensor parallel collectives inside a layer are not counted."""
     peak_activation_bytes: tuple[int, ...]
-    """Per lane, of each of its ranks: the most that its places keep at one time."""
+    """[num_lanes] for each rank of the lane: the most bytes that its places keep at one time."""
     peak_total_bytes: tuple[int, ...]
-    """Per lane, of each of its ranks: the peak of activations, and weights, gradients and optimizer state."""
+    """[num_lanes] for each rank of the lane: the peak of activations, plus weights, gradients and optimizer state."""
     num_microbatches: int
-    """Microbatches of the unit that has most, over all its replicas."""
+    """Microbatches, over all replicas, of the unit that has most."""
     compiled: CompiledSchedule
     """The schedule as arrays."""
     times: EventTimes
@@ -54,17 +54,17 @@ class Simulation:
 
     @property
     def busy_fraction(self) -> float:
-        """Fraction of lane time in which something is computed."""
+        """Fraction of lane time in which lanes compute."""
         return sum(self.busy_seconds) / (self.num_lanes * self.iteration_seconds) if self.iteration_seconds else 0.0
 
     @property
     def peak_memory_bytes(self) -> int:
-        """The most that any rank needs."""
+        """The largest peak of any rank."""
         return max(self.peak_total_bytes, default=0)
 
     @cached_property
     def timeline(self) -> Timeline:
-        """Computations, and the time that lanes waited for receives, sends and collectives, as a run measures them."""
+        """Computations, and the times that lanes waited for receives, sends and collectives, as a run measures them."""
         return build_timeline(self.compiled, self.times)
 
     @cached_property
@@ -81,11 +81,11 @@ class Simulation:
 def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
     """Run a valid lowered schedule on a clock, as the executor would run it.
 
-    Lanes run their lists in order. Computations wait for what they need and occupy the lane; sends are started, and occupy the
-    lane's sending, the receivers' receiving and a shared link, one after another, then take their latency; receives are only
-    posted; collectives are started, and run once all replicas have started theirs. See `simulate_events` for the rules.
+    Lanes run their lists in order. Computations wait for their needs and occupy the lane. Sends are started by a lane; they
+    occupy its sending, the receivers' receiving and a shared link, one after another, then take their latency. Receives are only
+    posted. Collectives are started by a lane, and run once all replicas have started theirs. See `simulate_events` for the rules.
 
-    Raises ScheduleError when the schedule cannot finish or lacks an action that another needs; ConfigError for costs that are
+    Raises ScheduleError if the schedule cannot finish or lacks an action that another one needs; ConfigError for costs that are
     negative or not finite. O((actions + dependencies) log lanes).
     """
     compiled = compile_schedule(schedule).with_costs(costs)
@@ -111,18 +111,18 @@ def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
 
 
 def simulate_seconds(compiled: CompiledSchedule, costs: StepCosts) -> float:
-    """Return `simulate_schedule`'s iteration time alone, for a schedule that is simulated under one set of costs after another.
+    """Return only `simulate_schedule`'s iteration time, for a schedule that is simulated under many sets of costs.
 
-    Raises what `simulate_schedule` raises.
+    Raises the same errors as `simulate_schedule`.
     """
     timed = compiled.with_costs(costs)
     return _iteration_seconds(timed, _run(timed))
 
 
 def timeline_of_unit_costs(schedule: Schedule) -> Timeline:
-    """Simulate a valid schedule of either dialect with `UnitCosts`: how its shape looks when every microbatch is alike.
+    """Simulate a valid schedule of either dialect with `UnitCosts`, which shows its shape with equal microbatches.
 
-    In the lowered dialect the time that a lane stands still for a message is an event of its receive. Raises ScheduleError
+    In the lowered dialect the time for which a lane waits for a message is an event of its receive. Raises ScheduleError
     when the schedule cannot finish.
     """
     compiled = compile_schedule(schedule).with_costs(UnitCosts(schedule.step))
@@ -140,7 +140,7 @@ def _iteration_seconds(compiled: CompiledSchedule, times: EventTimes) -> float:
 
 
 def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
-    """Raise ScheduleError, with every lane's place, when something never ran."""
+    """Raise ScheduleError, with every lane's position, if any work never ran."""
     never = np.isnan(times.end_seconds)
     if not never.any():
         return
@@ -158,7 +158,7 @@ def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
 def build_timeline(compiled: CompiledSchedule, times: EventTimes) -> Timeline:
     """Build the timeline of computations, sends, collectives and waits for receives. O(actions log).
 
-    What runs inside a computation has an event within that of its carrier; nothing in line has one of zero length.
+    Work inside a computation has an event within its carrier's; work in line has none if its length is zero.
     """
     schedule, start, end = compiled.schedule, times.start_seconds, times.end_seconds
     inside = [] if compiled.inside is None else _inside(compiled, compiled.inside, times)
@@ -182,7 +182,7 @@ def _inside(compiled: CompiledSchedule, inside: InsideSlots, times: EventTimes) 
 
 
 def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]:
-    """Return the receives that lanes stood still for: from when the lane was free, or the one before it came, to the arrival."""
+    """Return the waits for receives: from when the lane was free, or the previous message came, to the arrival."""
     arrays, pieces = compiled.arrays, compiled.schedule.pieces
     arrival = (times.end_seconds + arrays.latency_seconds).tolist()
     start, end, kinds = times.start_seconds.tolist(), times.end_seconds.tolist(), arrays.kinds.tolist()
@@ -197,7 +197,7 @@ def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]
         free_at = 0.0
         for node in sorted(nodes, key=lambda each: (start[each], end[each])):
             sends = [need for need in needs[need_starts[node] : need_starts[node + 1]] if kinds[need] == NodeKind.SEND]
-            if compiled.together.size:  # others' messages are waited for by their lanes
+            if compiled.together.size:  # lanes also wait for messages of the replicas that they compute with
                 sends = [each for each in sends if lane in receivers[receiver_starts[each] : receiver_starts[each + 1]]]
             for send in sorted(sends, key=arrival.__getitem__):
                 if arrival[send] > free_at:
@@ -211,9 +211,9 @@ def _waits(compiled: CompiledSchedule, times: EventTimes) -> list[TimelineEvent]
 def peak_activation_bytes(
     compiled: CompiledSchedule, times: EventTimes, kept_bytes: Callable[[StepWork, Integers], Integers]
 ) -> tuple[int, ...]:
-    """Return the peak per lane: a place's bytes are kept from its forward's start to the end of its last backward.
+    """Return the peak per lane: a place's bytes are kept from the start of its forward to the end of its last backward.
 
-    A place without a backward keeps its bytes during its forward only. What ends when something else starts is freed first.
+    A place without a backward keeps its bytes during its forward only. At equal times, bytes are freed before others are added.
     O(places log places).
     """
     computed, work = compiled.computed, compiled.schedule.work

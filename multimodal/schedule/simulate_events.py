@@ -1,4 +1,4 @@
-"""The event kernel of the simulator: runs a schedule in the form of arrays on a clock."""
+"""The event kernel of the simulator: runs a schedule in array form on a clock."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ class NodeKind(IntEnum):
     """The kinds of nodes of the event graph."""
 
     COMPUTE = 0
-    """Occupies its lanes; they wait for it."""
+    """Occupies its lanes, which wait for it."""
     SEND = 1
-    """Only started by its lanes; occupies their sending, the receivers' receiving and a link; arrives after a latency."""
+    """Is only started by its lanes; occupies their sending, the receivers' receiving and a link; arrives after a latency."""
     COLLECTIVE = 2
-    """Only started by its lanes; once all have, it occupies their collective resource."""
+    """Is only started by its lanes; once all have started it, it occupies their collective resource."""
 
 
 @dataclass(frozen=True)
 class EventArrays:
-    """One step as a graph of nodes. A collective is one node over the lanes of all replicas; receives are no nodes.
+    """One step as a graph of nodes. A collective is one node for the lanes of all replicas; receives are not nodes.
 
     Rows of variable length are given as `starts` (one more than there are rows) into a flat array.
     """
@@ -37,9 +37,9 @@ class EventArrays:
     lane_starts: Integers
     """[num_lanes + 1] into `lane_nodes`."""
     lane_nodes: Integers
-    """The nodes that each lane comes to, in its order."""
+    """The nodes of each lane, in its order."""
     lane_fillers: Bytes
-    """Per entry of `lane_nodes`: whether it is a filler (of the next computation in its lane that is none)."""
+    """[entries of `lane_nodes`] True for fillers; their carrier is the lane's next computation that is not a filler."""
     kinds: Bytes
     """[num_nodes] `NodeKind`."""
     need_starts: Integers
@@ -49,9 +49,9 @@ class EventArrays:
     receiver_starts: Integers
     """[num_nodes + 1] into `receivers`."""
     receivers: Integers
-    """The lanes that a send goes to."""
+    """The lanes that receive a send."""
     seconds: Floats
-    """[num_nodes] of computing, of occupying send, receive and link, or of the collective."""
+    """[num_nodes] seconds of computing, of occupying send, receive and link, or of the collective."""
     latency_seconds: Floats
     """[num_nodes] from the end of sending to arrival; 0 for other nodes."""
     links: Integers
@@ -74,29 +74,29 @@ class EventTimes:
     """Start and end of every node, in seconds; a send ends when its resources are free again, before it arrives."""
 
     start_seconds: Floats
-    """[num_nodes]; NaN where a node never started."""
+    """[num_nodes] NaN for nodes that never started."""
     end_seconds: Floats
-    """[num_nodes]; NaN where a node never started."""
+    """[num_nodes] NaN for nodes that never started."""
     positions: Integers
-    """[num_lanes] how many entries of `lane_nodes` a lane got past; all of them when it finished."""
+    """[num_lanes] number of entries of `lane_nodes` that the lane passed; all of them if it finished."""
 
 
 _ENDS, _FILLS = 0, 1
-"""Kinds of events in the order in which those of one moment are handled: ends, then the decisions that follow from them."""
+"""Kinds of events, in the order in which events of one moment are handled: ends, then the decisions that follow from them."""
 
 
 def simulate_events(arrays: EventArrays) -> EventTimes:
     """Run every lane in its order, each node as early as its needs and resources allow.
 
-    A computation starts when all its lanes have come to it and its needs have ended. Sends and collectives are only started by
-    their lanes: a send occupies its lanes' sending, the receivers' receiving and its link together, as soon as all of these
-    have done what they were given before; a collective that all its lanes have started occupies their collective resource.
-    While a computation waits, the fillers before it run one after another, as long as it still waits when the next would start;
-    one whose own needs are not met then is passed over, as is one of several lanes. What is left runs right after the
-    computation, before its sends. Of what happens at one moment, ends come first, by the number of the node.
+    A computation starts when all its lanes have reached it and its needs have ended. Sends and collectives are only started by
+    their lanes: a send occupies its lanes' sending, the receivers' receiving and its link together, as soon as all of these have
+    finished earlier work; a collective that all its lanes have started occupies their collective resource. While a computation
+    waits, the fillers before it run one after another, as long as it still waits when the next would start; fillers with unmet
+    needs, or of several lanes, are passed over. The remaining fillers run right after the computation, before its sends. Of
+    events at one moment, ends come first, by the number of the node.
 
-    Lanes that wait for each other in a circle stop, see `EventTimes.positions`. Runs as a C++ kernel where that is built, with
-    the same result to the last bit. O((nodes + needs) log lanes).
+    Lanes that wait for each other in a circle stop, see `EventTimes.positions`. Runs as a C++ kernel, with the same result to the
+    last bit, if the kernels are built. O((nodes + needs) log lanes).
     """
     if kernels is None:
         return simulate_events_reference(arrays)
@@ -119,7 +119,7 @@ def simulate_events(arrays: EventArrays) -> EventTimes:
 
 
 def simulate_events_reference(arrays: EventArrays) -> EventTimes:
-    """Do in Python what `simulate_events` does."""
+    """Do the same as `simulate_events` in Python."""
     run = _Run(arrays)
     run.run()
     return EventTimes(np.array(run.start), np.array(run.end), np.array(run.position, dtype=np.int64))
@@ -148,14 +148,14 @@ class _Run:
             for need in row:
                 self.followers[need].append(node)
         self.num_arrived = [0] * num_nodes
-        """Lanes that have come to a node; of a computation, lanes that stand at it."""
+        """Lanes that have reached a node; for a computation, lanes that are at it."""
         self.start, self.end = [nan] * num_nodes, [nan] * num_nodes
         self.position = [0] * num_lanes
         self.running = [-1] * num_lanes
         self.pending: list[list[int]] = [[] for _ in range(num_lanes)]
-        """Fillers that the lane has come to and not run."""
+        """Fillers that the lane has reached and not run."""
         self.num_tried = [0] * num_lanes
-        """Number of `pending` that were passed over while the carrier waits."""
+        """Number of `pending` fillers that were passed over while the carrier waits."""
         self.is_draining = [False] * num_lanes
         self.send_free, self.receive_free, self.collective_free = ([0.0] * num_lanes for _ in range(3))
         self.link_free: dict[int, float] = defaultdict(float)
@@ -181,7 +181,7 @@ class _Run:
                 self._leave(lane, node, now)
 
     def _leave(self, lane: int, node: int, now: float) -> None:
-        """Go on in a lane whose computation has ended."""
+        """Advance a lane whose computation has ended."""
         self.running[lane] = -1
         position = self.position[lane]
         if self.is_draining[lane]:
@@ -201,7 +201,7 @@ class _Run:
         self._start_if_ready(node, now)
 
     def _advance(self, lane: int, now: float) -> None:
-        """Bring a free lane to its next computation."""
+        """Advance a free lane to its next computation."""
         entries, is_filler = self.entries[lane], self.is_filler[lane]
         while not self.is_draining[lane] and self.position[lane] < len(entries):
             node = entries[self.position[lane]]

@@ -7,11 +7,11 @@ from multimodal.schedule.simulate import Simulation
 
 
 def report_simulations(simulations: Sequence[Simulation], *, update_seconds: float = 0.0) -> dict[str, Any]:
-    """Sum simulations of consecutive steps of one plan up; times in seconds, memory in bytes, bubbles in fractions of lane time.
+    """Summarise simulations of consecutive steps of one plan, in seconds, bytes and, for bubbles, fractions of lane time.
 
     Times are means over the steps, MFU and bubbles means weighted by the steps' times, peaks and counts maxima. `lanes` and
-    `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch. update_seconds: of
-    every step, after the simulated work; they are part of its time, neither busy nor a bubble.
+    `stages` describe the first step; `stages` has each virtual stage's computation, microbatch by microbatch. update_seconds:
+    time of every step after the simulated work; it counts as step time, but neither as busy nor as a bubble.
     """
     whole = sum(each.iteration_seconds + update_seconds for each in simulations)
 

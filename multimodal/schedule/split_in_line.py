@@ -1,4 +1,4 @@
-"""Weight gradients as work of their own in a schedule that has whole backwards, and what must wait for them."""
+"""Splits weight gradients from whole backwards in a schedule, and finds the work that must wait for them."""
 
 from collections.abc import Collection
 from dataclasses import replace
@@ -17,7 +17,7 @@ from multimodal.values.step_work import KIND_NUMBERS, row_starts, step_work
 
 
 class Waits(NamedTuple):
-    """Pairs of computations, [num_pairs] each: one begins when the other is over."""
+    """Pairs of computations, [num_pairs] each: the first begins after the second has ended."""
 
     waiting: Integers
     awaited: Integers
@@ -28,7 +28,7 @@ class Waits(NamedTuple):
 
 
 def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
-    """Return the computations of a schedule with these units' backwards in two, the weight gradient behind the input gradient.
+    """Return the computations of a schedule with these units' backwards split; weight gradients follow their input gradients.
 
     schedule: of an uncut step, in the compute dialect, all in line. Collectives are left out.
     """
@@ -54,7 +54,7 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
 
 
 def reduced_units(step: StepGraph, costs: StepCosts) -> frozenset[str]:
-    """Return the units whose reductions take time, which can be hidden behind other computations."""
+    """Return the units whose reductions take time, which other computations can hide."""
     work = step_work(step)
     reductions = np.flatnonzero(work.kinds == _REDUCTION)
     takes_time = costs.of_pieces(work, reductions).seconds > 0
@@ -62,7 +62,7 @@ def reduced_units(step: StepGraph, costs: StepCosts) -> frozenset[str]:
 
 
 def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> NDArray[np.bool_]:
-    """Return [num_computed] True for these units' computations, and for all weight gradients but those that wait in `last`."""
+    """Return [num_computed] True for these units' computations, and for all weight gradients except those that wait in `last`."""
     work = schedule.work
     is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
     found: NDArray[np.bool_] = is_unit[work.computed_stages] | (work.kinds == _WEIGHT_GRADIENT)
@@ -71,11 +71,11 @@ def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> NDArray
 
 
 def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
-    """Return a unit's forwards, and for each a weight gradient that must be over before it begins, so that not more is kept.
+    """Return a unit's forwards, each with a weight gradient that must end before it begins, so that no more is kept.
 
-    Where the order has at most n microbatches in flight in any lane of a replica, those of all its stages together, a lane begins
-    its forward k when the weight gradient of its (k - n)-th backward is over (ZB-H1's limit). schedule: as `split_in_line`
-    returns it.
+    A lane begins its forward k after the weight gradient of its (k - n)-th backward (ZB-H1's limit). n is the largest number of
+    microbatches that any lane of the replica has in flight in this order, over all stages of the replica in the lane. schedule: a
+    result of `split_in_line`.
     """
     step, is_split = schedule.step, _has_weight_gradients(schedule)
     found = [np.zeros((2, 0), np.int64)]
@@ -91,7 +91,7 @@ def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
 def weights_before_forwards_of_lanes(schedule: Schedule, num_more: int) -> Waits:
     """Return the same for all units together, with a limit for each lane: `num_more` above what it has in flight in the order.
 
-    schedule: as `split_in_line` returns it.
+    schedule: a result of `split_in_line`.
     """
     is_split = _has_weight_gradients(schedule)
     orders = [_LaneOrder.of(schedule, lane, is_split) for lane in range(schedule.num_lanes)]
@@ -100,16 +100,16 @@ def weights_before_forwards_of_lanes(schedule: Schedule, num_more: int) -> Waits
 
 
 class _LaneOrder(NamedTuple):
-    """A lane's forwards and input gradients of the same stages, in its order."""
+    """The forwards and input gradients of some stages in a lane, in the lane's order."""
 
     forwards: Integers
     input_gradients: Integers
     num_over: Integers
-    """Of each forward, the input gradients before it."""
+    """Number of input gradients before each forward."""
 
     @classmethod
     def of(cls, schedule: Schedule, lane: int, is_wanted: NDArray[np.bool_]) -> "_LaneOrder":
-        """Read; is_wanted: [num_stages], stages whose backwards are in two."""
+        """Read the order of a lane; is_wanted: [num_stages], True for the stages that count, whose backwards are in two."""
         pieces = schedule.lane_pieces(lane)
         pieces = pieces[is_wanted[schedule.work.computed_stages[pieces]]]
         kinds = schedule.work.kinds[pieces]
@@ -118,17 +118,17 @@ class _LaneOrder(NamedTuple):
 
     @property
     def most_in_flight(self) -> int:
-        """The most microbatches whose input gradient is not over, among those whose forward has begun."""
+        """Return the largest number of microbatches whose forward has begun and whose input gradient has not ended."""
         return int((np.arange(1, len(self.forwards) + 1) - self.num_over).max(initial=0))
 
     def with_limit(self, most: int) -> Integers:
-        """Return [2, num_pairs] the pairs that keep no more in flight; `most`: at least `most_in_flight`."""
+        """Return [2, num_pairs]: pairs that keep at most `most` microbatches in flight; most: at least `most_in_flight`."""
         num_pairs = max(0, len(self.forwards) - most)
         return np.stack((self.forwards[most:], self.input_gradients[:num_pairs] + 1))
 
 
 def _has_weight_gradients(schedule: Schedule) -> NDArray[np.bool_]:
-    """Return [num_stages] True where backwards are in two."""
+    """Return [num_stages]: True where backwards are in two."""
     work = schedule.work
     found = np.zeros(len(work.stages), bool)
     found[work.computed_stages[work.kinds == _WEIGHT_GRADIENT]] = True
@@ -136,10 +136,10 @@ def _has_weight_gradients(schedule: Schedule) -> NDArray[np.bool_]:
 
 
 def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
-    """Return the last weight gradient of each of these units' stages, once for each of the stage's others.
+    """Return the last weight gradient of each of these units' stages, paired with each other weight gradient of the stage.
 
-    If these are over by then, and the last one keeps its place in line, the stage's gradients are reduced while other stages
-    still compute. schedule: as `split_in_line` returns it.
+    If the others have ended by then, and the last one keeps its place in line, the stage's gradients are reduced while other
+    stages still compute. schedule: a result of `split_in_line`.
     """
     work, position = schedule.work, _positions(schedule)
     found = [np.zeros((2, 0), np.int64)]

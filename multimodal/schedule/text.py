@@ -6,8 +6,8 @@
     lane 3: I llm/0/1/0; {W llm/0/1/0} I llm/0/1/1; B vision/0/0/4#1; RG llm/0/1[1:9]
     lane 4,5: {F vision/0/0/7{0:3} @2; F vision/0/0/7{3:5} @4} F llm/0/0/3
 
-`multimodal/values/action.py` describes single actions. What stands in braces fills the wait of the action after it; with `@2` it
-runs inside that action, during the action's wait number 2.
+`multimodal/values/action.py` describes single actions. Actions in braces fill the wait of the action after them; with `@2` they
+run inside that action, during its wait number 2.
 """
 
 import re
@@ -37,11 +37,11 @@ _ACTION_PATTERN = re.compile(
     rf"(?:([<>])({UNIT_NAME})/(\d+)/(\d+)/(\d+))?(?: @(\d+))?"
 )
 _BRACES = re.compile(r"[{}]|(?:[^{}]|\{\d+:\d+\})+")
-"""A brace around fillers, or what stands between two of these; braces around numbers belong to an action."""
+"""A brace around fillers, or the text between two braces; braces around numbers belong to an action."""
 
 
 def schedule_to_text(schedule: Schedule) -> str:
-    """Print a schedule; raises ScheduleError for an action that its kind's row in the action table does not allow."""
+    """Print a schedule; raises ScheduleError for an action that the row of its kind in the action table does not allow."""
     return lanes_to_text(schedule.lanes)
 
 
@@ -64,15 +64,15 @@ def _lane_to_text(lane: Lane) -> str:
 
 
 def schedule_from_text(text: str, step: StepGraph, *, lowered: bool = False) -> Schedule:
-    """Parse what `schedule_to_text` printed (blank lines are skipped).
+    """Parse the text that `schedule_to_text` prints (blank lines are skipped).
 
-    Raises ScheduleError with line, column and token, or for what does not belong to the step.
+    Raises ScheduleError with line, column and token, also for actions that the step does not have.
     """
     return Schedule.of_lanes(step, lanes_from_text(text), lowered=lowered)
 
 
 def lanes_from_text(text: str) -> tuple[Lane, ...]:
-    """Parse the lanes of a schedule, whatever step it is of; raises ScheduleError with line, column and token."""
+    """Parse the lanes of a schedule of any step; raises ScheduleError with line, column and token."""
     lines = enumerate(text.splitlines(), start=1)
     return tuple(_lane_from_text(line, line_number) for line_number, line in lines if line.strip())
 

@@ -1,4 +1,4 @@
-"""Holds two timelines against each other: where the time went, per kind of action and lane."""
+"""Compares two timelines: seconds by kind of action and by lane."""
 
 from collections import defaultdict
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline
 
 IDLE = "idle"
-"""Time in which a lane computes nothing, whether it waits for a message or not."""
+"""Time in which a lane computes nothing, whether or not it waits for a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +29,15 @@ class TimelineDifference:
     first_seconds: float
     second_seconds: float
     by_kind: tuple[Share, ...]
-    """Over all lanes; kinds that neither has are left out."""
+    """Over all lanes, without kinds that neither timeline has."""
     by_lane: tuple[Share, ...]
     """Per lane and kind, lane by lane."""
 
 
 def compare_timelines(first: Timeline, second: Timeline) -> TimelineDifference:
-    """Sum both timelines up by kind and lane. A lane's idle time is the whole step's duration less its computations.
+    """Sum up both timelines by kind and lane. A lane's idle time is the whole step's duration less its computations.
 
-    Raises DataError when their lanes differ. O(events).
+    Raises DataError if their lanes differ. O(events).
     """
     if first.lanes != second.lanes:
         raise DataError(

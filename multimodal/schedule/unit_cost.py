@@ -14,11 +14,11 @@ from multimodal.values.step_work import KIND_NUMBERS, KINDS, Integers, step_work
 def unit_cost(action: Action, step: StepGraph) -> int:
     """Return an action's duration in clock ticks: forward 1, backward 2 (1 for each half), messages 0, reduction 1.
 
-    A range of segments takes 1, like a whole forward: nothing that is computed is shorter.
+    A range of segments takes 1, like a whole forward: no computation is shorter.
 
-    A backward is two products per weight matrix, one for the input's and one for the weight's gradient. A stage that only passes
-    a gradient on, or trains adapters alone, does one of them, and one that trains little more than its projector hardly any: 1 is
-    the least.
+    A backward has two products per weight matrix, one for the input's gradient and one for the weight's. A stage that only passes
+    a gradient on, or trains only adapters, computes one of them; a stage that trains little more than its projector computes
+    hardly any, and counts as 1, the minimum.
     """
     if ACTION_TABLE[action.kind].resource in (Resource.SEND, Resource.RECEIVE):
         return 0
@@ -33,7 +33,7 @@ def unit_cost(action: Action, step: StepGraph) -> int:
 
 
 def unit_costs(step: StepGraph) -> Integers:
-    """Return `unit_cost` of every computation and collective, [num_computed]; `StepGraph.once` keeps it."""
+    """Return the `unit_cost` of every computation and collective, [num_computed]; `StepGraph.once` caches it."""
     work = step_work(step)
     costs = np.ones((len(work.stages), len(KINDS)), np.int64)
     known: dict[tuple[str, int, range], int] = {}
@@ -51,7 +51,7 @@ def unit_costs(step: StepGraph) -> Integers:
 
 @dataclass(frozen=True)
 class UnitCosts(ActionCosts):
-    """`StepCosts` of which every action takes its `unit_cost` in seconds; nothing has a size, and messages take no time."""
+    """`StepCosts` in which every action takes its `unit_cost` in seconds; sizes are 0, and messages take no time."""
 
     step: StepGraph
     model_flops: float = 0.0

@@ -20,17 +20,17 @@ _COMPUTE, _SEND, _RECEIVE = (RESOURCE_NUMBERS[each] for each in (Resource.COMPUT
 
 
 def validate_schedule(schedule: Schedule, *, before: Schedule | None = None, options: RunOptions | None = None) -> None:
-    """Check that a schedule does each piece of the step's work once, where it belongs, in an order that can finish.
+    """Check that a schedule does each piece of the step's work exactly once, in the right lanes, in an order that can finish.
 
-    That every action belongs to the step and to its lane, and stands there once, is checked where a schedule is made
-    (`Schedule.of_lanes`). Checked here in turn: none is missing; ranges of segments end where their stages do; no lane has an
-    action before one that it needs; fillers have a carrier that does not need them; what runs inside a computation fits there
-    (`validate_inside`); no lanes wait for each other in a circle (the schedule is executed symbolically), not even if every
-    message and collective held up its lanes until all of its ends have come to it, as it may on GPUs.
+    `Schedule.of_lanes` already checks that every action belongs to the step and to its lane, and occurs there once. Checked here
+    in turn: no action is missing; ranges of segments end where their stages do; no lane has an action before one that it needs;
+    fillers have a carrier that does not need them; work inside computations fits there (`validate_inside`); no lanes wait for
+    each other in a circle (the schedule is executed symbolically), even if every message and collective holds up its lanes until
+    all of its ends have reached it, as it may on GPUs.
 
-    before: the schedule that this one was lowered from, if that is known; what its execution has shown is not shown again.
-    options: of the run, for what runs inside computations; None where they are not known.
-    Raises ScheduleError that names the action and shows its surroundings. O((actions + dependencies) log actions).
+    before: the schedule that this one was lowered from, if known; properties that its execution has shown are not checked again.
+    options: of the run, for work inside computations; None if unknown. Raises ScheduleError that names the action and shows its
+    surroundings. O((actions + dependencies) log actions).
     """
     order = _SlotOrder(schedule)
     order.check_missing()
@@ -60,7 +60,7 @@ class _SlotOrder:
         return self.work.is_in_one_lane
 
     def slots_of(self, pieces: Integers, lanes: Integers) -> Integers:
-        """Return the slot in which each piece stands in a lane; -1 where it does not."""
+        """Return the slot of each piece in a lane; -1 if it is not there."""
         if not len(self.schedule.pieces):
             return np.full(len(pieces), -1)
         if self.is_in_one_lane:
@@ -73,7 +73,7 @@ class _SlotOrder:
 
     @cached_property
     def _keys_of_slots(self) -> tuple[Integers, Integers]:
-        """The slots in the order of their keys, and these."""
+        """The sorted keys of all slots, and the slots in that order."""
         keys = self._keys(self.schedule.pieces, self.schedule.lane_of_slot)
         by_key = np.argsort(keys, kind="stable")
         return by_key, keys[by_key]
@@ -100,7 +100,7 @@ class _SlotOrder:
         return np.array_equal(self.schedule.lane_of_slot[self.slot_of_piece], lanes)
 
     def check_segments(self) -> None:
-        """Check that places cut into ranges of segments have as many as their stages' kinds of layer make."""
+        """Check that places cut into ranges of segments have as many segments as their stages' layers."""
         step, counts = self.schedule.step, dict[tuple[str, int, int], int]()
         for place, cut in step.cuts.segments.items():
             stage = place[:3]
@@ -116,7 +116,7 @@ class _SlotOrder:
                 raise self._error(piece, f"{problem}; let them cover these", {lane: slot})
 
     def check_needs(self) -> None:
-        """Check that an action's needs never stand after it in the same lane; a receive only posts, and may."""
+        """Check that an action's needs never come after it in the same lane; a receive's may, since it only posts."""
         schedule = self.schedule
         if self.is_in_one_lane and self._needs_stand_before():
             return
@@ -132,7 +132,7 @@ class _SlotOrder:
             raise self._error(int(schedule.pieces[slot]), problem, {lane: slot})
 
     def _needs_stand_before(self) -> bool:
-        """Return True if no piece stands before one that it needs in the same lane; where each stands in one lane."""
+        """Return True if no piece comes before one that it needs in the same lane, if each piece has one lane."""
         starts, needed = self.work.needs_in(lowered=self.schedule.lowered)
         resources = self.work.resources[: len(starts) - 1]
         own_slots = np.where(resources == _RECEIVE, len(self.schedule.pieces), self.slot_of_piece)  # a receive only posts
@@ -159,14 +159,14 @@ class _SlotOrder:
                     raise self._error(piece, problem, {lane: slot})
 
     def _up_to_carrier(self, slot: int, end: int) -> list[int]:
-        """Return the pieces after a filler that may run before it, the carrier last; empty if it has no carrier."""
+        """Return the pieces after a filler that may run before it, the carrier last; empty if there is no carrier."""
         pieces, resources, modes = self.schedule.pieces, self.work.resources, self.schedule.modes
         later = [each for each in range(slot + 1, end) if modes[each] != SlotMode.FILLS_WAIT]
         carrier = next((each for each in later if not modes[each] and resources[pieces[each]] == _COMPUTE), -1)
         return [int(pieces[each]) for each in later if each <= carrier]
 
     def check_messages(self) -> None:
-        """Check that every lane posts its receives from every other one in the order of the other's sends."""
+        """Check that every lane posts its receives from every other lane in the order of that lane's sends."""
         (sent_pairs, sends), (received_pairs, receives) = (self._by_pair(resource) for resource in (_SEND, _RECEIVE))
         messages = [(self.schedule.pieces[slots] - self.work.num_computed) // 2 for slots in (sends, receives)]
         wrong = np.flatnonzero((sent_pairs != received_pairs) | (messages[0] != messages[1]))
@@ -205,9 +205,9 @@ class _SlotOrder:
 
 
 def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
-    """Return how a schedule runs if messages hold nobody up."""
+    """Return the execution of a schedule in which messages block no lane."""
     if schedule.lowered and _messages_wait_for_nothing(schedule):
-        # Then it runs as it does without them.
+        # Then it runs as it does without messages.
         is_computed = schedule.pieces < schedule.work.num_computed
         starts = row_starts(np.bincount(schedule.lane_of_slot[is_computed], minlength=schedule.num_lanes))
         pieces, modes, waits = schedule.pieces[is_computed], schedule.modes[is_computed], schedule.waits[is_computed]
@@ -233,7 +233,7 @@ def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
 
 
 def _messages_wait_for_nothing(schedule: Schedule) -> bool:
-    """Return True if every send stands right behind its producer, or only messages stand between them."""
+    """Return True if every send comes right behind its producer, with only messages between them."""
     work, pieces = schedule.work, schedule.pieces
     last_computed = np.maximum.accumulate(np.where(pieces < work.num_computed, np.arange(len(pieces)), 0))
     sends = np.flatnonzero(work.resources[pieces] == _SEND)
@@ -242,9 +242,9 @@ def _messages_wait_for_nothing(schedule: Schedule) -> bool:
 
 
 def _is_in_order_of_start(schedule: Schedule, execution: Execution) -> bool:
-    """Return True if every lane comes to messages right after their producers start, as `insert_communication` orders them.
+    """Return True if every lane reaches messages right after their producers start, as `insert_communication` orders them.
 
-    That is one order for all lanes, so nothing waits in a circle; there may be others. O(slots).
+    That is one order for all lanes, so nothing waits in a circle; other such orders exist. O(slots).
     """
     work = schedule.work
     starts = np.zeros(work.num_computed, np.int64)
@@ -259,7 +259,7 @@ def _is_in_order_of_start(schedule: Schedule, execution: Execution) -> bool:
 
 
 def _check_rendezvous(schedule: Schedule) -> None:
-    """Check that all lanes come to what they do together in one order. O(slots)."""
+    """Check that all lanes reach the work that they do together in one order. O(slots)."""
     work, lanes = schedule.work, schedule.lane_of_slot
     collectives = work.collective_rows[0][: work.num_computed]
     of_piece = np.where(collectives < 0, np.arange(work.num_computed), work.num_pieces(lowered=True) + collectives)

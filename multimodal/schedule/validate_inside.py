@@ -1,4 +1,4 @@
-"""The part of the validator that looks at work inside computations."""
+"""The part of the validator that checks work inside computations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,14 +22,14 @@ _FEWEST_COLLECTIVES = replace(MOST_COLLECTIVES, recompute=None, sequence_paralle
 
 
 def validate_inside(schedule: Schedule, *, options: RunOptions | None = None) -> None:
-    """Check that what runs inside computations fits there.
+    """Check that the work inside computations fits there.
 
-    It is a computation of another unit, before a whole computation of a unit with several tensor parallel ranks that has a wait
-    of this number; it waits for no collective itself; in all its lanes it stands inside the same wait of the same computation,
-    and there in the order of the waits; what it needs of other ranks does not run inside the same one, and what it continues, if
-    that ends with a collective, not in the same wait.
+    Work inside must be a computation of another unit, before a whole computation (the carrier) of a unit with several tensor
+    parallel ranks that has a wait of this number. It must not wait for a collective itself. In all its lanes it must be inside
+    the same wait of the same carrier, in the order of the waits. Its needs from other ranks must not run inside the same carrier,
+    and work that it continues must not be in the same wait if that work ends with a collective.
 
-    options: of the run; None where they are not known: then only what no run allows is refused.
+    options: of the run; None if unknown: then only work that no run allows is refused.
     Raises ScheduleError that names the action. O(slots log slots).
     """
     checks = _Checks(schedule, options)
@@ -54,7 +54,7 @@ class _Checks:
         self._refuse(is_wrong, lambda _: "not a computation: only computations run inside others; run it by itself")
 
     def check_carriers(self) -> None:
-        """Check that a computation of another unit carries it, whose place is not cut: ranges of segments tell of no waits."""
+        """Check that carriers are computations of another unit whose place is not cut: ranges of segments report no waits."""
         inside, work = self.inside, self.work
         no_carrier = "no carrier: a computation must follow it in its lane"
         self._refuse(inside.carrier_slots == NO_CARRIER, lambda _: no_carrier)
@@ -71,7 +71,7 @@ class _Checks:
         )
 
     def check_waits(self) -> None:
-        """Check that carriers have as many waits."""
+        """Check that carriers have a wait of this number."""
         stages, kinds = self.work.computed_stages[self.inside.carriers], self.work.kinds[self.inside.carriers]
         different, which = np.unique(stages * len(KINDS) + kinds, return_inverse=True)
         counts = np.array([self._count_waits(*divmod(each, len(KINDS))) for each in different.tolist()])[which.ravel()]
@@ -95,7 +95,7 @@ class _Checks:
         return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options, unit=unit))
 
     def check_collectives(self) -> None:
-        """Check that it waits for no collective, which would use the links for which its carrier waits."""
+        """Check that the work waits for no collective, which would use the links that its carrier waits for."""
 
         def problem(_: str) -> str:
             action = self._action(int(self.inside.pieces[np.argmin(self.collectives.fits_inside)]))
@@ -112,11 +112,11 @@ class _Checks:
 
     @cached_property
     def collectives(self) -> PieceCollectives:
-        """Of the work inside."""
+        """The collectives of the work inside."""
         return PieceCollectives.of(self.work, self.inside.pieces, options=self.own_options)
 
     def check_lanes(self) -> None:
-        """Check that all ranks that run it together have it inside the same wait of the same computation."""
+        """Check that all ranks that run the work together have it inside the same wait of the same computation."""
         inside, starts = self.inside, self.work.lane_rows[0]
         _, which = np.unique(np.stack((inside.pieces, inside.carriers, inside.waits)), axis=1, return_inverse=True)
         found = np.bincount(which.ravel())[which.ravel()]
@@ -130,7 +130,7 @@ class _Checks:
         self._refuse(found < wanted, problem)
 
     def check_order(self) -> None:
-        """Check that what runs inside one computation stands in the order of the waits, and before nothing that needs it."""
+        """Check that work inside one computation is in the order of the waits, and never before work that it needs."""
         inside = self.inside
         is_behind = np.append(False, (np.diff(inside.carrier_slots) == 0) & (np.diff(inside.waits) < 0))
         self._refuse(
@@ -138,7 +138,7 @@ class _Checks:
         )
 
     def check_needs(self) -> None:
-        """Check that neither its carrier nor other ranks' work inside that needs what it gives."""
+        """Check that neither the carrier nor other ranks' work inside it needs a result of the work."""
         inside, work = self.inside, self.work
         owners = np.unique(np.append(inside.pieces, inside.carriers))
         starts, needs = take_rows(work.need_starts, work.needs, owners)
@@ -171,7 +171,7 @@ class _Checks:
         )
 
     def _refuse(self, is_wrong: NDArray[np.bool_], problem: Callable[[str], str]) -> None:
-        """Raise an error about the first slot that is wrong; problem: what to say, given the text of its carrier."""
+        """Raise an error about the first wrong slot; problem: the message, given the text of its carrier."""
         if not is_wrong.any():
             return
         index = int(np.argmax(is_wrong))

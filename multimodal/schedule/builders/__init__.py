@@ -29,7 +29,7 @@ from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
 
 Builder = Callable[[StepGraph], Schedule]
-"""Builds a schedule in the compute dialect; raises ScheduleError where the plan's layout does not allow it."""
+"""Builds a schedule in the compute dialect; raises ScheduleError if the plan's layout does not allow it."""
 
 
 class VirtualStages(Enum):
@@ -53,14 +53,14 @@ class Layout(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRow:
-    """One schedule: its builder, and all that flags, planners, estimates, tools and pages ask about it."""
+    """One schedule: its builder, and all facts that flags, planners, estimates, tools and pages read."""
 
     build: Callable[..., Schedule]
     """A `Builder`; if `needs_costs`, one that takes the `costs` of the step as well."""
     meaning: str
     """Its effect, in one line."""
     source: str = ""
-    """The paper that it comes from, or is the baseline of."""
+    """The paper that introduced it, or that uses it as a baseline."""
     can_train: bool = True
     """False if it can only be simulated and planned with."""
     splits_backwards: bool = False
@@ -68,40 +68,41 @@ class ScheduleRow:
     runs_segments: bool = False
     """True if pieces of layers run by themselves, which only `--transformer-impl local` can run."""
     in_flight: float = 1.0
-    """Microbatches that a stage keeps at most, over those of 1F1B; infinite if it keeps more the more a step has."""
+    """Microbatches that a stage keeps at most, over those of 1F1B; infinite if the number grows with the step's."""
     only_encoders_keep_more: bool = False
     """True if all other stages keep as many as in 1F1B."""
     virtual_stages: VirtualStages = VirtualStages.NO_USE
     is_folded: bool = False
     """True if a stage's two layer ranges form a V; in all other schedules layer ranges are dealt in turn."""
     layout: Layout | None = None
-    """Its builder raises ScheduleError for other plans."""
+    """The layout that its builder requires; it raises ScheduleError for other plans."""
     num_rounds: int = 0
     """If units that share ranks run in phases: rounds of such phases in a step. More rounds keep less and wait more."""
     copies_encoders: bool = False
-    """True if each stage of the LLM holds a replica of every encoder, and computes whatever its microbatches take."""
+    """True if each stage of the LLM holds a replica of every encoder and computes all encoder outputs that its LLM replica
+    uses."""
     fewest_encoders: int = 0
     role_of_encoders: str = ""
-    """A verb and an object, such as `arranges encoders`, for the message if there are fewer."""
+    """A verb and an object, such as `arranges encoders`, for the message that there are too few."""
     takes_fed_encoders: bool = True
-    """False if it is only for models whose encoders all feed the LLM, and none another encoder."""
+    """False if it is only for models in which no encoder feeds another one."""
     needs_costs: bool = False
     """True if the order depends on durations; the schedule is built anew for every step."""
     fills_memory: bool = False
-    """True if stages keep as many microbatches as memory has room for beyond `in_flight`."""
+    """True if stages keep as many microbatches beyond `in_flight` as fit into memory."""
     needs_messages: bool = False
-    """True if it changes nothing where every rank holds the whole model."""
+    """True if it is equal to another schedule where every rank holds the whole model."""
     otherwise: str = "1f1b"
     """The equivalent schedule if the model or the plan lacks its requirements."""
     is_tried_first: bool = False
-    """True if a search tries it on every kind of layout that it suits, not only on the best layouts."""
+    """True if a search tries it on every kind of layout that suits it, not only on the best layouts."""
 
     def __call__(self, step: StepGraph) -> Schedule:
-        """Build the schedule: a row is a `Builder`. One that needs costs takes unit costs; `with_costs` says them."""
+        """Build the schedule, so that a row is a `Builder`. One that needs costs takes unit costs; see `with_costs`."""
         return self.with_costs(UnitCosts(step))(step)
 
     def with_costs(self, costs: StepCosts) -> Builder:
-        """Return the builder of a step of these costs."""
+        """Return the builder for a step with these costs."""
         build = partial(self.build, costs=costs) if self.needs_costs else self.build
         return build if self.takes_fed_encoders else partial(self._build_unfed, build)
 
@@ -113,7 +114,7 @@ class ScheduleRow:
         return build(step)
 
     def step_for(self, step: StepGraph) -> StepGraph:
-        """Return the step that the schedule is built and simulated for: with the work that copies of encoders repeat.
+        """Return the step that the schedule is built and simulated for, including work that copies of encoders repeat.
 
         Raises ScheduleError as `replicate_microbatches`.
         """
@@ -309,7 +310,7 @@ BUILDERS: dict[str, ScheduleRow] = {
 
 
 def simulated_only() -> dict[str, str]:
-    """Return per schedule that no run may have why not, and what to choose."""
+    """Return, for each schedule that no run can use, the reason and the schedule to choose instead."""
     return {
         name: f"{name} is a baseline of tools/plan.py and tools/simulate.py alone: {row.meaning}, which would be useless work in "
         f"a run; choose {row.otherwise}"

@@ -1,4 +1,4 @@
-"""Breadth-first: all microbatches through every stage's first layer range, then through its second (Lamy-Poirier, 2022)."""
+"""Breadth-first: all microbatches pass every stage's first layer range, then its second (Lamy-Poirier, 2022)."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -19,15 +19,15 @@ from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
 def build_breadth_first(step: StepGraph) -> Schedule:
     """Build the breadth-first schedule over the unit graph, in the compute dialect (Lamy-Poirier, arXiv 2211.05953).
 
-    Every lane runs all its forwards, then all its backwards, and both round by round: all microbatches through a stage's first
-    layer range before any goes through its second, and through what a lane holds of encoders before the LLM's share
-    (`pipeline_rounds`); backwards the other way round. So the gradients of late ranges are complete long before the step ends,
-    and their reduction hides behind backwards of early ones, as gathering late parameters does behind early forwards
-    (`gather-parameters`). The price is the memory of `gpipe`: activations of all microbatches.
+    Every lane runs all its forwards, then all its backwards, and both in rounds: all microbatches pass a stage's first layer
+    range before any passes its second, and a lane's encoders before its share of the LLM (`pipeline_rounds`); backwards run in
+    the reverse order of rounds. So the gradients of late ranges are complete long before the step ends, and their reduction hides
+    behind backwards of early ranges; likewise gathering late parameters hides behind early forwards (`gather-parameters`). The
+    price is the memory of `gpipe`: activations of all microbatches.
 
-    Inside a round, microbatches go in the order in which the LLM takes them, and within one the most advanced action. No
-    lane waits for the order's sake: where nothing of a round is ready, the next one begins. With P stages of v ranges and m >= P
-    microbatches the bubble is (P - 1) / (v m) of the work, as of interleaved 1F1B. One unit without such ranges runs GPipe.
+    Inside a round, microbatches go in the LLM's order, and within a microbatch the most advanced action goes first. A lane never
+    waits only to keep this order: if nothing of a round is ready, the next round begins. With P stages of v ranges and m >= P
+    microbatches the bubble is (P - 1) / (v m) of the work, as in interleaved 1F1B. One unit without such ranges runs GPipe.
     """
     return list_schedule(step, Policy(phase=forwards_first, rank=partial(_rank, step=step)))
 
@@ -56,20 +56,20 @@ _ReplicaKey = tuple[str, int]
 
 
 class PipelineRounds(NamedTuple):
-    """Rounds through the lanes, on the longest way that leads through a stage."""
+    """Rounds through the lanes, counted along the longest path through a stage."""
 
     before: Mapping[StageKey, int]
-    """Rounds from the beginning of the graph to the stage, without its own."""
+    """Rounds from the beginning of the graph to the stage, without the stage's own."""
     after: Mapping[StageKey, int]
-    """Rounds from the stage to the end of the graph, without its own."""
+    """Rounds from the stage to the end of the graph, without the stage's own."""
 
 
 def pipeline_rounds(step: StepGraph) -> PipelineRounds:
     """Count the rounds of every virtual stage.
 
-    Stages of a unit are one round until one of them comes up a second time; so with ranges dealt in turn, range c of every stage
-    is round c. Units are rounds of their own, except where a replica ends in the lanes in which the next one begins, and neither
-    has other partners: then these two rounds are one, and a microbatch goes on at once. O(stages + routes).
+    Consecutive stages of a unit form one round until a physical stage comes up a second time; so with ranges dealt in turn, range
+    c of every stage is round c. Different units are different rounds, unless a replica ends in the lanes in which the next one
+    begins and neither has other partners: then the two rounds are one, as a microbatch goes on at once. O(stages + routes).
     """
     graph, plan = step.graph, step.plan
     flows = _Flows(step)
@@ -97,7 +97,7 @@ def pipeline_rounds(step: StepGraph) -> PipelineRounds:
 
 
 def _rounds_of_stages(replica: Replica) -> tuple[int, ...]:
-    """Per virtual stage its round among its unit's: the next one begins whenever a physical stage comes up again."""
+    """Return each virtual stage's round within its unit: a new round begins whenever a physical stage comes up again."""
     rounds: list[int] = []
     seen: set[int] = set()
     for stage in replica.virtual_stages:
@@ -144,7 +144,7 @@ Served = Mapping[str, tuple[Integers, Integers]]
 
 
 def served_microbatches(step: StepGraph) -> Served:
-    """Follow the routes from every unit to the LLM, or back to it; what no route leads to counts as its own number. O(routes)."""
+    """Follow the routes between every unit and the LLM; microbatches without routes count as their own number. O(routes)."""
     graph, backbone = step.graph, step.graph.backbone.name
     position = graph.unit_names.index(backbone)
     served: dict[str, tuple[Integers, Integers]] = {}
@@ -160,7 +160,7 @@ def served_microbatches(step: StepGraph) -> Served:
 
 
 _Linked = tuple[tuple[Integers, Integers], Integers, Integers]
-"""The span of another unit's microbatches, and the ends of routes: this unit's and the other's."""
+"""The span of another unit's microbatches, and the two ends of routes: this unit's and the other unit's."""
 
 
 def _span(step: StepGraph, unit: str, linked: Sequence[_Linked]) -> tuple[Integers, Integers]:

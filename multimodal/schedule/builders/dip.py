@@ -23,13 +23,13 @@ PHASES = 3
 def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:
     """Build the DIP schedule, in the compute dialect.
 
-    Every lane ends the forwards of all encoders in it, then runs the 1F1B of the LLM (and of what follows it), then the encoders'
-    backwards. Modalities never wait for each other inside a phase, but all of an encoder's activations are kept over the LLM's
-    phase. Meant for plans whose encoders share the LLM's lanes; an encoder on lanes of its own just runs as in GPipe.
+    Every lane finishes the forwards of all its encoders, then runs the 1F1B of the LLM (and of the units behind it), then the
+    encoders' backwards. Modalities never wait for each other inside a phase, but all activations of an encoder are kept during
+    the LLM's phase. Meant for plans whose encoders share the LLM's lanes; an encoder on lanes of its own runs as in GPipe.
 
-    num_rounds: rounds into which the step is cut by the LLM's microbatches, each with the three phases; so an encoder keeps the
-    activations of one round. OrchMLLM's iterations, which are a mini-batch each, are such rounds with gradients accumulated.
-    Raises ScheduleError for less than one.
+    num_rounds: rounds into which the step is cut by the LLM's microbatches, each with the three phases; an encoder then keeps the
+    activations of one round only. OrchMLLM's iterations (one mini-batch each) are such rounds with accumulated gradients. Raises
+    ScheduleError for less than one.
     """
     if num_rounds < 1:
         raise ScheduleError(f"dip: num_rounds must be at least 1, found {num_rounds}")
@@ -43,8 +43,9 @@ def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:
 def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
     """Return the phase of every computation, [num_computed].
 
-    Microbatch k of the LLM belongs to round floor(k rounds / K) with K the most of any replica. Units upstream run forwards in
-    the first round, and backwards in the last one, that they have a part in; units downstream once their sources are there.
+    Microbatch k of the LLM belongs to round floor(k rounds / K), with K the most microbatches of any replica. An upstream
+    microbatch runs its forward in the first round that uses it, and its backward in the last; downstream units run once their
+    sources are done.
     """
     graph, units = work.graph, work.pieces.units
     encoders, backbone = {unit.name for unit in graph.encoders}, graph.backbone.name
@@ -84,7 +85,7 @@ def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
 
 
 def _rising(phases: Integers, placed: PlacedAtoms, *, is_reversed: bool = False) -> Integers:
-    """Return the largest phase so far of each replica's microbatches; is_reversed: they come from the last to the first."""
+    """Return the running maximum of the phases of each replica's microbatches; is_reversed: from the last to the first."""
     replicas = placed.replica_of_microbatch
     apart = (placed.num_replicas - replicas[::-1] if is_reversed else replicas) * (1 + 2 * int(np.abs(phases).max(initial=0)))
     rising: Integers = np.maximum.accumulate(phases + apart) - apart

@@ -16,8 +16,8 @@ def build_eager_1f1b(step: StepGraph, *, memory_factor: float = 2.0) -> Schedule
     """Build 1F1B with forwards that run ahead, in the compute dialect.
 
     A stage may have `memory_factor` times as many microbatches in flight as in 1F1B (rounded down), and runs a forward whenever
-    no backward is ready; before a backward it has as many in flight as 1F1B. Where deferred samples make backwards late, the
-    forwards of the steady phase are then done already, and its slots are free for them. With uniform work it is as long as 1F1B.
+    no backward is ready; before a backward it has as many in flight as 1F1B. If deferred samples make backwards late, the
+    forwards of the steady phase are already done, and their slots are free. With uniform work the step is as long as with 1F1B.
 
     Raises ScheduleError for a factor below 1.
     """
@@ -30,8 +30,8 @@ def build_eager_1f1b(step: StepGraph, *, memory_factor: float = 2.0) -> Schedule
 def build_eagerest_1f1b(step: StepGraph, *, costs: StepCosts) -> Schedule:
     """Build eager 1F1B with as many microbatches in flight as memory has room for, in the compute dialect.
 
-    What microbatches keep, and what a rank has room for, `costs` says. Of several depths within this room the one with the
-    shortest step is taken (`build_within_memory`), 1F1B's among them.
+    `costs` gives the bytes that microbatches keep and the memory of a rank. Of several depths that fit, including that of 1F1B,
+    the one with the shortest step is taken (`build_within_memory`).
     """
     limits = forward_limits(step)
     return build_within_memory(

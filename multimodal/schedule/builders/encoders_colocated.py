@@ -20,9 +20,9 @@ _Fused = tuple[Action, ...]
 def build_encoders_colocated(step: StepGraph) -> Schedule:
     """Build 1F1B over one chain in which all encoders act as one module, in the compute dialect.
 
-    Microbatch i of every encoder runs in a stage in one go, encoder after encoder, before any of them goes on to the next stage:
-    a dependency that the model does not have, and the reason why modality parallelism (`1f1b` on disjoint ranks) is faster. A
-    schedule holds orders inside lanes only, so that is what remains of it when the schedule runs.
+    Microbatch i of every encoder runs in a stage in one go, encoder after encoder, before any of them continues in the next
+    stage: a dependency that the model does not have, and the reason why modality parallelism (`1f1b` on disjoint ranks) is
+    faster. A schedule holds only orders inside lanes, so when it runs, only these orders remain of the dependency.
 
     Raises ScheduleError when the encoders do not share all their stages.
     """
@@ -63,7 +63,7 @@ def _check_layout(encoders: list[str], plan: Plan) -> None:
 
 
 def _chains(kind: ActionKind, encoders: list[str], step: StepGraph, existing: frozenset[Action]) -> Iterator[list[_Fused]]:
-    """Per replica and microbatch the fused stages in the order in which they run; a backward retraces the forward."""
+    """Yield, per replica and microbatch, the fused stages in the order in which they run; a backward retraces the forward."""
     unit = step.plan.units[encoders[0]] if encoders else None
     for replica in range(unit.data_parallel_size if unit else 0):
         for microbatch in range(max(step.num_microbatches(encoder, replica) for encoder in encoders)):

@@ -1,7 +1,7 @@
-"""Encoders-replicated: every stage of the LLM computes the encoders anew (Llama's multimodal training; Cornstarch, figure 1b).
+"""Encoders-replicated: every LLM stage computes the encoders again (Llama's multimodal training; Cornstarch, figure 1b).
 
-A baseline of planner and simulator: most of its work is useless by design, so no run offers it. Repeated work is simulated as
-microbatches that an encoder's copies have besides their own, and whose outputs go nowhere.
+A baseline for planner and simulator: most of its work is redundant by design, so no run offers it. Repeated work is simulated as
+additional microbatches of an encoder's copies whose outputs go nowhere.
 """
 
 from collections import Counter
@@ -21,10 +21,10 @@ from multimodal.values.step_graph import StepGraph
 
 @dataclass(frozen=True)
 class ReplicatedAssignment(Assignment):
-    """An assignment whose encoders compute, after their own microbatches, those of others; costs see the work of both."""
+    """An assignment whose encoders also compute, after their own microbatches, those of others; costs count both."""
 
     original: Assignment = field(default_factory=Assignment)
-    """The assignment without repeated microbatches: the ranks that compute the results that are used."""
+    """The assignment without repeated microbatches: it says which replicas compute the results that are used."""
 
     def routes(self, graph: ModelGraph) -> Routes:
         """Return the original's routes: no unit takes repeated results."""
@@ -38,9 +38,9 @@ class ReplicatedAssignment(Assignment):
 
 
 def replicate_microbatches(step: StepGraph) -> StepGraph:
-    """Give the encoders beside every LLM stage all microbatches that its replica of the LLM takes; O(routes x LLM stages).
+    """Give the encoders beside every LLM stage all microbatches that this LLM replica uses; O(routes x LLM stages).
 
-    Raises ScheduleError when an encoder does not have one replica of one stage on each LLM stage's ranks.
+    Raises ScheduleError if an encoder does not have exactly one replica, of one stage, on the ranks of each LLM stage.
     """
     _check_layout(step.graph, step.plan)
     units = dict(step.assignment.units)
@@ -52,7 +52,7 @@ def replicate_microbatches(step: StepGraph) -> StepGraph:
 
 
 def _microbatches_of_copy(encoder: str, copy: int, step: StepGraph) -> tuple[MicrobatchPlace, ...]:
-    """Return the microbatches that an encoder's replica computes: its own, then others' in the order in which they are taken."""
+    """Return the microbatches that an encoder's replica computes: its own, then others' in the order in which they are used."""
     backbone, plan, routes = step.graph.backbone.name, step.plan, step.routes.to_target
     beside, _ = plan.stage_of_ranks[backbone, plan.units[encoder].replicas[copy].ranks]
     own = [MicrobatchPlace(encoder, copy, number) for number in range(step.num_microbatches(encoder, copy))]
@@ -64,11 +64,11 @@ def _microbatches_of_copy(encoder: str, copy: int, step: StepGraph) -> tuple[Mic
 def build_encoders_replicated(step: StepGraph) -> Schedule:
     """Build the 1F1B of an LLM whose every stage holds whole encoders and runs them for each microbatch, in the compute dialect.
 
-    The replica that originally has an encoder microbatch computes it for real. The copies beside the other stages of the
-    LLM replica that takes it repeat its forward right before their stage's forward, and its backward, where the encoder has one,
-    right after their stage's backward; so do encoders whose results only their own stage takes.
+    The replica that originally has an encoder microbatch computes it for use. The copies beside the other stages of the LLM
+    replica that uses it repeat its forward right before their stage's forward, and its backward, if the encoder has one, right
+    after their stage's backward. Encoders whose results only their own stage uses run at the same places.
 
-    step: what `replicate_microbatches` returned.
+    step: the result of `replicate_microbatches`.
     """
     assert isinstance(step.assignment, ReplicatedAssignment), "the builder is called with what replicate_microbatches returns"
     original = replace(step, assignment=step.assignment.original)
@@ -77,13 +77,13 @@ def build_encoders_replicated(step: StepGraph) -> Schedule:
 
 
 class _LaneWithEncoders:
-    """Rewrites one lane: encoders run right beside the LLM's actions that need them, be it repeated or for this stage alone."""
+    """Rewrites one lane: encoder work, repeated or for this stage only, moves next to the LLM action that needs it."""
 
     def __init__(self, lane: Lane, original: StepGraph) -> None:
         self.lane, self.graph, self.plan, self.original = lane, original.graph, original.plan, original
         graph, plan = original.graph, original.plan
         self.forward_of: dict[MicrobatchPlace, Action] = {}
-        """Microbatches that an encoder on these ranks computes when the LLM asks for them."""
+        """Encoder microbatch -> its forward on these ranks, which runs when the LLM needs it."""
         for encoder in (unit.name for unit in graph.encoders if (unit.name, lane.ranks) in plan.stage_of_ranks):
             copy, _ = plan.stage_of_ranks[encoder, lane.ranks]
             for number, place in enumerate(_microbatches_of_copy(encoder, copy, original)):
@@ -91,7 +91,7 @@ class _LaneWithEncoders:
                     self.forward_of[place] = Action(ActionKind.FORWARD, encoder, copy, 0, number)
 
     def _stays_here(self, place: MicrobatchPlace) -> bool:
-        """Return whether the LLM's first stage on these ranks is all that takes an encoder's own microbatch."""
+        """Return True if an encoder's own microbatch is used only by the LLM's first stage on these ranks."""
         targets = (route.target for route in self.original.routes.from_source.get(place, ()))
         return all(self.plan.virtual_stage(target.unit, target.replica, 0).ranks == self.lane.ranks for target in targets)
 
@@ -117,7 +117,7 @@ class _LaneWithEncoders:
                 yield from (self._backward_of(each) for each in done if not num_left[each] and self._has_backward(each))
 
     def _encoded_for(self, action: Action) -> list[MicrobatchPlace]:
-        """Return what encoders on these ranks compute when an action of the LLM asks for it."""
+        """Return the microbatches that encoders on these ranks compute for an action of the LLM."""
         if action.unit != self.graph.backbone.name:
             return []
         target = MicrobatchPlace(action.unit, action.replica, action.microbatch)

@@ -27,9 +27,9 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     backwards in turn, then the remaining backwards. The bubble is (P - 1) / (v m) of the work of m microbatches. When m is not a
     multiple of P, groups are at least P and as even as can be (torch.distributed.pipelining's, where those are equal).
 
-    Where other units consume the unit's output, forwards keep their order and backwards theirs, and the limit in flight decides
-    between the two. Units and replicas without such chunks run 1F1B. Where all units lie on one grid whose lanes hold the whole
-    chain of their layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
+    Where other units consume the unit's output, forwards keep their order and backwards keep theirs, and the limit in flight
+    decides between the two. Units and replicas without such chunks run 1F1B. Where all units lie on one grid whose lanes hold the
+    whole chain of their layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
     """
     graph, plan = step.graph, step.plan
     if orders := list(_chain_orders(step)):
@@ -46,7 +46,7 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
 
 
 def interleaved_spans(step: StepGraph) -> dict[StageKey, int]:
-    """Return, for each stage, how many microbatches the units downstream of it keep in flight there (`microbatch_spans`)."""
+    """Return, for each stage, the microbatches that the units downstream of it keep in flight there (`microbatch_spans`)."""
     replicas = {name: unit.replicas for name, unit in step.plan.units.items()}
     buffered = {unit: list(map(add, depths, map(_num_buffered, replicas[unit]))) for unit, depths in _depths(step).items()}
     return microbatch_spans(step, depths=buffered)
@@ -65,7 +65,7 @@ def _depths(step: StepGraph) -> Depths:
 
 
 def is_interleaved(unit: UnitPlan) -> bool:
-    """Return True if the layers of a unit's replicas, or of some, are dealt to their stages in turn, several chunks to each."""
+    """Return True if layers are dealt in turn to the stages, several chunks to each, in any replica of a unit."""
     return any(map(is_dealt, unit.replicas))
 
 
@@ -94,7 +94,7 @@ def interleaved_order(stage_index: int, *, num_stages: int, chunks: int, num_mic
 
 
 def _groups(num_stages: int, num_microbatches: int) -> list[range]:
-    """The microbatches that go through one chunk before the next chunk begins."""
+    """Return the microbatches that pass one chunk before the next chunk begins."""
     num_groups = max(1, num_microbatches // num_stages)
     size, surplus = divmod(num_microbatches, num_groups)
     firsts = [size * group + min(group, surplus) for group in range(num_groups + 1)]
@@ -111,10 +111,10 @@ def _num_warmup(stage_index: int, num_stages: int, chunks: int, num_microbatches
 
 
 def _num_buffered(replica: Replica) -> int:
-    """Microbatches that a unit upstream has to be further ahead, as a group is not taken at an even pace.
+    """Return the microbatches that an upstream unit must be further ahead because a group is not consumed at an even pace.
 
-    The first chunk takes a whole group in 1 / v of the time that the group needs, and gives its gradients back in as much; a unit
-    upstream that works evenly must have 1 - 1 / v of the group ready by then. 0 where nothing is interleaved.
+    The first chunk consumes a whole group in 1 / v of the group's time, and returns its gradients in as much time; an upstream
+    unit that works evenly must have 1 - 1 / v of the group ready before. 0 where nothing is interleaved.
     """
     chunks = num_chunks(replica) if is_dealt(replica) else 1
     return -(-len(replica.stages) * (chunks - 1) // chunks)
@@ -122,7 +122,7 @@ def _num_buffered(replica: Replica) -> int:
 
 @lru_cache(maxsize=256)
 def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
-    """Most microbatches in flight in the first chunk of the first stage."""
+    """Return the most microbatches in flight in the first chunk of the first stage."""
     in_flight, most = 0, 1
     for step in interleaved_order(0, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches):
         if step.chunk == 0:
@@ -134,9 +134,9 @@ def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
 def _limit_stages(
     name: str, step: StepGraph, spans: dict[StageKey, int], limits: dict[StageKey, int], groups: dict[StageKey, StageKey]
 ) -> None:
-    """Let the chunks of one stage share a limit: the warm-up, one more, and what units downstream need in every chunk.
+    """Let the chunks of one stage share a limit: the warm-up, one more, and the microbatches that downstream units need in each.
 
-    Chunks without a backward keep their own.
+    Chunks without a backward keep their own limits.
     """
     unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):
@@ -174,7 +174,7 @@ def _orders_of_stage(stage_index: int, num_stages: int, chunks: int, num_microba
 
 
 def _chain_orders(step: StepGraph) -> Iterator[Integers]:
-    """The order of every lane where all units form one interleaved chain of several units; else nothing."""
+    """Yield the order of every lane if all units form one interleaved chain; nothing if they do not."""
     graph, plan = step.graph, step.plan
     busy = [unit for unit in graph.unit_names if step.assignment.placed[unit].num_microbatches]
     sizes = {plan.units[unit].data_parallel_size for unit in busy}

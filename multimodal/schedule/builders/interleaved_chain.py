@@ -1,4 +1,4 @@
-"""Interleaved 1F1B of several units that stand in one another's way: one chain of virtual stages on one grid of lanes."""
+"""Interleaved 1F1B of several units that share lanes: one chain of virtual stages on one grid of lanes."""
 
 from collections.abc import Iterator, Sequence
 
@@ -10,11 +10,11 @@ from multimodal.values.plan import Plan
 from multimodal.values.step_graph import StepGraph
 
 Position = tuple[tuple[str, int], ...]
-"""The (unit, virtual stage) pairs that a lane runs one after another as one chunk: several where one unit ends in it."""
+"""The (unit, virtual stage) pairs that a lane runs in sequence as one chunk: several if one unit ends in it."""
 
 
 def chain_of_replica(step: StepGraph, replica: int) -> tuple[Position, ...] | None:
-    """Return the virtual stages of all units as one chain, if lanes hold them in turn as Megatron deals model chunks; else None.
+    """Return the virtual stages of all units as one chain if lanes hold them in turn as Megatron deals model chunks; else None.
 
     Position c P + s of the chain is chunk c of lane s of P lanes (Optimus, Appendix B). All units must lie on these lanes
     together, have the same microbatches in this replica, and more than one chunk in each lane. Units without microbatches do
@@ -68,7 +68,7 @@ def _is_coupled(step: StepGraph, units: Sequence[str], replica: int) -> bool:
 
 
 def _is_straight(step: StepGraph, source: str, target: str) -> bool:
-    """Return True if microbatches of one unit lead to those of the same number of another only."""
+    """Return True if each microbatch of one unit leads only to the microbatch of the same number of another one."""
     ends = step.routes.of_edge(source, target)
     places = [step.assignment.placed[unit] for unit in (source, target)]
     return all(

@@ -23,19 +23,19 @@ from multimodal.values.step_graph import StepGraph
 MORE_IN_FLIGHT = (1, 4, 8, 16, 32)
 """Microbatches of layer ranges that a lane may keep beyond those of interleaved 1F1B."""
 _LEAST_GAIN = 1e-3
-"""Share of the pipelines' time by which more memory must shorten it."""
+"""Share of the pipelines' time by which keeping more must shorten it to be worthwhile."""
 
 
 def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
     """Build interleaved 1F1B with weight gradients where a lane would be idle, in the compute dialect.
 
-    Layer ranges of several units, or of a unit and its ends, take unlike times, and lanes wait for each other in every group of
-    microbatches. Forwards and input gradients keep the order of interleaved 1F1B; weight gradients go where the lane would be
-    idle for as long as they take, by the durations of `costs`; before forwards for which they must make room; and, where their
-    gradients are reduced, before their stage's last one, which keeps its place, so that reductions by layer start about as
-    early as in interleaved 1F1B. Lanes keep as many microbatches more as makes the pipelines shorter and fits into the memory
-    that `costs` know of. Qi et al. (ZB-H1) have one layer range per stage, equal durations and no reductions. Where the
-    pipelines would not end earlier, the schedule is interleaved 1F1B.
+    Layer ranges of several units, or of a unit and its ends, take different times, so lanes wait for each other in every group of
+    microbatches. Forwards and input gradients keep the order of interleaved 1F1B. Weight gradients go where the lane would be
+    idle for their duration, by the durations of `costs`; before forwards for which they must make room; and, if their gradients
+    are reduced, before their stage's last one, which keeps its place, so that reductions by layer start about as early as in
+    interleaved 1F1B. Lanes keep more microbatches as far as this shortens the pipelines and fits into the memory of `costs`. Qi
+    et al. (ZB-H1) have one layer range per stage, equal durations and no reductions. If the pipelines would not end earlier, the
+    schedule is interleaved 1F1B.
     """
     in_line = build_interleaved_1f1b(step)
     best = fill_pipelines(in_line, costs, _movable(in_line, (), 0))
@@ -51,20 +51,20 @@ def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
 
 
 def _movable(in_line: Schedule, reduced: Collection[str], num_more: int) -> Movable:
-    """Return weight gradients, with `num_more` microbatches in a lane beyond those of the order in line."""
+    """Return the weight gradients as movable work; lanes may keep `num_more` microbatches more than in the given order."""
     last = weights_before_last(in_line, reduced)
     return Movable(fills_of(in_line, (), last), weights_before_forwards_of_lanes(in_line, num_more).joined(last))
 
 
 def _room(schedule: Schedule, costs: StepCosts) -> Floats:
-    """Return [num_lanes] bytes per rank for what microbatches keep; infinite where costs know no memory."""
+    """Return [num_lanes] bytes per rank that microbatches may keep; infinite if costs know no memory."""
     if math.isinf(costs.memory_bytes):
         return np.full(schedule.num_lanes, math.inf)
     return MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(schedule.num_lanes)])
 
 
 def _most_kept(schedule: Schedule, costs: StepCosts) -> Integers:
-    """Return [num_lanes] the most bytes per rank that microbatches keep at a time."""
+    """Return [num_lanes] the most bytes per rank that microbatches keep at one time."""
     work, kept = schedule.work, np.zeros(schedule.work.num_computed, np.int64)
     for grid in work.pieces.units.values():
         is_kept = grid.is_there & (grid.width > 0)

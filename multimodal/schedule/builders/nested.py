@@ -1,4 +1,4 @@
-"""Nested: encoders and generators inside the LLM's pipeline, a constant number of their microbatches alive (BigMac).
+"""Nested: encoders and generators run inside the LLM's pipeline, with a bounded number of their microbatches in flight (BigMac).
 
 BigMac: Breaking the Pareto Frontier of Compute and Memory in Multimodal LLM Training, arXiv 2605.25451.
 """
@@ -25,29 +25,29 @@ from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
 
 _REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
 _SHORTEST_SECONDS = 1e-9
-"""Of a computation of the LLM, so that no two of one lane begin at the same moment."""
+"""Seconds that a computation of the LLM counts at least, so that no two of one lane begin at the same moment."""
 _NEEDED_FORWARD, _BACKWARD, _GENERATOR_FORWARD, _GENERATOR_BACKWARD, _FORWARD = range(5)
-"""The order inside a pause: what frees activations is before forwards, but not before those that another lane waits for."""
+"""The order inside a pause: work that frees activations runs before forwards, except forwards that another lane waits for."""
 _AT_THE_END = np.inf
 
 
 def build_nested(step: StepGraph, costs: StepCosts) -> Schedule:
     """Build a schedule in which all lanes leave the LLM's pipeline at the same moments to encode and to generate.
 
-    The LLM runs the 1F1B that it would run if encoders and generators took no time (interleaved where its stages hold several
-    layer ranges). Into that pipeline pauses are cut, by the durations of `costs`: at a moment every lane goes on with what it has
-    begun, and then runs what belongs to the pause. What follows is delayed alike in all lanes, so that none waits longer for
-    another than before: where lanes have equal work in a pause, it costs just that work.
+    The LLM runs the 1F1B that it would run if encoders and generators took no time (interleaved if its stages hold several layer
+    ranges). Pauses are cut into that pipeline, by the durations of `costs`: at a given moment every lane finishes its current
+    computation, then runs its part of the pause. All later work is delayed equally in all lanes, so no lane waits longer for
+    another one than before: if lanes have equal work in a pause, the pause costs only that work.
 
-    The microbatches of one number in all replicas of an encoder are a group. Their forwards are in the pause before the first of
-    them enters the LLM; their backwards in the first pause after the last one has left it, before forwards of other groups. So a
-    replica keeps at most one microbatch more than the LLM has in flight of its own, however many a step has. Where stages of an
-    encoder are on different lanes, one pause lies between them, in each direction, and forwards come first: the LLM's first lane
-    may wait for them. Encoders that feed another encoder run before that in its pauses, backwards after it; on other lanes
-    one pause earlier and later. A group of a generator's microbatches runs forwards and backwards in one pause, as soon as the
-    LLM's last stage has made the last of them.
+    The microbatches of one number in all replicas of an encoder form a group. Their forwards run in the pause before the first of
+    them enters the LLM; their backwards in the first pause after the last of them has left it, before forwards of other groups.
+    So a replica keeps at most one microbatch more than the LLM has of its own in flight, however many a step has. Where
+    consecutive stages of an encoder are on different lanes, one pause lies between them, in each direction, and forwards come
+    first, since the LLM's first lane may wait for them. Encoders that feed another encoder run before it in its pauses, and
+    backwards after it; on other lanes, one pause earlier or later. A group of a generator's microbatches runs forwards and
+    backwards in one pause, as soon as the LLM's last stage has finished the last of them.
 
-    `dip` has such phases for all of an encoder's microbatches at once: it takes as long, and keeps all of them.
+    `dip` has such phases for all of an encoder's microbatches at once: it takes as long, and keeps all of them in memory.
     """
     work = step_work(step)
     computed = np.flatnonzero(work.kinds != _REDUCTION)
@@ -59,7 +59,7 @@ def build_nested(step: StepGraph, costs: StepCosts) -> Schedule:
 
 
 class _Moments(NamedTuple):
-    """Pauses of one unit, by microbatch; `inf`: after everything else."""
+    """Pauses of one unit's microbatches; `inf`: after all other work."""
 
     forward: Floats
     """[num_stages, num_microbatches]"""
@@ -67,7 +67,7 @@ class _Moments(NamedTuple):
 
 
 class _Pauses:
-    """The place of every computation: between which pauses, or in which one."""
+    """The place of every computation: in a pause, or between two pauses."""
 
     def __init__(self, step: StepGraph, costs: StepCosts) -> None:
         self.step, self.work = step, step_work(step)
@@ -79,10 +79,10 @@ class _Pauses:
 
     @property
     def keys(self) -> Integers:
-        """[4, num_computed] what computations are sorted by in all lanes; whatever needs another one comes after it.
+        """[4, num_computed] the keys by which all lanes sort computations; a computation comes after all that it needs.
 
-        A phase, odd in pauses; then what it is, the number of its microbatch, and the way of a microbatch through the stages. The
-        LLM's computations between two pauses keep their order.
+        The keys are the phase (odd in pauses), the kind of work, the number of the microbatch, and its progress through the
+        stages. The LLM's computations between two pauses keep their order.
         """
         found: dict[str, _Moments] = {}
         for each in reversed(self.step.graph.units):  # an encoder after those that it feeds
@@ -106,7 +106,7 @@ class _Pauses:
         return keys
 
     def _numbers_in_pause(self, name: str) -> tuple[int, int]:
-        """Return the places of a unit's forwards and backwards in a pause; of encoders, also by those that they feed."""
+        """Return the places of a unit's forwards and backwards in the order of a pause; encoders differ by those they feed."""
         if self.step.graph.unit(name).role is Role.GENERATOR:
             first = _GENERATOR_FORWARD, _GENERATOR_BACKWARD
         else:
@@ -115,7 +115,7 @@ class _Pauses:
         return first[0] * most - depth, first[1] * most + depth
 
     def _depth(self, name: str) -> int:
-        """Return how many encoders lie between an encoder and the LLM."""
+        """Return the number of encoders between an encoder and the LLM."""
         return max((1 + self._depth(target) for target in self._fed(name)), default=0)
 
     def _fed(self, name: str) -> list[str]:
@@ -123,17 +123,17 @@ class _Pauses:
         return [target for target in self.step.graph.downstream(name) if self.step.graph.unit(target).role is Role.ENCODER]
 
     def _is_awaited(self, name: str) -> bool:
-        """Return True if other lanes of a pause wait for an encoder's forwards."""
+        """Return True if other lanes wait, within the pause, for an encoder's forwards."""
         return bool(self._pauses_between(name).any()) or any(map(self._is_awaited, self._fed(name)))
 
     def _moments(self, name: str, role: Role, found: Mapping[str, _Moments]) -> _Moments:
-        """found: those of the encoders that it feeds."""
+        """Return the pauses of a unit; found: those of the encoders that it feeds."""
         unit = self.units[name]
         groups = self._groups(unit)
         return self._of_encoder(unit, groups, found) if role is Role.ENCODER else self._of_generator(unit, groups)
 
     def _groups(self, unit: UnitPieces) -> Integers:
-        """[num_microbatches] a number of each microbatch's group: one of each replica in lanes that have to do with each other.
+        """[num_microbatches] the group of each microbatch: one microbatch of each replica in connected lanes.
 
         Groups of the same lanes are numbered in the order of their microbatches.
         """
@@ -169,19 +169,19 @@ class _Pauses:
         return moments
 
     def _component_starts(self, unit: UnitPieces, groups: Integers) -> list[int]:
-        """Return the first group of each component's, and their number: a component's groups have consecutive numbers."""
+        """Return the first group of each component, and their number: groups of a component have consecutive numbers."""
         firsts = np.unique(groups[unit.placed.index_in_replica == 0])
         return [*firsts.tolist(), int(groups.max(initial=-1)) + 1]
 
     def _pauses_between(self, unit: str) -> Integers:
-        """[num_stages] how many pauses lie between a stage and the LLM, or what an encoder feeds: one wherever lanes change."""
+        """[num_stages] the number of pauses between a stage and the LLM (or the fed encoder): one for each change of lanes."""
         groups = self._lanes_of_stages(unit)
         changes = (np.diff(groups) != 0).astype(np.int64)
         behind = any(self._lanes_of_stages(target)[0] != groups[-1] for target in self._fed(unit))
         return np.append(np.cumsum(changes[::-1])[::-1], 0) + behind
 
     def _lanes_of_stages(self, unit: str) -> Integers:
-        """[num_stages] a number of the lanes of each stage, of the first replica."""
+        """[num_stages] a number for the lanes of each stage of the first replica."""
         return self.step.plan.stage_tables[unit].rank_groups[:: self.step.plan.units[unit].data_parallel_size]
 
     def _of_generator(self, unit: UnitPieces, groups: Integers) -> _Moments:

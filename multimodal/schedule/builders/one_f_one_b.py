@@ -1,4 +1,4 @@
-"""1F1B over the unit graph: one forward, one backward, and no more activations in flight than keep the pipeline full."""
+"""1F1B over the unit graph: forwards and backwards alternate, with just enough activations in flight to fill the pipeline."""
 
 from collections.abc import Mapping, Sequence
 
@@ -13,28 +13,28 @@ from multimodal.values.step_graph import StageKey, StepGraph
 def build_one_f_one_b(step: StepGraph) -> Schedule:
     """Build the 1F1B schedule over the unit graph, in the compute dialect.
 
-    Encoder and LLM stages form one pipeline. For a single unit this is textbook 1F1B (PipeDream-flush): stage s of P runs
-    P - s - 1 forwards, then forwards and backwards in turn, then the remaining backwards, whatever they take: a stage that is
-    frozen or slow keeps the same order. `StepGraph.forward_only` leaves backwards and reductions out (evaluation).
+    Encoder and LLM stages form one pipeline. For a single unit this is textbook 1F1B (PipeDream-flush): stage s of P runs P - s -
+    1 forwards, then forwards and backwards in turn, then the remaining backwards, whatever their durations: frozen or slow stages
+    keep the same order. `StepGraph.forward_only` leaves backwards and reductions out (evaluation).
     """
     limits = forward_limits(step)
     return list_schedule(step, Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits)))
 
 
 def forward_limits(step: StepGraph) -> dict[StageKey, int]:
-    """Return how many microbatches each stage may have in flight.
+    """Return the number of microbatches that each stage may have in flight.
 
-    Stage s of the P stages of the LLM: P - s. Stage s of the S stages of an encoder: S - s, plus as many of this replica's
-    microbatches as the LLM's first stages span at any moment when each is as full as it may be. With one encoder microbatch
-    per LLM microbatch that is the limit of one pipeline of S + P stages. A stage without a backward needs to be ahead of its
-    consumer only; its limit shapes a lane that it shares with other stages (alone in a lane, there is nothing to order).
+    Stage s of the P stages of the LLM: P - s. Stage s of the S stages of an encoder: S - s, plus the most microbatches of this
+    replica that the LLM's first stages span at any moment if each is as full as allowed. With one encoder microbatch per LLM
+    microbatch that is the limit of one pipeline of S + P stages. A stage without a backward only needs to be ahead of its
+    consumer; its limit matters in a lane that it shares with other stages (alone in a lane, there is nothing to order).
     """
     depths = stage_counts(step.plan)
     return stage_limits(depths, spans=microbatch_spans(step, depths=depths))
 
 
 Depths = Mapping[str, Sequence[int]]
-"""unit -> per replica the microbatches that its first stage has in flight when the unit is alone."""
+"""unit -> per replica, the microbatches that its first stage has in flight if the unit is alone."""
 
 
 def stage_counts(plan: Plan) -> Depths:
@@ -43,15 +43,15 @@ def stage_counts(plan: Plan) -> Depths:
 
 
 def stage_limits(depths: Depths, *, spans: Mapping[StageKey, int]) -> dict[StageKey, int]:
-    """Return how many microbatches each stage may have in flight, given those of its replica's first stage and downstream."""
+    """Return the limit in flight of each stage, from the depth of its replica's first stage and the spans downstream."""
     return {(unit, replica, stage): depths[unit][replica] - stage + span for (unit, replica, stage), span in spans.items()}
 
 
 def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageKey, int]:
-    """Return how many microbatches a stage has in flight before each of its backwards, while it has forwards left.
+    """Return the number of microbatches in flight below which a stage runs no backward while it has forwards left.
 
-    As many as it may: then the order does not depend on what frozen, slow or starved stages do to the builder's clock. Where
-    every lane holds all stages of its replica of every unit there is no pipeline to keep full, and none must be in flight.
+    It equals the limit: then the order does not depend on the effect of frozen, slow or starved stages on the builder's clock. If
+    every lane holds all stages of its replica of every unit, there is no pipeline to fill, and the floor is 0.
     """
     replicas = [replica for unit in plan.units.values() for replica in unit.replicas]
     is_pipeline = any(len({plan.lane_of_rank[rank] for rank in replica.ranks}) > 1 for replica in replicas)
@@ -60,10 +60,10 @@ def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageK
 
 
 def microbatch_spans(step: StepGraph, *, depths: Depths) -> dict[StageKey, int]:
-    """Return, for each stage, how many microbatches the units downstream of it keep in flight there.
+    """Return, for each stage, the microbatches that the units downstream of it keep in flight there.
 
-    What units must keep for those downstream of them is added to their own depths, of which a unit's deepest replica counts. A
-    stage without a backward needs to be ahead of its consumers' next microbatch only.
+    The microbatches that units keep for those downstream of them add to their own depths; of a unit, the deepest replica counts.
+    A stage without a backward only needs to be ahead of its consumers' next microbatch.
     """
     spans: dict[StageKey, int] = {}
     for unit in reversed(step.graph.unit_names):
@@ -82,8 +82,8 @@ def microbatch_spans(step: StepGraph, *, depths: Depths) -> dict[StageKey, int]:
 def _spans(step: StepGraph, unit: str, depth: int) -> list[int]:
     """Return the most microbatches of each encoder replica that any `depth` consecutive microbatches of the LLM span.
 
-    While the LLM's replicas work on microbatches k .. k + depth - 1, a replica must have run (in order) every microbatch up
-    to the last one that those need, and can have given back those whose last consumer comes before k.
+    While the LLM's replicas work on microbatches k .. k + depth - 1, a replica must have run (in order) every microbatch up to
+    the last one that these need, and can have released those whose last consumer comes before k.
     """
     placed = step.assignment.placed[unit]
     firsts, lasts = np.full(placed.num_microbatches, np.iinfo(np.int64).max), np.full(placed.num_microbatches, -1)

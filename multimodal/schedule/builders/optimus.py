@@ -18,16 +18,15 @@ def build_optimus(
     """Build a schedule in which encoders compute while the LLM's lanes would wait, in the compute dialect.
 
     The LLM keeps the order of 1F1B, interleaved if its stages hold several layer ranges. Forwards and backwards of encoders, and
-    those of generators at the other end of the pipeline, go where the lane would be idle for as long as they take, by the
-    durations of `costs`; before that where an LLM microbatch would have to wait for them longer than others would for the LLM
+    of generators at the other end of the pipeline, go where the lane would be idle for their duration, by the durations of
+    `costs`; they go earlier if an LLM microbatch would otherwise wait for them longer than other microbatches would for the LLM
     (`fill_idle_lanes`). So the number of forwards before the pipeline and of backwards after it, which Algorithm 2 finds by
     moving one microbatch after another into bubbles, follows from the clock.
 
-    memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B (`encoder_limits`). More than that
-    only where the LLM's order would never go on otherwise.
-    splits_backwards: weight gradients fill, too, where that makes the step shorter, as far as the LLM's stages keep what they
-    would without (`weights_before_forwards`): those of all units, or of all but the encoders on the LLM's ranks, which can then
-    run in ranges of segments.
+    memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B (`encoder_limits`); more only if the
+    LLM's order could not continue otherwise. splits_backwards: also fill with weight gradients if that shortens the step, as far
+    as the LLM's stages keep no more than without (`weights_before_forwards`): with those of all units, or of all but the encoders
+    on the LLM's ranks, which can then run in ranges of segments.
     """
     interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
@@ -39,14 +38,14 @@ def build_optimus(
 
 
 def _movable(in_line: Schedule, reduced: Collection[str], memory_factor: float) -> Movable:
-    """Return all but the LLM's forwards and backwards."""
+    """Return all computations but the LLM's forwards and backwards as movable work."""
     llm, last = in_line.step.graph.backbone.name, weights_before_last(in_line, reduced)
     fills = fills_of(in_line, [unit for unit in in_line.step.graph.unit_names if unit != llm], last)
     return Movable(fills, weights_before_forwards(in_line, llm).joined(last), memory_factor, goes_inside=True)
 
 
 def _ways_to_split(step: StepGraph) -> list[list[str]]:
-    """Return the units whose backwards are in two: none; all but the encoders on the LLM's ranks; and, if these train, all."""
+    """Return the sets of units whose backwards are split: none; all but encoders on the LLM's ranks; if these train, all."""
     ranks = set(step.plan.units[step.graph.backbone.name].ranks)
     encoders = {unit.name for unit in step.graph.encoders}
     trained = [name for name in step.graph.unit_names if _has_backward(step, name)]

@@ -1,4 +1,4 @@
-"""The room that memory leaves for forwards ahead of those that a schedule needs, and how much of it to use."""
+"""Finds the memory that is left for forwards beyond those that a schedule needs, and how much of it to use."""
 
 from collections.abc import Callable, Iterator, Mapping
 from math import floor, isinf
@@ -17,9 +17,9 @@ from multimodal.values.step_work import KIND_NUMBERS, step_work
 
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
-"""Microbatches kept at most, over those that a schedule needs."""
+"""Candidates for the microbatches kept at most, over those that a schedule needs."""
 _TRIED = (1.0, 2.0, 4.0)
-"""Too many forwards ahead delay backwards; so that much is tried."""
+"""Factors that are tried, since too many forwards ahead delay backwards."""
 
 
 def build_within_memory(
@@ -29,9 +29,9 @@ def build_within_memory(
     costs: StepCosts,
     build: Callable[[Callable[[StageKey, int], int]], Schedule],
 ) -> Schedule:
-    """Return the shortest of the schedules that keep up to 1, 2 and 4 times `limits` where memory has room for it.
+    """Return the shortest of the schedules that keep up to 1, 2 and 4 times `limits` as far as memory has room for it.
 
-    limits: the microbatches that each stage keeps at least; build: makes a schedule of a function that scales a stage's limit.
+    limits: the microbatches that each stage keeps at least; build: makes a schedule from a function that scales a stage's limit.
     """
     room = factors_within_memory(step, limits, costs=costs)
     best, shortest = float("inf"), None
@@ -48,9 +48,9 @@ def build_within_memory(
 def factors_within_memory(step: StepGraph, limits: Mapping[StageKey, int], *, costs: StepCosts) -> dict[StageKey, float]:
     """Return, for each stage, the largest of `FACTORS` that its lanes' memory allows for the limits of all of their stages.
 
-    The largest microbatches count, so whichever are kept fit. Replicas that exchange samples run as far ahead as the fullest of
-    their lanes allows: elsewhere it would only wait. 1 where the limits themselves do not fit, the largest where costs know no
-    memory (`StepCosts.memory_bytes`). O(microbatches x stages log).
+    The largest microbatches are counted, so any microbatches fit. Replicas that exchange samples run only as far ahead as the
+    fullest of their lanes allows, since others would only wait. 1 if even the limits do not fit; the largest factor if costs know
+    no memory (`StepCosts.memory_bytes`). O(microbatches x stages log).
     """
     if isinf(costs.memory_bytes):
         return dict.fromkeys(step.stages, FACTORS[-1])
@@ -70,7 +70,7 @@ def factors_within_memory(step: StepGraph, limits: Mapping[StageKey, int], *, co
 
 
 def _kept_bytes(step: StepGraph, costs: StepCosts) -> Iterator[tuple[StageKey, Integers]]:
-    """Yield what each microbatch of a stage keeps there, of the stages that have any."""
+    """Yield each stage that has microbatches, with the bytes that each of them keeps there."""
     work = step_work(step)
     forwards = np.flatnonzero(work.kinds == _FORWARD)
     kept, stages = costs.kept_bytes(work, forwards), work.computed_stages[forwards]
@@ -80,7 +80,7 @@ def _kept_bytes(step: StepGraph, costs: StepCosts) -> Iterator[tuple[StageKey, I
 
 
 def _exchanging_replicas(step: StepGraph) -> dict[tuple[str, int], int]:
-    """Return the number of the group of each (unit, replica): those between which samples travel, directly or not."""
+    """Return a group number for each (unit, replica): replicas between which samples travel, directly or not, share one."""
     places = sorted({stage[:2] for stage in step.stages})
     numbers = {place: number for number, place in enumerate(places)}
     groups: NDArray[np.int64] = np.arange(len(places))

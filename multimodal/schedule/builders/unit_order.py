@@ -15,7 +15,7 @@ class Step(NamedTuple):
 
     kind: ActionKind
     chunk: int
-    """Index among the stage's layer ranges, from 0 upstream."""
+    """Index among the stage's layer ranges, counted from upstream."""
     microbatch: int
 
 
@@ -35,13 +35,13 @@ def order_of(steps: Iterable[Step]) -> Order:
 
 
 def num_chunks(replica: Replica) -> int:
-    """Layer ranges per stage, where all stages have equally many; else 0."""
+    """Return the layer ranges per stage if all stages have equally many; else 0."""
     counts = {len(stage.layer_ranges) for stage in replica.stages}
     return counts.pop() if len(counts) == 1 else 0
 
 
 def chunk_stages(replica: Replica) -> tuple[tuple[int, ...], ...]:
-    """The virtual stages that each physical stage holds, upstream first."""
+    """Return the virtual stages that each physical stage holds, upstream first."""
     held: list[list[int]] = [[] for _ in replica.stages]
     for stage in replica.virtual_stages:
         held[stage.stage_index].append(stage.index)
@@ -49,9 +49,9 @@ def chunk_stages(replica: Replica) -> tuple[tuple[int, ...], ...]:
 
 
 def ordered_pieces(orders: Sequence[tuple[Order, int, Sequence[int]]], work: StepWork, *, name: str) -> list[Integers]:
-    """Return the pieces of each order of a physical stage; what the stage does not have (frozen parts) is left out.
+    """Return the pieces of each order of a physical stage; actions that the stage does not have (frozen parts) are left out.
 
-    orders: with the replica, and the virtual stages that the physical one holds, by chunk.
+    orders: each with its replica and, by chunk, the virtual stages of the physical stage.
     """
     if not orders:
         return []

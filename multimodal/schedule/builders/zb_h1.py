@@ -1,4 +1,4 @@
-"""ZB-H1: 1F1B whose weight gradients wait for idle slots, within 1F1B's memory (Qi et al., Zero Bubble Pipeline Parallelism)."""
+"""ZB-H1: weight gradients of 1F1B move into idle slots, within 1F1B's memory (Qi et al., Zero Bubble Pipeline Parallelism)."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,9 @@ from multimodal.values.step_graph import StageKey, StepGraph
 def build_zb_h1(step: StepGraph) -> Schedule:
     """Build the ZB-H1 schedule over the unit graph, in the compute dialect.
 
-    Forwards and input gradients go as forwards and backwards do in 1F1B. A weight gradient runs when its lane would else be idle,
-    or when the stage stores as many microbatches as it may. One unit of P stages is idle for (P - 1)(F + I - W) per lane.
+    Forwards and input gradients run in the order of forwards and backwards in 1F1B. A weight gradient runs when its lane would
+    otherwise be idle, or when the stage stores as many microbatches as it may. One unit of P stages is idle for (P - 1)(F + I -
+    W) per lane.
     """
     limits = forward_limits(step)
     policy = Policy(
@@ -27,12 +28,12 @@ def build_zb_h1(step: StepGraph) -> Schedule:
 
 
 def build_eager_zero_bubble(step: StepGraph, *, costs: StepCosts) -> Schedule:
-    """Build ZB-H1 whose forwards run ahead as far as the memory of each lane has room for, in the compute dialect.
+    """Build ZB-H1 with forwards that run ahead as far as the memory of each lane allows, in the compute dialect.
 
-    A stage stores more microbatches between forward and weight gradient than in ZB-H1 where memory allows that, and runs a
-    forward whenever no input gradient is ready: for assignments that make some of these late (Entrain 4.5.3), and, with
-    enough memory, with less of ZB-H1's bubble (ZB-H2 of the same paper). Of several depths, ZB-H1's order among them, the one
-    with the shortest step is taken (`build_within_memory`).
+    If memory allows, a stage stores more microbatches between forward and weight gradient than in ZB-H1, and runs a forward
+    whenever no input gradient is ready. This serves assignments that make some input gradients late (Entrain 4.5.3), and with
+    enough memory it removes a part of ZB-H1's bubble (ZB-H2 of the same paper). Of several depths, including ZB-H1's order, the
+    one with the shortest step is taken (`build_within_memory`).
     """
     limits = forward_limits(step)
     stored = storage_limits(step, limits)
@@ -51,9 +52,9 @@ def build_eager_zero_bubble(step: StepGraph, *, costs: StepCosts) -> Schedule:
 
 
 def storage_limits(step: StepGraph, limits: dict[StageKey, int]) -> dict[StageKey, int]:
-    """Return how many microbatches each stage may store, given how many 1F1B lets it have in flight.
+    """Return the number of microbatches that each stage may store, given the number that 1F1B lets it have in flight.
 
-    As many as the fullest stage of its unit or of one upstream that has a backward: the memory of 1F1B's fullest lane.
+    It is that of the fullest stage with a backward in its unit or an upstream one: the memory of 1F1B's fullest lane.
     """
     fullest: dict[str, int] = {}
     for unit in step.graph.unit_names:

@@ -1,4 +1,4 @@
-"""ZB-V: no bubble when forward and both halves of the backward take equally long, on V-shaped stages (Qi et al., section 6)."""
+"""ZB-V: no bubble if forward and both halves of the backward take equally long, on V-shaped stages (Qi et al., section 6)."""
 
 from functools import lru_cache
 
@@ -18,11 +18,11 @@ def build_zb_v(step: StepGraph) -> Schedule:
     """Build the ZB-V schedule over the unit graph, in the compute dialect.
 
     Stage s of P of a V-shaped unit holds virtual stages s and 2 P - 1 - s, so the first stage also ends the forward and starts
-    the backward. With F = I = W and m >= 2 P - 1 microbatches, no lane is idle from its first action to its last, in the memory
-    of 1F1B (2 P chunks of half a stage). Units and replicas of another shape run as in `zb-h1`; so do V-shaped units whose output
-    other units consume, with both chunks in one memory.
+    the backward. With F = I = W and m >= 2 P - 1 microbatches, no lane is idle from its first action to its last, within the
+    memory of 1F1B (2 P chunks of half a stage). Units and replicas of another shape run as in `zb-h1`; so do V-shaped units with
+    consumers in other units, whose two chunks then share one memory limit.
 
-    Raises ScheduleError when no unit is V-shaped.
+    Raises ScheduleError if no unit is V-shaped.
     """
     graph, plan = step.graph, step.plan
     shaped = [unit for unit in graph.unit_names if is_v_shaped(plan.units[unit])]
@@ -53,7 +53,7 @@ def build_zb_v(step: StepGraph) -> Schedule:
 
 
 def is_v_shaped(unit: UnitPlan) -> bool:
-    """Return True if stage s of the P stages of its replicas, or of some, holds virtual stages s and 2 P - 1 - s."""
+    """Return True if stage s of P holds virtual stages s and 2 P - 1 - s in any replica of the unit."""
     return any(map(is_folded, unit.replicas))
 
 
@@ -66,7 +66,7 @@ def is_folded(replica: Replica) -> bool:
 
 
 def zb_v_order(stage_index: int, *, num_stages: int, num_microbatches: int) -> list[Step]:
-    """Return the order of one stage, as published with the paper; fewer than 2 P - 1 microbatches leave the rest out."""
+    """Return the order of one stage as published with the paper; with fewer than 2 P - 1 microbatches the rest is left out."""
     forward, gradient, weight = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
     num_full = max(2 * num_stages - 1, num_microbatches)
     order = _Order()
@@ -85,7 +85,7 @@ def zb_v_order(stage_index: int, *, num_stages: int, num_microbatches: int) -> l
 
 
 class _Order:
-    """Steps whose microbatches count up per kind and chunk."""
+    """A list of steps that numbers the microbatches of each kind and chunk."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
@@ -108,9 +108,9 @@ def _share_memory(
     storage: dict[StageKey, int],
     groups: dict[StageKey, StageKey],
 ) -> None:
-    """Let both chunks of a stage share the memory of 2 P chunks, and what units downstream need in each.
+    """Let both chunks of a stage share the memory of 2 P chunks, and the microbatches that downstream units need in each.
 
-    A chunk without a backward keeps nothing, so there each has a limit of its own.
+    A chunk without a backward keeps nothing, so its stage's chunks have limits of their own.
     """
     unit = step.plan.units[name]
     for replica, each in enumerate(unit.replicas):

@@ -18,7 +18,7 @@ __all__ = ["PASSES", "Need", "Pass", "PassRow", "passes_named"]
 
 
 class Need(Enum):
-    """Something that a model or a plan must have for a pass to change anything."""
+    """A property of a model or a plan without which a pass changes nothing."""
 
     COPIES = "ranks that hold the same weights"
     MESSAGES = "ranks that wait for each other's activations"
@@ -28,7 +28,7 @@ class Need(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class PassRow:
-    """One pass: its function, and all that flags, planners and pages ask about it."""
+    """One pass: its function, and all facts that flags, planners and pages read."""
 
     rewrite: Pass
     meaning: str
@@ -36,22 +36,22 @@ class PassRow:
     source: str = ""
     """The paper or the system that it comes from."""
     need: Need
-    """The plan's property without which the pass changes nothing."""
+    """The property without which the pass changes nothing."""
     splits_backwards: bool = False
-    """True if it makes input and weight gradients of backwards, as some builders do."""
+    """True if it splits backwards into input and weight gradients, as some builders do."""
     works_with_sharded_weights: bool = True
-    """False if it moves weights or gradients of a stage once a step; weights that are sharded move with every layer."""
+    """False if it moves the weights or gradients of a stage once per step; sharded weights move with every layer."""
     reduces_by_layer: bool = False
     """True if ranks must be set up to reduce gradients layer by layer."""
     is_planned: bool = False
-    """True if every planned run has it where it changes anything, because it costs nothing."""
+    """True if every planned run uses it where it changes anything, because it costs nothing."""
     least_zero_stage: int = 0
     """The lowest ZeRO stage at which the pass changes anything."""
     undone_by: Mapping[str, str] = field(default_factory=dict)
-    """Later pass -> how it would undo this one; nothing in a schedule says why its forwards stand late."""
+    """Later pass -> the way in which it would undo this one, since a schedule does not record the reason for late forwards."""
 
     def __call__(self, schedule: Schedule) -> Schedule:
-        """Rewrite the schedule: a row is a `Pass`."""
+        """Rewrite the schedule, so that a row is a `Pass`."""
         return self.rewrite(schedule)
 
 
@@ -98,13 +98,13 @@ PASSES: dict[str, PassRow] = {
         is_planned=True,
     ),
 }
-"""Every pass that can be chosen by name; lowering is always the last one."""
+"""Every pass that can be chosen by name; lowering always comes last."""
 
 
 def passes_named(names: str) -> tuple[PassRow, ...]:
-    """Look passes up by their names with commas between them.
+    """Look up passes by their names, separated by commas.
 
-    Raises ConfigError for an unknown name, one given twice, and an order in which a pass undoes an earlier one.
+    Raises ConfigError for an unknown name, a repeated one, and an order in which a pass undoes an earlier one.
     """
     named = [name for name in names.split(",") if name]
     if unknown := [name for name in named if name not in PASSES]:

@@ -1,4 +1,4 @@
-"""Defer an action that would wait for a message behind the ones after it that are ready."""
+"""Defers an action that would wait for a message behind later actions that are ready."""
 
 from collections.abc import Sequence
 
@@ -12,12 +12,12 @@ from multimodal.values.timeline import TimelineEvent
 
 @keeps_earlier_passes(never_longer=True)
 def defer_receives(schedule: Schedule) -> Schedule:
-    """Let later actions of a lane run in the time in which it would stand still for a message.
+    """Let later actions of a lane run while it would wait for a message.
 
-    Under unit costs: where a lane waits, the first action after it in its list that is ready when the waiting begins and ends
-    before the message comes moves to the front; and so on until the gap is full. Only lanes of one stage move their actions (in
-    several lanes at once, an order that suits one may stop another). It may keep more activations than the schedule did, and
-    never takes longer: where moving does not pay, the schedule stays. O(actions x window + dependencies).
+    Under unit costs: where a lane waits, the next action in its list that is ready when the wait begins and ends before the
+    message arrives moves to the front, and so on until the gap is full. Only lanes of one stage move their actions (in several
+    lanes at once, an order that suits one may stop another). The result may keep more activations, but never takes longer: if
+    moving does not pay, the schedule stays as it is. O(actions x window + dependencies).
     """
     step, times = schedule.step, lane_times(schedule)
     ends = {event.action: event.end_seconds for lane in times for event in lane}
@@ -33,11 +33,11 @@ def defer_receives(schedule: Schedule) -> Schedule:
 
 
 _WINDOW = 32
-"""Number of actions ahead from which a gap is filled."""
+"""Number of later actions that are considered for a gap."""
 
 
 def _fill_gaps(events: Sequence[TimelineEvent], ready: dict[Action, float]) -> dict[Action, float]:
-    """Return new start times of the actions that move into a gap of their lane."""
+    """Return new start times for the actions that move into a gap of their lane."""
     moved: dict[Action, float] = {}
     free_at = 0.0
     for index, event in enumerate(events):

@@ -1,4 +1,4 @@
-"""Delay the LLM's warm-up forwards (Optimus 4.3): the LLM needs encoder outputs as late as it can at no cost in length."""
+"""Delays the LLM's warm-up forwards (Optimus 4.3): it needs encoder outputs as late as possible without a longer schedule."""
 
 from collections import defaultdict
 
@@ -14,9 +14,9 @@ from multimodal.values.schedule import Schedule, lane_of
 def delay_forward(schedule: Schedule) -> Schedule:
     """Give each pipeline stage of the LLM the fewest warm-up forwards that keep the schedule's length under unit costs.
 
-    Optimus finds that the last forwards of 1F1B's warm-up, of the interleaved schedule above all, can be deferred "without any
+    Optimus finds that the last forwards of 1F1B's warm-up, above all in the interleaved schedule, can be deferred "without any
     adverse effects on the overall pipeline latency": encoder forwards then have more bubbles to run in. Stage by stage from the
-    last to the first, in all replicas alike, as many forwards as possible leave the warm-up, and all later forwards move behind
+    last to the first, alike in all replicas, as many forwards as possible leave the warm-up, and all later forwards move behind
     as many backwards. Lanes that the LLM shares with other units stay as they are.
 
     O(stages x log(warm-up) executions).
@@ -37,7 +37,7 @@ def delay_forward(schedule: Schedule) -> Schedule:
 
 
 def _lanes_by_stage(graph: ModelGraph, plan: Plan) -> list[tuple[int, ...]]:
-    """Return the lanes that belong to the LLM alone, per pipeline stage, the last stage first."""
+    """Return the lanes that belong to the LLM alone, by pipeline stage, the last stage first."""
     backbone = plan.units[graph.backbone.name]
     shared = {rank for name, unit in plan.units.items() if name != graph.backbone.name for rank in unit.ranks}
     lanes: dict[int, list[int]] = defaultdict(list)
@@ -69,7 +69,7 @@ def _delay(schedule: Schedule, lanes: tuple[int, ...], num_forwards: int) -> Sch
 
 
 def _delay_lane(actions: tuple[Action, ...], num_forwards: int) -> tuple[Action, ...]:
-    """Move every forward after the shortened warm-up behind `num_forwards` more backwards (each with what follows it)."""
+    """Move every forward after the shortened warm-up behind `num_forwards` more backwards (and their weight gradients)."""
     num_kept = _num_warm_up(actions) - num_forwards
     delayed: list[Action] = []
     waiting: list[tuple[Action, int]] = []

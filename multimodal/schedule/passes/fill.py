@@ -1,4 +1,4 @@
-"""Fill the time in which a lane waits for a message with weight gradients."""
+"""Fills the time in which a lane waits for a message with weight gradients."""
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.backward_need import BackwardNeed
@@ -10,17 +10,17 @@ from multimodal.values.step_graph import StepGraph
 def fill(schedule: Schedule) -> Schedule:
     """Let every weight gradient that stands before an action with a message fill that action's idle slot.
 
-    A backward right before such an action is split first: its input gradient runs at once, as others wait for it, and its weight
-    gradient becomes the filler. It runs while the message is on its way; when the message is there already, the action comes
-    first, and the filler right after it. So a lane's work never waits for a weight gradient that nobody waits for, and at most
-    one more microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (these must
-    agree on the order), and so does what stands before a reduction by layer. O(actions + dependencies).
+    A backward right before such an action is split first: its input gradient runs at once, as other stages wait for it, and its
+    weight gradient becomes the filler. A filler runs while the message is on its way; if the message is already there, the action
+    comes first, and the filler right after it. So a lane's work never waits for a weight gradient, and at most one more
+    microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (they must agree on the
+    order), and so do weight gradients before a reduction by layer. O(actions + dependencies).
     """
     return schedule.with_lanes(_fill_lane(lane, schedule.step, splits=True) for lane in schedule.lanes)
 
 
 def refill(schedule: Schedule) -> Schedule:
-    """Do what `fill` does with weight gradients that are there, and split no backward. O(actions + dependencies)."""
+    """Do the same as `fill` with existing weight gradients, without splitting backwards. O(actions + dependencies)."""
     return schedule.with_lanes(_fill_lane(lane, schedule.step, splits=False) for lane in schedule.lanes)
 
 
@@ -42,7 +42,7 @@ def _fill_lane(lane: Lane, step: StepGraph, *, splits: bool) -> Lane:
 
 
 def _carrier(lane: Lane, position: int) -> Action | None:
-    """Return the next action that would not become a filler itself, when only computations stand between."""
+    """Return the next action that would not become a filler itself, if only computations lie between."""
     for slot in lane.slots[position + 1 :]:
         if ACTION_TABLE[slot.action.kind].resource is not Resource.COMPUTE:
             return None
@@ -52,7 +52,7 @@ def _carrier(lane: Lane, position: int) -> Action | None:
 
 
 def _carries(lane: Lane, position: int) -> bool:
-    """Return True if something runs inside an action: the waits of half of it would have other numbers."""
+    """Return True if something runs inside an action: after a split, its waits would have other numbers."""
     return position > 0 and lane.slots[position - 1].mode is SlotMode.INSIDE
 
 

@@ -1,4 +1,4 @@
-"""Let a schedule gather the parameters that a sharded optimizer (ZeRO-1) has updated, stage by stage, before their first use."""
+"""Lets a schedule gather the parameters that a sharded optimizer (ZeRO-1) has updated, stage by stage, before their use."""
 
 from dataclasses import replace
 
@@ -10,9 +10,9 @@ from multimodal.values.schedule import Lane, Schedule, Slot
 def gather_parameters(schedule: Schedule) -> Schedule:
     """Put the gathers of every trained stage at the start of its lanes.
 
-    They stand in one order everywhere (upstream units first, then early stages), so that the lanes of different replicas never
-    wait for each other in a circle. A gather only starts there; a stage's first forward waits for it, so the first stage's shows
-    as a bubble (Optimus, Table 1) and the others hide behind computations. O(actions).
+    Gathers are in one order everywhere (upstream units first, then early stages), so that the lanes of different replicas never
+    wait for each other in a circle. A lane only starts a gather at its slot, and a stage's first forward waits for it: the first
+    stage's gather shows as a bubble (Optimus, Table 1), and the others hide behind computations. O(actions).
     """
     if schedule.step.cuts.gathers_parameters:
         return schedule

@@ -1,4 +1,4 @@
-"""Lower a schedule: add the sends and receives that carry its dependencies between rank groups."""
+"""Lowers a schedule: adds the sends and receives that carry its dependencies between rank groups."""
 
 import numpy as np
 
@@ -11,15 +11,15 @@ from multimodal.values.schedule import NO_WAIT, Schedule, show_slots
 def insert_communication(schedule: Schedule) -> Schedule:
     """Turn a compute-dialect schedule into the lowered dialect.
 
-    On GPUs a message takes place when both ends have come to it, and holds up what is queued behind it until then (NCCL buffers
-    nothing). So both ends of a message stand at one moment: by an execution of the schedule under unit costs, right after its
-    producer starts, and after everything else that starts then. A send stands right after its producer, or after the computation
-    that its producer runs inside of, a receive before the first action of its lane that starts later: early enough that no sender
-    waits for it. Computations, collectives and messages
-    are thereby in one order for all lanes, in which each could be finished before the next begins; no lanes can wait for each
-    other in a circle, however few streams and hardware queues carry the work, and messages between two lanes match by order.
+    On GPUs a message takes place when both ends have reached it, and until then holds up all work queued behind it (NCCL buffers
+    nothing). So both ends of a message are placed at one moment: in an execution of the schedule under unit costs, right after
+    its producer starts, and after everything else that starts at that time. A send comes right after its producer, or after the
+    computation inside which its producer runs; a receive comes before the first action of its lane that starts later: early
+    enough that no sender waits for it. So computations, collectives and messages have one order for all lanes, in which each
+    could be finished before the next begins: lanes cannot wait for each other in a circle, however few streams and hardware
+    queues carry the work, and messages between two lanes match by order.
 
-    Raises ScheduleError when the schedule cannot finish. O(actions + messages).
+    Raises ScheduleError if the schedule cannot finish. O(actions + messages).
     """
     execution = execute_lanes(schedule)
     if stuck := execution.stuck:

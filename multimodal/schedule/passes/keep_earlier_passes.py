@@ -1,4 +1,4 @@
-"""Let a pass that moves actions keep what earlier passes did: fillers and reductions by layer."""
+"""Lets a pass that moves actions preserve the results of earlier passes: fillers and reductions by layer."""
 
 from collections.abc import Callable, Set
 from functools import wraps
@@ -18,12 +18,12 @@ Pass = Callable[[Schedule], Schedule]
 def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass]:
     """Return a decorator for a pass that knows neither fillers nor reductions by layer.
 
-    The pass is given every filler in line, where it stands, and every reduction whole. Afterwards the same reductions are cut
-    again, and weight gradients that stand before an action with a message are fillers again; others have no wait left to fill
-    and stay in line. If a reduction can no longer be cut, the schedule stays as it was.
+    The pass receives every filler in line, at its position, and every reduction whole. Afterwards the same reductions are cut
+    again, and weight gradients before an action with a message become fillers again; others have no wait to fill and stay in
+    line. If a reduction can no longer be cut, the original schedule is kept.
 
-    never_longer: the pass promises not to make a schedule longer; where it would with fillers that run in waits or with cut
-    reductions, the schedule stays as it was, too. Raises ScheduleError for a filler that is no weight gradient.
+    never_longer: the pass promises not to make a schedule longer; if it nevertheless does, with fillers that run in waits or with
+    cut reductions, the original schedule is kept, too. Raises ScheduleError for a filler that is no weight gradient.
     """
 
     def decorate(rewrite: Pass) -> Pass:
@@ -60,13 +60,13 @@ def _check_fillers(schedule: Schedule) -> None:
 
 
 def _plain(schedule: Schedule) -> Schedule:
-    """The same actions with whole reductions and without fillers."""
+    """Return the same actions with whole reductions and without fillers."""
     lanes = (with_whole_reductions(lane, schedule.step) for lane in schedule.lanes)
     return schedule.with_lanes(lane_of(lane.ranks, lane.actions) for lane in lanes)
 
 
 def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
-    """Move the reductions of these stages to right behind the last backward that they need."""
+    """Move the reductions of these stages right behind the last backward that they need."""
     actions = list(lane.actions)
     for reduction in [action for action in reversed(actions) if action.kind is ActionKind.REDUCE_GRADIENTS]:
         own = [at for at, action in enumerate(actions) if action.microbatch >= 0 and action[1:4] == reduction[1:4]]
@@ -77,13 +77,13 @@ def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
 
 
 def _with_unchanged_lanes(before: Schedule, after: Schedule) -> Schedule:
-    """Leave lanes as they were where no action moved."""
+    """Keep the original lanes where no action moved."""
     pairs = zip(before.lanes, after.lanes, strict=True)
     return after.with_lanes(old if old.actions == new.actions else new for old, new in pairs)
 
 
 def _is_longer(after: Schedule, before: Schedule) -> bool:
-    """True if the schedule takes longer under unit costs, either with fillers in line or with fillers that run in waits."""
+    """Return True if the schedule takes longer under unit costs, with fillers in line or with fillers that run in waits."""
     if after == before:
         return False
     in_line = [duration_of(each) for each in (after, before)]

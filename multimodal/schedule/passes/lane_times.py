@@ -1,4 +1,4 @@
-"""Start times of a schedule's actions, and lanes rebuilt from such times: the tools of passes that move actions."""
+"""Start times of a schedule's actions, and lanes rebuilt from such times, for passes that move actions."""
 
 from collections.abc import Callable, Iterable, Mapping
 
@@ -16,7 +16,7 @@ from multimodal.values.timeline import TimelineEvent
 def lane_times(schedule: Schedule) -> tuple[tuple[TimelineEvent, ...], ...]:
     """Return per lane the events of a compute-dialect schedule under unit costs, in the order of its actions.
 
-    Raises ScheduleError when the schedule cannot finish.
+    Raises ScheduleError if the schedule cannot finish.
     """
     execution = execute_lanes(schedule)
     if stuck := execution.stuck:
@@ -31,7 +31,7 @@ def lane_times(schedule: Schedule) -> tuple[tuple[TimelineEvent, ...], ...]:
 
 
 def duration_of(schedule: Schedule, *, seconds: NDArray[np.float64] | None = None) -> float | None:
-    """Return how long a schedule takes under unit costs, or the given seconds; None when it cannot finish."""
+    """Return the duration of a schedule under unit costs, or with the given seconds; None if it cannot finish."""
     execution = execute_lanes(schedule, seconds=seconds)
     return None if execution.stuck else execution.duration_seconds
 
@@ -39,10 +39,10 @@ def duration_of(schedule: Schedule, *, seconds: NDArray[np.float64] | None = Non
 def sort_lanes(
     lanes: Iterable[Lane], step: StepGraph, key: Callable[[Action], float], added: Mapping[int, list[Action]] | None = None
 ) -> Schedule:
-    """Sort every lane by time, actions of one time as they stood; added: more actions per lane, after those of their time.
+    """Sort every lane by time; actions of equal time keep their order. added: more actions per lane, after those of their time.
 
-    lanes: without fillers, whose carriers would not be the same (see `keeps_earlier_passes`).
-    When every action's time lies strictly after the times of all that it needs, the result cannot deadlock.
+    lanes: without fillers, whose carriers would change (see `keeps_earlier_passes`). If every action's time is strictly after the
+    times of all its needs, the result cannot deadlock.
     """
     rows = tuple(lanes)
     assert not any(lane.fillers for lane in rows), "fillers would be lost"

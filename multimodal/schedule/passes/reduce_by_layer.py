@@ -1,4 +1,4 @@
-"""Let a stage's gradients be reduced layer by layer while the backward of its last microbatch still runs."""
+"""Lets a stage's gradients be reduced layer by layer while the backward of its last microbatch still runs."""
 
 from collections.abc import Iterator, Set
 from dataclasses import replace
@@ -11,16 +11,16 @@ from multimodal.values.step_graph import StepGraph
 
 
 def reduce_by_layer(schedule: Schedule) -> Schedule:
-    """Cut reductions in two, of which the first stands before the backward that ends the stage's gradients.
+    """Cut reductions in two, the first of which stands before the backward that completes the stage's gradients.
 
-    From there on, a layer's gradients are reduced as soon as that backward has passed the layer; the second part reduces what it
-    passes last. Reductions keep their order in every lane, and layers go in one order everywhere, so all replicas make the
-    same calls in the same order. It is done where, in all lanes of all replicas, the reduction stands right after the whole
-    backward of the last microbatch, or there is no microbatch. Others stay whole: where weight gradients come apart from the
-    backward, where another reduction has to go first, where microbatches end in another order, and of stages of
-    one layer. Where replicas are not alike, there are more parts (`StepGraph.reductions`), all stages of a unit are cut or none,
-    and the last part alone stands behind the backward. Where lanes would then wait for each other in a circle if reductions
-    blocked, all stay whole. O(actions + dependencies).
+    From there on, a layer's gradients are reduced as soon as that backward has passed the layer; the second part reduces the
+    layer that the backward passes last. Reductions keep their order in every lane, and layers go in one order everywhere, so all
+    replicas make the same calls in the same order. A reduction is cut if, in all lanes of all replicas, it stands right after the
+    whole backward of the last microbatch, or there is no microbatch. Others stay whole: if weight gradients are split from the
+    backward, if another reduction has to go first, if microbatches end in another order, and in stages of one layer. With unlike
+    replicas there are more parts (`StepGraph.reductions`), all stages of a unit are cut or none, and only the last part stands
+    behind the backward. If lanes would then wait for each other in a circle when reductions block, all stay whole. O(actions +
+    dependencies).
     """
     if schedule.step.cuts.reduced_by_layer:
         return schedule
@@ -28,7 +28,7 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
 
 
 def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule:
-    """Cut the whole reductions of these (unit, virtual stage) where they can be cut, or none."""
+    """Cut the whole reductions of these (unit, virtual stage), if all of them can be cut."""
     step = schedule.step
     cut = set(stages) - {
         key
@@ -51,7 +51,7 @@ def _hides_anything(step: StepGraph, unit: str) -> bool:
 
 
 def with_whole_reductions(lane: Lane, step: StepGraph) -> Lane:
-    """Undo `reduce_by_layer`: one reduction after the backward that ends the stage's gradients."""
+    """Undo `reduce_by_layer`: one reduction after the backward that completes the stage's gradients."""
     whole, slots = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset())), list[Slot]()
     for slot in lane.slots:
         if (
@@ -78,14 +78,14 @@ def _reduced_stages(schedule: Schedule) -> Iterator[tuple[str, int]]:
 
 
 def _cut_together(reduction: Action, step: StepGraph) -> list[tuple[str, int]]:
-    """Return the stages that are cut if a reduction's is."""
+    """Return the stages that must be cut together with a reduction's."""
     unit = step.plan.units[reduction.unit]
     stages = range(unit.num_virtual_stages) if unit.is_unlike else (reduction.stage,)
     return [(reduction.unit, stage) for stage in stages]
 
 
 def _can_be_cut(lane: Lane, position: int, step: StepGraph) -> bool:
-    """Return True if the reduction at a position of a lane follows the backward that ends it, or other parts of it do."""
+    """Return True if the reduction at a position follows the backward that completes it, or other parts of it do."""
     reduction = lane.actions[position]
     num_microbatches = step.num_microbatches(reduction.unit, reduction.replica)
     if step.plan.units[reduction.unit].is_unlike:
@@ -96,13 +96,13 @@ def _can_be_cut(lane: Lane, position: int, step: StepGraph) -> bool:
         return True
     subset = step.cuts.subsets(MicrobatchPlace(reduction.unit, reduction.replica, num_microbatches - 1))[-1]
     last = Action(ActionKind.BACKWARD, *reduction[1:4], microbatch=num_microbatches - 1, covers=subset)
-    around = lane.slots[max(0, position - 2) : position]  # What fills the backward may be what the reduction needs.
+    around = lane.slots[max(0, position - 2) : position]  # A filler of the backward may be a need of the reduction.
     is_plain = all(slot.mode is SlotMode.IN_LINE for slot in around)
     return position > 0 and lane.actions[position - 1] == last and is_plain
 
 
 def _with_pieces(lane: Lane, step: StepGraph) -> Lane:
-    """Put the reductions of a step by layer in the place of whole ones."""
+    """Replace whole reductions by those of a step that reduces by layer."""
     slots: list[Slot] = []
     for slot in lane.slots:
         action = slot.action
@@ -110,7 +110,7 @@ def _with_pieces(lane: Lane, step: StepGraph) -> Lane:
             slots.append(slot)
             continue
         if slots and slots[-1].action.kind is ActionKind.REDUCE_GRADIENTS and slots[-1].action[1:4] == action[1:4]:
-            continue  # all are there
+            continue  # all parts are already in place
         *early, last = _reductions(action, step)
         has_backward = bool(slots) and slots[-1].action[:4] == (ActionKind.BACKWARD, *action[1:4])
         slots[len(slots) - has_backward : len(slots) - has_backward] = early

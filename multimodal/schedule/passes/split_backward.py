@@ -21,13 +21,13 @@ _ROUNDING = 1e-6
 
 @keeps_earlier_passes()
 def split_backward(schedule: Schedule) -> Schedule:
-    """Cut the backward of every encoder microbatch with several consumers into one per consumer, each as early as it can run.
+    """Cut the backward of every encoder microbatch with several consumers into one per consumer, each as early as possible.
 
-    Entrain defers samples of a microbatch to a later LLM microbatch; their gradients come back later, too. The backward of the
-    others runs as soon as theirs are there; only the last subset keeps the backward's old place. Of a backward that is split into
-    input and weight gradients, the input gradient is treated so; the weight gradients of all subsets take the place of the old
-    one. Where the step would take longer under unit costs, with equal subsets, the schedule stays as it was. Raises ScheduleError
-    when the schedule cannot finish. O((actions + dependencies) log).
+    Entrain defers samples of a microbatch to a later LLM microbatch, so their gradients come back later. The backward of the
+    other samples runs as soon as their gradients are there; only the last subset keeps the backward's old place. If a backward is
+    split into input and weight gradients, this applies to the input gradient; the weight gradients of all subsets take the place
+    of the old one. If the step would take longer under unit costs, with equal subsets, the schedule stays as it was. Raises
+    ScheduleError if the schedule cannot finish. O((actions + dependencies) log).
     """
     step = schedule.step
     encoders = {unit.name for unit in step.graph.encoders if step.graph.gives_items_once(unit.name)}
@@ -41,7 +41,7 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 
 def _seconds(schedule: Schedule) -> NDArray[np.float64]:
-    """Return unit costs, [num_computed], of which every sample subset of a backward takes the same share."""
+    """Return unit costs, [num_computed]; every sample subset of a backward has the same share of the backward's."""
     seconds = schedule.step.once(unit_costs).astype(np.float64)
     for number, action in enumerate(schedule.work.computed):
         if action.subset >= 0:
@@ -50,7 +50,7 @@ def _seconds(schedule: Schedule) -> NDArray[np.float64]:
 
 
 def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedule:
-    """Cut these microbatches' backwards, the last stage's first: a subset of one stage needs that of the next."""
+    """Cut these microbatches' backwards, the last stage's first: a subset in one stage needs that of the next stage."""
     step = schedule.step
     cut_step = step.with_cuts(replace(step.cuts, num_subsets={**step.cuts.num_subsets, **num_subsets}))
     times = lane_times(schedule)
