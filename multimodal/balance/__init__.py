@@ -1,4 +1,4 @@
-"""Balancers: they turn lengths into an Assignment, every rank the same one. Each has a row of facts."""
+"""Balancers, which turn lengths into an Assignment that is the same on every rank. Each has a row of facts."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ class Balancer(Protocol):
     """A deterministic function from the lengths of a global batch to its placement."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item; raises AssignmentError when the request is out of range."""
+        """Place every sample and every item; raises AssignmentError if the request is out of range."""
         ...
 
 
 class Placement(Enum):
-    """The placement of a plan's units, as far as balancers differ in it."""
+    """The placement of a plan's units, as far as it matters to the choice of a balancer."""
 
     OWN_RANKS = "units on ranks of their own"
     CHAIN = "stages of several layer ranges"
@@ -47,26 +47,26 @@ class BalancerRow:
     source: str = ""
     """The paper that it comes from."""
     keeps_samples_whole: bool = False
-    """True if a microbatch of an encoder holds the items of one of the LLM's; chains of layers over all lanes need that."""
+    """True if a microbatch of an encoder holds the items of one LLM microbatch; chains of layers over all lanes need that."""
     places_items: bool = False
     """True if it may encode the items of a sample in different places."""
     weighs_units: bool = False
-    """True if it equalises costs of units that a run declares, padding included; others know FLOPs or tokens only."""
+    """True if it equalises the costs that a run declares for units, padding included; others use FLOPs or tokens only."""
     defers: bool = False
-    """True if the LLM may run a sample later than encoders do, and microbatches may be fewer than asked for (Entrain)."""
+    """True if the LLM may run a sample later than encoders do, and there may be fewer microbatches than requested (Entrain)."""
     judges: bool = False
-    """True if it predicts steps to choose among assignments of its own, where it can."""
+    """True if it predicts steps, where possible, to choose among assignments of its own."""
     needs_costs: bool = False
     """True if it predicts steps, and so needs a description of the machine."""
     tried_first_on: frozenset[Placement] = frozenset()
-    """Plans on which a search tries it at once; the others are tried on the best plans only."""
+    """Placements on which a search tries it first; on others it is tried on the best plans only."""
     is_for_these_alone: bool = False
-    """True if neither a search nor `auto` should try it on other plans."""
+    """True if neither a search nor `auto` should try it on other placements."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item: a row is a `Balancer`. Replicas of unequal shares go through `balance_unlike`.
+        """Place every sample and every item, so that a row is a `Balancer`. Unequal replicas go through `balance_unlike`.
 
-        Where microbatches of equal work have more tokens than `tokens_per_microbatch`, there are more of them.
+        If microbatches of equal work have more tokens than `tokens_per_microbatch`, there are more microbatches.
         """
         assignment = self._balance(lengths, graph=graph, plan=plan, options=options)
         if options.tokens_per_microbatch is None:
@@ -90,7 +90,7 @@ class BalancerRow:
 
 
 def placements_of(units: Sequence[UnitPlan]) -> tuple[Placement, ...]:
-    """Return how units are placed that have work to do; units that share all ranks may meet late, or run in phases."""
+    """Return the placements of the units that have work; units that share all ranks may meet late, or run in phases."""
     ranks = [frozenset(unit.ranks) for unit in units]
     if len(units) == 1 or any(each != ranks[0] for each in ranks):
         return (Placement.CHAIN,) if any(unit.has_virtual_stages for unit in units) else (Placement.OWN_RANKS,)

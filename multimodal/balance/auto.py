@@ -1,4 +1,4 @@
-"""Tries the balancers on the batch at hand and takes the one whose step is predicted to be shortest."""
+"""Tries the balancers on the current batch and takes the assignment with the shortest predicted step."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -15,7 +15,7 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 MOST_DEALT = 4
-"""Assignments with encoders dealt by idle time whose steps are predicted: those with the least work on the busiest rank."""
+"""Most assignments with encoders dealt by idle time that are predicted: those with the least work on the busiest rank."""
 
 
 def balance_auto(
@@ -28,13 +28,12 @@ def balance_auto(
 ) -> Assignment:
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
-    Candidates are what the balancers make of the batch, and the LLM's balanced microbatches reordered as DistTrain does, with
-    encoders balanced by themselves or beside them; and where several encoder pipelines lie beside an LLM replica, all of these
-    with encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). The prediction is that of
-    `options.predictor`, or without it `busiest_replicas_work`. Ties go to the first, so the result is never predicted to be worse
-    than none.
-    All of it is deterministic, so that ranks agree: what is bounded is the number of candidates and the size of what is
-    simulated, not the time that they take.
+    Candidates are the results of the balancers, and the LLM's balanced microbatches in DistTrain's order, with encoders balanced
+    on their own or with the LLM. If several encoder pipelines lie beside an LLM replica, each candidate is also tried with
+    encoders' microbatches dealt by the idle time of their ranks (`deal_by_idle_time`). `options.predictor` predicts the steps, or
+    `busiest_replicas_work` if there is none. Ties go to the first candidate, so the result is never predicted to be worse than
+    none. All of it is deterministic, so that ranks agree: limits apply to the number of candidates and the size of simulations,
+    not to their time.
 
     balancers: the data's order first. Raises AssignmentError as `validate_inputs` does.
     """
@@ -51,7 +50,7 @@ def balance_auto(
 
 
 def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
-    """Return the first of the candidates that take shortest, without predicting those that cannot win."""
+    """Return the first of the candidates with the shortest step, without predicting those that cannot win."""
     predictions = list(predictor.predict_each(candidates, lengths))
     dealt = [each for prediction in predictions for each in prediction.dealt_by_idle_time]
     if others := list(unique((*candidates, *dealt)))[len(candidates) :]:
@@ -63,9 +62,9 @@ def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths]
 
 
 def busiest_replicas_work(assignment: Assignment, work: BatchWork, *, plan: Plan) -> float:
-    """Return the sum over units of the work per rank of the unit's busiest replica: a prediction that knows no schedule.
+    """Return the sum over units of the work per rank of the unit's busiest replica: a prediction without a schedule.
 
-    In FLOPs; or where costs of units are declared, which say nothing about one unit against another, over the unit's mean.
+    The unit is FLOPs; if units declare costs, which are not comparable between units, each unit's is relative to its mean.
     """
     total = 0.0
     for unit, placed in assignment.placed.items():

@@ -1,4 +1,4 @@
-"""The options of a balancer, and the check of options and lengths."""
+"""The options of a balancer, and the checks of options and lengths."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ class Prediction(Protocol):
 
     @property
     def dealt_by_idle_time(self) -> tuple[Assignment, ...]:
-        """The same microbatches on other encoder pipelines, which are given what fills the idle time of their ranks."""
+        """The same microbatches on other encoder pipelines, chosen by the idle time of their ranks."""
 
 
 class Predictor(Protocol):
@@ -44,23 +44,23 @@ class Predictor(Protocol):
 
 
 class Granularity(StrEnum):
-    """The smallest thing that balancing an encoder moves."""
+    """The smallest unit that balancing an encoder moves."""
 
     ITEM = "item"
-    """Every image and every clip by itself."""
+    """Every image and every clip on its own."""
     SAMPLE = "sample"
     """All items of a sample together, as the papers do."""
 
 
 class MicrobatchCount(StrEnum):
-    """The number of microbatches that a balancer makes where single samples are longer than an even microbatch."""
+    """The number of microbatches that a balancer makes if single samples are longer than an even microbatch."""
 
     GIVEN = "given"
     """The number that follows from `micro_batch_size`."""
     EFFECTIVE = "effective"
-    """Entrain's K_eff: as many as can all have the encoders' work of the longest sample."""
+    """Entrain's K_eff: the largest number whose microbatches can all have the encoder work of the longest sample."""
     PREDICTED = "predicted"
-    """Whichever of these, or of what lies between, is predicted to take shortest."""
+    """One of these two numbers, or one between them: the one with the shortest predicted step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,20 +68,20 @@ class BalanceOptions:
     """Sizes, costs and all other inputs that shape an assignment."""
 
     micro_batch_size: int = 1
-    """Samples in one microbatch of the LLM. Balancers that equalise work take it as the mean: it sets their number."""
+    """Samples in one microbatch of the LLM. Balancers that equalise work use it as the mean, which gives their number."""
     tokens_per_microbatch: int | None = None
-    """Most tokens of the LLM in one microbatch, in place of a number of samples; a longer sample has one of its own."""
+    """Most LLM tokens in one microbatch, instead of a number of samples; a longer sample has a microbatch of its own."""
     num_microbatches: int | None = None
-    """Microbatches of every LLM replica, in place of their size; with fewer samples a replica has fewer."""
+    """Microbatches of every LLM replica, instead of their size; with fewer samples a replica has fewer."""
     encoder_micro_batch_sizes: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
-    """Encoder -> most items in one of its microbatches; an encoder that is not named follows the LLM's microbatches."""
+    """Encoder -> most items in one of its microbatches; other encoders follow the LLM's microbatches."""
     granularity: Granularity = Granularity.ITEM
     microbatch_count: MicrobatchCount = MicrobatchCount.GIVEN
     """For balancers that can lower the number (`BalancerRow.defers`)."""
     merges_encoders: bool = False
-    """True if encoders count as one, whose work is the sum of theirs, for balancers that defer (Entrain 4.5)."""
+    """True if encoders count as one, whose work is the sum of theirs; for balancers that defer (Entrain 4.5)."""
     unit_costs: Mapping[str, UnitCost] = field(default_factory=lambda: MappingProxyType({}))
-    """Unit -> its cost as a function of lengths in tokens; a unit that is not named costs its FLOPs (see `BatchWork`)."""
+    """Unit -> its cost as a function of lengths in tokens; other units cost their FLOPs (see `BatchWork`)."""
     ranks_per_node: int = 8
     vocab_size: int = 32768
     """Vocabulary of the LLM's head, whose work counts."""
@@ -89,9 +89,9 @@ class BalanceOptions:
     """Predicts the steps that `auto` compares; without it, `auto` compares the largest work of a replica."""
 
     def count_microbatches(self, num_samples: int, *, num_replicas: int, num_tokens: int) -> int:
-        """Return how many microbatches every LLM replica gets: `num_microbatches`, or as many as their size makes.
+        """Return the number of microbatches of every LLM replica: `num_microbatches`, or the number that follows from their size.
 
-        num_tokens: of all samples in the LLM.
+        num_tokens: LLM tokens of all samples.
         """
         if self.tokens_per_microbatch is not None and self.num_microbatches is None:
             return max(1, ceil(num_tokens / (num_replicas * self.tokens_per_microbatch)))
@@ -110,7 +110,7 @@ def validate_inputs(lengths: Sequence[SampleLengths], *, graph: ModelGraph, opti
 
 
 def _is_plain(lengths: Sequence[SampleLengths], graph: ModelGraph) -> bool:
-    """Return True if nothing can be wrong with the samples; else `_sample_problems` looks at them one by one."""
+    """Return True if the samples are certainly valid; else `_sample_problems` checks them one by one."""
     try:
         arrays = LengthBatch.of(lengths).arrays
     except (TypeError, OverflowError):

@@ -1,4 +1,4 @@
-"""The work of a global batch: FLOPs or declared costs of each sample and item for each unit, and how evenly they are spread."""
+"""The work of a global batch: FLOPs or declared costs of each sample and item in each unit, and their imbalance."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
 _AMOUNT_PER_TOKEN = 1024
-"""Work is counted in integers, so that sums are exact and every rank decides alike."""
+"""Work is counted in integers, so that sums are exact and all ranks decide alike."""
 _MEAN_SAMPLE_AMOUNT = 1 << 16
-"""The amount of a sample of mean work in all units together."""
+"""The integer amount of a sample of mean work in all units together."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class BatchWork:
         return len(self.arrays)
 
     def count_microbatches(self, num_replicas: int) -> int:
-        """Return how many microbatches each of the LLM's replicas gets, as the options ask for."""
+        """Return the number of microbatches of each LLM replica that the options request."""
         num_tokens = int(self.arrays.num_tokens.sum())
         return self.options.count_microbatches(self.num_samples, num_replicas=num_replicas, num_tokens=num_tokens)
 
@@ -57,7 +57,7 @@ class BatchWork:
         return {}
 
     def cost(self, unit: str) -> UnitCost:
-        """Return the unit's cost as a function of what `amounts` returns: as declared, else linear."""
+        """Return the unit's cost as a function of the result of `amounts`: as declared, else linear."""
         return self.options.unit_costs.get(unit, UnitCost())
 
     def of_unit(self, unit: str) -> AtomLoads:
@@ -67,15 +67,16 @@ class BatchWork:
         return self._made[unit]
 
     def item_rows(self, unit: str) -> tuple[Integers, Integers]:
-        """Return each sample's items among an encoder's: starts, their numbers."""
+        """Return the items of each sample in an encoder, as rows: starts, numbers of items."""
         samples = self.of_unit(unit).samples
         return row_starts(np.bincount(samples, minlength=self.num_samples)), np.arange(len(samples))
 
     def amounts(self, unit: str, groups: Integers | None = None) -> Integers:
         """Return the argument of `cost` for each of a unit's atoms, or for each group of atoms that stay together.
 
-        Tokens where the unit's cost is declared. Else FLOPs of forward and backward, in 1/1024 of one token's linear work:
-        these add up over packed sequences of any lengths, attention included. groups: [num_atoms] the group of each atom.
+        These are tokens if the unit's cost is declared. Else they are FLOPs of forward and backward, in 1/1024 of one token's
+        linear work: these add up over packed sequences of any lengths, attention included. groups: [num_atoms] the group of each
+        atom.
         """
         work = self.of_unit(unit)
         if unit in self.options.unit_costs:
@@ -124,7 +125,7 @@ class BatchWork:
 
 
 def read_batch(lengths: Sequence[SampleLengths], *, graph: ModelGraph, options: BalanceOptions) -> BatchWork:
-    """Return the work of a global batch once it and the options are checked; raises AssignmentError as `validate_inputs` does."""
+    """Check a global batch and the options, and return the batch's work; raises AssignmentError as `validate_inputs` does."""
     batch = LengthBatch.of(lengths)
     validate_inputs(batch, graph=graph, options=options)
     return BatchWork(graph, batch, options)
@@ -138,7 +139,7 @@ def sum_by(owners: Integers, values: Integers, num_owners: int = 0) -> Integers:
 
 
 def sum_floats_by(owners: Integers, values: Floats | Integers, num_owners: int = 0) -> Floats:
-    """Add up by owners, one after the other in the order in which they stand: the same on every processor."""
+    """Add up by owners, one after the other in the given order: the same on every processor."""
     return np.bincount(owners, values, num_owners).astype(np.float64, copy=False)
 
 
@@ -147,7 +148,7 @@ def _rounded(values: Floats) -> Integers:
     rounded = np.rint(values)
     if rounded.max(initial=0.0) < 2.0**62:
         return rounded.astype(np.int64)
-    return np.array(list(map(int, rounded.tolist())), object)  # for the error of whoever has to compare them
+    return np.array(list(map(int, rounded.tolist())), object)  # the caller compares them and raises the error
 
 
 def list_items(samples: Iterable[Atom], *, unit: str, lengths_by_sample: Mapping[int, SampleLengths]) -> Microbatch:
@@ -164,16 +165,16 @@ class Imbalance(NamedTuple):
     """The imbalance of one unit's work in one global batch; 1.0 is perfect balance."""
 
     replica: float
-    """Largest over mean cost of the replicas: how long the others wait for the slowest."""
+    """Largest over mean cost of the replicas, the factor by which the others wait for the slowest."""
     microbatch: float
     """Largest over mean cost of all microbatches."""
     microbatch_std: float
     """Standard deviation of the microbatches' costs, as a fraction of their mean."""
     replica_of_longest: float = 1.0
-    """The least that `replica` can be, because the longest item cannot be cut: its cost over the mean, or 1. For the LLM and
-    generators it is the longest sample; also for an encoder, where no sample is spread over several microbatches."""
+    """The lower bound of `replica` that follows from the longest item, which cannot be cut: its cost over the mean, or 1. For the
+    LLM and generators it follows from the longest sample; also for an encoder, if every sample is in one microbatch."""
     microbatch_of_longest: float = 1.0
-    """The same of `microbatch`."""
+    """The same lower bound for `microbatch`."""
 
 
 def unit_imbalance(assignment: Assignment, work: BatchWork, *, unit: str) -> Imbalance:

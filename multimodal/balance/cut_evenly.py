@@ -9,11 +9,11 @@ from multimodal.values.arrays.rows import Integers, row_starts
 
 
 def cut_evenly(amounts: Integers, starts: Integers, counts: Integers) -> tuple[Integers, Integers]:
-    """Cut every row into at most as many runs as it may have, so that the largest is the least possible; no run is empty.
+    """Cut every row into at most the given number of runs, so that the largest is as small as possible; no run is empty.
 
     amounts: of the entries of all rows, not negative; starts: [num_rows + 1] into them; counts: [num_rows] most runs of each row.
-    Returns the starts of all runs, with the number of entries at the end, and [num_rows + 1] those of the rows among the runs.
-    Runs as a C++ kernel where that is built, with the same result. O(n log sum).
+    Returns the starts of all runs, followed by the number of entries, and [num_rows + 1] the starts of the rows among the runs.
+    Runs as a C++ kernel, with the same result, if the kernels are built. O(n log sum).
     """
     cut = cut_evenly_reference if kernels is None else kernels.cut_evenly
     runs, num_runs = cut(amounts, starts, counts)
@@ -43,7 +43,7 @@ def _cut(amounts: list[int], count: int) -> list[int]:
 
 
 def _cut_at_limit(amounts: list[int], limit: int) -> list[int]:
-    """Return the starts of as few runs as keep every run within the limit."""
+    """Return the starts of the fewest runs that are all within the limit."""
     starts, total = [0], 0
     for index, amount in enumerate(amounts):
         if total + amount > limit:

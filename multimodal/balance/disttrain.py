@@ -1,4 +1,4 @@
-"""Balances as DistTrain does: samples over replicas by their whole work, microbatches in an order that keeps pipelines full."""
+"""Balances as DistTrain does: samples over replicas by their total work, microbatches in an order that fills pipelines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -24,13 +24,13 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     """Reorder samples over the LLM's replicas (DistTrain, Alg. 2), then each replica's microbatches (Alg. 3).
 
     A sample weighs its work in all units together, and stays whole: encoders take the items of the LLM's microbatches. Inside a
-    replica, microbatches of equally many samples are cut in the order of their ids and then reordered. Where there is an
+    replica, microbatches of equally many samples are cut in the order of their ids and then reordered. With an
     `options.predictor`, the order is the one of `order_llm` with the shortest step under the run's own schedule, stages and
-    virtual stages; that of the ids is one of them.
+    virtual stages; the order of ids is one of them.
 
-    Alg. 2's listing goes through the samples by ascending work, but its bound of 4/3 (Graham's) is that of descending work: in
-    ascending order, the largest samples come when nothing small is left to even them out. Here the order is descending; the
-    heaviest replica was lighter so on every length distribution measured (`benchmarks/microbatch_assignment.py`).
+    Alg. 2's listing takes the samples by ascending work, but its bound of 4/3 (Graham's) is that of descending work: in ascending
+    order, the largest samples come when nothing small is left to even them out. Here the order is descending, which gave a
+    lighter heaviest replica on every measured length distribution (`benchmarks/microbatch_assignment.py`).
 
     The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
     """
@@ -48,11 +48,11 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
 
 
 def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
-    """Yield each replica's microbatches in several orders that may keep its pipeline full, and as they are.
+    """Yield each replica's microbatches in several orders that may keep its pipeline full, and in the given order.
 
-    Alg. 3 knows a pipeline whose stages have all one or all several virtual stages, and no messages. So others compete: Alg. 3
-    with the virtual stages of the LLM; light microbatches first and last and heavy ones in the middle, so that pipelines fill
-    and drain quickly; and descending.
+    Alg. 3 models a pipeline without messages whose stages all have one virtual stage, or all several. So other orders compete:
+    Alg. 3 with the virtual stages of the LLM; light microbatches first and last and heavy ones in the middle, so that pipelines
+    fill and drain quickly; and descending.
     """
     seconds = _stage_seconds(llm, work, plan=plan)
     yield reorder_llm(llm, work, plan=plan)
@@ -73,7 +73,7 @@ def reorder_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Groups:
 
 
 def _reordered(llm: Groups, order_of: Callable[[slice], npt.ArrayLike]) -> Groups:
-    """Reorder each replica's microbatches; order_of: from their range to their numbers in it."""
+    """Reorder each replica's microbatches; order_of: from the range of their numbers to the order within it."""
     order = np.arange(len(llm.atom_starts) - 1)
     for first, last in pairwise(llm.microbatch_starts.tolist()):
         if last - first >= 2:
@@ -83,21 +83,21 @@ def _reordered(llm: Groups, order_of: Callable[[slice], npt.ArrayLike]) -> Group
 
 
 def _fill_waits(seconds: npt.NDArray[np.float64], own: slice, *, num_stages: int) -> npt.ArrayLike:
-    """Return the order of Alg. 3 of some microbatches; seconds: [2, num_virtual_stages, num_microbatches]."""
-    if own.stop - own.start < 3:  # the first stays first, and of the rest there must be a choice
+    """Return the order of Alg. 3 for some microbatches; seconds: [2, num_virtual_stages, num_microbatches]."""
+    if own.stop - own.start < 3:  # the first stays first, so there is nothing to choose
         return range(own.stop - own.start)
     forward, backward = seconds[:, :, own]
     return reorder_microbatches(forward, backward_seconds=backward, num_stages=num_stages)
 
 
 def _light_outside(sizes: npt.NDArray[np.float64], own: slice) -> npt.ArrayLike:
-    """Return an order in which sizes rise to the middle and fall again."""
+    """Return an order in which sizes rise towards the middle and fall again."""
     rising = np.argsort(sizes[own], kind="stable")
     return np.concatenate((rising[::2], rising[1::2][::-1]))
 
 
 def _with_chunks(seconds: npt.NDArray[np.float64], is_llm: npt.NDArray[np.bool_], num_chunks: int) -> npt.NDArray[np.float64]:
-    """Return the seconds of virtual stages: the LLM's even parts, and those of other units in the first chunk alone."""
+    """Return the seconds of virtual stages: even parts of the LLM's; other units' seconds are all in the first chunk."""
     shares = np.where(is_llm, 1 / num_chunks, np.arange(num_chunks)[:, None] == 0)
     chunks: npt.NDArray[np.float64] = np.concatenate([seconds * share[:, None] for share in shares], axis=1)
     return chunks
@@ -109,18 +109,18 @@ def _is_stage_of_llm(work: BatchWork, plan: Plan) -> npt.NDArray[np.bool_]:
 
 
 def _roles(work: BatchWork, plan: Plan) -> Iterator[tuple[Role, list[str], int]]:
-    """Yield the units of each role that have work in this batch, and how many stages they have."""
+    """Yield the units of each role that have work in this batch, and their number of stages."""
     for role in (Role.ENCODER, Role.BACKBONE, Role.GENERATOR):
         units = [unit.name for unit in work.graph.units if unit.role is role and work.of_unit(unit.name).num_tokens.any()]
         yield role, units, max((len(plan.units[unit].replicas[0].stages) for unit in units), default=0)
 
 
 def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> npt.NDArray[np.float64]:
-    """[2, num_stages, num_microbatches]: forward and backward of each in each stage of one chain: encoders, LLM, generators.
+    """[2, num_stages, num_microbatches]: seconds of forward and backward in each stage of one chain: encoders, LLM, generators.
 
-    Stages of units that have nothing to do in this batch are not among them.
-    Seconds at equal speed of all ranks. Units of the same role run side by side, so the slowest counts in each stage; a unit with
-    fewer replicas than the LLM takes several chains' microbatches in turn, which makes it as much slower.
+    Stages of units without work in this batch are left out. All ranks are assumed to be equally fast. Units of the same role run
+    side by side, so the slowest counts in each stage; a unit with fewer replicas than the LLM takes several chains' microbatches
+    in turn, and is slower by that factor.
     """
     num_chains = plan.units[work.graph.backbone.name].data_parallel_size
     num_microbatches, by_sample = len(llm.atom_starts) - 1, np.arange(len(llm.atoms) + 1)

@@ -1,4 +1,4 @@
-"""Who encodes what: an encoder's microbatches dealt over its pipelines on the ranks of one LLM replica by their idle time."""
+"""Deals an encoder's microbatches to its pipelines on the ranks of one LLM replica, by their idle time."""
 
 from typing import NamedTuple
 
@@ -13,15 +13,15 @@ from multimodal.values.step_graph import StepGraph
 
 
 def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bool) -> Assignment | None:
-    """Return a step's assignment with encoders' microbatches dealt anew over the pipelines that lie beside each LLM replica.
+    """Return a step's assignment with encoders' microbatches dealt anew over the pipelines beside each LLM replica.
 
-    Microbatches stay as they are, and on the ranks of the same LLM replica, whose microbatches its m encoder pipelines share
-    (Optimus 4.1). Each pipeline's part is the time in which its busiest rank computes nothing else, up to a level that all of
-    them reach. In the order in which the LLM needs them, every microbatch goes to the pipeline that then has least of its part;
-    or the largest first to the one with the least work, which comes closer to the level. Encoders that lie elsewhere, or have one
-    pipeline beside an LLM replica, stay as they are; None where all do.
+    Microbatches stay as they are, and stay on the ranks of the same LLM replica, whose microbatches its m encoder pipelines share
+    (Optimus 4.1). The share of a pipeline is the time in which its busiest rank computes nothing else, up to a level that all of
+    them reach. In the order in which the LLM needs them, every microbatch goes to the pipeline that has received the smallest
+    part of its share; with largest_first, the largest microbatch goes to the pipeline with the least work, which comes closer to
+    the level. Encoders elsewhere, or with one pipeline beside an LLM replica, stay as they are. Returns None if all encoders do.
 
-    fills_waits: whether encoders run while the LLM waits for tensor parallel collectives. O(microbatches x pipelines).
+    fills_waits: True if encoders run while the LLM waits for tensor parallel collectives. O(microbatches x pipelines).
     """
     step, plan = costs.step, costs.step.plan
     found = {unit.name: _pipelines(plan, unit.name, llm=step.graph.backbone.name) for unit in step.graph.encoders}
@@ -49,7 +49,7 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
 
 
 def lane_seconds(plan: Plan, unit: str, seconds: Floats, replicas: Integers) -> Floats:
-    """Return what a unit's microbatches take in each lane: [num_stages, num_microbatches] seconds, and the replica of each."""
+    """Return the seconds of a unit's microbatches in each lane; seconds: [num_stages, num_microbatches]; replicas: of each."""
     num_replicas, table = plan.units[unit].data_parallel_size, plan.stage_tables[unit]
     of_stages = np.stack([np.bincount(replicas, row, num_replicas) for row in seconds])
     by_replica = np.arange(of_stages.size).reshape(of_stages.shape).T.ravel()
@@ -61,13 +61,13 @@ class _Pipelines(NamedTuple):
     """An encoder's pipelines beside LLM replicas."""
 
     replicas: Integers
-    """[num_llm_replicas, m] the encoder's replicas that lie on the ranks of each."""
+    """[num_llm_replicas, m] the encoder's replicas on the ranks of each LLM replica."""
     owners: Integers
-    """[num_replicas] the LLM replica on whose ranks each lies."""
+    """[num_replicas] the LLM replica on whose ranks each encoder replica lies."""
 
 
 def _pipelines(plan: Plan, unit: str, *, llm: str) -> _Pipelines | None:
-    """Find them; None unless each LLM replica has equally many, more than one, and they are alike."""
+    """Return the pipelines; None unless each LLM replica has equally many, more than one, and they are alike."""
     if plan.units[unit].is_unlike:
         return None
     num_owners = plan.units[llm].data_parallel_size
@@ -96,7 +96,7 @@ def _order_of_need(step: StepGraph, unit: str) -> Integers:
 
 
 def _on_busiest_rank(plan: Plan, unit: str, seconds: Floats) -> Floats:
-    """[num_microbatches] the seconds that each takes on the busiest ranks of a pipeline: of all their layer ranges."""
+    """[num_microbatches] the seconds of each on the busiest ranks of a pipeline: over all their layer ranges."""
     stages = [stage.stage_index for stage in plan.units[unit].replicas[0].virtual_stages]
     found = np.zeros((max(stages) + 1, seconds.shape[1]))
     np.add.at(found, stages, seconds)
@@ -113,10 +113,10 @@ def _busiest(plan: Plan, unit: str, busy: Floats) -> Floats:
 
 
 def _deal(seconds: Floats, turns: Integers, pipelines: Integers, busy: Floats, parts: Floats | None) -> Integers:
-    """Return the replica that takes each microbatch: that with the least of its part, or without parts with the least work.
+    """Return the replica for each microbatch: the one with the smallest part of its share, or with the least work.
 
-    seconds: of each microbatch; turns: as `_turns` returns them; pipelines, busy, parts: [num_owners, m] replicas, the seconds of
-    their other work and those that they are to take.
+    seconds: of each microbatch; turns: a result of `_turns`; pipelines, busy, parts: [num_owners, m] replicas, the seconds of
+    their other work, and their shares in seconds (None: use the least work).
     """
     given, found = np.zeros(busy.shape), np.zeros(len(seconds), np.int64)
     for row in turns:
@@ -134,7 +134,7 @@ def _deal(seconds: Floats, turns: Integers, pipelines: Integers, busy: Floats, p
 
 
 def _parts(totals: Floats, busy: Floats) -> Floats:
-    """[num_owners, m] what each pipeline is to take of an LLM replica's total: up to one level for all that take any."""
+    """[num_owners, m] each pipeline's share of an LLM replica's total: up to one level for all with a share."""
     ascending = np.sort(busy, axis=1)
     levels = (totals[:, None] + np.cumsum(ascending, axis=1)) / np.arange(1, busy.shape[1] + 1)
     parts: Floats = np.maximum(0.0, levels.min(axis=1, keepdims=True) - busy)
@@ -151,7 +151,7 @@ def _turns(owners: Integers, order: Integers, num_owners: int) -> Integers:
 
 
 def _with_replicas(placed: PlacedAtoms, replicas: Integers, needed: Integers) -> PlacedAtoms:
-    """Return microbatches placed on other replicas, on each in the order in which they are needed."""
+    """Return microbatches placed on other replicas; each replica has them in the order in which they are needed."""
     order = needed[np.argsort(replicas[needed], kind="stable")]
     starts, atoms = take_rows(placed.atom_starts, np.arange(len(placed.sample_ids)), order)
     counts = np.bincount(replicas, minlength=placed.num_replicas)

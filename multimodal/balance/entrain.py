@@ -1,4 +1,4 @@
-"""Balances the encoders' and the LLM's microbatches apart by deferring LLM work (Entrain 4.5)."""
+"""Balances the microbatches of encoders and LLM separately by deferring LLM work (Entrain 4.5)."""
 
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
@@ -20,15 +20,15 @@ from multimodal.values.sample_lengths import SampleLengths
 
 
 def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-    """Let a sample's LLM part run one microbatch after its encoder part where that evens out both (Entrain, Alg. 4).
+    """Let a sample's LLM part run one microbatch after its encoder part if that evens out both (Entrain, Alg. 4).
 
     Samples move whole: an encoder's microbatch k holds the items of the samples that a replica of the LLM encodes in its round k,
-    dealt over the encoder's replicas. Several encoders are balanced each for itself, or by the sum of their work per rank
-    (`merges_encoders`). Best with the `eager-1f1b` builder and the `split-backward` pass, which keep a deferred sample from
-    holding up the others. A batch with fewer samples than replicas is balanced like `balance_every_unit`.
+    dealt over the encoder's replicas. Several encoders are balanced independently, or by the sum of their work per rank
+    (`merges_encoders`). The balancer works best with the `eager-1f1b` builder and the `split-backward` pass, which keep a
+    deferred sample from holding up the others. A batch with fewer samples than replicas is balanced like `balance_every_unit`.
 
     With `MicrobatchCount.PREDICTED` the assignments of K, K / 2, K / 4, ... and K_eff microbatches are predicted, and the
-    shortest is taken, the one of K where they tie or there is no predictor.
+    shortest is taken; K if they tie or there is no predictor.
 
     The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
     """
@@ -43,7 +43,7 @@ def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan
 
 
 def _fewest_microbatches(work: BatchWork, plan: Plan) -> Iterator[int]:
-    """Yield how few microbatches a replica may have, in each assignment to try."""
+    """Yield the lower bound on a replica's microbatches for each assignment to try."""
     num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
     most = work.count_microbatches(num_replicas)
     if work.options.microbatch_count is not MicrobatchCount.EFFECTIVE:
@@ -55,7 +55,7 @@ def _fewest_microbatches(work: BatchWork, plan: Plan) -> Iterator[int]:
 
 
 def _encoder_loads(work: BatchWork, plan: Plan) -> npt.ArrayLike:
-    """[num_rows, num_samples]: a row for each encoder, or one of all their seconds at equal speed of all ranks."""
+    """[num_rows, num_samples]: a row for each encoder, or one row of their seconds together if all ranks are equally fast."""
     encoders = [unit.name for unit in work.graph.encoders]
     if not work.options.merges_encoders:
         return np.stack([work.sample_amounts(unit) for unit in encoders] or [np.zeros(work.num_samples, np.int64)])

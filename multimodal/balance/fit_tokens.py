@@ -1,4 +1,4 @@
-"""More microbatches until none has more of the LLM's tokens than it may."""
+"""Increases the number of microbatches until none has more LLM tokens than allowed."""
 
 from collections.abc import Callable, Sequence
 
@@ -18,10 +18,10 @@ def fit_tokens(
     backbone: str,
     balance: Callable[[int], Assignment],
 ) -> Assignment:
-    """Return the assignment if its microbatches of several samples have at most so many tokens, else one of more microbatches.
+    """Return the assignment if its microbatches of several samples have at most `most` tokens, else one of more microbatches.
 
-    Balancers equalise work, not tokens, so the number that would do on average may not. It grows by an eighth, or one, at a time
-    up to that of a replica's samples. balance: from a number of microbatches per replica to an assignment.
+    Balancers equalise work, not tokens, so the number that suffices on average may be too small. It grows by an eighth, or one,
+    at a time, up to a replica's number of samples. balance: from a number of microbatches per replica to an assignment.
     """
     arrays, count = LengthBatch.of(lengths).by_id, 0
     while True:

@@ -1,4 +1,4 @@
-"""No balancing: microbatches as the samples come, or sorted by length."""
+"""No balancing: microbatches in the order of the samples, or of their lengths."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from multimodal.values.sample_lengths import SampleLengths
 
 
 def balance_in_order(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-    """Cut the global batch into microbatches as it comes and deal them to the replicas round robin.
+    """Cut the global batch into microbatches in its order and deal them to the replicas round robin.
 
     Microbatch k of the LLM holds samples k * micro_batch_size and following, and goes to replica k % dp. An encoder's
     microbatch k holds the items of that microbatch and goes to the encoder's replica k % dp; where there are none, k is left
@@ -33,7 +33,7 @@ def balance_in_order(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pla
 
 
 def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-    """Balance like `balance_in_order`, with the samples sorted by their LLM tokens, longest first: microbatches of like samples.
+    """Balance like `balance_in_order`, with samples sorted by LLM tokens, longest first, so that microbatches hold similar ones.
 
     Ties go by sample id. Raises AssignmentError as `validate_inputs` does. O(n log n).
     """
@@ -42,7 +42,7 @@ def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan:
 
 
 def _pack(num_tokens: Integers, *, most: int) -> Integers:
-    """Return the starts of microbatches that take samples as they come while they have room, and the number of samples."""
+    """Return the starts of microbatches that take samples in order while they have room, and the number of samples."""
     starts, room = [0], most
     for index, tokens in enumerate(num_tokens.tolist()):
         if tokens > room and index > starts[-1]:
@@ -53,7 +53,7 @@ def _pack(num_tokens: Integers, *, most: int) -> Integers:
 
 
 def _deal_in_order(samples: Integers, work: BatchWork, *, plan: Plan) -> Assignment:
-    """samples: numbers of `BatchWork`."""
+    """Deal samples in the given order; samples: numbers of `BatchWork`."""
     options, num_replicas = work.options, plan.units[work.graph.backbone.name].data_parallel_size
     if options.num_microbatches is not None:
         starts, _ = cut_evenly(

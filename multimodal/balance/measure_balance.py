@@ -23,7 +23,7 @@ from multimodal.values.step_graph import StepGraph, validate_assignment
 
 
 class NodeTraffic(NamedTuple):
-    """Bytes that the rank with most of them sends to other nodes."""
+    """Most bytes that any rank sends to other nodes."""
 
     before: int
     """Bytes if new batch j goes to replica j."""
@@ -47,7 +47,7 @@ class BalanceMeasure:
     seconds: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
-        """Means over batches, and the median of the milliseconds that a whole batch took."""
+        """Return means over batches, and the median of the milliseconds of a whole batch."""
         milliseconds = 1e3 * statistics.median(self.seconds)
         return {
             "units": {unit: {**_summary(measures), "milliseconds": milliseconds} for unit, measures in self.units.items()},
@@ -83,7 +83,7 @@ def measure_balance(
 ) -> BalanceMeasure:
     """Balance every batch; raises AssignmentError.
 
-    bytes_per_token: unit -> bytes that one token weighs on the network before the unit takes it.
+    bytes_per_token: unit -> bytes of one token on the network before the unit takes it.
     """
     measure = BalanceMeasure({name: [] for name in graph.unit_names})
     for lengths in batches:
@@ -105,7 +105,7 @@ def _measure_unit(before: Assignment, after: Assignment, work: BatchWork, *, uni
 
 
 def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> csr_matrix:
-    """Return [num_replicas, num_replicas] bytes of raw data that each replica loaded of each new batch. O(atoms).
+    """Return [num_replicas, num_replicas] bytes of each new batch that each replica loaded as raw data. O(atoms).
 
     before: the assignment of atoms to the replicas that load them; after: the assignment that makes the new batches.
     """

@@ -1,4 +1,4 @@
-"""Balances the drawn batch: the LLM's samples alone, whole samples, or every unit on its own (OrchMLLM)."""
+"""Balances the drawn batch: only the LLM's samples, whole samples, or every unit on its own (OrchMLLM)."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -20,8 +20,8 @@ from multimodal.values.sample_lengths import SampleLengths
 def balance_llm_only(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
     """Balance the LLM's work over its replicas and their microbatches; encoders take the items of the LLM's microbatches.
 
-    This is what balancing before the batch is drawn can do at best ("pre-balancing", OrchMLLM 3.2): one phase is balanced, the
-    others are not. Ties go by sample id. Raises AssignmentError as `validate_inputs` does.
+    This is the best that balancing before the batch is drawn can do ("pre-balancing", OrchMLLM 3.2): one phase is balanced, the
+    others are not. Ties are broken by sample id. Raises AssignmentError as `validate_inputs` does.
     """
     work = read_batch(lengths, graph=graph, options=options)
     return follow_llm(balance_llm(work, plan=plan), work, plan=plan)
@@ -30,11 +30,11 @@ def balance_llm_only(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pla
 def balance_whole_samples(
     lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
 ) -> Assignment:
-    """Balance the work of samples in all units together over replicas and microbatches; each stays whole, with its items.
+    """Balance the samples' total work in all units over replicas and microbatches; samples stay whole, with their items.
 
     Like `balance_llm_only`, but a sample weighs the FLOPs of all its parts. Units that share lanes, or form one interleaved
-    chain, are as busy as the sum of their microbatches of one number, and wait for nobody else's. Declared costs of units do
-    not count here, since they have no common measure. Ties go by sample id. Raises AssignmentError as `validate_inputs` does.
+    chain, are as busy as the sum of their microbatches of one number, and wait for no others. Declared costs of units do not
+    count here, since they are not comparable. Ties are broken by sample id. Raises AssignmentError as `validate_inputs` does.
     """
     work = read_batch(lengths, graph=graph, options=options)
     return follow_llm(_balance_samples(work, work.whole_sample_amounts(), LINEAR_COST, plan=plan), work, plan=plan)
@@ -43,9 +43,10 @@ def balance_whole_samples(
 def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
     """Balance every unit's work over its own replicas (OrchMLLM's post-balancing), and inside each over its microbatches.
 
-    The LLM's samples go over its replicas by their work, and each replica's over its microbatches. An encoder's items (or the
-    items of a sample together, by `options.granularity`) go over its own replicas by their own work, wherever their samples are:
-    the output of the encoder is routed straight to its consumer, which is OrchMLLM's composition of two rearrangements.
+    The LLM's samples are balanced over its replicas by their work, and each replica's over its microbatches. An encoder's items
+    (or the items of a sample together, by `options.granularity`) are balanced over its own replicas by their own work,
+    independent of the placement of their samples: the encoder's output is routed straight to its consumer, which is OrchMLLM's
+    composition of two rearrangements.
 
     The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
     """
@@ -60,7 +61,7 @@ def balance_llm(work: BatchWork, *, plan: Plan) -> Groups:
 
 
 def _balance_samples(work: BatchWork, amounts: Integers, cost: UnitCost, *, plan: Plan) -> Groups:
-    """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer where samples are few)."""
+    """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer if samples are few)."""
     num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
     wanted = work.count_microbatches(num_replicas)
     replicas = post_balance_array(amounts, num_bins=num_replicas, cost=cost).astype(np.int64)

@@ -37,13 +37,13 @@ Microbatches = tuple[Integers, Integers]
 def follow_llm(llm: Groups, work: BatchWork, *, plan: Plan, encoded: Groups | None = None) -> Assignment:
     """Place encoders and generators beside the LLM's microbatches.
 
-    encoded: the samples that encoders process in each microbatch, where they differ from the LLM's.
+    encoded: the samples that encoders process in each microbatch, if they differ from the LLM's.
     """
     return _place_units(follow_samples, llm, work, plan=plan, encoded=llm if encoded is None else encoded)
 
 
 def place_every_unit(llm: Groups, work: BatchWork, *, plan: Plan) -> Assignment:
-    """Balance encoders by themselves, in the order in which these microbatches of the LLM need them; generators follow."""
+    """Balance encoders on their own, in the order in which these microbatches of the LLM need them; generators follow the LLM."""
     return _place_units(balance_items, llm, work, plan=plan, encoded=llm)
 
 
@@ -78,9 +78,9 @@ def place_generators(llm: PlacedAtoms, *, graph: ModelGraph, plan: Plan) -> dict
 
 
 def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Sequence[SampleLengths]) -> Assignment:
-    """Remove from a generator's microbatches the samples in which it has nothing to make, and microbatches that end up empty.
+    """Remove from a generator's microbatches the samples for which it generates nothing, and microbatches that become empty.
 
-    lengths: the global batch. Nothing else moves; an assignment without generators comes back as it is. O(samples).
+    lengths: the global batch. Nothing else changes; an assignment without generators is returned as it is. O(samples).
     """
     if not graph.generators:
         return assignment
@@ -92,16 +92,16 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
 
 
 def as_computed(step: StepGraph, lengths: Sequence[SampleLengths]) -> StepGraph:
-    """Return a step with its assignment as it is computed: `drop_idle_samples`, then `even_out_replicas`."""
+    """Return a step with the assignment that is executed: `drop_idle_samples`, then `even_out_replicas`."""
     assignment = drop_idle_samples(step.assignment, graph=step.graph, lengths=lengths)
     assignment = even_out_replicas(assignment, plan=step.plan)
     return step if assignment is step.assignment else replace(step, assignment=assignment)
 
 
 def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:
-    """Give all replicas of units whose experts are shared as many microbatches: those that have fewer get empty ones.
+    """Give all replicas of units with shared experts equally many microbatches: replicas with fewer get empty ones.
 
-    They compute other replicas' tokens in them. Nothing else moves; without such units the assignment comes back as it is.
+    In empty microbatches they compute tokens of other replicas. Without such units the assignment is returned as it is.
     """
     if not plan.units_with_shared_experts:
         return assignment
@@ -110,9 +110,9 @@ def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:
 
 
 def order_by_time(groups: Groups) -> Microbatches:
-    """List microbatches in the order in which they are computed: all replicas' first ones, then all second ones, and so on.
+    """List microbatches in execution order: all replicas' first ones, then all second ones, and so on.
 
-    In place of those that a replica has fewer than others stand empty ones: they keep its turn when microbatches are dealt.
+    A replica with fewer microbatches than others has empty ones instead, which keep its turn when microbatches are dealt.
     """
     counts, empty = np.diff(groups.microbatch_starts), len(groups.atom_starts) - 1
     rounds = np.arange(counts.max(initial=0))[:, None]
@@ -121,10 +121,10 @@ def order_by_time(groups: Groups) -> Microbatches:
 
 
 def deal(starts: Integers, atoms: Integers, *, num_replicas: int, shares: tuple[int, ...] = ()) -> Groups:
-    """Give microbatches to replicas in turn; empty ones take their turn and are left out.
+    """Give microbatches to replicas in turn; empty ones count as a turn and are left out.
 
     shares: `UnitPlan.microbatch_shares`; with s shares, microbatch k goes to one of the replicas whose number is k modulo
-    num_replicas / s, in turns that come as often as the shares say.
+    num_replicas / s, with the frequencies of the shares.
     """
     busy = np.flatnonzero(np.diff(starts))
     shares = shares or (1,) * num_replicas
@@ -135,9 +135,9 @@ def deal(starts: Integers, atoms: Integers, *, num_replicas: int, shares: tuple[
 
 
 def turns_of(shares: tuple[int, ...]) -> Integers:
-    """Return whose turn it is, [sum of shares], spread so that everyone is always about as far as the others.
+    """Return the owner of each turn, [sum of shares], spread evenly at all times.
 
-    The k-th turn of someone with a share of n comes when k / n of all turns are over; ties go to the first.
+    The k-th turn of an owner with a share of n comes when k / n of all turns are over; ties go to the first owner.
     """
     owners = np.repeat(np.arange(len(shares)), shares)
     numbers = np.arange(len(owners)) - np.repeat(row_starts(shares)[:-1], shares) + 1
@@ -148,10 +148,10 @@ def turns_of(shares: tuple[int, ...]) -> Integers:
 def follow_samples(
     microbatches: Microbatches, work: BatchWork, *, unit: str, num_replicas: int, shares: tuple[int, ...] = ()
 ) -> Groups:
-    """Let an encoder's items go with their samples: one microbatch per LLM microbatch, or of the encoder's own size.
+    """Keep an encoder's items with their samples: one microbatch per LLM microbatch, or of the encoder's own size.
 
-    microbatches: the LLM's, ordered by time. They are dealt over the encoder's replicas, which keeps a sample's items on the
-    replica of its own number where encoder and LLM have equally many. shares: as for `deal`.
+    microbatches: the LLM's, in execution order. They are dealt over the encoder's replicas, so that a sample's items are on the
+    replica of its own number if encoder and LLM have equally many. shares: as for `deal`.
     """
     starts, items = _items_of(microbatches, work, unit=unit)
     if (size := work.options.encoder_micro_batch_sizes.get(unit)) is not None:
@@ -160,7 +160,7 @@ def follow_samples(
 
 
 def _items_of(microbatches: Microbatches, work: BatchWork, *, unit: str) -> Microbatches:
-    """Return the items of microbatches of samples that an encoder processes, sample by sample, in document order."""
+    """Return the items that an encoder processes for microbatches of samples, sample by sample, in document order."""
     starts, samples = microbatches
     item_starts, items = take_rows(*work.item_rows(unit), samples)
     return item_starts[starts], items
@@ -172,10 +172,10 @@ def balance_items(
     """Balance an encoder's items over its replicas by their own work, wherever their samples are (OrchMLLM, Alg. 1-5).
 
     Each replica takes its items in the order in which the LLM needs them, and cuts them into runs of nearly equal work: as many
-    as there would be if each LLM microbatch with items had one, dealt over the replicas, or of the encoder's own size.
+    as if each LLM microbatch with items had one and they were dealt over the replicas, or of the encoder's own size.
 
-    microbatches: the LLM's, ordered by time. shares: as for `deal`, of the work and of the microbatches; a replica with a share
-    of n takes n of as many equal parts as there are shares in all.
+    microbatches: the LLM's, in execution order. shares: as for `deal`, of the work and of the microbatches; a replica with a
+    share of n takes n of as many equal parts as the shares add up to.
     """
     starts, needed = _items_of(microbatches, work, unit=unit)
     if not len(needed):

@@ -19,9 +19,9 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
 
 MOST_SIMULATED_COMPUTATIONS = 20_000
-"""Forwards and backwards of a step, over all lanes, up to which it is simulated: about a tenth of a second."""
+"""Most forwards and backwards, over all lanes, of a step that is simulated: about a tenth of a second."""
 ORDERING = 10
-"""The same for a schedule that is ordered by durations, for every step anew: so many times fewer."""
+"""Factor by which this limit is lower for schedules that are ordered anew for every step, by durations."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StepPredictor:
     vocab_size: int
     options: RunOptions = DEFAULT_OPTIONS
     _first: list[ModelCosts] = field(default_factory=list, init=False, repr=False, compare=False)
-    """Costs of the first step, whose results about the plan hold for all others."""
+    """Costs of the first step; its cached values about the plan are valid for all steps."""
 
     def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "StepPrediction":
         """Predict a step of these samples."""
@@ -44,7 +44,7 @@ class StepPredictor:
         return self.predict(assignment, lengths).costs
 
     def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> "list[StepPrediction]":
-        """Predict a step of these samples under each of several assignments; their common part is computed once."""
+        """Predict a step of these samples under each of several assignments; common parts are computed once."""
         step = self.schedules.step(assignments[0])
         if not self._first:
             self._first.append(ModelCosts(step, lengths, self.cluster, self.vocab_size, self.options))
@@ -56,16 +56,16 @@ class StepPredictor:
 
 @dataclass(frozen=True)
 class StepPrediction:
-    """One step, predicted as far as it is asked for."""
+    """The prediction of one step, computed on demand."""
 
     schedules: ScheduleCache
     costs: ModelCosts
-    """Of the assignment as it is computed, with equally many microbatches in replicas that share experts."""
+    """Costs of the assignment as it is executed, with equally many microbatches in replicas that share experts."""
     assignment: Assignment
 
     @cached_property
     def seconds(self) -> float:
-        """Seconds of the step: simulated, or where that would take long, the least it can take. Raises ScheduleError."""
+        """Seconds of the step: simulated, or the lower bound if simulating takes long. Raises ScheduleError."""
         if not self.is_simulated:
             return self.least_seconds
         return simulate_seconds(self.schedules.find(self.costs.step.assignment, self.costs).compiled, self.costs)
@@ -81,7 +81,7 @@ class StepPrediction:
 
     @property
     def dealt_by_idle_time(self) -> tuple[Assignment, ...]:
-        """The same microbatches, encoders' dealt by the idle time of their ranks, in both ways of `deal_by_idle_time`."""
+        """The same microbatches with the encoders' dealt by the idle time of their ranks, in both ways of `deal_by_idle_time`."""
         builder = self.schedules.builder
         fills = isinstance(builder, ScheduleRow) and builder.runs_segments and not self.costs.options.hides_waits
         dealt = (deal_by_idle_time(self.costs, fills_waits=fills, largest_first=each) for each in (False, True))

@@ -1,4 +1,4 @@
-"""The cost of a batch for the unit that runs it, as a function of the lengths in it: as a number, and in exact integers."""
+"""The cost of a batch in one unit as a function of the lengths in it: as a number, and in exact integers."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Integers = NDArray[np.int64]
 
 _LARGEST_COST_BITS = 61
 _FINE_COST_BITS = 44
-"""Costs are scaled up to here and no further: beside a bin's number they still fit one word."""
+"""Bits up to which costs are scaled: together with a bin's number they still fit into one word."""
 _FINEST_SCALE_BITS = 30
 
 
@@ -38,8 +38,8 @@ class UnitCost:
 
     form: CostForm = CostForm.LINEAR
     quadratic_weight: float = 0.0
-    """The paper's lambda = beta / alpha, per token: at length 1 / lambda, attention costs as much as all else. The forms
-    without a quadratic term do not read it."""
+    """The paper's lambda = beta / alpha, per token: at length 1 / lambda, attention costs as much as all else. Forms without a
+    quadratic term ignore it."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "form", CostForm(self.form))
@@ -50,7 +50,7 @@ class UnitCost:
 
     @classmethod
     def from_text(cls, text: str) -> "UnitCost":
-        """Read `padded`, `linear+quadratic:0.001`; raises ValueError or AssignmentError, which is one, for anything else."""
+        """Parse a text such as `padded` or `linear+quadratic:0.001`; raises ValueError (or AssignmentError, its subclass)."""
         form, _, weight = text.partition(":")
         return cls(CostForm(form), float(weight or 0))
 
@@ -93,16 +93,16 @@ class IntegerCosts:
     """Costs of items in integers, whose sums are exact, so that every rank decides the same.
 
     A batch costs the sum of `additive` plus its number of items times its largest `padded`, divided by `scale`. Both rise with
-    the length. With a quadratic term costs are rounded down to 1 / scale token: bins that differ by less than that count as
-    equal, as in the tolerance interval of OrchMLLM, Alg. 4.
+    the length. With a quadratic term costs are rounded down to 1 / scale token: bins that differ by less count as equal, as in
+    the tolerance interval of OrchMLLM, Alg. 4.
     """
 
     lengths: Integers
-    """[num_items] in tokens; items are ordered by them."""
+    """[num_items] in tokens, which give the order of items."""
     additive: Integers | None
-    """[num_items]; None: nothing is added."""
+    """[num_items]; None: there is no additive part."""
     padded: Integers | None
-    """[num_items]; None: nothing is padded."""
+    """[num_items]; None: there is no padded part."""
     scale: int
     """Power of two."""
 
@@ -110,21 +110,21 @@ class IntegerCosts:
 def integer_costs(lengths: ArrayLike, *, cost: UnitCost) -> IntegerCosts:
     """Turn lengths into integer costs.
 
-    lengths: [num_items] whole numbers of tokens, at least one. Raises AssignmentError where one is no whole number or is
-    negative, and where a batch of all of them could cost 2^61 tokens or more. O(n).
+    lengths: [num_items] whole numbers of tokens, at least one item. Raises AssignmentError if one is no whole number or is
+    negative, or if a batch of all of them could cost 2^61 tokens or more. O(n).
     """
     tokens, longest = _read_lengths(lengths)
     num_items, weight = len(tokens), cost.quadratic_weight
     match cost.form:
         case CostForm.LINEAR:
-            most = num_items * longest  # saves the exact sum, which reads a large batch once more
+            most = num_items * longest  # an upper bound, which avoids another pass over a large batch
             _scale_bits(most if most < 1 << _LARGEST_COST_BITS else sum(tokens.tolist()))
             return IntegerCosts(tokens, tokens, None, 1)
         case CostForm.PADDED:
             _scale_bits(float(num_items) * longest)
             return IntegerCosts(tokens, None, tokens, 1)
         case CostForm.LINEAR_QUADRATIC | CostForm.PADDED_ATTENTION:
-            # From the longest: a sum of floats in numpy may depend on the processor, and all ranks must scale alike.
+            # Summed from the longest: a sum of floats in numpy may depend on the processor, and all ranks must scale alike.
             bits = _scale_bits(num_items * (longest + weight * (float(longest) * longest)))
             exact = tokens.astype(np.float64)
             exact *= exact
@@ -146,7 +146,7 @@ def _read_lengths(lengths: ArrayLike) -> tuple[Integers, int]:
         raise AssignmentError("the batch has no items; give at least one length")
     if values.dtype.kind in "iu":
         tokens = np.ascontiguousarray(values, dtype=np.int64)
-        longest = int(tokens.view(np.uint64).max())  # a large batch is read once: what is negative, or was beyond, is large here
+        longest = int(tokens.view(np.uint64).max())  # one pass over a large batch: negative or oversized numbers are large here
         if longest < 1 << 62:
             return tokens, longest
     for index, length in enumerate(values.tolist()):
@@ -159,7 +159,7 @@ def _read_lengths(lengths: ArrayLike) -> tuple[Integers, int]:
 
 
 def _scale_bits(total: float) -> int:
-    """Return how far costs that add up to `total` are shifted to the left."""
+    """Return the bits by which costs that add up to `total` are shifted to the left."""
     bits = math.frexp(total)[1]
     if not math.isfinite(total) or bits > _LARGEST_COST_BITS:
         raise AssignmentError(

@@ -26,12 +26,12 @@ class BalancerOfOneReplica(Protocol):
 
 
 def has_unequal_shares(graph: ModelGraph, plan: Plan) -> bool:
-    """Return True if replicas take unequal shares of a batch: those of a unit differ, or the plan gives the LLM shares."""
+    """Return True if replicas take unequal shares of a batch: those of a unit differ, or the plan sets shares for the LLM."""
     return plan.has_unlike_replicas or bool(plan.units[graph.backbone.name].microbatch_shares)
 
 
 def shares_of(graph: ModelGraph, plan: Plan, unit: str) -> tuple[int, ...]:
-    """Return the share of a batch that each replica of a unit takes: what the plan says, or as many parts as it has ranks."""
+    """Return the share of a batch that each replica of a unit takes: the plan's, or its number of ranks."""
     held, llm = plan.units[unit], plan.units[graph.backbone.name]
     if not held.microbatch_shares:
         return tuple(len(replica.ranks) for replica in held.replicas)
@@ -50,10 +50,10 @@ def balance_unlike(
 ) -> Assignment:
     """Place every sample, and its items, on replicas of all units, in proportion to `shares_of`.
 
-    The balancer makes all microbatches as it would for a single replica. The heaviest ones are dealt first, each to the replica
-    of the LLM whose work per microbatch of its share stays least. A unit with as many replicas as the LLM follows it; the
-    microbatches of others are dealt likewise, by their number. balancer: one that keeps samples whole. With fewer samples than
-    microbatches, replicas get fewer. Raises AssignmentError. O(samples + microbatches x replicas).
+    The balancer makes all microbatches as for a single replica. The heaviest ones are dealt first, each to the LLM replica whose
+    work per microbatch of its share stays least. A unit with as many replicas as the LLM follows it; the microbatches of others
+    are dealt likewise, by their number. balancer: one that keeps samples whole. With fewer samples than microbatches, replicas
+    get fewer. Raises AssignmentError. O(samples + microbatches x replicas).
     """
     if not balancer.keeps_samples_whole:
         raise AssignmentError("replicas that are not alike need a balancer that keeps samples whole; choose another --balance")
@@ -80,9 +80,9 @@ def balance_unlike(
 
 
 def share_microbatches(count: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of `count` microbatches each replica gets, in proportion to its share; at least one each where there are.
+    """Return the number of `count` microbatches for each replica, in proportion to its share; at least one each if possible.
 
-    Each gets the whole part of its proportion; what is left goes to those with the largest rest. O(replicas log replicas).
+    Each gets the whole part of its proportion; the rest goes to those with the largest remainders. O(replicas log replicas).
     """
     total = sum(shares)
     counts = [count * share // total for share in shares]

@@ -1,1 +1,1 @@
-"""Algorithms of balancing that know numbers only; several run as C++ kernels, each with its Python reference here."""
+"""Balancing algorithms on plain numbers; several run as C++ kernels, each with its Python reference here."""

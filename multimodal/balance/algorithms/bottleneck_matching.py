@@ -1,4 +1,4 @@
-"""Pair rows with columns so that the largest bottleneck is least and, among those pairings, the sum of costs is."""
+"""Pairs rows with columns so that the largest bottleneck is minimal and, among such pairings, the sum of costs is."""
 
 from collections.abc import Sequence
 from math import inf

@@ -1,4 +1,4 @@
-"""Search for the best partition of few items, ended by a count of what it looked at."""
+"""Search for the best partition of few items, limited by a count of the bins that it examines."""
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
@@ -8,14 +8,14 @@ from typing import NamedTuple
 from multimodal.balance.algorithms.exchange_refinement import GOOD_ENOUGH, BinLimits, bin_cost
 
 STEPS_PER_GROUP = 1024
-"""Most bins that are looked at for one group of two or three."""
+"""Most bins that are examined for one group of two or three."""
 
 
 class _Bin(NamedTuple):
     cost: int = 0
     num_items: int = 0
     padding: int = 0
-    """Padded length of its longest item, which is the least that each further item costs."""
+    """Padded length of its longest item, which is the minimal cost of each further item."""
 
 
 def search_partition(
@@ -23,13 +23,13 @@ def search_partition(
 ) -> list[int]:
     """Return a partition whose costliest bin is no costlier than in the given one.
 
-    Again and again the items of the costliest bin and of one other are divided anew over these two such that both cost less
-    (branch and bound); then, where no other bin helps, of two others; then the items of all bins. Ends when the costliest bin is
-    within a thousandth of the bound, when none of these helps, or when the budget is spent. Where items are so few that it is
-    not, the result is optimal.
+    The items of the costliest bin and one other bin are repeatedly divided anew over these two such that both cost less (branch
+    and bound); if no other bin helps, of two other bins; then the items of all bins. Ends when the costliest bin is within a
+    thousandth of the bound, when none of these helps, or when the budget is spent. If the budget is not spent, the result is
+    optimal.
 
-    bin_of_item, additive, padded: as in `refine_by_exchange`, longest first. num_steps: looks at bins.
-    Others come in ascending order of cost; equal ones by index. The last one of equally costly bins is relieved.
+    bin_of_item, additive, padded: as in `refine_by_exchange`, longest first. num_steps: number of bins to examine. Other bins
+    come in ascending order of cost; equal ones by index. Of equally costly bins the last one is relieved.
     """
     members: list[list[int]] = [[] for _ in range(limits.num_bins)]
     for item, index in enumerate(bin_of_item):
@@ -57,7 +57,7 @@ def search_partition(
 
 
 def _small_groups(bins: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Every bin alone, then every two; of these, the ones with early bins first."""
+    """Yield every single bin, then every pair; pairs with early bins first."""
     yield from ((one,) for one in bins)
     yield from ((bins[one], bins[two]) for two in range(1, len(bins)) for one in range(two))
 
@@ -85,10 +85,10 @@ class _Division:
         self._bins = [_Bin()] * num_bins
         self._placed = [0] * len(items)
         self.best: list[int] = []
-        """The bin of each item, once such a division is found."""
+        """The bin of each item, once a better division is found."""
 
     def run(self, num_steps: int, *, last_step: int) -> int:
-        """Look for divisions that cost less than the target and each other; returns how many steps are left."""
+        """Search for divisions that cost less than the target and each other; returns the number of steps left."""
         self._num_steps, self._last_step = num_steps, last_step
         self._place(0, 0)
         return self._num_steps
@@ -110,7 +110,7 @@ class _Division:
             self._bins[index] = before
 
     def _choices(self, at: int) -> list[tuple[int, int]]:
-        """Return (cost afterwards, bin), cheapest first; of bins in the same state, after which all would be the same, one."""
+        """Return (cost afterwards, bin), cheapest first; only one of several bins in the same state, which are equivalent."""
         states: dict[tuple[int, int, int], int] = {}
         for index, current in enumerate(self._bins):
             after = current.cost + self._additive[at] + (current.padding if current.num_items else self._padding[at])
@@ -119,7 +119,7 @@ class _Division:
         return sorted((state[0], index) for state, index in states.items())
 
     def _has_room(self, at: int) -> bool:
-        """Return True if bins have room for the items left; one with less room than the cheapest item has none."""
+        """Return True if bins have room for the remaining items; a bin with less room than the cheapest item has none."""
         cheapest = self._additive[-1] + self._padding[-1]
         left = [self._target - 1 - current.cost for current in self._bins]
         return self._remaining[at] <= sum(room for room in left if room >= cheapest)

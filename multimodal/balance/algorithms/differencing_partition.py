@@ -10,9 +10,9 @@ _Share = tuple[int, list[int]]
 def partition_by_differencing(costs: Sequence[int], *, num_bins: int) -> list[int]:
     """Return the bin of each item; bins may hold any number of items.
 
-    Every item starts as a partition of its own. The two partitions with the largest differences (between costliest and
-    lightest bin) become one, in which the costliest bins of one share a bin with the lightest of the other; from then on only
-    differences count. What is left is one partition of all items.
+    Every item starts as a partition of its own. The two partitions with the largest differences (between costliest and lightest
+    bin) are merged: the costliest bins of one are combined with the lightest of the other; from then on only differences count.
+    One partition of all items remains.
 
     costs: not negative, descending. Equal partitions go by age, equal bins of one by their order. O(n num_bins log num_bins).
     """

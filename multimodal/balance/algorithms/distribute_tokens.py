@@ -11,7 +11,7 @@ from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
 
 MAX_EXCHANGES = 1000
-"""Enough for every case that was measured; a bound on the time."""
+"""A bound on the time that was sufficient in every measured case."""
 _TOLERANCE_DIVISOR = 10_000
 """Inverse tolerance of exchanges, relative to the mean load of ranks; the kernel has the same number."""
 
@@ -20,16 +20,16 @@ class TokenDistribution(StrEnum):
     """The rule by which ranks get blocks of tokens."""
 
     BY_ITEM = "by-item"
-    """Whole items, and blocks of those that are too long, where tokens attend inside their item only (`cost.item_shares`); blocks
-    of other sequences as LPT does."""
+    """Whole items, and blocks of items that are too long, where tokens attend only inside their item (`cost.item_shares`); blocks
+    of other sequences as in LPT."""
     LPT = "lpt"
-    """By workload, longest first (Cornstarch, thesis Alg. 1), then exchanged while the most loaded rank gains."""
+    """By workload, longest first (Cornstarch, thesis Alg. 1), followed by exchanges while they help the most loaded rank."""
     ZIGZAG = "zigzag"
     """Rank i gets chunks i and 2 n - 1 - i of 2 n: balances one causal sequence exactly (Llama 3)."""
     RING = "ring"
     """Rank i gets chunk i of n."""
     RANDOM = "random"
-    """A permutation from a seed; near to balance if there are many more blocks than ranks (Cornstarch, paper 5.3)."""
+    """A permutation from a seed; nearly balanced if there are many more blocks than ranks (Cornstarch, paper 5.3)."""
 
 
 def distribute_tokens(
@@ -43,21 +43,20 @@ def distribute_tokens(
     """Return the rank of every block of tokens.
 
     block_workloads: [num_blocks], whole numbers of at least 0: key blocks to compute or pairs to evaluate, as
-        `attention.block_summary.count_block_workloads` counts them. All but LPT look at their number only.
+        `attention.block_summary.count_block_workloads` counts them. All methods but LPT only use their number.
     num_ranks: at least 1; with more ranks than blocks some get none.
-    has_equal_counts: LPT gives every rank equally many blocks, or as nearly as possible. The paper's listing only looks
-        at the workload of attention; but the rest of a layer costs time and memory by the token, and sharded tensors of one
-        shape communicate best, so equal is the default. False is the listing. The other methods' counts are equal anyway: RANDOM
-        and RING within one block, ZIGZAG within two.
+    has_equal_counts: LPT gives every rank equally many blocks, or as nearly as possible. The paper's listing considers only the
+    workload of attention; but the rest of a layer costs time and memory per token, and sharded tensors of one shape communicate
+    best, so equal counts are the default. False is the listing. The other methods' counts are equal anyway: RANDOM and RING
+    within one block, ZIGZAG within two.
     seed: of RANDOM.
 
-    LPT puts each block, longest first, on the least loaded rank. Then the most loaded rank gives a block to the least loaded rank
-    for a shorter one, that pair of blocks which brings both loads nearest to each other; it stops when no rank can help the
-    most loaded one, or that is within 1 / 10,000 of the least possible. Equal workloads go by block, equal loads by rank.
+    LPT puts each block, longest first, on the least loaded rank. Then the most loaded rank exchanges a block for a shorter one of
+    the least loaded rank: the pair that brings both loads closest to each other. It stops when no rank can help the most loaded
+    one, or when that is within 1 / 10,000 of the minimum. Equal workloads are ordered by block, equal loads by rank.
 
-    Returns [num_blocks], int32, the same on every rank that asks. LPT runs as a C++ kernel where that is built, with the same
-    result, in O(blocks log blocks + exchanges (ranks log ranks + blocks per rank)). Raises AssignmentError when an argument is
-    wrong.
+    Returns [num_blocks], int32, the same on every rank. LPT runs as a C++ kernel, with the same result, if the kernels are built,
+    in O(blocks log blocks + exchanges (ranks log ranks + blocks per rank)). Raises AssignmentError if an argument is wrong.
     """
     workloads = _read_workloads(block_workloads)
     if num_ranks < 1:
@@ -156,7 +155,7 @@ def _place_longest_first(workloads: list[int], num_ranks: int, has_equal_counts:
 
 
 def _exchange_from(rank: int, blocks_of_rank: list[_Blocks], loads: list[int]) -> bool:
-    """Exchange a block with the least loaded rank with which that lessens the larger load; True if there was one."""
+    """Exchange a block with the least loaded rank for which that lowers the larger load; returns True if there was one."""
     for other in sorted(range(len(loads)), key=loads.__getitem__):
         surplus = loads[rank] - loads[other]
         if surplus < 2:
@@ -174,10 +173,10 @@ def _exchange_from(rank: int, blocks_of_rank: list[_Blocks], loads: list[int]) -
 
 
 def _best_pair(mine: _Blocks, theirs: _Blocks, surplus: int) -> tuple[int, int]:
-    """Return positions of two blocks whose difference is above 0, below the surplus and nearest to its half; (-1, -1) if none."""
+    """Return positions of two blocks whose difference is positive, below the surplus and nearest to its half; else (-1, -1)."""
     best, take = (surplus, -1, -1), 0
     for give, (workload, _) in enumerate(mine):
-        # Both descend: the first block of theirs that is shorter than mine by half of the surplus, and the one before it.
+        # Both descend: find the first block of `theirs` that is shorter than mine by half of the surplus, and the one before it.
         while take < len(theirs) and 2 * (workload - theirs[take][0]) < surplus:
             take += 1
         for index in range(max(take - 1, 0), min(take + 1, len(theirs))):

@@ -22,7 +22,7 @@ def assign_entrain(
     min_num_microbatches: int | None = None,
     max_subset_sums: int = 256,
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
-    """Distribute samples over replicas and microbatches so that encoder and LLM microbatches are even, each for itself.
+    """Distribute samples over replicas and microbatches so that encoder and LLM microbatches are each even.
 
     Replicas get their samples (`assign_replicas`), each replica its number of microbatches (`effective_num_microbatches`) and
     encoder microbatches (`stratify`); then LLM parts are deferred inside pairs of microbatches (`defer_pairwise`) that run one
@@ -30,19 +30,20 @@ def assign_entrain(
     in order never waits for a later one.
 
     llm_loads: [num_samples]; encoder_loads: [num_samples] or [num_encoders, num_samples] (0 encoders are allowed), in any unit
-        (seconds, FLOPs, tokens); they are compared and added in double precision. Ties go by index: hand samples in by their ids.
-    num_microbatches: per replica; never more than it has samples.
-    min_num_microbatches: how far the number may be lowered in a replica where one sample's encoder load would dominate a
-        microbatch. None: not at all; 1: to Entrain's K_eff. Fewer, larger microbatches are more even, but in simulation every
-        step took as long or longer with them (`benchmarks/entrain_microbatch_count.py`), and they need more memory.
-    max_subset_sums: how finely deferral looks for the subset to defer, see `SubsetSums`.
+        (seconds, FLOPs, tokens); they are compared and added in double precision. Ties are broken by index: pass samples by their
+        ids.
+    num_microbatches: per replica; at most its number of samples.
+    min_num_microbatches: the lower bound for replicas in which one sample's encoder load would dominate a microbatch. None: never
+    lower the number; 1: down to Entrain's K_eff. Fewer, larger microbatches are more even, but in simulation every step took as
+    long or longer with them (`benchmarks/entrain_microbatch_count.py`), and they need more memory. max_subset_sums: resolution of
+    the search for the subset to defer, see `SubsetSums`.
 
-    Several encoders are balanced each for itself; for the paper's rule (encoders that run one after the other on the same ranks
-    count as one) give the sum of their loads.
+    Several encoders are balanced independently; for the paper's rule (encoders that run one after the other on the same ranks
+    count as one) pass the sum of their loads.
 
     Returns every sample's replica, its encoder microbatch and its LLM microbatch there (the same, or the next one), and every
-    replica's number of microbatches. Runs as a C++ kernel where that is built, with the same result. Raises AssignmentError when
-    there is no sample, a load is negative, not a number or too large, or there are fewer samples than replicas.
+    replica's number of microbatches. Runs as a C++ kernel, with the same result, if the kernels are built. Raises AssignmentError
+    if there is no sample, a load is negative, not a number or too large, or there are fewer samples than replicas.
     """
     llm, encoders = _read_loads(llm_loads, encoder_loads)
     min_num_microbatches = num_microbatches if min_num_microbatches is None else min_num_microbatches
@@ -106,7 +107,7 @@ def assign_entrain_reference(
 def _add_shares(
     llm: Sequence[float], encoders: Sequence[Sequence[float]], members: Sequence[int], strata: Sequence[int], count: int
 ) -> list[float]:
-    """Return the work of each microbatch of a replica: its shares of the replica's encoder and LLM work together."""
+    """Return the work of each microbatch of a replica: the sum of its shares of the replica's encoder and LLM work."""
     work = [0.0] * count
     encoder_shares, llm_shares = dominant_shares(encoders, members=members), dominant_shares([llm], members=members)
     for microbatch, encoder_share, llm_share in zip(strata, encoder_shares, llm_shares, strict=True):

@@ -1,4 +1,4 @@
-"""Local search on a partition: the costliest bin gives an item to a cheaper one, or swaps one."""
+"""Local search on a partition: the costliest bin gives an item to a cheaper bin, or swaps one with it."""
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ GOOD_ENOUGH = 1000
 
 
 class BinLimits(NamedTuple):
-    """Limits that a partition must keep to, and the cost below which no bin can be the costliest."""
+    """Limits that a partition must observe, and the cost below which no bin can be the costliest."""
 
     num_bins: int
     max_items_per_bin: int
@@ -17,7 +17,7 @@ class BinLimits(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """The costly bin gives its item at index `give` and gets the cheap one's at `take`, or nothing when that is past its end."""
+    """The costly bin gives its item at index `give` for the cheap bin's at `take`, or for nothing if that is past the end."""
 
     costlier: int
     """Cost of the costlier of the two bins afterwards."""
@@ -33,7 +33,7 @@ class _Pair(NamedTuple):
     givers: list[int]
     takers: list[int]
     may_move: bool
-    """True if the cheap bin has room for one more."""
+    """True if the cheap bin has room for another item."""
 
 
 def refine_by_exchange(
@@ -44,18 +44,18 @@ def refine_by_exchange(
     limits: BinLimits,
     num_steps: int,
 ) -> tuple[list[int], int]:
-    """Return a partition whose costliest bin is no costlier than in the given one, and how much of the budget is left.
+    """Return a partition whose costliest bin is no costlier than in the given one, and the rest of the budget.
 
-    Again and again the costliest bin is relieved: the cheapest bins are tried first, and the best exchange with the first one
-    that has any is made, such that both cost less than the costliest did. Ends when that bin is within a thousandth of
-    the bound, when no exchange helps it, or when the budget is spent.
+    The costliest bin is repeatedly relieved: the cheapest bins are tried first, and of the first bin that allows an exchange
+    after which both cost less than the costliest did, the best exchange is made. Ends when the costliest bin is within a
+    thousandth of the bound, when no exchange helps it, or when the budget is spent.
 
     bin_of_item, additive, padded: per item, longest first; a bin costs the sum of `additive` plus its number of items times
         its largest `padded` (None: nothing is padded).
-    num_steps: looks at items (at pairs of items where something is padded); a count and no time, so that all ranks agree.
+    num_steps: items to examine (pairs of items if there is padding); a count rather than a time, so that all ranks agree.
 
-    Ties go to the bin with the lower index when cheap, with the higher one when costly, and to the first exchange in the order
-    of the given, then the taken item. An exchange takes O(items in two bins), or its square where something is padded.
+    Of equally cheap bins the lower index is taken, of equally costly ones the higher, and of equal exchanges the first by the
+    given, then the taken item. An exchange takes O(items in two bins), or its square if there is padding.
     """
     members: list[list[int]] = [[] for _ in range(limits.num_bins)]
     for item, index in enumerate(bin_of_item):
@@ -97,7 +97,7 @@ def _num_looks(pair: _Pair, padded: Sequence[int] | None) -> int:
 
 
 def _differences(pair: _Pair, additive: Sequence[int]) -> Iterator[_Exchange]:
-    """Per given item, the two exchanges around the one that would make both bins equal; moves along both lists once."""
+    """Yield, per given item, the two exchanges closest to making both bins equal; passes through both lists once."""
     difference = pair.costly_cost - pair.cheap_cost
     takes = [additive[item] for item in pair.takers] + [0]
     take = 0
@@ -111,7 +111,7 @@ def _differences(pair: _Pair, additive: Sequence[int]) -> Iterator[_Exchange]:
 
 
 def _all_pairs(pair: _Pair, additive: Sequence[int], padded: Sequence[int]) -> Iterator[_Exchange]:
-    """Every exchange: padding changes with the longest item, so the best one need not be near the middle."""
+    """Yield every exchange: padding depends on the longest item, so the best exchange may be anywhere."""
     for give, given in enumerate(pair.givers):
         others = pair.givers[:give] + pair.givers[give + 1 :]
         for take in range(len(pair.takers) + pair.may_move):

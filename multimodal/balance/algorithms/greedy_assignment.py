@@ -1,10 +1,10 @@
-"""A replica's samples over encoder microbatches, greedily (Entrain 4.5.1)."""
+"""Distributes a replica's samples over encoder microbatches greedily (Entrain 4.5.1)."""
 
 from collections.abc import Iterable, Sequence
 
 
 def sum_in_order(loads: Sequence[float], members: Iterable[int]) -> float:
-    """Return the sum over the members, added from first to last (the kernel's result, to the last bit)."""
+    """Return the sum over the members, added from first to last, as the kernel does, to the last bit."""
     total = 0.0
     for sample in members:
         total += loads[sample]
@@ -12,7 +12,7 @@ def sum_in_order(loads: Sequence[float], members: Iterable[int]) -> float:
 
 
 def sort_descending(values: Sequence[float]) -> list[int]:
-    """Return the indices of the values, largest first; equal ones by index."""
+    """Return the indices of the values, largest first; equal values by index."""
     return sorted(range(len(values)), key=values.__getitem__, reverse=True)
 
 
@@ -32,17 +32,17 @@ def dominant_shares(units: Sequence[Sequence[float]], *, members: Sequence[int])
 def effective_num_microbatches(
     encoders: Sequence[Sequence[float]], *, members: Sequence[int], num_microbatches: int, min_num_microbatches: int = 1
 ) -> int:
-    """Return Entrain's K_eff: as many microbatches as can all have the encoder load of the heaviest sample, at most those wanted.
+    """Return Entrain's K_eff: the most microbatches that can all have the heaviest sample's encoder load, up to the given number.
 
-    K_eff = min(K, floor(sum of encoder loads / largest encoder load)); of several encoders, the one that allows most decides, so
-    that a rare modality does not take the others' microbatches away. Where no sample has encoder work, K. In any case at
-    least `min_num_microbatches` (a pipeline that is to be full needs as many as it has stages), and at most one per sample.
+    K_eff = min(K, floor(sum of encoder loads / largest encoder load)). With several encoders, the one that allows most decides,
+    so that a rare modality does not reduce the others' microbatches. Without encoder work, the result is K. It is always at least
+    `min_num_microbatches` (a full pipeline needs as many as it has stages), and at most one per sample.
     """
     allowed = 0
     for loads in encoders:
         largest = max(loads[sample] for sample in members)
         if largest > 0:
-            # Compared before it is converted: the quotient of a tiny load may not fit an integer.
+            # Compared before the conversion: the quotient of a tiny load may not fit an integer.
             quotient = sum_in_order(loads, members) / largest
             allowed = max(allowed, num_microbatches if quotient >= num_microbatches else int(quotient))
     return min(max(allowed or num_microbatches, min_num_microbatches), num_microbatches, len(members))
@@ -53,16 +53,16 @@ def stratify(
 ) -> list[int]:
     """Return the encoder microbatch of every member of a replica, in the members' order.
 
-    The members with encoder work are divided into a coarse-grained half (high LLM load) and a fine-grained half; first the
-    coarse ones, then the fine ones go, by descending encoder load, each to the microbatch that has the least. So both halves
-    are spread evenly, and deferral later finds small LLM loads to move in every microbatch. Of several encoders, a sample goes to
-    where the largest load of an encoder that it needs (relative to that encoder's total) is then least; merging the
-    encoders, as the paper does, is a matter of handing in the sum of their loads.
+    The members with encoder work are divided into a coarse-grained half (high LLM load) and a fine-grained half. First the coarse
+    ones, then the fine ones go, by descending encoder load, each to the microbatch with the least load. So both halves are spread
+    evenly, and deferral later finds small LLM loads to move in every microbatch. With several encoders, a sample goes where the
+    largest load of an encoder that it needs (relative to that encoder's total) is then least; to merge the encoders, as the paper
+    does, pass the sum of their loads.
 
-    Samples without encoder work do not matter to the encoders, but the greedy rule would put all of them into one microbatch.
-    They go last, by descending LLM load, each to the microbatch with the least LLM load.
+    The greedy rule would put all samples without encoder work into one microbatch, since they add no load. They come last, by
+    descending LLM load, each to the microbatch with the least LLM load.
 
-    `num_microbatches` is at most the number of members; none stays empty. Ties go by LLM load, then by index. O(n log n + n K).
+    `num_microbatches` is at most the number of members; none stays empty. Ties: LLM load, then index. O(n log n + n K).
     """
     shares = dominant_shares(encoders, members=members)
     by_llm_load = sort_descending([llm[sample] for sample in members])
@@ -86,10 +86,10 @@ def _spread(
     weights: Sequence[float],
     num_bins: int,
 ) -> list[int]:
-    """Return the bin of each of these samples, put one after the other where the largest load is then least.
+    """Return the bin of each of these samples, which go one after the other where the largest load is then least.
 
-    Of the loads of the units that a sample needs, relative to the units' totals over the members, the largest counts. Empty bins
-    come first; ties go to the least sum of weights, then by index.
+    The load of a bin is the largest of those of the units that the sample needs, relative to the units' totals over the members.
+    Empty bins come first; ties go to the least sum of weights, then to the lower index.
     """
     totals = [sum_in_order(loads, members) for loads in units]
     load = [[0.0] * num_bins for _ in units]

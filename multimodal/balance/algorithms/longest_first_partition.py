@@ -15,19 +15,19 @@ _INT64_MAX = 2**63 - 1
 
 
 def partition_longest_first(costs: Sequence[float], *, num_bins: int, max_items_per_bin: int | None = None) -> Partition:
-    """Distribute items over bins so that the most loaded bin is light: the longest remaining item goes to the least loaded bin.
+    """Distribute items over bins evenly: the longest remaining item goes to the least loaded bin.
 
     The heaviest bin is at most 4/3 - 1/(3 num_bins) times the optimum when bins are unbounded (Graham 1969); DistTrain, Alg. 2
     balances data-parallel groups this way and OrchMLLM, Alg. 1 microbatches without padding. DistTrain's listing sorts in
-    ascending order; descending is what the bound needs and what OrchMLLM lists.
+    ascending order; descending is what the bound requires and what OrchMLLM lists.
 
-    costs: one per item, finite and not negative, in any unit; compared and added exactly when all are integers, else in
+    costs: one per item, finite and not negative, in any unit; compared and added exactly if all are integers, else in
         double precision.
     num_bins: at least 1; bins may stay empty.
     max_items_per_bin: most items in a bin; None: no limit.
 
-    Returns per bin the indices of its items by descending cost. Equal costs go by item index, equal loads by bin index. Runs as a
-    C++ kernel where that is built, with the same result. Raises AssignmentError when an argument is out of range.
+    Returns per bin the indices of its items by descending cost. Equal costs are ordered by item index, equal loads by bin index.
+    Runs as a C++ kernel, with the same result, if the kernels are built. Raises AssignmentError if an argument is out of range.
     O(n log n + n log num_bins).
     """
     limit = validate_bins(len(costs), num_bins=num_bins, max_items_per_bin=max_items_per_bin)
@@ -52,7 +52,7 @@ def partition_longest_first_reference(costs: Sequence[float], *, num_bins: int, 
 
 
 def _add_up(costs: Sequence[float]) -> float:
-    """Return the sum of all costs, an int exactly when all costs are; raises AssignmentError where one is out of range."""
+    """Return the sum of all costs, an int if all costs are; raises AssignmentError if one is out of range."""
     total = sum(costs)
     if len(costs) and not (min(costs) >= 0 and (isinstance(total, int) or math.isfinite(total))):
         wrong = next((index for index, cost in enumerate(costs) if not (cost >= 0 and math.isfinite(cost))), None)

@@ -1,4 +1,4 @@
-"""Partitions for batches that are padded: items of like length share a bin."""
+"""Partitions for batches that are padded: items of similar length share a bin."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -23,15 +23,15 @@ def partition_padded(
     `num_bins` segments (OrchMLLM, Alg. 2; its listing starts from the shortest item's length, forgets an assignment, and
     returns the last trial instead of the best).
 
-    Where nothing is additive, that is the optimum. Take any partition. The bin with the longest item loses nothing when its
-    other items are swapped against the next longest ones, and no other bin gets longer ones; then it may also take further
-    items up to the bound. What is left is the same problem with one bin less. So the first segment of the greedy cut can
-    always be part of a best partition, and by induction so can all.
+    Without an additive part, that is the optimum. Take any partition. The bin with the longest item costs no more if its other
+    items are swapped for the next longest ones, and no other bin gets longer items; then it may also take further items up to the
+    bound. What remains is the same problem with one bin less. So the first segment of the greedy cut can always be part of a best
+    partition, and by induction so can all.
 
-    With an additive part it is a heuristic (OrchMLLM, Alg. 5): bins are also filled to lower bounds, and what is left goes to
-    the bin that is cheapest afterwards. The best of all trials is taken; bins that stayed empty get halves of the costliest.
+    With an additive part it is a heuristic (OrchMLLM, Alg. 5): bins are also filled to lower bounds, and the remaining items go
+    to the bin that is cheapest afterwards. The best of all trials is taken; bins that stayed empty get halves of the costliest.
 
-    O(n + num_bins log(cost) log(n)) where nothing is additive, else O(n log n) for each of five bounds.
+    O(n + num_bins log(cost) log(n)) without an additive part, else O(n log n) for each of five bounds.
     """
     prefix = list(accumulate(additive, initial=0))
     limit = min(max_items_per_bin, len(padded))

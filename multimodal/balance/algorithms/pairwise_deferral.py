@@ -1,4 +1,4 @@
-"""Pairs of microbatches: the LLM work that the second one takes over from the first (Entrain 4.5.2), and the order of pairs."""
+"""Pairs of microbatches, in which LLM work moves from the first to the second (Entrain 4.5.2), and the order of pairs."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ class Deferral:
     """The microbatches of one replica in pairs, and the samples whose LLM part moves from the first to the second."""
 
     pairs: list[list[int]]
-    """An overloaded microbatch and the underloaded one that follows it; of an odd number, one has no partner."""
+    """An overloaded microbatch and the underloaded one that follows it; with an odd number, one has no partner."""
     deferred: list[tuple[int, int]]
-    """(sample, microbatch that its LLM part moves to), the latter numbered as in `pairs`."""
+    """(sample, microbatch that its LLM part moves to); microbatches are numbered as in `pairs`."""
 
 
 def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]], max_subset_sums: int) -> Deferral:
@@ -26,10 +26,10 @@ def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]
     after that. A matching of S_ol with S_ul is chosen whose largest V_ij is least (the paper's T*) and, since many do that,
     whose loads deviate least from the mean, in squares.
 
-    Where the paper's listing leaves things open: deferring nothing is one of the subsets, so V_ij <= w_i = L_i; the paper's
-    vector L (microbatches that run alone) then decides nothing, and every row can be matched. Pairs below T* defer, too, where
-    it evens them out. Of an odd number of microbatches the median counts as underloaded. Pairs are listed by the load of
-    their first one, heaviest first, and the microbatch without a partner last; `order_pairs` says in which order they run.
+    Choices that the paper's listing leaves open: deferring nothing is one of the subsets, so V_ij <= w_i = L_i; the paper's
+    vector L (microbatches that run alone) then decides nothing, and every row can be matched. Pairs below T* also defer if that
+    evens them out. With an odd number of microbatches the median counts as underloaded. Pairs are listed by the load of their
+    first microbatch, heaviest first, and the microbatch without a partner last; `order_pairs` gives the order of execution.
 
     llm: [num_samples]; microbatches: the samples of each, none empty. Deferral never empties a microbatch. Equal microbatches go
     by index. O(K^2 log(max_subset_sums) + n x max_subset_sums + K^3 log K) for K microbatches of n samples.
@@ -45,7 +45,7 @@ def defer_pairwise(llm: Sequence[float], *, microbatches: Sequence[Sequence[int]
     bottlenecks: list[list[float]] = []
     costs: list[list[float]] = []
     for row, i in enumerate(overloaded):
-        # A sum beyond w_i - w_j is no better than deferring nothing, whoever the partner j is.
+        # A sum beyond w_i - w_j is no better than deferring nothing, for any partner j.
         limit = load[i] - load[by_load[-1]]
         sums.append(SubsetSums([llm[s] for s in candidates[row]], limit=limit, max_sums=max_subset_sums))
         chosen.append([sums[row].closest((load[i] - load[j]) / 2) for j in underloaded])
@@ -73,14 +73,14 @@ def _squared_deviation(load: float, mean: float) -> float:
 
 
 def order_pairs(pairs: Sequence[Sequence[int]], *, work: Sequence[float]) -> list[int]:
-    """Return the microbatches of all pairs in the order of execution, those of a pair one after the other.
+    """Return the microbatches of all pairs in the order of execution; those of a pair follow each other.
 
-    The lightest pair comes first, so that all stages have something to do soon, the second lightest last, since nothing fills the
-    waits for the last backwards (DistTrain's insight, 5.2); work rises to the middle. Entrain leaves the order of pairs open;
-    against descending LLM load, simulated steps of eager 1F1B took up to 9 % less on long-tailed lengths, at most 1 % more
-    on short-tailed ones (with plain 1F1B 4 % more on one).
+    The lightest pair comes first, so that all stages start soon, and the second lightest last, since nothing fills the waits for
+    the last backwards (DistTrain's insight, 5.2); work rises towards the middle. Entrain leaves the order of pairs open; compared
+    with descending LLM load, simulated steps of eager 1F1B took up to 9 % less on long-tailed lengths, and at most 1 % more on
+    short-tailed ones (with plain 1F1B 4 % more on one).
 
-    work: per microbatch, encoders and LLM together. Equal pairs go by index. O(pairs log pairs).
+    work: per microbatch, encoders and LLM together. Equal pairs are ordered by index. O(pairs log pairs).
     """
     totals = [sum_in_order(work, pair) for pair in pairs]
     rising = sorted(range(len(pairs)), key=totals.__getitem__)
@@ -90,10 +90,10 @@ def order_pairs(pairs: Sequence[Sequence[int]], *, work: Sequence[float]) -> lis
 class SubsetSums:
     """The reachable sums up to a limit, by dynamic programming over the loads.
 
-    Entrain (4.5.2) rounds loads and fills a table over the rounded sum. Here the table is a sorted list of true sums, of which
-    one per cell of `limit / max_sums` is kept once there are more than `max_sums` (trimming; Ibarra and Kim 1975): nothing is
-    lost as long as there are fewer, which holds for log2(max_sums) loads of any size and for integers with a limit below
-    `max_sums`; the sum of a subset is never rounded; and one list serves all partners of a microbatch. O(loads x max_sums).
+    Entrain (4.5.2) rounds loads and fills a table over the rounded sum. Here the table is a sorted list of true sums; once there
+    are more than `max_sums`, only one per cell of `limit / max_sums` is kept (trimming; Ibarra and Kim 1975). Nothing is lost as
+    long as there are fewer, which holds for log2(max_sums) loads of any size and for integers with a limit below `max_sums`; the
+    sum of a subset is never rounded; and one list serves all partners of a microbatch. O(loads x max_sums).
     """
 
     def __init__(self, loads: Sequence[float], *, limit: float, max_sums: int) -> None:
@@ -103,7 +103,7 @@ class SubsetSums:
             self._add(item, load, limit, max_sums)
 
     def _add(self, item: int, load: float, limit: float, max_sums: int) -> None:
-        """Merge the sums without and with one load; of equal sums the one without it stays."""
+        """Merge the sums without and with one load; of equal sums the one without it is kept."""
         old = [(self._sum[node], node, False) for node in self._nodes]
         new = [(total + load, node, True) for total, node, _ in old if total + load <= limit]
         merged = sorted(old + new, key=lambda entry: (entry[0], entry[2]))
@@ -121,7 +121,7 @@ class SubsetSums:
         return len(self._sum) - 1
 
     def closest(self, target: float) -> int:
-        """Return the subset whose sum is closest to the target, the smaller sum of two that are equally close."""
+        """Return the subset whose sum is closest to the target; of two equally close sums, the smaller one."""
         index = bisect_left(self._nodes, target, key=self._sum.__getitem__)
         if index == len(self._nodes):
             return self._nodes[-1]

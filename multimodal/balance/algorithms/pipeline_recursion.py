@@ -1,4 +1,4 @@
-"""The forwards and backwards of one pipeline under 1F1B or interleaved 1F1B, and when each of them ends."""
+"""The forwards and backwards of one pipeline under 1F1B or interleaved 1F1B, and their end times."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
 from multimodal.values.action import ActionKind
 
 Seconds = Sequence[Sequence[float]]
-"""[num_virtual_stages][num_microbatches + 1]: the duration of each microbatch, and last of one that is not known yet."""
+"""[num_virtual_stages][num_microbatches + 1]: the duration of each microbatch; the last column is for unknown microbatches."""
 
 
 class PipelineStep(NamedTuple):
@@ -22,7 +22,7 @@ class PipelineStep(NamedTuple):
     """Index of the microbatch in the order in which the pipeline runs them."""
 
     def needed(self, num_virtual_stages: int) -> "PipelineStep | None":
-        """Return the step whose output this one takes: the forward before it, the backward after it; None where there is none.
+        """Return the step whose output this one takes (the forward before it, the backward after it), or None.
 
         A backward of the last virtual stage also needs its own forward, which the same stage has run before.
         """
@@ -32,7 +32,7 @@ class PipelineStep(NamedTuple):
 
 @lru_cache(maxsize=16)
 def pipeline_steps(num_stages: int, num_chunks: int, num_microbatches: int) -> tuple[PipelineStep, ...]:
-    """Return all steps of a pipeline, each after the one that it needs; those of one stage in the order in which it runs them.
+    """Return all steps of a pipeline, each after the step that it needs; those of one stage in execution order.
 
     That order is 1F1B (stage s starts with num_stages - s - 1 forwards) or, where stages hold several chunks, interleaved 1F1B.
     O(steps).
@@ -73,9 +73,9 @@ def _one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Sequence
 def pipeline_end(
     order: Sequence[int], *, steps: Sequence[PipelineStep], num_stages: int, forward: Seconds, backward: Seconds
 ) -> float:
-    """Return when the last step ends if the pipeline starts at 0 and runs its microbatches in this order. O(steps).
+    """Return the end of the last step if the pipeline starts at 0 and runs its microbatches in this order. O(steps).
 
-    steps: as `pipeline_steps` returns them.
+    steps: a result of `pipeline_steps`.
     """
     free_at = [0.0] * num_stages
     ends: dict[PipelineStep | None, float] = {None: 0.0}
@@ -89,7 +89,7 @@ def pipeline_end(
 class PipelineRecursion:
     """The end of every step, as far as the order of microbatches is known (DistTrain 5.2, GETINTERVAL).
 
-    Every step is run once for good, and a few times more for intervals.
+    Every step is computed once for good, and a few times more for intervals.
     """
 
     def __init__(self, steps: Sequence[PipelineStep], *, num_stages: int, forward: Seconds, backward: Seconds) -> None:
@@ -108,16 +108,16 @@ class PipelineRecursion:
             of_stage.append(step)
 
     def append(self, microbatch: int) -> None:
-        """Append a microbatch to the order and run every step that this makes possible."""
+        """Append a microbatch to the order and compute every step that this makes possible."""
         self._order.append(microbatch)
         self._run(num_known=len(self._order), first_stage_stops_at=len(self._steps[0]))
 
     def interval(self) -> float:
-        """Return how much of stage 0's time waits to be filled by the forwards of the next microbatch in the order.
+        """Return the time of stage 0 that the forwards of the next microbatch in the order should fill.
 
         Per chunk: the time from the end of the step before its forward to the moment at which the next backward can start,
-        divided by the forwards up to that backward; negative where the backward is ready earlier. Microbatches that are not in
-        the order yet take the time of the last column (with one chunk, intervals after the warm-up do not depend on it).
+        divided by the forwards up to that backward; negative if the backward is ready earlier. Microbatches that are not in the
+        order yet take the time of the last column (with one chunk, intervals after the warm-up do not depend on it).
         """
         position, total = len(self._order), 0.0
         saved = self._next.copy(), self._free_at.copy()
@@ -134,7 +134,7 @@ class PipelineRecursion:
         return total
 
     def _run(self, *, num_known: int, first_stage_stops_at: int) -> None:
-        """Run steps in rounds over the stages, up and down, until none can run."""
+        """Compute steps in rounds over the stages, up and down, until none is possible."""
         has_run = True
         while has_run:
             has_run = False

@@ -18,7 +18,7 @@ REFINEMENT_STEPS = 2**18
 """Default budget of the local search, about half a millisecond of the C++ kernel."""
 
 MOST_SEARCHED_ITEMS = 256
-"""Larger batches have enough short items to fill bins evenly."""
+"""Larger batches have enough short items to fill bins evenly, and are not searched."""
 MOST_SEARCH_STEPS = 2**15
 """Budget of the search among few items, a tenth of a millisecond of the C++ kernel."""
 
@@ -45,18 +45,18 @@ def post_balance(
     - padded-attention (Alg. 5): the same search, and trials that fill bins less and place the rest where it is cheapest.
 
     A local search then exchanges items between the costliest and cheaper bins, see `refine_by_exchange`; it never makes the
-    costliest bin costlier. Up to MOST_SEARCHED_ITEMS items that miss the bound are also partitioned by largest differencing (and
-    longest first by what items cost alone, where something is padded), with the same exchanges; from the best of these a search
-    goes on (`search_partition`). So the result is never worse than longest first or differencing, and within a thousandth of
-    the optimum where items are so few that the budget lasts. Equal lengths go by item index, equal costs by bin index.
+    costliest bin costlier. Batches of up to MOST_SEARCHED_ITEMS items that miss the bound are also partitioned by largest
+    differencing (and, if there is padding, longest first by the items' own costs), with the same exchanges; `search_partition`
+    continues from the best of these. So the result is never worse than longest first or differencing, and within a thousandth of
+    the optimum if items are so few that the budget lasts. Equal lengths are ordered by item index, equal costs by bin index.
 
     lengths: [num_items] whole numbers of tokens, not negative, at least one.
     num_bins: at least 1; with fewer items than bins some stay empty.
     max_items_per_bin: most items in a bin; None: no limit.
-    refinement_steps: budget of the local search in looks at items, 0 for none. It is no time, which would end the search at
-        different places on different ranks: the result is a function of the arguments alone.
+    refinement_steps: budget of the local search in examined items, 0 for none. It is a count, since a time limit would end the
+    search at different places on different ranks: the result is a function of the arguments alone.
 
-    Runs as a C++ kernel where that is built, with the same result. Raises AssignmentError when an argument is out of range.
+    Runs as a C++ kernel, with the same result, if the kernels are built. Raises AssignmentError if an argument is out of range.
     O(n log num_bins + refinement_steps), and for few items O(n num_bins log num_bins).
     """
     bins = post_balance_array(
@@ -75,9 +75,9 @@ def post_balance_array(
     max_items_per_bin: int | None = None,
     refinement_steps: int = REFINEMENT_STEPS,
 ) -> NDArray[np.int32]:
-    """Return the bin of each item, [num_items] int32, of the partition that `post_balance` returns.
+    """Return the bin of each item, [num_items] int32, in the partition that `post_balance` returns.
 
-    The form for large batches: an int64 array goes to the kernel as it is. Arguments and errors are those of `post_balance`.
+    This is the form for large batches: the kernel reads an int64 array as it is. Arguments and errors as in `post_balance`.
     """
     costs = integer_costs(lengths, cost=cost)
     limit = validate_bins(len(costs.lengths), num_bins=num_bins, max_items_per_bin=max_items_per_bin)
@@ -101,7 +101,7 @@ def post_balance_reference(
     max_items_per_bin: int,
     refinement_steps: int,
 ) -> NDArray[np.int32]:
-    """Compute the kernel's result in Python: the greedy step by the form of the cost, then unless exact the local search."""
+    """Compute the kernel's result in Python: the greedy step by the form of the cost, then, unless exact, the local search."""
     order = np.argsort(-lengths, kind="stable")
     added = [0] * len(order) if additive is None else additive[order].tolist()
     padding = None if padded is None else padded[order].tolist()
@@ -128,7 +128,7 @@ def _place_longest_first(costs: list[int], limits: BinLimits) -> list[int]:
 def _search_few_items(
     bins: list[int], additive: list[int], padded: list[int] | None, *, limits: BinLimits, num_steps: int
 ) -> list[int]:
-    """Let other partitions compete with one that misses the bound, and search for better ones than the best."""
+    """Compare a partition that misses the bound with others, and search from the best of them."""
 
     def costliest(bin_of_item: list[int]) -> int:
         members: list[list[int]] = [[] for _ in range(limits.num_bins)]
@@ -150,8 +150,8 @@ def _search_few_items(
 def lower_bound(additive: list[int], padded: list[int] | None, *, num_bins: int) -> int:
     """Return a lower bound of the cost of the costliest bin; costs descend.
 
-    It is the largest of: the mean; the costliest item; the cheapest k + 1 of the first k num_bins + 1 items, of which one bin
-    holds k + 1. No item is padded beyond itself there, so where something is padded the bound is loose.
+    It is the largest of: the mean; the costliest item; the cheapest k + 1 of the first k num_bins + 1 items, since one bin holds
+    k + 1 of these. No item is padded beyond its own length there, so with padding the bound is loose.
     """
     costs = additive if padded is None else [sum(pair) for pair in zip(additive, padded, strict=True)]
     crowded = (

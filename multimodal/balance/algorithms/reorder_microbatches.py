@@ -22,19 +22,19 @@ from multimodal.values.errors import AssignmentError
 def reorder_microbatches(
     forward_seconds: npt.ArrayLike, *, backward_seconds: npt.ArrayLike, num_stages: int, num_swaps: int | None = None
 ) -> tuple[int, ...]:
-    """Return an order of the microbatches in which 1F1B (interleaved, where stages hold several chunks) ends early.
+    """Return an order of the microbatches in which 1F1B (interleaved, if stages hold several chunks) ends early.
 
     forward_seconds, backward_seconds: [num_virtual_stages, num_microbatches], virtual stages from the first of the encoder to the
         last of the LLM or the generator; virtual stage v is on stage v % num_stages. Stages without a backward take 0 s for it.
     num_stages: of the pipeline; num_virtual_stages is a multiple of it.
-    num_swaps: how many exchanges of two microbatches are tried at the end, beyond the paper; 0: none; None: up to 256, but no
-        more than keep the work within some 300,000 steps (about a millisecond).
+    num_swaps: exchanges of two microbatches that are tried at the end, beyond the paper; 0: none; None: up to 256, limited to
+    some 300,000 steps (about a millisecond).
 
-    DistTrain's order is built (`fill_intervals`); it and the orders by ascending and descending time of a microbatch compete
-    with the given one, the best is improved by exchanges, and an order that ends no earlier than the given one is not taken.
-    What counts is `pipeline_end`: messages between stages take no time. Equal microbatches go by index.
+    DistTrain's order is built (`fill_intervals`); it competes with the given order and with those by ascending and descending
+    time of a microbatch. The best is improved by exchanges; an order that ends no earlier than the given one is not taken. Orders
+    are compared by `pipeline_end`, in which messages between stages take no time. Equal microbatches are ordered by index.
 
-    O((num_microbatches + num_swaps) x steps). Raises AssignmentError when shapes do not fit or a duration is negative, not a
+    O((num_microbatches + num_swaps) x steps). Raises AssignmentError if shapes do not fit or a duration is negative, not a
     number, or too large.
     """
     forward, backward = _prepare(forward_seconds, backward_seconds=backward_seconds, num_stages=num_stages)
@@ -64,14 +64,13 @@ def fill_intervals(
 ) -> list[int]:
     """Return DistTrain's order of microbatches (Alg. 3).
 
-    First comes the smallest microbatch, to reach all stages soon; last the next `num_stages` - 1 smallest, because nothing fills
-    the waits for the last backwards; between them, for one position after the other, the microbatch whose forwards on stage 0
-    take the time closest to the wait that they fill (`PipelineRecursion.interval`). totals: each microbatch's size, all its
-    seconds together.
+    The smallest microbatch comes first, to reach all stages soon; the next `num_stages` - 1 smallest come last, because nothing
+    fills the waits for the last backwards. Each position between them gets the microbatch whose forwards on stage 0 take the time
+    closest to the wait that they fill (`PipelineRecursion.interval`). totals: each microbatch's size, the sum of all its seconds.
 
-    Where the listing leaves things open, or slips: its loop would need num_stages - 2 microbatches more than there are, so here
-    it ends when none is left; the microbatches of the first interval are picked one by one, each for its even part of what is
-    left to fill; the last ones come in descending order, which ends earlier than ascending.
+    Differences from the listing, which is open or wrong in places: its loop would need num_stages - 2 microbatches more than
+    there are, so here it ends when none is left; the microbatches of the first interval are picked one by one, each for an even
+    part of the remaining interval; the last ones come in descending order, which ends earlier than ascending.
     """
     by_size = sorted(range(len(totals)), key=totals.__getitem__)
     first, last, pending = by_size[0], by_size[num_stages - 1 : 0 : -1], sorted(by_size[num_stages:])
@@ -89,7 +88,7 @@ def fill_intervals(
 
 
 def _prepare(forward_seconds: npt.ArrayLike, *, backward_seconds: npt.ArrayLike, num_stages: int) -> tuple[Loads, Loads]:
-    """Check the durations and append the mean over all microbatches, which stands for one that is not known yet."""
+    """Check the durations and append the mean over all microbatches, which is used for unknown microbatches."""
     forward = read_loads(forward_seconds, name="forward seconds")
     backward = read_loads(backward_seconds, name="backward seconds")
     if forward.ndim != 2 or 0 in forward.shape or forward.shape != backward.shape:
@@ -106,7 +105,7 @@ def _prepare(forward_seconds: npt.ArrayLike, *, backward_seconds: npt.ArrayLike,
 
 @lru_cache(maxsize=16)
 def _step_codes(num_stages: int, num_chunks: int, num_microbatches: int) -> npt.NDArray[np.int64]:
-    """Return the steps as the kernel reads them: (position * num_virtual_stages + virtual_stage) * 2 + is_forward."""
+    """Return the steps in the kernel's form: (position * num_virtual_stages + virtual_stage) * 2 + is_forward."""
     steps = pipeline_steps(num_stages, num_chunks, num_microbatches)
     num_virtual_stages = num_stages * num_chunks
     return np.array([(step.position * num_virtual_stages + step.virtual_stage) * 2 + step.is_forward for step in steps])
@@ -115,7 +114,7 @@ def _step_codes(num_stages: int, num_chunks: int, num_microbatches: int) -> npt.
 def reorder_microbatches_reference(
     forward_seconds: Loads, backward_seconds: Loads, *, num_stages: int, num_swaps: int
 ) -> tuple[int, ...]:
-    """Compute the kernel's result in Python; the last microbatch of both stands for one that is not known yet."""
+    """Compute the kernel's result in Python; the last microbatch of both arrays is used for unknown microbatches."""
     forward, backward = forward_seconds.tolist(), backward_seconds.tolist()
     num_microbatches = len(forward[0]) - 1
     steps = pipeline_steps(num_stages, len(forward) // num_stages, num_microbatches)
@@ -142,7 +141,7 @@ def reorder_microbatches_reference(
 
 
 def _swaps(num_microbatches: int, num_swaps: int) -> Sequence[tuple[int, int]]:
-    """Return pairs of positions from Knuth's MMIX linear congruential generator: the same everywhere."""
+    """Return pairs of positions from Knuth's MMIX linear congruential generator, the same on every machine."""
     state, positions = 0, []
     for _ in range(2 * num_swaps):
         state = (state * 6364136223846793005 + 1442695040888963407) % 2**64

@@ -1,4 +1,4 @@
-"""The replica of every sample: by Entrain's rule (4.3), or by one for all units at once, and exchanges."""
+"""Assigns samples to replicas by Entrain's rule (4.3) or by one rule for all units together, then exchanges samples."""
 
 from bisect import insort
 from collections.abc import Sequence
@@ -10,26 +10,27 @@ Units = Sequence[Sequence[float]]
 """[num_units][num_samples] loads."""
 
 EVEN_ENOUGH = 1.001
-"""A heaviest replica whose pressure is no more than this is not relieved further."""
+"""A heaviest replica with at most this pressure is not relieved further."""
 STEPS_PER_SAMPLE = 128
 LEAST_STEPS = 2**14
-"""Budget of the exchanges, in looks at pairs of samples: a millisecond of the C++ kernel for some thousand samples."""
+"""Budget of the exchanges, in examined pairs of samples: a millisecond of the C++ kernel for some thousand samples."""
 
 
 def assign_replicas(llm: Sequence[float], *, encoders: Units, num_replicas: int) -> list[int]:
-    """Return the replica of every sample, so that neither encoders nor LLM of any replica have much more work than they must.
+    """Return the replica of every sample, so that no replica has much more encoder or LLM work than necessary.
 
-    No replica can do with less of a unit's work than the mean, and one has the sample with the most; the *pressure* of a load is
-    its ratio to the larger of the two, and that of a replica the largest of its units'. Two greedy rules are tried. Entrain's: by
+    The heaviest replica has at least the mean of a unit's work, and at least the largest sample. The *pressure* of a load is its
+    ratio to the larger of the two; that of a replica is the largest of its units'. Two greedy rules are tried. Entrain's rule: by
     encoder load in descending order, each sample to the replica with the least LLM load; encoder loads spread because the heavy
-    samples come first, but nothing balances them. And one for all units at once: by pressure in descending order, each sample to
-    where the pressure of the units that it needs is then least (longest first, where there is one unit). The rule is taken whose
-    heaviest replica has less pressure, Entrain's if they are alike; then samples are exchanged (`exchange_samples`).
+    samples come first, but nothing balances them. The rule for all units together: by pressure in descending order, each sample
+    to the replica where the pressure of the units that it needs is then least (longest first, if there is one unit). The rule
+    whose heaviest replica has less pressure is taken, Entrain's if they are equal; then samples are exchanged
+    (`exchange_samples`).
 
-    Held against the mean instead, one sample that is longer than it in one unit would hide how uneven the other units are.
+    Relative to the mean alone, one sample above the mean in one unit would hide the imbalance of the other units.
 
-    llm: [num_samples]; encoders: [num_encoders][num_samples]; equal samples go by index, and equal replicas as well. No replica
-    stays empty that a sample could fill. O(n log n + n x replicas x units); the kernel looks at few replicas for each sample.
+    llm: [num_samples]; encoders: [num_encoders][num_samples]; equal samples, and equal replicas, are ordered by index. No replica
+    stays empty if there is a sample for it. O(n log n + n x replicas x units); the kernel examines few replicas per sample.
     """
     pressures = [_pressures(loads, num_replicas) for loads in (llm, *encoders)]
     published = _assign_by_llm_load(llm, encoders, num_replicas)
@@ -39,7 +40,7 @@ def assign_replicas(llm: Sequence[float], *, encoders: Units, num_replicas: int)
 
 
 def _pressures(loads: Sequence[float], num_replicas: int) -> list[float]:
-    """Return the loads of a unit relative to what the heaviest replica has at least."""
+    """Return the loads of a unit relative to the least load that the heaviest replica must have."""
     least = max(sum_in_order(loads, range(len(loads))) / num_replicas, max(loads))
     return [load / least if least > 0 else 0.0 for load in loads]
 
@@ -57,7 +58,7 @@ def _assign_by_llm_load(llm: Sequence[float], encoders: Units, num_replicas: int
 
 
 def _assign_by_pressure(pressures: Units, num_replicas: int) -> list[int]:
-    """Empty replicas come first; ties go to the least sum of what samples weigh, then to the fewest samples."""
+    """Return the replicas. Empty ones come first; ties go to the least sum of the samples' pressures, then to the fewest."""
     weights = [max(column) for column in zip(*pressures, strict=True)]
     loads = [[0.0] * num_replicas for _ in pressures]
     weight, count, replicas = [0.0] * num_replicas, [0] * num_replicas, [0] * len(weights)
@@ -103,17 +104,17 @@ class _Exchange(NamedTuple):
     """The larger pressure of the two replicas afterwards."""
     give: int
     take: int
-    """Their places; a sample is taken, unless this is past the end."""
+    """Indices of the two samples; nothing is taken if `take` is past the end."""
 
 
 def exchange_samples(replicas: Sequence[int], *, pressures: Units, num_replicas: int) -> list[int]:
     """Return an assignment whose heaviest replica has no more pressure than in the given one.
 
-    Again and again the heaviest replica is relieved: the lightest ones are tried first, and with the first one that can take a
-    sample from it, or swap one, such that both then have less pressure than the heaviest had, that is done (`_find_exchange`).
-    Ends when that replica is as light as it can be, when none can help it, or when the budget is spent (a count of the pairs
-    of samples looked at, and no time, so that all ranks agree). The last one of equally heavy replicas is relieved, and the
-    first one of equally light ones helps. A replica is never emptied.
+    The heaviest replica is repeatedly relieved: the lightest ones are tried first, and the first one helps that can take a sample
+    from it, or swap one, such that both then have less pressure than the heaviest had (`_find_exchange`). Ends when that replica
+    is as light as possible, when none can help it, or when the budget is spent (a count of examined pairs of samples rather than
+    a time, so that all ranks agree). Of equally heavy replicas the last one is relieved, and of equally light ones the first one
+    helps. A replica is never emptied.
     """
     members: list[list[int]] = [[] for _ in range(num_replicas)]
     for sample, replica in enumerate(replicas):
@@ -149,9 +150,9 @@ def _hold(samples: list[int], pressures: Units) -> _Replica:
 
 
 def _find_exchange(heavy: _Replica, light: _Replica, pressures: Units) -> tuple[_Exchange, int]:
-    """Return the first exchange that closes a quarter of the gap, else the best of all; and the number of those looked at.
+    """Return the first exchange that closes a quarter of the gap, else the best one; and the number of examined exchanges.
 
-    Samples go by index, the given before the taken; taking none comes last, and is out where it would empty the heavy one.
+    Samples are tried by index, given before taken; taking none comes last, and is excluded if it would empty the heavy replica.
     """
     most = heavy.pressure
     best, num_looks = _Exchange(most, 0, 0), 0

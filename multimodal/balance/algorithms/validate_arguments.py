@@ -1,4 +1,4 @@
-"""Checks of the numbers that the algorithms are given."""
+"""Checks the numeric arguments of the algorithms."""
 
 import math
 import operator
@@ -14,13 +14,13 @@ _INT32_MAX = 2**31 - 1
 
 
 def validate_count(count: int, *, name: str, least: int = 1) -> None:
-    """Raise AssignmentError unless a number of things is from `least` to 2^31 - 1."""
+    """Raise AssignmentError unless a count is between `least` and 2^31 - 1."""
     if not least <= operator.index(count) <= _INT32_MAX:
         raise AssignmentError(f"{name} is {count}; it must be from {least} to {_INT32_MAX}")
 
 
 def validate_bins(num_items: int, *, num_bins: int, max_items_per_bin: int | None) -> int:
-    """Return the most items that a bin can get; raises AssignmentError where the bins are too many, none, or have no room."""
+    """Return the most items that a bin can get; raises AssignmentError if there are too many bins, none, or too little room."""
     if not 1 <= operator.index(num_bins) <= _INT32_MAX:
         raise AssignmentError(f"cannot spread {num_items} items over {num_bins} bins; ask for 1 to {_INT32_MAX}")
     if max_items_per_bin is None:

@@ -19,7 +19,7 @@ class NodeBytes(NamedTuple):
 
     before: int
     after: int
-    """The same after node-wise rearrangement."""
+    """The same bytes after node-wise rearrangement."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +36,14 @@ class NodeArrangement:
     def arrange(
         self, assignment: Assignment, work: BatchWork, *, plan: Plan, sample_ids: Sequence[int]
     ) -> tuple[Assignment, NodeBytes]:
-        """Permute each encoder's batches over its replicas such that the most that leaves any node is least.
+        """Permute each encoder's batches over its replicas such that the most bytes that leave any node are minimal.
 
-        Replicas, their microbatches and what these hold stay as the balancer made them; whose they are changes. The bytes from
-        a node are those that its ranks decoded of a batch, and those that its replicas of the LLM take of the batch's outputs
-        (and give back as gradients). Encoders stay as they are whose replicas are not alike, are not dealt to nodes in turn, or
-        form one interleaved chain with the LLM, and a permutation that sends no fewer bytes in all is not taken.
+        Batches, their microbatches and atoms stay as the balancer made them; only their replicas change. The bytes from a node
+        are those that its ranks decoded of a batch, and those of the batch's outputs that its LLM replicas take (and return as
+        gradients). Encoders stay as they are if their replicas are not alike, are not dealt to nodes in turn, or form one
+        interleaved chain with the LLM; a permutation that does not send fewer bytes in total is not taken.
 
-        sample_ids: the global batch in its order. O(atoms + replicas x nodes) and the search's.
+        sample_ids: the global batch in its order. O(atoms + replicas x nodes), and the search's.
         """
         placed, before, after = dict(assignment.placed), 0, 0
         llm = work.graph.backbone.name
@@ -59,7 +59,7 @@ class NodeArrangement:
         return (assignment if after == before else Assignment.of_arrays(placed)), NodeBytes(before, after)
 
     def _nodes(self, unit: UnitPlan, stage: int = -1) -> Integers:
-        """Return the node of each replica: where its last stage is, which sends the outputs, or another one."""
+        """Return the node of each replica: that of its last stage, which sends the outputs, or of another stage."""
         return np.array([replica.virtual_stages[stage].ranks[0] // self.ranks_per_node for replica in unit.replicas])
 
     def _volumes(self, assignment: Assignment, work: BatchWork, *, unit: str, plan: Plan, sample_ids: Sequence[int]) -> Integers:
@@ -90,11 +90,11 @@ class NodeArrangement:
         return found
 
     def _permutation(self, volumes: Integers, nodes: Integers) -> Integers | None:
-        """Return which batch each replica gets; None where the replicas are not dealt to nodes in turn."""
+        """Return the batch of each replica; None if the replicas are not dealt to nodes in turn."""
         first, per_node = int(nodes[0]), int(np.count_nonzero(nodes == nodes[0]))
         if not np.array_equal(nodes, first + np.arange(len(nodes)) // per_node) or nodes[-1] == first:
             return None
-        # A replica stands for its node: the first of each holds all that is there of every batch.
+        # The first replica of each node represents it, and holds all that the node has of every batch.
         held = np.zeros((len(nodes), len(nodes)), np.int64)
         of_nodes = volumes[:, first : int(nodes[-1]) + 1].T
         held[np.arange(len(of_nodes)) * per_node] = of_nodes

@@ -14,27 +14,27 @@ from multimodal.balance.nodes.node_volumes import NodeVolumes
 
 @dataclass(frozen=True, slots=True)
 class NodeSearchLimits:
-    """Limits of the search: counts and never seconds, so that every rank ends with the same."""
+    """Limits of the search: counts instead of seconds, so that every rank ends with the same result."""
 
     num_first_swaps: int = 64
     """Chains of swaps that are tried from one state."""
     max_chain_length: int = 8
     """Swaps in a chain."""
     max_evaluations: int = 200_000
-    """Swaps that are evaluated in all; about 20 million a second in C++."""
+    """Total number of evaluated swaps; about 20 million a second in C++."""
 
 
 class _Swap(NamedTuple):
-    """Two batches that change places; the best has the lowest peak, then the lowest batches."""
+    """Two batches that change places; the best swap has the lowest peak, then the lowest batches."""
 
     peak: int
-    """The most that any rank of the two nodes sends to other nodes afterwards."""
+    """The most bytes that any rank of the two nodes sends to other nodes afterwards."""
     leaving: int
     coming: int
 
 
 class _Worst(NamedTuple):
-    """The rank that sends most (the first of those), and how many send as much."""
+    """The first of the ranks that send most, and the number of ranks that send as much."""
 
     sent: int
     num_equal: int
@@ -54,7 +54,7 @@ def search_nodes_reference(volumes: NodeVolumes, *, limits: NodeSearchLimits) ->
 
 
 def fill_nodes(nodes: list[int], *, volumes: NodeVolumes) -> list[int]:
-    """Return the nodes with one that has room for every batch whose node is -1: its rank's node, else the first."""
+    """Return the nodes with one that has room for every batch whose node is -1: its own rank's node, else the first."""
     nodes, taken = nodes.copy(), np.bincount([node for node in nodes if node >= 0], minlength=volumes.num_nodes)
     room = (volumes.room - taken).tolist()
     for batch, node in enumerate(nodes):
@@ -80,12 +80,12 @@ class _Columns:
                 self._holders.setdefault((batch, rank // self.ranks_per_node), []).append((rank, held))
 
     def holders(self, batch: int, node: int) -> Iterator[tuple[int, int]]:
-        """Yield (rank, bytes) of the ranks of a node that hold some of a batch."""
+        """Yield (rank, bytes) of the ranks of a node that hold a part of a batch."""
         yield from self._holders.get((batch, node), ())
 
 
 def _find_greedy_nodes(columns: _Columns) -> list[int]:
-    """Let the rank with most left to send have the free batch of which it holds most, again and again."""
+    """Give the free batch of which it holds most to the rank with most left to send, again and again."""
     volumes = columns.volumes
     nodes, room = [-1] * volumes.num_ranks, volumes.room.tolist()
     left = [sum(row.values()) for row in columns.rows]
@@ -121,7 +121,7 @@ class _NodeSearch:
         for batch, node in enumerate(nodes):
             self.members[node].add(batch)
         self.moved: set[int] = set()
-        """Batches that the chain at hand has moved."""
+        """Batches that the current chain has moved."""
         self.num_evaluations = 0
 
     def worst(self) -> _Worst:
@@ -129,18 +129,18 @@ class _NodeSearch:
         return _Worst(most, self.sent.count(most), self.sent.index(most) if self.sent else -1)
 
     def run(self) -> list[int]:
-        """Lessen chain by chain the bytes of the worst rank, until no chain does or the evaluations are used up."""
+        """Reduce the bytes of the worst rank chain by chain, until no chain does or the evaluations are used up."""
         now = self.worst()
         while now.sent > 0 and self._improve(now):
             now = self.worst()
         return self.nodes
 
     def _improve(self, before: _Worst) -> bool:
-        """Keep the first chain of swaps after which the worst is better than before it; undo the others."""
+        """Keep the first chain of swaps that improves the worst rank; undo the others."""
         return any(self._follow(first, before) for first in self._swaps_for(before.rank, self.limits.num_first_swaps))
 
     def _follow(self, swap: _Swap, before: _Worst) -> bool:
-        """Make this swap and others after it, each the best for the rank that is worst at that moment; True if that helped."""
+        """Make this swap and others after it, each the best for the rank that is then worst; True if that helped."""
         done: list[_Swap] = []
         while True:
             self._exchange(swap.leaving, swap.coming)
@@ -159,7 +159,7 @@ class _NodeSearch:
         return improved
 
     def _swaps_for(self, rank: int, num_swaps: int) -> list[_Swap]:
-        """Return the best swaps that lessen a rank's bytes, best first; none once the evaluations are used up."""
+        """Return the best swaps that reduce a rank's bytes, best first; none once the evaluations are used up."""
         if self.num_evaluations >= self.limits.max_evaluations:
             return []
         node, row = rank // self.columns.ranks_per_node, self.columns.rows[rank]

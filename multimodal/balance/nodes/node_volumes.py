@@ -23,23 +23,23 @@ class NodeVolumes:
     batches: NDArray[np.int64]
     """[num_entries]: index of the new batch."""
     volumes: NDArray[np.int64]
-    """[num_entries]: bytes of it that the rank holds."""
+    """[num_entries]: bytes of the batch that the rank holds."""
     ranks_per_node: int
     """The last node may have fewer."""
 
     @property
     def num_ranks(self) -> int:
-        """Ranks, and new batches."""
+        """Number of ranks, which is also that of new batches."""
         return len(self.row_starts) - 1
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, the last one included."""
+        """Number of nodes, including an incomplete last one."""
         return -(-self.num_ranks // self.ranks_per_node)
 
     @property
     def room(self) -> NDArray[np.int64]:
-        """[num_nodes]: ranks of each node, which is how many batches it gets."""
+        """[num_nodes]: ranks of each node, which is the number of batches it gets."""
         return np.bincount(np.arange(self.num_ranks) // self.ranks_per_node).astype(np.int64)
 
     @property
@@ -53,7 +53,7 @@ class NodeVolumes:
         return _sum_by_rank(self.volumes, self.ranks, self.num_ranks)
 
     def bytes_sent(self, node_of_batch: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return [num_ranks]: bytes that each rank sends to other nodes when batches go to these nodes."""
+        """Return [num_ranks]: bytes that each rank sends to other nodes if batches go to these nodes."""
         ranks = self.ranks
         leaves = node_of_batch[self.batches] != ranks // self.ranks_per_node
         return _sum_by_rank(self.volumes[leaves], ranks[leaves], self.num_ranks)
@@ -62,14 +62,14 @@ class NodeVolumes:
 def read_volumes(volume: VolumeMatrix, *, ranks_per_node: int) -> NodeVolumes:
     """Check a volume matrix and bring it into one form; duplicate entries of a sparse one are added.
 
-    Raises AssignmentError when it is not square, has an entry that is negative, NaN, infinite or not whole, when a rank's bytes
+    Raises AssignmentError if it is not square, has an entry that is negative, NaN, infinite or not whole, if a rank's bytes
     do not fit int64, or when ranks_per_node is below 1.
     """
     if ranks_per_node < 1:
         raise AssignmentError(f"cannot put {ranks_per_node} ranks on a node; expected ranks_per_node of at least 1")
     rows = _read_rows(volume)
     _validate_entries(rows)
-    exact = rows.astype(np.int64)  # A copy, so that what the caller gave stays as it is.
+    exact = rows.astype(np.int64)  # A copy, so that the caller's array does not change.
     exact.sum_duplicates()
     exact.eliminate_zeros()
     return NodeVolumes(exact.indptr.astype(np.int64), exact.indices.astype(np.int64), exact.data, ranks_per_node)

@@ -1,4 +1,4 @@
-"""Node-wise rearrangement: permutes new batches over ranks so that little crosses nodes (OrchMLLM, Alg. 3)."""
+"""Node-wise rearrangement: permutes new batches over ranks so that few bytes cross nodes (OrchMLLM, Alg. 3)."""
 
 from dataclasses import dataclass
 
@@ -19,7 +19,7 @@ class NodeRearrangement:
     bytes_before: NDArray[np.int64]
     """[num_ranks]: bytes that each rank sends to other nodes if rank r gets new batch r."""
     bytes_after: NDArray[np.int64]
-    """[num_ranks]: the same under the permutation; its maximum is what was minimized."""
+    """[num_ranks]: the same under the permutation; its maximum has been minimised."""
 
 
 def rearrange_nodes(
@@ -28,25 +28,24 @@ def rearrange_nodes(
     ranks_per_node: int,
     limits: NodeSearchLimits | None = None,
 ) -> NodeRearrangement:
-    """Permute balanced batches over ranks such that the most that any rank sends to other nodes is least.
+    """Permute balanced batches over ranks such that the most bytes that any rank sends to other nodes are minimal.
 
     The objective is OrchMLLM's (5): the maximum over ranks i of the sum of volume[i, j] over the batches j whose new rank is on
-    another node than i. Two slips of the paper are read as meant: its text calls this the intra-node volume, and its listing
-    declares x as [d / c, c] where it uses [d, d / c] (batch, node). Where in a node a batch goes does not matter to it.
+    another node than i. Two slips of the paper are read as intended: its text calls this the intra-node volume, and its listing
+    declares x as [d / c, c] where it uses [d, d / c] (batch, node). The rank of a batch within a node does not matter here.
 
     The search takes the better of the identity and a greedy start (the rank with most left to send gets the free batch of which
-    it holds most), then follows chains of swaps of two batches: each swap helps the rank that is worst at that moment and may
-    make others worse; a chain is kept as soon as the worst rank, or the number of ranks as bad as it, has improved. The result
-    is never worse than the identity, and depends on nothing but the arguments.
+    it holds most), then follows chains of swaps of two batches: each swap helps the rank that is then worst and may make others
+    worse; a chain is kept as soon as the worst rank, or the number of ranks as bad as it, has improved. The result is never worse
+    than the identity, and depends only on the arguments.
 
-    volume: [num_ranks, num_ranks]; entry [i, j] is how many bytes rank i holds of new batch j. Dense, scipy sparse, or
+    volume: [num_ranks, num_ranks]; entry [i, j] is the number of bytes that rank i holds of new batch j. Dense, scipy sparse, or
         (indptr, indices, data); whole numbers of at least 0.
     ranks_per_node: rank i is on node i // ranks_per_node; the last node may have fewer ranks.
     limits: of the search; None for the default ones.
 
-    Runs as a C++ kernel where that is built, with the same result. O(entries log entries) for the start, then at most
-    `limits.max_evaluations` swaps of O(ranks_per_node).
-    Raises AssignmentError when an argument is wrong.
+    Runs as a C++ kernel, with the same result, if the kernels are built. O(entries log entries) for the start, then at most
+    `limits.max_evaluations` swaps of O(ranks_per_node). Raises AssignmentError if an argument is wrong.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     return build_rearrangement(volumes, search_nodes(volumes, limits=limits or NodeSearchLimits()))
@@ -72,7 +71,7 @@ def build_rearrangement(volumes: NodeVolumes, node_of_batch: NDArray[np.int64]) 
     node_of_rank = np.arange(volumes.num_ranks) // volumes.ranks_per_node
     stays = node_of_batch == node_of_rank
     permutation = np.where(stays, np.arange(volumes.num_ranks), -1)
-    # Both sides in the order of nodes: as many batches come to a node as it has ranks whose own batch leaves.
+    # Both sides in the order of nodes: a node receives as many batches as it has ranks whose own batch leaves.
     arriving = np.flatnonzero(~stays)
     permutation[~stays] = arriving[np.argsort(node_of_batch[arriving], kind="stable")]
     return NodeRearrangement(permutation, volumes.bytes_sent(node_of_rank), volumes.bytes_sent(node_of_batch))

@@ -1,1 +1,1 @@
-"""Choices among assignments and schedules by the steps that they are predicted to take."""
+"""Choices among assignments and schedules by predicted steps."""

@@ -1,4 +1,4 @@
-"""Looks for another balancer, or another schedule, under which a step is predicted to be clearly shorter."""
+"""Searches for another balancer, or another schedule, with a clearly shorter predicted step."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,7 +14,7 @@ from multimodal.values.errors import BraidError
 from multimodal.values.sample_lengths import SampleLengths
 
 CLEARLY = 1.2
-"""Predictions that differ by a smaller factor say nothing for sure."""
+"""Predictions that differ by a smaller factor are inconclusive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Pair:
     balance: str
     schedule: str
     seconds: float = math.inf
-    """The predicted step."""
+    """Duration of the predicted step."""
     keeps_more: bool = False
     """True if the schedule keeps more activations than the chosen one."""
 
@@ -34,10 +34,9 @@ def find_better_pair(
 ) -> tuple[Pair, Pair] | None:
     """Return the chosen pair and a clearly better one that differs in its balancer or its schedule; None if there is none.
 
-    That is the one with the shortest step, of those that keep no more activations, or else of those that do. Nothing is said of
-    `auto`, nor where it would not simulate (steps of more than `MOST_SIMULATED_COMPUTATIONS`); and only pairs whose busiest lane
-    has clearly less work are simulated.
-    predictor: of the run's plan and schedule.
+    That is the pair with the shortest step among those that keep no more activations, or else among those that do. There is none
+    for `auto`, nor for steps that are not simulated (more than `MOST_SIMULATED_COMPUTATIONS`); and only pairs whose busiest lane
+    has clearly less work are simulated. predictor: of the run's plan and schedule.
     """
     if BALANCERS[balance].needs_costs:
         return None
@@ -77,7 +76,7 @@ def _alternatives(chosen: Pair, predictor: StepPredictor) -> Iterator[Pair]:
 def _predict(
     lengths: Sequence[SampleLengths], pair: Pair, *, predictor: StepPredictor, options: BalanceOptions
 ) -> StepPrediction | None:
-    """Return the prediction of a pair; None where the balancer does not accept the options."""
+    """Return the prediction for a pair; None if the balancer does not accept the options."""
     given = predictor.schedules
     if BUILDERS[pair.schedule] is not given.builder:
         schedules = ScheduleCache(given.graph, given.plan, BUILDERS[pair.schedule], given.passes)
@@ -90,7 +89,7 @@ def _predict(
 
 
 def _seconds(prediction: StepPrediction | None, most: float) -> float:
-    """Return the simulated step; infinite where it must be longer than `most`, or the schedule does not suit the plan."""
+    """Return the simulated step; infinite if it must be longer than `most`, or the schedule does not suit the plan."""
     try:
         is_promising = prediction is not None and prediction.is_simulated and prediction.least_seconds < most
         return prediction.seconds if prediction is not None and is_promising else math.inf

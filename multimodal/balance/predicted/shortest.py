@@ -1,4 +1,4 @@
-"""Takes the assignment, of several, whose step is predicted to be shortest."""
+"""Takes the assignment with the shortest predicted step."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -8,13 +8,13 @@ from multimodal.values.sample_lengths import SampleLengths
 
 
 def choose_shortest(candidates: Iterable[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:
-    """Return the first of the candidates that take shortest."""
+    """Return the first of the candidates with the shortest step."""
     different = list(unique(candidates))
     return different[0] if len(different) == 1 else pick_shortest(different, predictor.predict_each(different, lengths))
 
 
 def pick_shortest(candidates: Sequence[Assignment], predictions: Sequence[Prediction]) -> Assignment:
-    """Return the first of the candidates that take shortest, without predicting those that cannot win."""
+    """Return the first of the candidates with the shortest step, without predicting those that cannot win."""
     best_seconds, best = float("inf"), -1
     for index in sorted(range(len(candidates)), key=lambda index: predictions[index].least_seconds):
         if predictions[index].least_seconds > best_seconds:
@@ -24,7 +24,7 @@ def pick_shortest(candidates: Sequence[Assignment], predictions: Sequence[Predic
 
 
 def unique(candidates: Iterable[Assignment]) -> Iterator[Assignment]:
-    """Yield those that differ from all before them."""
+    """Yield the assignments that differ from all before them."""
     seen: list[Assignment] = []
     for candidate in candidates:
         if candidate not in seen:
