@@ -1,1 +1,1 @@
-"""Planners, one file each: they turn a model graph and sizes into a Plan, the place of each layer."""
+"""Planners, one file each, which turn a model graph and sizes into a Plan, the place of each layer."""

@@ -1,4 +1,4 @@
-"""The size of a checkpoint, from a plan alone: bytes and files, what a rank writes, and what it copies first (--async-save)."""
+"""The size of a checkpoint, from a plan alone: bytes and files, and the bytes that a rank writes or (--async-save) copies."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,18 +8,18 @@ from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_memory import OPTIMIZER_BYTES
 
 _FILES_OF_RANK_0 = 2
-"""braid.json and tensors.json, beside one file of each rank that holds anything."""
+"""braid.json and tensors.json; in addition, each rank with any tensors writes one file."""
 
 
 class CheckpointSize(NamedTuple):
-    """All of a checkpoint but its two indices, and the steps that optimizers count, 4 bytes a tensor."""
+    """The size of a checkpoint without its two index files and the step counts of optimizers (4 bytes a tensor)."""
 
     num_bytes: int
     num_files: int
     most_written_bytes: int
-    """By one rank, if all that hold the same write equal shares of it, to which tensors that are written whole come close."""
+    """Most bytes that a rank writes if all holders of the same write equal shares; tensors written whole come close to that."""
     most_copied_bytes: int
-    """By one rank, if it is saved in the background: its weights, and its share of optimizer state."""
+    """Most bytes that a rank copies if it saves in the background: its weights, and its share of optimizer state."""
 
     def describe(self) -> str:
         """Return one line."""
@@ -47,7 +47,7 @@ class _StageSizes:
     zero_stage: int
 
     def written_bytes(self, stage: StageKey) -> float:
-        """Return the share of a rank in what all ranks of all replicas of a stage write."""
+        """Return a rank's share of the bytes that all ranks of all replicas of a stage write."""
         return sum(self._whole_bytes(stage)) / (self._num_tensor_ranks(stage) * self._num_holders(stage))
 
     def copied_bytes(self, stage: StageKey) -> float:
@@ -69,7 +69,7 @@ class _StageSizes:
         return copied[self.zero_stage] / self._num_tensor_ranks(stage)
 
     def _expert_bytes(self, stage: StageKey) -> tuple[float, float]:
-        """Return the bytes of all experts' weights, and of their optimizer state; these have no adapters."""
+        """Return the bytes of all experts' weights and of their optimizer state; experts have no adapters."""
         held = trained = 0
         for kind, need in self.layers.in_order(stage):
             layer = self.layers.describe(stage[0], kind)
@@ -78,7 +78,7 @@ class _StageSizes:
         return held * self.bytes_per_element, trained * self._optimizer_bytes
 
     def _whole_bytes(self, stage: StageKey) -> tuple[float, float]:
-        """Return the bytes of weights, and of optimizer state, all tensor parallel ranks together."""
+        """Return the bytes of weights and of optimizer state, all tensor parallel ranks together."""
         unit = stage[0]
         key = unit, *self.layers.plan.virtual_stage(*stage).layers
         if key not in self._known:
@@ -95,7 +95,7 @@ class _StageSizes:
 
     @property
     def _optimizer_bytes(self) -> int:
-        """Of one trained weight."""
+        """Bytes of optimizer state per trained weight."""
         return OPTIMIZER_BYTES if self.bytes_per_element < 4 else 2 * self.bytes_per_element
 
     @cached_property
@@ -106,6 +106,6 @@ class _StageSizes:
         return self.layers.plan.units[stage[0]].tensor_parallel_size
 
     def _num_holders(self, stage: StageKey) -> int:
-        """Return the ranks that hold the same weights."""
+        """Return the number of ranks that hold the same weights."""
         sizes = self.layers.plan.units[stage[0]]
         return sizes.data_parallel_size * sizes.context_parallel_size

@@ -22,10 +22,9 @@ def plan_colocated(
 ) -> Plan:
     """Lay every unit over all ranks; each unit's data parallel size is `world_size / (tp x cp x pp)`.
 
-    sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size.
-    world_size: number of processes. is_folded: two virtual stages per rank form a V (ZB-V).
-    layer_seconds: see `build_unit_plan`; units without are cut evenly.
-    Raises PlanError when a unit's replicas do not fill the ranks, or a given data parallel size is another one.
+    sizes: unit name -> sizes; units without an entry have size 1 in everything but their data parallel size. world_size: number
+    of processes. is_folded: two virtual stages per rank form a V (ZB-V). layer_seconds: see `build_unit_plan`; units without an
+    entry are cut evenly. Raises PlanError if a unit's replicas do not fill the ranks, or a given data parallel size differs.
     """
     spread = {
         name: _spread(name, sizes=each, world_size=world_size) for name, each in complete_sizes(sizes, graph.unit_names).items()

@@ -1,4 +1,4 @@
-"""The groups of ranks that a plan's run communicates in, each of which is a communicator of NCCL's on its ranks."""
+"""The groups of ranks in which a plan's run communicates; NCCL has a communicator for each of them on its ranks."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,15 +13,15 @@ from multimodal.values.plan import Plan, UnitPlan
 
 
 class Track(NamedTuple):
-    """Messages that share a communicator over all ranks, and so follow each other on a rank.
+    """Messages that share a communicator over all ranks, so that they follow each other on a rank.
 
-    A stage's forwards and backwards, what comes in and what goes out, and messages between units never wait for each other.
+    Forwards and backwards of a stage, its incoming and outgoing messages, and messages between units never wait for each other.
     """
 
     direction: str
     """`forward` or `backward`."""
     parity: int
-    """Between stages of one unit, 1 where the earlier one has an odd number, else 0; `BETWEEN_UNITS`."""
+    """Within a unit, 1 if the earlier stage has an odd number, else 0; between units, `BETWEEN_UNITS`."""
 
 
 BETWEEN_UNITS = -1
@@ -33,14 +33,14 @@ def track_of(direction: str, source: Place, target: Place) -> Track:
 
 
 class Partners(NamedTuple):
-    """Ranks that one rank may exchange messages with on a track."""
+    """Ranks with which one rank may exchange messages on a track."""
 
     targets: frozenset[int]
     sources: frozenset[int]
 
 
 def message_partners(graph: ModelGraph, plan: Plan, *, rank: int) -> Mapping[Track, Partners]:
-    """Return a rank's partners by track; every track of the plan is there, in one order for all ranks. O(ranks)."""
+    """Return a rank's partners by track; lists every track of the plan, in the same order on all ranks. O(ranks)."""
     found: dict[Track, tuple[set[int], set[int]]] = {}
     for track, sources, targets, is_paired in _links(graph, plan):
         back = track._replace(direction="backward")
@@ -61,7 +61,7 @@ def _paired(from_ranks: tuple[int, ...], to_ranks: tuple[int, ...], rank: int) -
 
 
 def _links(graph: ModelGraph, plan: Plan) -> Iterator[tuple[Track, tuple[int, ...], tuple[int, ...], bool]]:
-    """Yield what is sent forward: its track, the ranks at both ends, and whether rank i sends to rank i alone."""
+    """Yield each forward link: its track, the ranks at both ends, and True if rank i sends only to rank i."""
     for name, unit in plan.units.items():
         for replica in unit.replicas:
             for first, second in pairwise(replica.virtual_stages):
@@ -79,9 +79,9 @@ def _ranks_of(unit: UnitPlan, stage: int) -> tuple[int, ...]:
 
 
 def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None = None) -> Iterator[tuple[int, ...]]:
-    """Yield the ranks of all process groups of units, some of them more than once; some have one rank.
+    """Yield the ranks of all process groups of units; groups may be repeated, or have a single rank.
 
-    num_state_copies: of the optimizer state; None: one, for which replicas that are alike need no groups of their own.
+    num_state_copies: copies of the optimizer state; None: one copy, for which replicas that are alike need no additional groups.
     """
     for name, unit in plan.units.items():
         if unit.is_unlike or num_state_copies is not None:
@@ -116,7 +116,7 @@ def holders_of_parameters(unit: UnitPlan, stage_index: int, tensor_rank: int) ->
 
 
 def expert_parallel_ranks(unit: UnitPlan, stage_index: int, rank: int) -> tuple[int, ...]:
-    """Return the ranks that share a stage's experts with this one, in the order of their replicas, and so of their experts."""
+    """Return the ranks that share a stage's experts with this rank, in the order of their replicas, and so of their experts."""
     stages = [replica.stages[stage_index].ranks for replica in unit.replicas]
     replica = next(index for index, ranks in enumerate(stages) if rank in ranks)
     first = replica - replica % unit.expert_parallel_size
@@ -124,7 +124,7 @@ def expert_parallel_ranks(unit: UnitPlan, stage_index: int, rank: int) -> tuple[
 
 
 def holders_of_experts(unit: UnitPlan, stage_index: int, rank: int) -> tuple[int, ...]:
-    """Return the ranks that hold the same parameters of experts as this one."""
+    """Return the ranks that hold the same parameters of experts as this rank."""
     stage = next(replica.stages[stage_index] for replica in unit.replicas if rank in replica.stages[stage_index].ranks)
     tensor_rank = stage.ranks.index(rank) % unit.tensor_size(stage)
     place = expert_parallel_ranks(unit, stage_index, rank).index(rank)
@@ -149,9 +149,9 @@ def embedding_ranks(unit: UnitPlan, tensor_rank: int, *, are_tied: bool) -> tupl
 
 
 def max_communicators_per_rank(graph: ModelGraph, plan: Plan) -> int:
-    """Return the communicators of the rank that has most of them: its groups, the tracks of messages, and that of all ranks.
+    """Return the most communicators of any rank: its groups, the tracks of messages, and the group of all ranks.
 
-    Groups of the same ranks are one. O(ranks).
+    Groups of the same ranks count once. O(ranks).
     """
     groups: Iterable[tuple[int, ...]] = {ranks for ranks in group_ranks(graph, plan) if len(ranks) > 1}
     of_ranks = Counter(rank for ranks in groups for rank in ranks)

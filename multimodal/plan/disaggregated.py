@@ -1,6 +1,6 @@
 """Every unit on ranks of its own (DistTrain, Cornstarch): the encoders' first, in the graph's order, then the LLM's.
 
-Unless that would split tensor parallel groups over nodes.
+The order changes if it would split tensor parallel groups over nodes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,15 +27,14 @@ def plan_disaggregated(
 ) -> Plan:
     """Give each unit `tp x cp x pp x dp` ranks of its own, one unit after the other.
 
-    Where that would split tensor parallel groups over nodes, units with large groups come first: groups whose sizes divide the
-    ranks of a node, and each other, then lie inside nodes.
+    If that would split tensor parallel groups over nodes, units with large groups come first: groups then lie inside nodes if
+    their sizes divide the ranks of a node, and each other.
 
-    sizes: unit name -> sizes; a unit that is not named has size 1 in everything but its data parallel size, which is open.
-    At most one unit may leave its data parallel size open; it takes all ranks that the others leave.
-    world_size: number of processes; all of them must be used. is_folded: two virtual stages per rank form a V (ZB-V).
-    ranks_per_node: None where that is not known, or they are all on one.
-    layer_seconds: see `build_unit_plan`; units without are cut evenly.
-    Raises PlanError, with the arithmetic, when the ranks do not come out even.
+    sizes: unit name -> sizes; units without an entry have size 1 in everything but their data parallel size, which is open. At
+    most one unit may leave its data parallel size open; it takes all ranks that the others leave. world_size: number of
+    processes; all of them must be used. is_folded: two virtual stages per rank form a V (ZB-V). ranks_per_node: None if unknown,
+    or if there is one node. layer_seconds: see `build_unit_plan`; units without an entry are cut evenly. Raises PlanError, with
+    the arithmetic, if the numbers of ranks do not add up.
     """
     complete = _fill_open_size(complete_sizes(sizes, graph.unit_names), world_size=world_size)
     place = partial(_place, graph, sizes=complete, is_folded=is_folded, layer_seconds=layer_seconds)

@@ -1,4 +1,4 @@
-"""Tensor parallel groups inside nodes: their collectives come several times a layer, and between nodes links are slow."""
+"""Keeps tensor parallel groups inside nodes: they communicate several times per layer, and links between nodes are slow."""
 
 from collections.abc import Iterator
 
@@ -7,23 +7,23 @@ from multimodal.values.plan import Plan, UnitPlan
 
 
 def find_split_group(unit: UnitPlan, *, ranks_per_node: int) -> tuple[int, ...] | None:
-    """Return the first tensor parallel group of a unit that has ranks on two nodes; None where there is none.
+    """Return the first tensor parallel group of a unit with ranks on two nodes; None if there is none.
 
-    Ranks are counted node by node, as launchers count them.
+    Ranks are numbered node by node, as launchers number them.
     """
     groups = (group for replica in unit.replicas for stage in replica.stages for group in unit.tensor_parallel_groups(stage))
     return next((group for group in groups if len({rank // ranks_per_node for rank in group}) > 1), None)
 
 
 def split_units(plan: Plan, *, ranks_per_node: int) -> list[str]:
-    """Return the units with such groups."""
+    """Return the units with tensor parallel groups on several nodes."""
     return [name for name, unit in plan.units.items() if find_split_group(unit, ranks_per_node=ranks_per_node) is not None]
 
 
 def describe_placement(graph: ModelGraph, plan: Plan, *, ranks_per_node: int, is_given: bool) -> Iterator[str]:
-    """Yield what a person should know of it: units that are not in the model's order, and groups that nodes split.
+    """Yield notes for the user: units that are not in the model's order, and groups that are split over nodes.
 
-    is_given: the plan comes from a file.
+    is_given: True if the plan comes from a file.
     """
     order = sorted(graph.unit_names, key=lambda name: min(plan.units[name].ranks))
     if not is_given and order != list(graph.unit_names):

@@ -1,4 +1,4 @@
-"""A unit's layers cut into pipeline stages so that the slowest takes as little time as possible (Cornstarch, thesis 3.4.1)."""
+"""Cuts a unit's layers into pipeline stages so that the slowest is as fast as possible (Cornstarch, thesis 3.4.1)."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,14 +11,14 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
 
 Range = tuple[int, int]
-"""Layers from the first to before the second."""
+"""First layer, and the layer after the last."""
 
 
 def partition_layers(seconds: Sequence[float], *, num_stages: int) -> tuple[Range, ...]:
     """Return `num_stages` half-open ranges that cover all layers, none empty, with the smallest possible slowest range.
 
     seconds: one per layer, not negative. Among equally good cuts, each prefix has the least sum of squares, which spreads the
-    rest evenly. Raises PlanError when there are fewer layers than stages. O(layers^2 x stages).
+    rest evenly. Raises PlanError if there are fewer layers than stages. O(layers^2 x stages).
     """
     if not 1 <= num_stages <= len(seconds):
         raise PlanError(f"{len(seconds)} layers cannot be cut into {num_stages} stages; use 1 to {len(seconds)}")
@@ -26,7 +26,7 @@ def partition_layers(seconds: Sequence[float], *, num_stages: int) -> tuple[Rang
 
 
 class _Table:
-    """F(., m) for m = 1, 2, ..., computed as far as asked for, so that all numbers of stages share one table."""
+    """F(., m) for m = 1, 2, ..., computed on demand, so that all numbers of stages share one table."""
 
     def __init__(self, seconds: tuple[float, ...]) -> None:
         self.num_layers = len(seconds)
@@ -48,7 +48,7 @@ class _Table:
         self.slowest, self.squares = best, spread[cut, np.arange(self.num_layers + 1)]
 
     def partition(self, num_stages: int) -> tuple[Range, ...]:
-        """Follow the cuts back from the last layer."""
+        """Trace the cuts back from the last layer."""
         while len(self.cut_of) < num_stages - 1:
             self._extend()
         bounds = [self.num_layers]
@@ -79,7 +79,7 @@ def partition_unit(unit: Unit, seconds: Sequence[float], *, num_stages: int) -> 
 
 
 def unit_pieces(unit: Unit) -> tuple[Range, ...]:
-    """Return the smallest ranges that a unit's layers are cut into: each holds one transformer layer, or a whole module."""
+    """Return the smallest ranges that a unit's layers may be cut into: each holds one transformer layer, or a whole module."""
     num_layers = len(unit.layers)
     if unit.module is not None:
         return ((0, num_layers),)

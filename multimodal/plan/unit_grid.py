@@ -1,4 +1,4 @@
-"""Lay one unit out on consecutive ranks, in Megatron's default order (tp fastest, then cp, then dp, then pp)."""
+"""Lays one unit out on consecutive ranks, in Megatron's default order (tp fastest, then cp, then dp, then pp)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from multimodal.values.plan import Replica, Stage, UnitPlan, split_layers
 LayerSeconds = Mapping[str, Sequence[float]]
 """Unit -> the seconds of each of its layers, forward and backward."""
 EVEN: LayerSeconds = MappingProxyType({})
-"""Equally many transformer layers in all stages."""
+"""No seconds: all stages get equally many transformer layers."""
 LEAST_GAIN = 0.01
 """Part of the slowest range's seconds that uneven ranges must save."""
 V_SHAPE_RANGES = 2
@@ -25,13 +25,13 @@ def build_unit_plan(
 ) -> UnitPlan:
     """Build the unit's plan on ranks `first_rank` and up.
 
-    Layers are cut so that the slowest range is as fast as can be; without their seconds, where that gains little, and where a
-    number of transformer layers is asked for, these are divided evenly. Of several ranges per stage, stage p of P holds every
-    P-th from p on, as Megatron deals model chunks (interleaved 1F1B).
+    Layers are cut so that the slowest range is as fast as possible. They are divided evenly without their seconds, if cutting
+    gains little, or if a number of transformer layers is requested. With several ranges per stage, stage p of P holds every P-th
+    from p on, as Megatron deals model chunks (interleaved 1F1B).
 
     is_folded: two ranges per stage are p and 2 P - 1 - p instead, in the shape of a V (ZB-V).
     seconds: of each of the unit's layers.
-    Raises PlanError when there are more ranges than layers, and for virtual stages without a pipeline.
+    Raises PlanError if there are more ranges than layers, and for virtual stages without a pipeline.
     """
     assert sizes.data_parallel_size is not None
     num_stages = sizes.pipeline_parallel_size
@@ -55,7 +55,7 @@ def build_unit_plan(
 
 
 def _shortened(even: tuple[Range, ...], unit: Unit, *, seconds: Sequence[float]) -> tuple[Range, ...]:
-    """Return ranges of which the slowest is faster, or the even ones: cuts alike in this differ in how pipelines fill."""
+    """Return ranges with a faster slowest range, or the even ones: cuts with equal slowest ranges fill pipelines differently."""
     best = partition_unit(unit, seconds, num_stages=len(even))
     return best if max(range_seconds(seconds, best)) < (1 - LEAST_GAIN) * max(range_seconds(seconds, even)) else even
 
@@ -80,7 +80,7 @@ def place_stages(
 
 
 def count_virtual_stages(unit: Unit, *, sizes: UnitSizes) -> int:
-    """Return how many layer ranges each of the unit's stages is to hold; raises PlanError where sizes and layers disagree."""
+    """Return the number of layer ranges of each of the unit's stages; raises PlanError if sizes and layers do not match."""
     num_stages, num_layers, each = sizes.pipeline_parallel_size, unit.num_inner_layers, sizes.layers_per_virtual_stage
     flags = f"--{unit.name.replace('_', '-')}"
     flag, other = f"{flags}-num-layers-per-virtual-pipeline-stage", f"{flags}-virtual-pipeline-model-parallel-size"

@@ -10,7 +10,7 @@ from multimodal.values.typed_reader import shown
 
 @dataclass(frozen=True, slots=True)
 class UnitSizes:
-    """The parallel sizes of one unit; raises PlanError when one is below 1, or beyond any run."""
+    """The parallel sizes of one unit; raises PlanError if one is below 1, or beyond any run."""
 
     tensor_parallel_size: int = 1
     """Ranks that share every layer's weights (tensor parallelism)."""
@@ -49,7 +49,7 @@ class UnitSizes:
         return None if self.data_parallel_size is None else self.ranks_per_replica * self.data_parallel_size
 
     def __str__(self) -> str:
-        """Show the arithmetic, as error messages show it: `tp 1 x pp 3 x dp ?`."""
+        """Show the arithmetic as in error messages: `tp 1 x pp 3 x dp ?`."""
         context = f"cp {self.context_parallel_size} x " if self.context_parallel_size != 1 else ""
         replicas = "?" if self.data_parallel_size is None else self.data_parallel_size
         experts = f" (ep {self.expert_parallel_size})" if self.expert_parallel_size != 1 else ""
@@ -57,7 +57,7 @@ class UnitSizes:
 
 
 def complete_sizes(sizes: Mapping[str, UnitSizes], units: Sequence[str]) -> dict[str, UnitSizes]:
-    """Return the sizes of all units, 1 in everything where none are given; raises PlanError for a unit that is not there."""
+    """Return the sizes of all units, 1 in everything for units without given sizes; raises PlanError for an unknown unit."""
     if unknown := [name for name in sizes if name not in units]:
         raise PlanError(f"sizes were given for a unit '{unknown[0]}'; the model's units are {', '.join(units)}")
     return {name: sizes.get(name, UnitSizes()) for name in units}

@@ -1,8 +1,8 @@
-"""The parts of a layer's weights whose holders reduce gradients together, where the replicas of a unit are not alike.
+"""The parts of a layer's weights whose holders reduce gradients together if the replicas of a unit are not alike.
 
-A tensor parallel rank i of t holds the share [i / t, (i + 1) / t) of every matrix that is cut, or of each of its blocks. Replicas
-of tp 2 and of tp 4 cut at 1/4, 1/2 and 3/4 together: each of these four parts is held by one rank of every replica (and context
-parallel rank), and those reduce it.
+Tensor parallel rank i of t holds the share [i / t, (i + 1) / t) of every matrix that is cut, or of each of its blocks. Replicas
+of tp 2 and of tp 4 together cut at 1/4, 1/2 and 3/4: each of these four parts is held by one rank of every replica (and context
+parallel rank), and these ranks reduce it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ def holders_of_embeddings(unit: UnitPlan) -> list[VirtualStage]:
 
 
 def weight_parts(unit: UnitPlan, holders: Sequence[VirtualStage]) -> list[WeightPart]:
-    """Cut what some stages all hold wherever one of them does; parts ascend."""
+    """Cut the weights that some stages all hold wherever one of them cuts; parts ascend."""
     num_parts = lcm(*map(unit.tensor_size, holders))
     bounds = sorted({num_parts * index // size for size in map(unit.tensor_size, holders) for index in range(size + 1)})
     return [WeightPart(first, end, num_parts, _ranks(unit, holders, first, num_parts)) for first, end in pairwise(bounds)]
@@ -49,12 +49,12 @@ def _ranks(unit: UnitPlan, holders: Sequence[VirtualStage], first: int, num_part
 
 
 def whole_holders(holders: Sequence[VirtualStage]) -> tuple[int, ...]:
-    """Return the ranks that hold what is not cut, ascending."""
+    """Return the ranks that hold the weights that are not cut, ascending."""
     return tuple(sorted({rank for stage in holders for rank in stage.ranks}))
 
 
 def reduction_groups(graph: ModelGraph, name: str, unit: UnitPlan) -> Iterator[tuple[int, ...]]:
-    """Yield the ranks of all groups in which a unit whose replicas are not alike reduces gradients."""
+    """Yield the ranks of all groups in which a unit with unlike replicas reduces gradients."""
     model = graph.unit(name)
     together = [holders_of_layer(unit, each.start) for each in unit.shared_ranges if any(map(model.is_trainable, each))]
     if model.ties_embeddings and model.is_trainable(0):

@@ -1,4 +1,4 @@
-"""Planners: from a model, a machine and real lengths to a Plan, one file each, and a row of facts about each."""
+"""Planners, one file each, which make a Plan from a model, a machine and real lengths; and a row of facts about each."""
 
 import time
 from dataclasses import dataclass, replace
@@ -31,7 +31,7 @@ class Planner(Protocol):
     """A function that plans."""
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:
-        """Plan; raises PlanError, saying what would fit, when nothing does."""
+        """Plan; raises PlanError, with advice on what would fit, if nothing does."""
 
 
 @dataclass(frozen=True)
@@ -43,24 +43,24 @@ class PlannerRow:
     meaning: str
     """Its effect, in one line."""
     source: str = ""
-    """The paper that it comes from, or is the baseline of."""
+    """The paper that introduced it, or that uses it as a baseline."""
     searches_others: bool = False
-    """True if it judges the other planners' plans beside its own, so that none of them is better."""
+    """True if it also judges the other planners' plans, so that none of them is better than its own."""
     takes_fed_encoders: bool = True
-    """False if it is only for models whose encoders all feed the LLM, and none another encoder."""
+    """False if it is only for models in which no encoder feeds another one."""
 
     def plan_best(self, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
-        """Plan as well as the planner's user would: at its best microbatch size and with its best balancer (`plan_tuned`).
+        """Plan as well as the planner's user would: with its best microbatch size and its best balancer (`plan_tuned`).
 
-        max_actions: as for `predict_run`. Raises PlanError when nothing fits.
+        max_actions: as for `predict_run`. Raises PlanError if nothing fits.
         """
         plan = plan_to_fit if self.searches_others else plan_tuned
         return plan(self, request, max_actions=max_actions)
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:
-        """Plan, and sign the plan with the planner's name and time; raises PlanError, which names it, when nothing fits.
+        """Plan, and record the planner's name and time in the plan; raises PlanError, which names the planner, if nothing fits.
 
-        Units that the data asks nothing of are placed afterwards, by one rule for all planners (`place_idle_units`).
+        Units without work in the data are placed afterwards, by one rule for all planners (`place_idle_units`).
         """
         started = time.perf_counter()
         if (fed := fed_encoders(request.graph)) and not self.takes_fed_encoders:
@@ -75,7 +75,7 @@ class PlannerRow:
         return replace(run, planner=self.name, planning_seconds=time.perf_counter() - started)
 
     def _plan_experts(self, request: PlanningRequest) -> PlannedRun:
-        """Plan with every sharing of experts that may be, and return the shortest, by the planner's own estimate."""
+        """Plan with every allowed expert parallel size, and return the shortest step by the planner's own estimate."""
         sizes, found, problem = request.expert_parallel_sizes, list[PlannedRun](), PlanError("")
         budget = request.time_budget_seconds / len(sizes)
         for size in sizes:
@@ -93,12 +93,12 @@ class TemplatePlanner(Protocol):
     """A function that plans templates."""
 
     def __call__(self, request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
-        """Plan; raises PlanError, saying what would work, when nothing does."""
+        """Plan; raises PlanError, with advice on what would work, if nothing does."""
 
 
 @dataclass(frozen=True)
 class TemplatePlannerRow:
-    """One planner of templates for every number of nodes, whose replicas differ, in place of one plan."""
+    """One planner of pipeline templates for every number of nodes, whose replicas differ, instead of one plan."""
 
     name: str
     plan: TemplatePlanner

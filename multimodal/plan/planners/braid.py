@@ -1,4 +1,4 @@
-"""Braid: searches the union of all layouts with the real lengths, and lets the simulator decide."""
+"""Braid: searches over all kinds of layouts with the real lengths, and lets the simulator decide."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,36 +32,36 @@ from multimodal.plan.planners.search.tune_planner import judge_tuned, tune
 from multimodal.schedule.builders import BUILDERS
 
 PROMISING = 1.25
-"""Another planner's plan is judged, while the budget lasts, if its ranked step is at most this many times as long as the best."""
+"""Another planner's plan is judged, within the budget, if its ranked step is at most this many times as long as the best."""
 CLOSE = 1.1
-"""It is judged in any case up to this."""
+"""Such a plan is judged even beyond the budget if its step is at most this many times as long as the best."""
 PENALTY = 1.1
-"""Factor of a kind's expected seconds for each of its layouts that did not fit, or could not be better."""
+"""Factor on a kind's expected seconds for each of its layouts that did not fit, or could not be better."""
 FAR = 1.5
 """Layouts that are expected to be this many times as long as the best are not simulated."""
 ESTIMATES_UNTIL = 0.3
 """Share of the budget after which layouts of no further microbatch size are estimated."""
 SECONDS_PER_ESTIMATE, SECONDS_PER_ESTIMATED_GPU = 0.15, 0.0008
-"""Nominal seconds of estimating all layouts at one microbatch size, and of that for each GPU."""
+"""Nominal seconds of estimating all layouts at one microbatch size, and additional ones for each GPU."""
 LAYOUTS_UNTIL, RANKED_UNTIL, VARIANTS_UNTIL = 0.4, 0.5, 0.8
-"""Shares of the time budget after which no further layout, no closer simulation and no further variant is looked at."""
+"""Shares of the time budget after which no further layout, closer simulation or variant is tried."""
 LEAST_VARIANTS = 0.15
-"""Share of the time budget for variants, whatever other planners' plans took."""
+"""Share of the time budget for variants, even if other planners' plans have used up the rest."""
 NUM_RANKED = 12
 """Layouts that are simulated more closely."""
 NUM_OVERLAPPED = 16
-"""Layouts that are tried with hidden tensor parallel collectives, which some have more of than others."""
+"""Layouts that are tried with overlapped tensor parallel collectives, as layouts differ in the time that these take."""
 NUM_FINALISTS = 4
 NUM_CLOSER = 2
 """Variants of one kind of a run that are simulated more closely."""
 NUM_OTHER_LAYOUTS = 6
 """Plans that are tried with the schedule and balancer of the best run."""
 CHANCE = 1.02
-"""They may seem this many times as long as the run at a glance."""
+"""Such plans may, at a glance, be this many times as long as the run."""
 MOST_JUDGED = 12
 """Most runs that are judged, whatever the budget."""
 MEMORY_SCALES = (1.0, 0.85, 0.7)
-"""Shares of the memory that estimates may fill, the next one where nothing fits when it is simulated."""
+"""Shares of the memory that estimates may fill; the next one is tried if nothing fits in simulation."""
 NUM_REPORTED = 5
 
 
@@ -69,20 +69,19 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
     """Plan by search: enumerate layouts in closed form, prune by memory and by a lower bound, rank by simulation.
 
     1. The best layouts of `best_layouts` (disaggregated, colocated, virtual stages, microbatch sizes, and context parallel sizes
-       where sequences are long) are simulated quickly, with the schedules and balancers that suit them. What comes next is the
-       layout with the shortest estimate, corrected by how far off estimates of its kind have been. The best few are simulated
-       more closely.
+    if sequences are long) are simulated quickly, with the schedules and balancers that suit them. The next layout is always the
+    one with the shortest estimate, corrected by the error of earlier estimates of its kind. The best few are simulated more
+    closely.
     2. The best are varied, step by step: balancer, schedule, passes, microbatch size, overlapped tensor parallelism, partition of
-       microbatches over encoder pipelines; the best of each kind of placement first, and again, while that helps.
+    microbatches over encoder pipelines; first the best of each kind of placement, then again, while that helps.
     3. The other planners' plans are tuned (`tune`), except those that no microbatch size and no balancer could bring below the
-       best; and the best of all are varied again.
-    4. The best are judged as `tools/plan.py` judges every plan; and so is every other planner's tuned plan that did not rank far
-       behind the best, so that this planner is not behind them.
+    best; then the best of all are varied again.
+    4. The best are judged as `tools/plan.py` judges every plan; so is every other planner's tuned plan that ranked close to the
+    best, so that this planner is not behind them.
 
     The search ends when `request.time_budget_seconds` of nominal work are used up (`SearchBudget`): the same inputs give the same
-    plan on every machine, sooner or later. Step 3 is done in any case.
-    Interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second time, nothing.
-    others: the planners of step 3. Raises PlanError when nothing fits.
+    plan on every machine, however fast it is. Step 3 is always done. When interrupted from the keyboard (Ctrl-C), it returns the
+    best plan so far; a second interrupt aborts it. others: the planners of step 3. Raises PlanError if nothing fits.
     """
     search = PlanSearch(request, budget=SearchBudget(request.time_budget_seconds))
     try:
@@ -114,7 +113,7 @@ class PlanSearch:
 
     @property
     def summary(self) -> str:
-        """Say how much was looked at."""
+        """Describe the extent of the search."""
         num_simulated = len({key for key, _ in self.trials.found})
         counted = f"{self.num_estimated} layouts estimated, {num_simulated} runs simulated"
         return counted + ", interrupted: the best so far" * self.is_interrupted
@@ -138,8 +137,8 @@ class PlanSearch:
     def _look_at_layouts(self, request: PlanningRequest) -> None:
         """Simulate layouts quickly.
 
-        A kind's estimates are corrected by the mean ratio of its simulations to them, those of a kind that has not been simulated
-        by the smallest such ratio of any kind of the same placement.
+        A kind's estimates are corrected by the mean ratio of its simulations to them; those of a kind without simulations by the
+        smallest such ratio of any kind of the same placement.
         """
         kinds = best_layouts(request, takes_more=self._takes_more_layouts)
         self.num_estimated += sum(map(len, kinds))
@@ -175,7 +174,7 @@ class PlanSearch:
                 del position[index]
 
     def _corrected_seconds(self, found: PredictedRun, best: float) -> float:
-        """Return what a run is expected to take; the first of its kind that seems the best is looked at closer."""
+        """Return the expected seconds of a run; the first of its kind that seems to be the best is simulated more closely."""
         kind, seconds = self.trials.placed(found.run), found.prediction.iteration_seconds
         if seconds < best and kind not in self.trials.corrections():
             self.trials.try_run(found.run, RANKING)
@@ -184,7 +183,7 @@ class PlanSearch:
     def _try_layout(self, layout: Layout, forms: dict[Placed, Form], best: float) -> PredictedRun | None:
         """Simulate a layout quickly with the best form of its placement, unless its bound is above the best.
 
-        The first layout of a placement, and one that does not fit with that form, is tried with each that suits it.
+        The first layout of a placement, and one that does not fit with that form, is tried with each suitable form.
         """
         run = layout.to_run()
         if self.trials.least_step_seconds(run) > best:
@@ -204,10 +203,10 @@ class PlanSearch:
         return self.trials.try_run(run, QUICK)
 
     def _forms(self, run: PlannedRun) -> Iterator[Form]:
-        """Return the schedules and balancers to try on the first layout of a placement; the others get the best of them.
+        """Return the schedules and balancers to try on the first layout of a placement; later layouts get the best of them.
 
-        Those whose rows say so: where units share ranks and have equally many replicas, a sample's items can stay with it, and
-        ranks meet in the end only; else units are balanced each by itself and run in phases, so that they meet seldom.
+        Rows say which suit: if units share ranks and have equally many replicas, a sample's items can stay with it, and ranks
+        only meet at the end of the step; otherwise units are balanced separately and run in phases, so that they rarely meet.
         """
         for placement in placements(run, self.request):
             balances = first_balances(placement, self.request)
@@ -219,7 +218,7 @@ class PlanSearch:
             yield from ((schedule, balance) for balance in balances for schedule in (*first, run.schedule))
 
     def _phased(self, run: PlannedRun, balance: str) -> str:
-        """Return the phased schedule with the fewest rounds that fits: the fewer, the less waits, and the more is kept."""
+        """Return the phased schedule with the fewest rounds that fits: fewer rounds wait less and keep more."""
         phased = sorted((row.num_rounds, name) for name, row in BUILDERS.items() if row.num_rounds and row.can_train)
         names = [name for _, name in phased]
         if self._fits(run, (names[-1], balance)):
@@ -237,9 +236,9 @@ class PlanSearch:
         return not is_over
 
     def rank_others(self, planners: Sequence[Planner]) -> None:
-        """Tune the other planners' plans, as far as they can get below the best (`tune`).
+        """Tune the other planners' plans that can get below the best (`tune`).
 
-        What a planner cannot plan is left out, and so is a plan that no run could follow.
+        Planners that find no plan are left out, and so are plans that no run could follow.
         """
         below = self._least_seconds(RANKING)
         for planner in planners:
@@ -248,7 +247,7 @@ class PlanSearch:
                 self.tuned.append((planner, tuned))
 
     def vary_best(self) -> None:
-        """Try variants of the best runs, and of those that turn out best, while the budget lasts and that helps."""
+        """Try variants of the best runs, and of the best variants, while the budget lasts and that helps."""
         budget = self.trials.budget
         until = max(VARIANTS_UNTIL * budget.seconds, budget.spent_seconds + LEAST_VARIANTS * budget.seconds)
         while (chosen := self.next_to_vary()) is not None:
@@ -266,9 +265,9 @@ class PlanSearch:
             self.varied[chosen.key] = self.trials.placed(chosen)
 
     def next_to_vary(self) -> PlannedRun | None:
-        """Return the best run of a kind of plan of which none was varied, if it is close to the best run; else one of the best.
+        """Return the best run of a kind of plan without varied runs, if it is close to the best run; else one of the best.
 
-        The best variants of the best plan are hardly better than each other, while those of another kind may be.
+        The best variants of the best plan hardly differ, while those of another kind may be better.
         """
         best = self.best(len(self.trials.found))
         waiting = [each.run for each in best[:NUM_FINALISTS] if each.run.key not in self.varied]
@@ -291,10 +290,10 @@ class PlanSearch:
                     yield changed
 
     def closer_variant(self, run: PlannedRun, glances: Iterable[PredictedRun]) -> PredictedRun | None:
-        """Simulate the best variants of a run more closely, unless at a glance they are no better, and as good only by chance.
+        """Simulate the best variants of a run more closely, unless they are no better at a glance, or only by chance.
 
-        Those of a run that does not fit need only be as good as the best run that does.
-        Returns the best of them if it is better than the run, or the run does not fit.
+        Variants of a run that does not fit need only be as good as the best run that does. Returns the best variant if it is
+        better than the run, or the run does not fit.
         """
         known = self._glance(run)
         seconds = self._least_seconds(RANKING) / self.trials.corrections().get(self.trials.placed(run), 1.0)
@@ -308,14 +307,14 @@ class PlanSearch:
         return found if found and (ranked is None or found.key < ranked.key) else None
 
     def best(self, count: int) -> list[PredictedRun]:
-        """Return the best runs that could train of those simulated so far, by what they are expected to take."""
+        """Return the best simulated runs that can train, by their expected seconds."""
         return list(islice((each for each in self.trials.expected() if BUILDERS[each.run.schedule].can_train), count))
 
     def choose(self) -> PredictedRun:
-        """Judge the best as every planner's plan is judged in the end, and return the best plan of all that fit.
+        """Judge the best runs as every planner's plan is judged in the end, and return the best plan of all that fit.
 
-        At least one is judged, then promising plans of other planners, then more of the search while one more can be expected to
-        fit the budget, or none has fitted.
+        At least one is judged, then promising plans of other planners, then more of the search as long as another one is expected
+        to fit the budget, or none has fitted.
         """
         budget = self.trials.budget
         while not self._fitting(FINAL) and self._judge_next():
@@ -333,15 +332,15 @@ class PlanSearch:
         return self._fitting(FINAL)[0]
 
     def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
-        """Return the runs that fit and could train, as they were simulated; the shortest step first."""
+        """Return the simulated runs that fit and can train, the shortest step first."""
         return [each for each in self.trials.fitting(fidelity) if BUILDERS[each.run.schedule].can_train]
 
     def _least_seconds(self, fidelity: Fidelity) -> float:
-        """Return the shortest step of those."""
+        """Return the shortest step of these runs."""
         return next((each.prediction.iteration_seconds for each in self._fitting(fidelity)), math.inf)
 
     def _judge_others(self) -> None:
-        """Judge the other planners' tuned plans that ranked close to the best, and while the budget lasts promising ones."""
+        """Judge the other planners' tuned plans that ranked close to the best and, within the budget, promising ones."""
         least = self._least_seconds(FINAL)
         for planner, tuned in sorted(self.tuned, key=lambda entry: entry[1][0].key):
             behind = tuned[0].prediction.iteration_seconds / least
@@ -351,13 +350,13 @@ class PlanSearch:
                 judge_tuned(planner, tuned, self.trials)
 
     def _is_undecided(self) -> bool:
-        """Return True if the best plan so far is clearly behind the seconds that the next one was ranked at."""
+        """Return True if the best plan so far is clearly behind the ranked seconds of the next one."""
         waiting = [each for each in self._fitting(RANKING) if each.run.key not in self.judged]
         is_behind = bool(waiting) and self._least_seconds(FINAL) > PROMISING * waiting[0].prediction.iteration_seconds
         return is_behind and len(self.judged) < MOST_JUDGED
 
     def _judge_next(self) -> bool:
-        """Judge the best of the search that has not been; False where none is left that may be better than the best judged."""
+        """Judge the search's best run that has not been judged; False if none is left that may be better than the best judged."""
         waiting = (each for each in self.best(len(self.trials.found)) if each.run.key not in self.judged)
         found = min(waiting, key=lambda each: self.trials.found.get((each.run.key, RANKING)) is None, default=None)
         if found is None or found.prediction.iteration_seconds > CLOSE * self._least_seconds(FINAL):

@@ -1,4 +1,4 @@
-"""Cornstarch: every module partitioned by itself, loosely coupled by the time of an LLM stage (Cornstarch 5.2, Alg. 1)."""
+"""Cornstarch: every module partitioned by itself, coupled only by the time of an LLM stage (Cornstarch 5.2, Alg. 1)."""
 
 from collections.abc import Iterator
 
@@ -15,7 +15,7 @@ from multimodal.values.model_graph import Unit
 
 
 def plan_cornstarch(request: PlanningRequest) -> PlannedRun:
-    """Plan with backwards as freezing makes them (Cornstarch 4.2). Raises PlanError when nothing fits."""
+    """Plan with the backwards that freezing leaves (Cornstarch 4.2). Raises PlanError if nothing fits."""
     return _plan(request, is_frozen_aware=True)
 
 
@@ -31,7 +31,7 @@ def _plan(request: PlanningRequest, *, is_frozen_aware: bool) -> PlannedRun:
 
 
 def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Candidate]:
-    """For each number of LLM stages: the LLM's partition, and the others' that keep up with its stage time; one dp for all."""
+    """Yield, for each number of LLM stages, its partition and those of other units that keep up with it; one dp for all."""
     graph, backbone = request.graph, request.graph.backbone
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
     for tensor, context in request.stage_sizes(backbone.name):

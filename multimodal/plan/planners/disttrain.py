@@ -1,4 +1,4 @@
-"""DistTrain: every unit on ranks of its own, sized by the adaptive resource allocation of its Algorithm 1."""
+"""DistTrain: every unit on its own ranks, sized by the adaptive resource allocation of DistTrain's Algorithm 1."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,15 +23,15 @@ from multimodal.values.errors import PlanError
 BALANCE = "disttrain"
 """DistTrain reorders samples over replicas, and microbatches in a pipeline."""
 TOLERANCE = 0.003
-"""Steps that differ by less than this share are taken to be equal: no formula is closer to a simulation."""
+"""Steps that differ by less than this share count as equal: no formula is closer to a simulation."""
 NUM_REFINED, LEAST_GAIN = 3, 0.003
-"""Allocations whose encoders and generators are looked at once more, and the share of the step that must be gained by it."""
+"""Number of allocations whose encoders and generators are refined, and the share of the step that this must gain."""
 
 
 def plan_disttrain(request: PlanningRequest) -> PlannedRun:
-    """Plan as DistTrain does; generators included. Raises PlanError when nothing fits.
+    """Plan as DistTrain does; generators included. Raises PlanError if nothing fits.
 
-    The number of virtual stages of the LLM is the person's (`fixed_sizes`), as there, and 1 by default.
+    As in DistTrain, the user chooses the LLM's number of virtual stages (`fixed_sizes`); the default is 1.
     """
     problem = build_problem(request)
     try:
@@ -43,13 +43,13 @@ def plan_disttrain(request: PlanningRequest) -> PlannedRun:
 
 
 def _shortest_step(request: PlanningRequest, problem: AllocationProblem, shortest: AllocationChoice) -> tuple[Candidate, float]:
-    """Return the allocation with the shortest step, looking on from the one with the shortest objective.
+    """Return the allocation with the shortest step, searching on from the one with the shortest objective.
 
-    The objective divides microbatches into fractions (dp_llm / dp_enc), and leaves out what is constant at given sizes: the
-    communication of replicas (DistTrain 4.2). With few microbatches per replica both decide. So what Alg. 1 finds for each
-    parallelism of the LLM is judged with whole microbatches through the pipeline, its filling and draining, and reductions, as
-    long as the objective, which is hardly ever longer than that, is below the best step; and the best of these with other sizes
-    for encoders and generators (`_fill_sooner`). Of about equals, the least objective.
+    The objective divides microbatches into fractions (dp_llm / dp_enc), and ignores what is constant at given sizes: the
+    communication of replicas (DistTrain 4.2). With few microbatches per replica both matter. So the results of Alg. 1 for each
+    parallelism of the LLM are judged with whole microbatches in the pipeline, its filling and draining, and reductions, as long
+    as the objective, which is hardly ever longer than that, is below the best step; and the best of them with other sizes of
+    encoders and generators (`_fill_sooner`). Of nearly equal ones, the least objective is taken.
     """
     times = PlanningTimes(request)
 
@@ -70,10 +70,10 @@ def _shortest_step(request: PlanningRequest, problem: AllocationProblem, shortes
 def _fill_sooner(
     problem: AllocationProblem, choice: AllocationChoice, seconds: Callable[[AllocationChoice], float]
 ) -> AllocationChoice:
-    """Return the choice with other sizes for units that have more replicas than the LLM, where that makes the step shorter.
+    """Return the choice with other sizes for units that have more replicas than the LLM, if that shortens the step.
 
-    Theirs are the fractions: the objective fills the pipeline with a part of a microbatch, and so prefers replicas to
-    tensor parallelism.
+    Their microbatches are the fractional ones: the objective fills the pipeline with a part of a microbatch, and so prefers
+    replicas to tensor parallelism.
     """
     llm, row = problem.llm, choice.llm_row
     for name, options in problem.others.items():
@@ -96,7 +96,7 @@ def _fill_sooner(
 
 
 def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice: AllocationChoice) -> Candidate:
-    """Turn a solution into layouts, layers cut evenly."""
+    """Turn a solution into layouts with layers cut evenly."""
     backbone = request.graph.backbone
     layouts = {name: each.layout(choice.other_rows[name], request.graph.unit(name)) for name, each in problem.others.items()}
     layouts[backbone.name] = problem.llm.layout(choice.llm_row, backbone, virtual_stages=problem.virtual_stages)
@@ -114,7 +114,7 @@ def build_problem(
 ) -> AllocationProblem:
     """List every unit's parallelisms for Alg. 1.
 
-    virtual_stages: of the LLM, where no number is fixed. leaves_ranks: whether every other unit needs a rank of its own.
+    virtual_stages: of the LLM, if no number is fixed. leaves_ranks: True if every other unit needs a rank of its own.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     backbone = request.graph.backbone.name

@@ -24,7 +24,7 @@ from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.model_graph import Role, Unit
 
 BALANCE = "entrain"
-"""Entrain's hierarchical assignment; its plans count on it."""
+"""Entrain's hierarchical assignment, which its plans assume."""
 AHEAD = "eager-1f1b"
 """Entrain's schedule if memory allows it."""
 
@@ -33,8 +33,8 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     """Plan as Entrain does: one dp for all units, a replica's GPUs divided in proportion to the units' work.
 
     For each dp, b_min samples are drawn for the proportions (Alg. 2); every tp x cp x pp of each unit's GPUs is partitioned by
-    dynamic programming and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
-    Backwards are split, and forwards run ahead where memory allows it (4.5.3). Raises PlanError when nothing fits.
+    dynamic programming, and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
+    Backwards are split, and forwards run ahead if memory allows it (4.5.3). Raises PlanError if nothing fits.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     work, block = sample_work(request), gpu_block(request)
@@ -78,7 +78,7 @@ def _candidates(
 
 
 def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
-    """Yield every tp x cp x pp of a replica's GPUs, or of the largest smaller number that has any (few layers)."""
+    """Yield every tp x cp x pp of a replica's GPUs, or of the largest smaller number that has any (for units with few layers)."""
     allowed = set(request.pipeline_parallel_sizes(unit.name))
     for count in range(gpus, 0, -1):
         sizes = [
@@ -95,7 +95,7 @@ def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, 
 
 
 def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
-    """T_iter of Alg. 3: Eq. 4.2 and the resharding cost."""
+    """Return T_iter of Alg. 3: Eq. 4.2 and the resharding cost."""
     stages = unit_stage_seconds(times, candidate)
     count = num_unit_microbatches(request, candidate, request.graph.backbone.name)
     slowest = max(max(seconds) for seconds in stages.values())
@@ -103,7 +103,7 @@ def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate:
 
 
 def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
-    """Seconds per microbatch in which activations and their gradients change hands between units of different tp or cp."""
+    """Return the seconds per microbatch of moving activations and gradients between units of different tp or cp."""
     graph, cluster = request.graph, request.cluster
     total = 0.0
     for source, target in graph.edges:
@@ -127,11 +127,11 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
 POOL_SIZE = 1024
 """Samples whose work is computed; batches are drawn from them."""
 LARGEST_BATCH = 1 << 16
-"""The largest batch to try: no batch is large enough if the proportions lie on the border between two allocations."""
+"""The largest batch to try: no batch is large enough if the proportions are on the border between two allocations."""
 
 
 def sample_work(request: PlanningRequest) -> Mapping[str, NDArray[np.float64]]:
-    """Return unit -> seconds of single samples, forward and backward on one GPU, of at most `POOL_SIZE` samples of the data."""
+    """Return unit -> seconds of single samples, forward and backward on one GPU, for at most `POOL_SIZE` samples of the data."""
     random = np.random.default_rng(0)
     count = len(request.lengths)
     rows = np.arange(count) if count <= POOL_SIZE else np.sort(random.choice(count, POOL_SIZE, replace=False))
@@ -158,7 +158,7 @@ def gpu_block(request: PlanningRequest) -> int:
 def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> dict[str, int]:
     """Divide a replica's GPUs over units in proportion to their work, at least one block each (Entrain's ProportionalAllocation).
 
-    block: GPUs are handed out in groups of this size, so that none are lost to sizes that a unit's tensor parallelism forbids.
+    block: GPUs are allotted in groups of this size, so that none are wasted on numbers that a unit's tensor parallelism forbids.
     """
     blocks = proportional_gpus(dict(work), fewest=dict.fromkeys(work, 1), num_gpus=num_gpus // data_parallel_size // block)
     return {unit: block * count for unit, count in blocks.items()}
@@ -178,9 +178,8 @@ def stable_batch_size(
     """Return b_min: random batches of this many samples keep giving the same allocation (Entrain, Alg. 2).
 
     work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement; block: as for
-    `replica_allocation`. Doubles the size from
-    `first_size` until k trials agree with a reference draw. Terminates by the law of large numbers unless the proportions lie on
-    a border, where it stops at `LARGEST_BATCH`. O(k x b_min) per size.
+    `replica_allocation`. Doubles the size from `first_size` until k trials agree with a reference draw. Terminates by the law of
+    large numbers unless the proportions are on a border, in which case it stops at `LARGEST_BATCH`. O(k x b_min) per size.
     """
     random = np.random.default_rng(seed)
     names = list(work)

@@ -1,4 +1,4 @@
-"""Units that the data asks nothing of: planners leave them out, and they then share ranks of the others."""
+"""Units without work in the data: planners leave them out, and they are placed afterwards on ranks of the others."""
 
 from dataclasses import replace
 
@@ -12,11 +12,11 @@ from multimodal.values.model_graph import Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 
 MOST_MEMORY_SHARE = 0.05
-"""Share of a GPU's memory that such a unit may take there: it is cut into more stages until it takes less."""
+"""Share of a GPU's memory that such a unit may take: it is cut into more stages until it takes less."""
 
 
 def without_idle_units(request: PlanningRequest) -> PlanningRequest:
-    """Return the request for the units that the data asks for something."""
+    """Return the request for the units with work in the data."""
     idle = request.idle_units
     if not idle:
         return request
@@ -32,9 +32,9 @@ def without_idle_units(request: PlanningRequest) -> PlanningRequest:
 def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
     """Add the units without work to a plan for the others: one replica each on the LLM's first ranks, in few stages.
 
-    There they cost memory and the update of their weights, and nothing else; and another batch may ask for them. Encoders that a
-    schedule wants beside each other lie as the others do. Sizes that a person has fixed are kept.
-    Raises PlanError when these need more GPUs than there are.
+    There they only cost memory and the update of their weights; another batch may have work for them. Encoders that a schedule
+    requires side by side are laid out as the others are. Sizes that the user has fixed are kept. Raises PlanError if these need
+    more GPUs than there are.
     """
     missing = [unit for unit in request.graph.units if unit.name not in run.plan.units]
     if not missing:
@@ -50,7 +50,7 @@ def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
 
 
 def _beside(pattern: UnitPlan, unit: Unit) -> UnitPlan:
-    """Cut a unit's layers over the ranks of another one's stages."""
+    """Cut a unit's layers over the ranks of another unit's stages."""
     ranges = split_layers(unit.layers, num_stages=len(pattern.replicas[0].stages))
     replicas = (
         Replica(tuple(Stage(stage.ranks, (each,)) for stage, each in zip(replica.stages, ranges, strict=True)))
@@ -68,11 +68,11 @@ def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPla
             f"{request.num_gpus}; unfix them"
         )
     first = min(min(llm.ranks), max(0, plan.num_ranks - layout.num_ranks))
-    return build_unit(layout, first_rank=first - first % layout.tensor_parallel_size)  # a whole number of groups to a node
+    return build_unit(layout, first_rank=first - first % layout.tensor_parallel_size)  # a whole number of groups per node
 
 
 def _smallest(unit: Unit, request: PlanningRequest, *, tensor: int, most_ranks: int) -> UnitLayout:
-    """Return one replica with the LLM's tp, where it can have it, in as few stages as its share of the memory allows."""
+    """Return one replica, with the LLM's tp if possible, in as few stages as its share of the memory allows."""
     memory, fixed = MemoryEstimate(request), request.fixed(unit.name)
     sizes = request.tensor_parallel_sizes(unit.name)
     tensor = max((size for size in sizes if tensor % size == 0), default=sizes[0])

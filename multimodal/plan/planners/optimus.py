@@ -1,4 +1,4 @@
-"""Optimus: encoders on the LLM's ranks, with parallelism of their own, computing in the bubbles of its pipeline (Optimus 4.1)."""
+"""Optimus: encoders on the LLM's ranks, with their own parallelism, compute in the bubbles of its pipeline (Optimus 4.1)."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,21 +22,21 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, UnitPlan
 
 SCHEDULES = ("optimus", "optimus-lean", "nested")
-"""Each keeps fewer activations than the one before it, and is planned for where that does not fit."""
+"""Each keeps fewer activations than the one before it, and is used if that one does not fit."""
 LLM_LAYERS_PER_RANGE = (1, 2, 3, 4, 6)
-"""Layers per range of the LLM's virtual stages that are tried, beside stages of one range; equal ranges wait least."""
+"""Layers per range of the LLM's virtual stages that are tried, in addition to one range per stage; equal ranges wait least."""
 LAYERS_PER_RANGE = 4
-"""Layers that an encoder computes at one go, first for all its plans."""
+"""Layers that an encoder computes at a time in all its first plans."""
 OTHER_LAYERS_PER_RANGE = (1, 2, 12)
-"""For the best plan: fewer fit into more bubbles, more send fewer messages."""
+"""The same for the best plan: fewer layers fit into more bubbles, more send fewer messages."""
 NUM_LLM_PLANS = 4
-"""Plans of the LLM beside which encoders fit, whose best encoder plans are simulated."""
+"""Plans of the LLM with room for encoders whose best encoder plans are simulated."""
 MOST_LLM_PLANS = 64
-"""Plans of the LLM that are looked at, whether encoders fit beside them or not."""
+"""Plans of the LLM that are examined, with or without room for encoders."""
 NUM_ENCODER_PLANS = 2
-"""Encoder plans that are simulated for each."""
+"""Encoder plans that are simulated for each plan of the LLM."""
 ALIKE = 2
-"""Plans of the LLM that differ in dp and in layer ranges only, of which no more are looked at."""
+"""Most examined plans of the LLM that differ only in dp and in layer ranges."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ def plan_optimus(request: PlanningRequest) -> PlannedRun:
     """Plan the LLM alone, then separate encoder plans over all of its ranks (Optimus 4.1), and let simulation decide.
 
     An encoder's tp and pp divide the LLM's, so that m = (PP_llm / PP_enc) (TP_llm / TP_enc) encoder pipelines lie over each of
-    its pipelines. The plans of the LLM with the shortest steps by a closed form, in which encoders fill what bubbles there are,
-    are looked at in turn; all encoder plans that fit into the memory beside one are estimated (4.5), and the best ones simulated
-    with the schedule that fills the bubbles. Of the best plan, microbatches move between the encoder pipelines while that makes
-    the step shorter (`best_partition`). Generators have the LLM's sizes and ranks.
-    Raises PlanError when nothing fits, or when fixed sizes do not divide the LLM's.
+    its pipelines. The plans of the LLM with the shortest steps by a closed form, in which encoders fill the available bubbles,
+    are examined in turn; for each, all encoder plans that fit into the memory are estimated (4.5), and the best ones are
+    simulated with the schedule that fills the bubbles. In the best plan, microbatches move between the encoder pipelines while
+    that shortens the step (`best_partition`). Generators have the LLM's sizes and ranks. Raises PlanError if nothing fits, or if
+    fixed sizes do not divide the LLM's.
     """
     search = _Search(request)
     found = search.simulate(search.promising())
@@ -85,7 +85,7 @@ class _Search:
         _check_sizes(request)
 
     def promising(self) -> Iterator[_Scored]:
-        """Yield the best encoder plans of the most promising plans of the LLM beside which any fits."""
+        """Yield the best encoder plans for the most promising plans of the LLM with room for any."""
         num_found = 0
         kinds: dict[tuple[object, ...], int] = {}
         for plan in sorted(self._llm_plans(), key=lambda each: (each.seconds, each.candidate.num_gpus)):
@@ -103,7 +103,7 @@ class _Search:
                 return
 
     def _llm_plans(self) -> Iterator[_Scored]:
-        """Yield the layouts of the LLM, and of generators beside it, with a step that no encoder plan makes much shorter."""
+        """Yield the layouts of the LLM and of generators, with a step that no encoder plan can shorten much."""
         request, backbone = self.request, self.graph.backbone
         following = [unit for unit in self.graph.units if unit.role is not Role.ENCODER]
         for size, pipeline in product(request.stage_sizes(backbone.name), request.pipeline_parallel_sizes(backbone.name)):
@@ -118,7 +118,7 @@ class _Search:
                         yield _Scored(candidate, self._seconds(candidate, self._least_encoding(candidate.num_gpus)))
 
     def _virtual_stages(self, pipeline: int) -> list[int]:
-        """Return the numbers of layer ranges per stage of the LLM to try; one where there is no pipeline."""
+        """Return the numbers of layer ranges per stage of the LLM to try; only 1 without a pipeline."""
         backbone = self.graph.backbone
         if fixed := self.request.fixed(backbone.name).virtual_stages:
             return [fixed] if pipeline > 1 or fixed == 1 else []
@@ -126,7 +126,7 @@ class _Search:
         return sorted({1, *(count for count in counts if count and pipeline > 1)})
 
     def _cut(self, unit: Unit, size: StageSize, data: int, pipeline: int, virtual: int) -> UnitLayout | None:
-        """Cut the LLM's or a generator's layers by their times; None where there are too few, or other sizes are fixed."""
+        """Cut the LLM's or a generator's layers by their times; None if there are too few, or other sizes are fixed."""
         fixed = self.request.fixed(unit.name)
         count = pipeline * (virtual if unit.role is Role.BACKBONE else 1)
         given = (fixed.tensor_parallel_size, fixed.context_parallel_size, fixed.pipeline_parallel_size, fixed.data_parallel_size)
@@ -141,7 +141,7 @@ class _Search:
         return Candidate(ordered, self.request.default_micro_batch_size, (tuple(ordered),))
 
     def _least_encoding(self, num_ranks: int) -> float:
-        """Return the seconds of each rank with all encoders spread over all of them, at the sizes that wait least."""
+        """Return the seconds of each rank if all encoders are spread over all ranks, at the sizes that wait least."""
         seconds = 0.0
         for unit in self.graph.encoders:
             sizes = self.request.tensor_parallel_sizes(unit.name)
@@ -149,10 +149,10 @@ class _Search:
         return seconds * self.request.num_microbatches / num_ranks
 
     def _seconds(self, candidate: Candidate, encoding_seconds: float) -> float:
-        """Return the seconds of a step: the LLM's work, and its bubbles or what fills them, whichever is longer.
+        """Return the seconds of a step: the LLM's work, plus its bubbles or the work that fills them, whichever is longer.
 
-        The first encoder forward and the last backward are in nobody's bubble: the first stage waits for the one, nothing follows
-        on the other.
+        The first encoder forward and the last backward are in no bubble: the first stage waits for the one, and nothing follows
+        the other.
         """
         encoders = {unit.name for unit in self.graph.encoders}
         ends = slowest = bubbles = reducing = 0.0
@@ -164,7 +164,7 @@ class _Search:
                 ends = max(ends, sum(stages))
                 continue
             rounds = [stage_times(total, [(each,) for each in ranges]) for ranges in zip(*layout.stages, strict=True)]
-            slowest += sum(map(max, rounds))  # in a full pipeline the stages go from range to range together
+            slowest += sum(map(max, rounds))  # in a full pipeline all stages change ranges together
             bubbles += (sum(stages) - max(stages)) / layout.virtual_stages
         llm = self.graph.backbone.name
         count = num_unit_microbatches(self.request, candidate, llm)
@@ -185,7 +185,7 @@ class _Search:
         return sorted(found, key=lambda each: each.seconds)
 
     def _encoder_layouts(self, llm: UnitLayout, unit: Unit) -> Iterator[UnitLayout]:
-        """Yield the layouts over all of the LLM's ranks whose tp and pp divide the LLM's, few stages first (4.5)."""
+        """Yield the layouts over all of the LLM's ranks whose tp and pp divide the LLM's, those with few stages first (4.5)."""
         request, fixed = self.request, self.request.fixed(unit.name)
         context = fixed.context_parallel_size or 1
         for pipeline, tensor in product(request.pipeline_parallel_sizes(unit.name), request.tensor_parallel_sizes(unit.name)):
@@ -198,7 +198,7 @@ class _Search:
 
     @staticmethod
     def _num_ranges(unit: Unit, llm: UnitLayout, pipeline: int, layers_per_range: int) -> int:
-        """Return the layer ranges of an encoder's stage: one where there is no pipeline whose bubbles they could fill."""
+        """Return the layer ranges of an encoder's stage: one if there is no pipeline with bubbles to fill."""
         return max(1, unit.num_inner_layers // (pipeline * layers_per_range)) if llm.pipeline_parallel_size > 1 else 1
 
     def _encoding_seconds(self, candidate: Candidate) -> float:
@@ -229,7 +229,7 @@ class _Search:
                 yield replace(best, candidate=candidate)
 
     def simulate(self, plans: Iterable[_Scored]) -> list[tuple[PredictedRun, _Scored]]:
-        """Return the runs of plans whose simulated memory fits, with a schedule that keeps less where one does not."""
+        """Return the runs of plans whose simulated memory fits, with a schedule that keeps less if one does not fit."""
         found = []
         for each in plans:
             schedules = SCHEDULES[SCHEDULES.index(each.schedule) :]
@@ -240,7 +240,7 @@ class _Search:
         return found
 
     def predict(self, run: PlannedRun) -> PredictedRun | None:
-        """Simulate a run; None where it is impossible, or does not fit the memory."""
+        """Simulate a run; None if it is impossible, or does not fit the memory."""
         predicted, nominal = simulate_run(run, self.request)
         self.nominal_seconds += nominal
         self.num_simulated += 1
@@ -257,7 +257,7 @@ class _Search:
 
 
 def _check_sizes(request: PlanningRequest) -> None:
-    """Raise PlanError where the fixed sizes of an encoder cannot divide the LLM's."""
+    """Raise PlanError if the fixed sizes of an encoder cannot divide the LLM's."""
     llm = request.fixed(request.graph.backbone.name)
     for unit in request.graph.encoders:
         own = request.fixed(unit.name)
@@ -277,10 +277,10 @@ def _divisors(number: int) -> Sequence[int]:
 
 
 def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
-    """Number encoder replicas so that microbatches that are dealt in turn stay on the ranks of the LLM replica that takes them.
+    """Number encoder replicas so that microbatches dealt in turn stay on the ranks of the LLM replica that takes them.
 
-    Replica k of an encoder then lies inside replica k mod dp of the LLM. So pipelines of the LLM do not depend on each other.
-    A unit whose replicas do not lie so is left as it is.
+    Replica k of an encoder then lies inside replica k mod dp of the LLM, so pipelines of the LLM do not depend on each other. A
+    unit whose replicas do not lie inside is left as it is.
     """
     llm = plan.units[graph.backbone.name]
     llm_replica = {rank: index for index, replica in enumerate(llm.replicas) for rank in replica.ranks}

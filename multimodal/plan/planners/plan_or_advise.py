@@ -1,4 +1,4 @@
-"""Runs a planner, and where nothing fits, searches the number of GPUs that would be enough by planning with it."""
+"""Runs a planner and, if nothing fits, searches for a sufficient number of GPUs by planning with it."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,9 +16,9 @@ from multimodal.values.errors import BraidError, NothingFitsError, PlanError
 from multimodal.values.plan import MOST_RANKS
 
 LARGEST_SEARCH = 1 << 14
-"""GPUs up to which a sufficient number is searched."""
+"""Most GPUs up to which a sufficient number is searched."""
 SEARCH_BUDGET_SECONDS = 1.0
-"""Nominal seconds that a planner that simulates may use up for one number."""
+"""Nominal seconds that a planner that simulates may use for one number of GPUs."""
 
 
 def plan_or_advise(
@@ -28,9 +28,9 @@ def plan_or_advise(
     max_actions: int | None,
     plan: Callable[[PlanningRequest], PredictedRun] | None = None,
 ) -> PredictedRun:
-    """Plan; where nothing fits, raise PlanError with a number of GPUs that is enough, or what never fits.
+    """Plan; if nothing fits, raise PlanError with a sufficient number of GPUs, or with the unit that never fits.
 
-    plan: lets the planner plan in some other way than `plan_to_fit`.
+    plan: runs the planner, by default `plan_to_fit`.
     """
     plan = plan or partial(plan_to_fit, planner, max_actions=max_actions)
     try:
@@ -56,7 +56,7 @@ def _advice(planner: PlannerRow, request: PlanningRequest, *, max_actions: int |
 
 
 def _stuck_unit(request: PlanningRequest) -> str | None:
-    """Return a unit that does not fit by itself on any number of GPUs, whatever is conceded to memory."""
+    """Return a unit that does not fit on any number of GPUs by itself, with every concession to memory."""
     *_, last = memory_concessions(without_idle_units(replace(request, num_gpus=LARGEST_SEARCH)))
     shares_weights = request.sharding is None and request.transformer_impl != "transformer_engine"
     forms = [last, replace(last, sharding="optim_grads_params")] if shares_weights else [last]
@@ -68,10 +68,10 @@ def _stuck_unit(request: PlanningRequest) -> str | None:
 
 
 def enough_gpus(planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None) -> int | None:
-    """Return a number of GPUs with which the planner finds a plan, while it finds none with one fewer; None if there is none.
+    """Return a number of GPUs with which the planner finds a plan, while it finds none with one fewer; None if none is found.
 
-    Both have been tried: the number of the request, with which nothing fits, is doubled until something does, and the gap is
-    halved. More GPUs are no help to every planner, so there may be smaller such numbers. O(log) plans.
+    Both have been tried: the request's number, with which nothing fits, is doubled until something does, and the gap is halved.
+    More GPUs do not help every planner, so smaller such numbers may exist. O(log) plans.
     """
     works = partial(_works, planner, request, max_actions=max_actions)
     too_few = request.num_gpus
@@ -89,8 +89,8 @@ def enough_gpus(planner: PlannerRow, request: PlanningRequest, *, max_actions: i
 def _works(planner: PlannerRow, request: PlanningRequest, *, num_gpus: int, max_actions: int | None) -> bool:
     """Return True if the planner finds a plan.
 
-    A planner that searches by simulation is asked for one that needs least memory, microbatches of one sample and whole layers
-    recomputed; and it has one where any other planner has one that can be run.
+    A planner that searches by simulation is asked for a plan with the least memory, one sample per microbatch and full
+    recomputation; it also counts as successful if any other planner has a plan that can be run.
     """
     if num_gpus > MOST_RANKS:
         return False

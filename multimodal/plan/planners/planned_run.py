@@ -28,22 +28,22 @@ class PlannedRun:
     recompute: Recompute | None = None
     """None, `selective` or `full`: `--recompute-granularity`."""
     transformer_impl: Implementation = "transformer_engine"
-    """The implementation of transformer layers; activations differ."""
+    """The implementation of transformer layers, on which activations depend."""
     tp_comm_overlap: bool = False
-    """True if tensor parallel collectives run in parts beside products; local layers only."""
+    """True if tensor parallel collectives are cut into parts that run beside products; local layers only."""
     sharding: Sharding = "optim"
     """The state that replicas share: `--data-parallel-sharding-strategy`."""
     objective_seconds: float = field(default=0.0, compare=False)
     """Seconds of a step by the planner's own formula."""
     planning_seconds: float = field(default=0.0, compare=False)
     nominal_seconds: float = field(default=0.0, compare=False)
-    """Nominal seconds of the simulations by which the planner chose it, for searches that ask planners to count."""
+    """Nominal seconds of the simulations by which the planner chose it, which searches add to their own."""
     notes: tuple[str, ...] = field(default=(), compare=False)
-    """Lines about the search for a person to read."""
+    """Notes about the search, for the user."""
 
     @cached_property
     def key(self) -> str:
-        """All that makes it the run that it is, and nothing about its finding: a search recognises it by that."""
+        """A text that identifies the run for a search: its plan and flags, without facts about its planning."""
         return repr([getattr(self, each.name) for each in fields(self) if each.compare])
 
     @property
@@ -58,7 +58,7 @@ class PlannedRun:
 
     @property
     def flags(self) -> str:
-        """The flags that belong to the plan and are called alike everywhere."""
+        """The flags of the plan that have the same names in all programs."""
         flags = [f"--schedule {self.schedule}"]
         if self.passes:
             flags.append(f"--schedule-passes {','.join(self.passes)}")
@@ -71,9 +71,9 @@ class PlannedRun:
         return " ".join(flags)
 
     def training_flags(self, cluster: str | Path) -> str:
-        """Return the flags of pretrain_mllm.py: predictions count on sequence parallelism wherever there is tensor parallelism.
+        """Return the flags of pretrain_mllm.py; like predictions, they have sequence parallelism with tensor parallelism.
 
-        cluster: the file of the machine; named where the schedule goes by durations, which the run takes from it as the plan did.
+        cluster: the file of the machine; given if the schedule uses durations, which the run must take from it as the plan did.
         """
         flags = [self.flags]
         if self.sharding != "optim":

@@ -1,4 +1,4 @@
-"""The input of a planner: a model, a machine, a batch, real lengths, and the sizes that a person has decided."""
+"""The input of a planner: a model, a machine, a batch, real lengths, and the sizes that the user has fixed."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,26 +27,26 @@ from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 MICRO_BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
-"""Microbatch sizes that a planner may choose from if the person leaves the size open."""
+"""Microbatch sizes that a planner may choose from if the user leaves the size open."""
 MOST_MICRO_BATCH_TOKENS = 32_768
-"""Average tokens of a unit up to which a planner makes microbatches of several samples; beyond, nothing gets more efficient."""
+"""Most average tokens of a unit for microbatches of several samples; beyond, efficiency no longer improves."""
 CONTEXT_PARALLEL_SIZES = (1, 2, 4, 8)
 """Context parallel sizes that a planner may choose from if sequences are long."""
 BLOCK_SIZE = 128
-"""Tokens that context parallel ranks are dealt at a time, by default."""
+"""Default number of tokens that are dealt to context parallel ranks at a time."""
 LARGEST_CONTEXT_PARALLEL = CONTEXT_PARALLEL_SIZES[-1]
 LEAST_PART_TOKENS = 8 * BLOCK_SIZE
-"""Tokens of a part of an item."""
+"""Fewest tokens of a part of an item."""
 LEAST_SHARE_TOKENS = 32 * BLOCK_SIZE
 """Fewest tokens of each context parallel rank: about as many as a layer's matrix products need to be efficient."""
 Sharding = Literal["optim", "optim_grads_params"]
-"""The state that replicas share: the optimizer's (ZeRO-1), or gradients and weights as well (ZeRO-3); Megatron's names."""
+"""The state that replicas share, under Megatron's names: the optimizer's (ZeRO-1), or also gradients and weights (ZeRO-3)."""
 OVERLAPPED_PARTS = 4
 """Parts of `--tp-comm-overlap` unless a run says otherwise."""
 
 
 def plain_schedule(*, has_virtual_stages: bool = False) -> str:
-    """Return the schedule that planners plan for where they name none."""
+    """Return the schedule that planners assume if they name none."""
     return "interleaved-1f1b" if has_virtual_stages else "1f1b"
 
 
@@ -59,7 +59,7 @@ class StageSize(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class FixedSizes:
-    """Sizes of one unit that a person has decided; None leaves a size to the planner."""
+    """Sizes of one unit that the user has fixed; None leaves a size to the planner."""
 
     tensor_parallel_size: int | None = None
     pipeline_parallel_size: int | None = None
@@ -68,16 +68,16 @@ class FixedSizes:
     """Layer ranges per pipeline stage."""
     context_parallel_size: int | None = None
     expert_parallel_size: int | None = None
-    """The LLM's only."""
+    """For the LLM only."""
 
 
 _OF_MODEL_AND_DATA = ("layer_costs", "sample_loads", "lengths_vary", "mean_loads", "idle_units", "trained_weights")
-"""Attributes of a request, computed when asked for, that its options do not change."""
+"""Attributes of a request, computed on first access, that do not depend on its options."""
 
 
 @dataclass(frozen=True)
 class PlanningRequest:
-    """The input of every planner; raises PlanError when it contradicts itself."""
+    """The input of every planner; raises PlanError if it contradicts itself."""
 
     graph: ModelGraph
     """The model, with its freezing applied."""
@@ -87,41 +87,41 @@ class PlanningRequest:
     global_batch_size: int
     """Samples per step."""
     lengths: tuple[SampleLengths, ...]
-    """A sample of the real data, in any number."""
+    """Lengths of a sample of the real data, of any size."""
     expert_parallel_size: int | None = None
-    """Replicas of the LLM that share its experts; None: as fixed, or what a planner finds best."""
+    """Replicas of the LLM that share its experts; None: as fixed, or as the planner finds best."""
     micro_batch_size: int | None = None
-    """Samples per LLM microbatch; None: 1, or what a search or tuning finds best."""
+    """Samples per LLM microbatch; None: 1, or the best size that a search or tuning finds."""
     vocab_size: int = 50304
     """The padded size of the LLM's vocabulary."""
     fixed_sizes: Mapping[str, FixedSizes] = field(default_factory=dict)
     """Unit -> sizes that the plan must have."""
     recompute: Recompute | None = None
-    """The part of transformer layers that is computed again in their backward."""
+    """The part of transformer layers that is recomputed in their backward."""
     profile: LayerProfile | None = None
-    """Measured costs of layers, in place of those computed from the cluster's description."""
+    """Measured costs of layers, used instead of those computed from the cluster's description."""
     transformer_impl: Implementation | None = None
-    """The implementation of transformer layers; None: Transformer Engine's where it can run (see `implementation`)."""
+    """The implementation of transformer layers; None: Transformer Engine's if it can run (see `implementation`)."""
     tp_comm_overlap: bool = False
-    """True: plans count on tensor parallel collectives that run in parts beside products, as local layers do it."""
+    """True: plans assume tensor parallel collectives in parts beside products, as local layers run them."""
     sharding: Sharding | None = None
     """The state that replicas share; None: `optim`, or the planner's choice."""
     most_context_parallel: int = 1
     """The largest context parallel size that a planner may choose."""
     least_share_tokens: int = LEAST_SHARE_TOKENS
-    """Tokens that each context parallel rank must get of the largest microbatch, or sample, for a size to be looked at."""
+    """Fewest tokens of the largest microbatch, or sample, per context parallel rank for a size to be considered."""
     memory_headroom: float = 0.1
-    """Share of a GPU's memory that stays free: fragmentation, workspaces, communication buffers."""
+    """Share of a GPU's memory that stays free for fragmentation, workspaces and communication buffers."""
     memory_scale: float = 1.0
-    """Share of the remaining memory that planners count on: below 1 after a plan's simulated peak was above their estimate."""
+    """Share of the remaining memory that planners may use: below 1 after a plan's simulated peak exceeded their estimate."""
     time_budget_seconds: float = 30.0
-    """Nominal seconds that a planner that searches by simulation may use up: counted work, the same on every machine."""
+    """Nominal seconds that a planner that searches by simulation may use: counted work, the same on every machine."""
     on_progress: Callable[[str], None] | None = field(default=None, compare=False)
-    """Told, by such a planner, of every better plan that it finds."""
+    """Called by such a planner with a note on every better plan that it finds."""
     num_batches: int = 2
-    """Global batches, drawn at random, that a plan is judged on; where samples are alike, one says as much."""
+    """Randomly drawn global batches on which a plan is judged; one if samples are alike."""
     max_actions: int = 8_000
-    """Computations of a step up to which all of it is simulated (see `predict_run`)."""
+    """Most computations of a step that is simulated as a whole (see `predict_run`)."""
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "global_batch_size", "num_batches"):
@@ -146,7 +146,7 @@ class PlanningRequest:
 
     @property
     def expert_parallel_sizes(self) -> tuple[int, ...]:
-        """The fixed size; else the powers of two by which the LLM's experts, GPUs and fixed replicas can be divided."""
+        """The fixed size; else the powers of two that divide the LLM's experts, GPUs and fixed replicas."""
         experts, fixed = self.graph.backbone.transformer.experts, self.fixed(self.graph.backbone.name)
         decided = self.expert_parallel_size or fixed.expert_parallel_size
         if decided is not None or experts is None or self.sharding == "optim_grads_params":
@@ -155,14 +155,14 @@ class PlanningRequest:
         return tuple(size for size in sizes if experts.num_experts % size == 0 == (fixed.data_parallel_size or 0) % size)
 
     def with_shared_experts(self, plan: Plan) -> Plan:
-        """Return the plan with the LLM's experts shared as asked."""
+        """Return the plan with the requested sharing of the LLM's experts."""
         if self.expert_parallel_size is None:
             return plan
         llm = self.graph.backbone.name
         return Plan({**plan.units, llm: replace(plan.units[llm], expert_parallel_size=self.expert_parallel_size)})
 
     def changed(self, **changes: Any) -> "PlanningRequest":
-        """Return the request with other options for the same model, machine and data; what is known of these stays known."""
+        """Return the request with other options for the same model, machine and data; values cached for these are kept."""
         other = replace(self, **changes)
         other.__dict__.update({name: self.__dict__[name] for name in _OF_MODEL_AND_DATA if name in self.__dict__})
         if other.tp_comm_overlap != self.tp_comm_overlap:
@@ -176,7 +176,7 @@ class PlanningRequest:
 
     @property
     def memory_text(self) -> str:
-        """The card's memory and the part of it that may be used, for messages."""
+        """The accelerator's memory and the part of it that may be used, for messages."""
         return (
             f"the {self.cluster.memory_gb:g} GB of each, of which {self.memory_bytes / 1e9:.3g} GB may be used "
             f"(memory headroom {self.memory_headroom:g})"
@@ -184,7 +184,7 @@ class PlanningRequest:
 
     @property
     def planned_memory_bytes(self) -> float:
-        """Bytes that a planner's estimate may reach."""
+        """Most bytes of a planner's estimate."""
         return self.memory_bytes * self.memory_scale
 
     @property
@@ -205,7 +205,7 @@ class PlanningRequest:
 
     @property
     def zero_stage(self) -> int:
-        """The ZeRO stage: replicas share optimizer state (in float64 nothing), or everything."""
+        """The ZeRO stage: replicas share optimizer state (in float64 nothing), or all state."""
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
@@ -219,14 +219,14 @@ class PlanningRequest:
         return "local" if is_local else "transformer_engine"
 
     def allows(self, schedule: str) -> bool:
-        """Return True if the implementation that a person has decided on can run a schedule."""
+        """Return True if the implementation that the user has fixed can run a schedule."""
         return self.implementation(schedule) == "local" or (not BUILDERS[schedule].runs_segments and self.zero_stage != 3)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
-        """Passes that every planned run has, so that collectives over replicas hide behind computations as far as they can.
+        """Passes that every planned run has, so that collectives over replicas hide behind computations as far as possible.
 
-        Replicas that share an optimizer gather what it updated while others compute, and reduce gradients layer by layer. Those
-        that share weights do so in every layer anyway.
+        Replicas that share an optimizer gather updated weights while others compute, and reduce gradients layer by layer.
+        Replicas that share weights do both in every layer anyway.
         """
         has_copies = any(
             unit.data_parallel_size * unit.context_parallel_size > 1 and unit_is_trainable(self.graph, name)
@@ -245,7 +245,7 @@ class PlanningRequest:
         sharding: Sharding = "optim",
         tp_comm_overlap: bool = False,
     ) -> RunOptions:
-        """Return the options of such a run that decide about costs."""
+        """Return those options of such a run that affect costs."""
         return RunOptions(
             recompute,
             replace(self, sharding=sharding).zero_stage,
@@ -260,7 +260,7 @@ class PlanningRequest:
 
     @cached_property
     def trained_weights(self) -> Mapping[str, tuple[int, ...]]:
-        """Unit -> the trained weights of all layers before each one, and of all layers."""
+        """Unit -> the number of trained weights in all layers before each one, and in all layers."""
         weights = {unit: self._layer_weights(unit) for unit in self.graph.units}
         return {unit.name: tuple(accumulate(map(of.__getitem__, unit.layers), initial=0)) for unit, of in weights.items()}
 
@@ -273,12 +273,12 @@ class PlanningRequest:
         }
 
     def fixed(self, unit: str) -> FixedSizes:
-        """Return the sizes of a unit that are decided."""
+        """Return the fixed sizes of a unit."""
         return self.fixed_sizes.get(unit, FixedSizes())
 
     @cached_property
     def sample_loads(self) -> Mapping[str, NDArray[np.float64]]:
-        """Unit -> [num_samples, 4]: what each sample asks of it, as `UnitLoad`."""
+        """Unit -> [num_samples, 4]: the load of each sample, with the columns of `UnitLoad`."""
         width = len(UnitLoad._fields)
         return {
             unit.name: np.array([sample_load(unit, sample) for sample in self.lengths], dtype=np.float64).reshape(-1, width)
@@ -287,7 +287,7 @@ class PlanningRequest:
 
     @cached_property
     def lengths_vary(self) -> bool:
-        """True if samples differ, so that there is something to balance."""
+        """True if samples differ, so that balancing matters."""
         return any(bool((loads != loads[0]).any()) for loads in self.sample_loads.values())
 
     @cached_property
@@ -297,7 +297,7 @@ class PlanningRequest:
 
     @cached_property
     def idle_units(self) -> frozenset[str]:
-        """Units that none of the samples asks for anything."""
+        """Units for which none of the samples has work."""
         return frozenset(name for name, load in self.mean_loads.items() if not load[0] and name != self.graph.backbone.name)
 
     def load(self, unit: str, num_samples: float) -> UnitLoad:
@@ -305,7 +305,7 @@ class PlanningRequest:
         return UnitLoad(*(round(num_samples * each) for each in self.mean_loads[unit]))
 
     def tensor_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """Sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; PlanError if a fixed one does not."""
+        """Return the sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; raises PlanError."""
         described = self.graph.unit(unit)
         widths = [*described.divided_widths.values()]
         widths += [self.vocab_size] if described.role is Role.BACKBONE else []
@@ -335,7 +335,7 @@ class PlanningRequest:
         """The fixed size; else 1, and those up to `most_context_parallel` whose ranks get `least_share_tokens` of a large load.
 
         A large load is a microbatch of average samples or the longest sample; of the former, every rank must get a block, since
-        short samples take turns with long ones. An encoder has 1 where blocks would cut patches that it merges.
+        short samples are mixed with long ones. An encoder has 1 if blocks would cut patches that it merges.
         """
         fixed = self.fixed(unit).context_parallel_size
         if self.graph.unit(unit).module is not None:
@@ -371,7 +371,7 @@ class PlanningRequest:
         return [StageSize(*each) for each in product(self.tensor_parallel_sizes(unit), self.context_parallel_sizes(unit))]
 
     def data_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """Divisors of the number of microbatches, so that replicas get equally many, or the fixed one."""
+        """Return the divisors of the number of microbatches, so that replicas get equally many; or the fixed size."""
         fixed = self.fixed(unit).data_parallel_size
         count, experts = self.num_microbatches, self.experts_of(unit)
         if fixed is not None:
@@ -379,5 +379,5 @@ class PlanningRequest:
         return tuple(size for size in range(1, min(count, self.num_gpus) + 1) if count % size == 0 == size % experts)
 
     def experts_of(self, unit: str) -> int:
-        """Return how many replicas of a unit share experts."""
+        """Return the number of replicas of a unit that share experts."""
         return (self.expert_parallel_size or 1) if unit == self.graph.backbone.name else 1

@@ -1,1 +1,1 @@
-"""Planners of the systems and strawmen that papers compare theirs with."""
+"""Planners of the systems and simple baselines that papers compare with."""

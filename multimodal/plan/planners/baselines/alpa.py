@@ -1,7 +1,7 @@
-"""Alpa-like: units cut into stages on meshes of their own, by Alpa's objective of a pipeline's latency (a baseline of Optimus 5).
+"""Alpa-like: units cut into stages on meshes of their own, by Alpa's objective of pipeline latency (a baseline of Optimus 5).
 
-Alpa's stages are any runs of operators, and its meshes any rectangles of GPUs. Here a unit's stages are alike, as its layers are,
-so that a plan can be run: a mesh is tp x dp.
+Alpa's stages are any runs of operators, and its meshes any rectangles of GPUs. Here the stages of a unit are alike, as its layers
+are, so that runs can use the plan: a mesh is tp x dp.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,15 +17,15 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 
 NUM_LIMITS = 64
-"""Limits of the slowest stage that are tried: Alpa leaves out those that are too close to the one before."""
+"""Limits of the slowest stage that are tried: Alpa skips those that are too close to the one before."""
 
 
 def plan_alpa(request: PlanningRequest) -> PlannedRun:
-    """Minimise T = sum_i t_i + (B - 1) max_j t_j over the stages' latencies per microbatch, of which there are B.
+    """Minimise T = sum_i t_i + (B - 1) max_j t_j, with t the stages' latencies per microbatch, and B microbatches.
 
-    For every limit of max_j t_j, the stages with the least sum that keep it are found by dynamic programming over units and
-    GPUs (Alpa, Eq. 3 and Alg. 1); the first T whose plan fits into the memory is taken. O(limits x units x GPUs x meshes).
-    Neither reductions over replicas nor uneven lengths are seen, as there. Raises PlanError when nothing fits.
+    For every limit of max_j t_j, the stages within it with the least sum are found by dynamic programming over units and GPUs
+    (Alpa, Eq. 3 and Alg. 1); the first T whose plan fits into the memory is taken. O(limits x units x GPUs x meshes). As in Alpa,
+    reductions over replicas and uneven lengths are ignored. Raises PlanError if nothing fits.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     names = request.graph.unit_names
@@ -41,14 +41,14 @@ def plan_alpa(request: PlanningRequest) -> PlannedRun:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """A row of each unit's options, and Alpa's T."""
+    """A row of options for each unit, and Alpa's T."""
 
     rows: tuple[int, ...]
     seconds: float
 
 
 def _pipelines(options: Mapping[str, UnitOptions], request: PlanningRequest) -> Iterator[_Pipeline]:
-    """Yield the best pipeline under every limit that allows one, by the limits' order."""
+    """Yield the best pipeline for every limit that allows one, in the order of the limits."""
     latencies = np.unique(np.concatenate([each.stage_seconds / each.data for each in options.values()]))
     limits = latencies[np.unique(np.linspace(0, len(latencies) - 1, NUM_LIMITS).round().astype(np.int64))]
     for limit in limits.tolist():
@@ -61,7 +61,7 @@ def _pipelines(options: Mapping[str, UnitOptions], request: PlanningRequest) -> 
 
 
 def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tuple[int, ...] | None:
-    """Return the row of each unit with the least sum of latencies, whose stages keep the limit; None where GPUs are too few."""
+    """Return each unit's row with the least sum of latencies whose stages keep the limit; None if there are too few GPUs."""
     least = np.zeros(num_gpus + 1)
     chosen: list[Integers] = []
     for options in units:
@@ -79,9 +79,9 @@ def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tupl
 
 
 def _add_unit(before: Floats, options: UnitOptions, limit: float) -> tuple[Floats, Integers]:
-    """Return, by the GPUs used, the least sum with one more unit, and its row.
+    """Return, by the number of GPUs used, the least sum with one more unit, and its row.
 
-    before: [num_gpus + 1], of the units before it.
+    before: [num_gpus + 1] the least sums of the units before it.
     """
     least, rows = np.full(len(before), np.inf), np.full(len(before), -1)
     latency = options.chain_seconds / options.data

@@ -13,15 +13,14 @@ from multimodal.plan.planners.search.shortest_run import shortest_run
 
 MOST_EXTRA_STAGES = 8
 NEAR = 1.02
-"""Steps by the formula, over the shortest, between which it cannot decide: the best of each number of replicas is simulated."""
+"""Factor of the shortest estimate within which the formula is unreliable: the best of each number of replicas is simulated."""
 
 
 def plan_encoders_colocated(request: PlanningRequest) -> PlannedRun:
     """Plan one pipeline whose first stages hold a part of every encoder, and whose others hold the LLM, then generators.
 
-    All units have the same dp, the encoders the same tp, cp and pp, the others the same tp and cp. Where the formula
-    cannot decide between numbers of replicas, simulation does.
-    Raises PlanError when nothing fits.
+    All units have the same dp, the encoders the same tp, cp and pp, the others the same tp and cp. If the formula cannot decide
+    between numbers of replicas, simulation does. Raises PlanError if nothing fits.
     """
     best: dict[int, tuple[Candidate, float]] = {}
     for candidate, seconds in choose_candidates(request, _candidates(request), within=NEAR):

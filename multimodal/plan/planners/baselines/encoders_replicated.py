@@ -16,10 +16,9 @@ from multimodal.values.errors import PlanError
 def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     """Plan the LLM alone, and give every one of its stages a replica of each encoder with the same tp and cp.
 
-    An encoder then has dp x pp of the LLM replicas of one stage each, and every stage runs it for every microbatch: what the
-    copies beside other stages than the first compute is repeated work, so such a plan can be simulated but not run.
-    Generators get ranks of their own behind the LLM.
-    Raises PlanError when nothing fits, or dp or pp of an encoder are fixed to something else.
+    An encoder then has dp x pp (of the LLM) replicas of one stage each, and every LLM stage runs it for every microbatch. Only
+    the copies beside the first stage compute something new, so such a plan can be simulated but not run. Generators get ranks of
+    their own behind the LLM. Raises PlanError if nothing fits, or dp or pp of an encoder are fixed to other sizes.
     """
     chosen, seconds = choose_candidate(request, _candidates(request))
     replicated = _replicate(request, chosen)
@@ -30,7 +29,7 @@ def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
-    """Yield each LLM with encoders of its dp: that many microbatches run on each of its stages."""
+    """Yield each LLM layout with encoders of its dp, as many of whose microbatches run on each of its stages."""
     graph, backbone = request.graph, request.graph.backbone.name
     together = (*(unit.name for unit in graph.encoders), backbone)
     for tensor, context in shared_stage_sizes(request, together):

@@ -1,4 +1,4 @@
-"""Flops-ratio: GPUs in proportion to the units' FLOPs (the strawman of DistTrain 4.2)."""
+"""Flops-ratio: GPUs in proportion to the units' FLOPs (the baseline of DistTrain 4.2)."""
 
 import math
 from collections.abc import Mapping
@@ -18,10 +18,10 @@ from multimodal.values.model_graph import Role
 
 
 def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
-    """Give every unit its share of FLOPs in GPUs (backwards as frozen), and the fastest parallelism of its own in them.
+    """Give every unit GPUs in proportion to its FLOPs (frozen parts considered), and the fastest parallelism of its own in them.
 
-    What it overlooks is what DistTrain's allocation is about: tensor parallelism costs communication, so equal FLOPs per GPU are
-    not equal times. A unit whose share is below the fewest GPUs it fits in gets those. Raises PlanError when nothing fits.
+    This ignores what DistTrain's allocation is about: tensor parallelism costs communication, so equal FLOPs per GPU are not
+    equal times. A unit gets at least the fewest GPUs that it fits in. Raises PlanError if nothing fits.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     graph, size = request.graph, request.default_micro_batch_size
@@ -37,10 +37,10 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
 def _lay_out(
     request: PlanningRequest, options: Mapping[str, UnitOptions], fewest: dict[str, int]
 ) -> dict[str, UnitLayout] | None:
-    """Divide GPUs and choose each unit's parallelism, from the last unit back; None when they do not fit together.
+    """Divide GPUs and choose each unit's parallelism, from the last unit back; None if they do not fit together.
 
-    An encoder that must keep activations for what is in flight behind it may need more GPUs than its share: then it gets those,
-    and the division starts anew.
+    An encoder that must keep activations for the microbatches in flight behind it may need more GPUs than its share: then it gets
+    them, and the division starts again.
     """
     while sum(fewest.values()) <= request.num_gpus:
         budgets = proportional_gpus(flops_per_sample(request), fewest=fewest, num_gpus=request.num_gpus)
@@ -64,15 +64,15 @@ def _lay_out(
 
 
 def flops_per_sample(request: PlanningRequest) -> dict[str, float]:
-    """FLOPs of each unit per average sample, backwards as its freezing asks for."""
+    """Return the FLOPs of each unit per average sample, with the backwards that freezing leaves."""
     graph, vocab_size = request.graph, request.vocab_size
     return {name: unit_flops(graph, name, vocab_size=vocab_size).of(request.load(name, 1)) for name in graph.unit_names}
 
 
 def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpus: int) -> dict[str, int]:
-    """Divide GPUs in proportion to work, each unit at least its fewest; the largest remainders are rounded up.
+    """Divide GPUs in proportion to work, with a minimum for each unit; the largest remainders are rounded up.
 
-    Units below their fewest are lifted to it, and the others share what is left. fewest must sum to at most `num_gpus`.
+    Units below their minimum get it, and the others share the rest. fewest must sum to at most `num_gpus`.
     """
     lifted: set[str] = set()
     while True:
@@ -94,7 +94,7 @@ def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpu
 
 
 def _fastest(options: UnitOptions, max_gpus: int, in_flight: float, num_microbatches: int) -> int | None:
-    """Return the row with the shortest time alone: warm-up and its own microbatches."""
+    """Return the row with the shortest time by itself: warm-up and its own microbatches."""
     is_possible = (options.gpus <= max_gpus) & (options.in_flight_downstream >= in_flight)
     if not is_possible.any():
         return None

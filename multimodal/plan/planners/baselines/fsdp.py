@@ -1,4 +1,4 @@
-"""FSDP: every rank computes all of the model for samples of its own, and all share the weights (ZeRO-3)."""
+"""FSDP: every rank computes the whole model for its own samples, and all ranks share the weights (ZeRO-3)."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ SHARDING = "optim_grads_params"
 def plan_fsdp(request: PlanningRequest) -> PlannedRun:
     """Plan all units on all ranks, with tp 1 and pp 1, and weights shared by all of a unit's ranks.
 
-    Raises PlanError when that does not fit, or when other sizes or another sharding are fixed.
+    Raises PlanError if that does not fit, or if other sizes or another sharding are fixed.
     """
     if request.sharding not in (None, SHARDING):
         raise PlanError(f"shares weights, but --data-parallel-sharding-strategy {request.sharding} is asked for; leave it out")

@@ -13,15 +13,15 @@ from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.model_graph import Role, Unit
 
 MOST_EXTRA_STAGES = 8
-"""Stages that an encoder or a generator is cut into when it does not fit into fewer."""
+"""Most stages that an encoder or a generator is cut into if it does not fit into fewer."""
 
 
 def plan_megatron(request: PlanningRequest) -> PlannedRun:
     """Plan one grid: the same tp, cp and dp for all units, transformer layers cut evenly, one stage for every other unit.
 
     An encoder or a generator gets as few stages as memory allows (usually 1), and the LLM the number that makes the step
-    shortest, so the baseline is as good as tuning makes it. Where a tp, pp or dp of an encoder or a generator is fixed, it has
-    that in place of the grid's. Raises PlanError when nothing fits.
+    shortest, so the baseline is as good as tuning makes it. A fixed tp, pp or dp of an encoder or a generator replaces the
+    grid's. Raises PlanError if nothing fits.
     """
     return _plan(request, replicates=False)
 
@@ -29,8 +29,8 @@ def plan_megatron(request: PlanningRequest) -> PlannedRun:
 def plan_megatron_replicated(request: PlanningRequest) -> PlannedRun:
     """Plan the same grid, but replicate encoders and generators over the ranks of their tensor parallel groups.
 
-    Each of these ranks has all of the unit, and takes other images (DistTrain's baseline): dp is tp times the grid's, tp is 1.
-    Raises PlanError when nothing fits.
+    Each of these ranks has the whole unit, and takes other images (DistTrain's baseline): dp is tp times the grid's, tp is 1.
+    Raises PlanError if nothing fits.
     """
     return _plan(request, replicates=True)
 

@@ -26,10 +26,10 @@ VIRTUAL_STAGES = (1, 2, 3, 4, 6, 8, 12)
 def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     """Plan one grid whose slowest virtual stage is as fast as the order of layers allows.
 
-    The layers of all units, in the graph's order, are one chain, which F(l, m) = min_j max(F(j, m - 1), t_{j+1} + ... + t_l) cuts
-    into pp x V virtual stages; stage s runs virtual stages s, s + pp, ... The paper leaves several encoders out; here they stand
-    one after another in the chain. tp, cp, pp, V and dp are those with the shortest expected step.
-    Raises PlanError when nothing fits.
+    The layers of all units, in the graph's order, form one chain, which F(l, m) = min_j max(F(j, m - 1), t_{j+1} + ... + t_l)
+    cuts into pp x V virtual stages; stage s runs virtual stages s, s + pp, ... The paper does not cover several encoders; here
+    they follow each other in the chain. tp, cp, pp, V and dp are those with the shortest expected step. Raises PlanError if
+    nothing fits.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     grid, seconds = choose(request, list_grids(times), seconds=partial(grid_seconds, request), fits=partial(grid_fits, memory))

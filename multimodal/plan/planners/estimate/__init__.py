@@ -1,1 +1,1 @@
-"""Properties of a plan in closed form: layouts, seconds, bytes and bounds, by which planners prune before they simulate."""
+"""Closed forms of a plan's layouts, seconds, bytes and bounds, by which planners prune before they simulate."""

@@ -1,4 +1,4 @@
-"""GPUs of every unit in closed form, and DistTrain's search over parallelisms on top of it (DistTrain, Alg. 1)."""
+"""GPUs of every unit in closed form, and DistTrain's search over parallelisms based on it (DistTrain, Alg. 1)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +11,7 @@ from multimodal.plan.planners.estimate.unit_options import Bools, Floats, Intege
 from multimodal.values.errors import PlanError
 
 _LARGEST_PRODUCT = 300_000
-"""Pairs of choices that are cheaper to look at than to thin out."""
+"""Pairs of choices up to which examining all is cheaper than thinning them out."""
 
 
 @dataclass(frozen=True)
@@ -20,38 +20,38 @@ class AllocationProblem:
 
     llm: UnitOptions
     others: Mapping[str, UnitOptions]
-    """Encoders and generators."""
+    """Options of encoders and generators."""
     upstream: frozenset[str]
-    """The encoders among them, which keep activations for as many microbatches as the LLM has in flight."""
+    """The encoders among `others`, which keep activations for as many microbatches as the LLM has in flight."""
     num_gpus: int
     num_microbatches: int
     """LLM microbatches of one step, over all replicas."""
     virtual_stages: int = 1
-    """Layer ranges per stage of the LLM; they divide its warm-up (DistTrain 4.3)."""
+    """Layer ranges per stage of the LLM, by which its warm-up is divided (DistTrain 4.3)."""
 
 
 @dataclass(frozen=True)
 class AllocationChoice:
-    """A solution: a row of every unit's options."""
+    """A solution: one row of options for every unit."""
 
     seconds: float
     llm_row: int
     other_rows: Mapping[str, int]
     num_solved: int = 0
-    """Parallelisms of the LLM whose roundings were looked at; the others' relaxed optimum was no better."""
+    """Number of LLM parallelisms whose roundings were examined; the relaxed optimum of the others was no better."""
 
 
 @dataclass(frozen=True)
 class _Front:
-    """Choices for units other than the LLM; seconds per microbatch of the LLM, over the dp of the LLM."""
+    """Choices for units other than the LLM; seconds per microbatch of the LLM, divided by the LLM's dp."""
 
     gpus: Integers
     stage_seconds: Floats
     chain_seconds: Floats
     in_flight: Floats
-    """Microbatches that encoders' memory lets units downstream keep in flight; infinite for generators."""
+    """Microbatches that encoders' memory allows downstream units to have in flight; infinite for generators."""
     behind: Floats
-    """Microbatches that generators keep in flight, over all their replicas, while the LLM keeps its own."""
+    """Microbatches that generators keep in flight over all their replicas, in addition to the LLM's own."""
     rows: Integers
     """[num_choices, num_units] rows of the units' options."""
 
@@ -62,7 +62,7 @@ class _Front:
 
     @cached_property
     def least_work(self) -> float:
-        """GPU-seconds of the choice that wastes least."""
+        """GPU-seconds of the choice with the least work."""
         return float((self.gpus * self.stage_seconds).min())
 
     @cached_property
@@ -71,7 +71,7 @@ class _Front:
         return float(self.chain_seconds.min())
 
     def take(self, rows: Integers | Bools) -> "_Front":
-        """Keep some choices."""
+        """Return some of the choices."""
         return _Front(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
 
@@ -93,11 +93,11 @@ def objective_seconds(
 def search_allocation(problem: AllocationProblem) -> AllocationChoice:
     """Return the best choice of (tp, cp, dp, pp) for all units; its objective equals that of exhaustive search.
 
-    For every (tp, cp, dp) of the LLM, the relaxed problem (any fraction of a GPU, the best tp and cp and the shortest warm-up of
+    For every (tp, cp, dp) of the LLM, the relaxed problem (fractions of GPUs, the best tp and cp and the shortest warm-up of
     every other unit) is solved in closed form (`solve_allocation`) and bounds the objective from below. Parallelisms are rounded
     in the order of that bound until it reaches the best objective found. Rounding is exact: every pp of the LLM, again in the
-    order of its bound, against every choice for the other units that no other choice beats in GPUs, seconds and memory.
-    Raises PlanError when nothing fits. O(parallelisms + looked at x choices).
+    order of its bound, is combined with every choice for the other units that no other choice beats in GPUs, seconds and memory.
+    Raises PlanError if nothing fits. O(parallelisms + examined x choices).
     """
     if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
         raise PlanError("a unit fits in no parallelism")
@@ -154,7 +154,7 @@ def _unbeaten(front: _Front) -> Integers:
 
 
 def _parallelism_bounds(problem: AllocationProblem, fronts: Sequence[_Front]) -> list[tuple[float, Integers]]:
-    """Per (tp, cp, dp) of the LLM a lower bound of the objective, and the LLM's rows; in ascending order."""
+    """Return, per (tp, cp, dp) of the LLM, a lower bound of the objective and the LLM's rows; in ascending order."""
     llm = problem.llm
     bounds = []
     keys = (llm.tensor * (1 << 12) + llm.context) * (1 << 32) + llm.data
@@ -185,7 +185,7 @@ def _relaxed_seconds(
 ) -> float:
     """Bound the objective for an LLM of `own_work` GPU-seconds per microbatch that has at least `own_gpus`.
 
-    slowest: where the LLM's GPUs are decided, its slowest stage; others then share what it leaves.
+    slowest: the LLM's slowest stage, if the LLM's GPUs are decided; the others then share the GPUs that it leaves.
     """
     works = [data * front.least_work for front in fronts]
     least = [front.least_gpus for front in fronts]
@@ -203,7 +203,7 @@ def _relaxed_seconds(
 def _round(
     problem: AllocationProblem, fronts: Sequence[_Front], row: int, best: AllocationChoice | None
 ) -> AllocationChoice | None:
-    """Return the better of `best` and the best choice for the other units beside one row of the LLM."""
+    """Return the better of `best` and the best choice for the other units with one row of the LLM."""
     llm = problem.llm
     num_left = problem.num_gpus - int(llm.gpus[row])
     merged = _Front(
@@ -253,11 +253,11 @@ class Allocation(NamedTuple):
 def solve_allocation(work: Sequence[float], *, num_gpus: float, minimums: Sequence[float]) -> Allocation:
     """Minimise max_i(work_i / x_i) subject to sum(x) <= num_gpus and minimum_i <= x_i (DistTrain, Eq. 2 and 4.3).
 
-    At the optimum t, every unit has x_i = max(minimum_i, work_i / t): those above their minimum are equally slow, so
-    t = (their work) / (the GPUs that the others' minimums leave). As t falls from infinity, units rise above their minimum in the
-    order of work_i / minimum_i, which leaves one candidate t per number of risen units. Exact; O(units log units).
+    At the optimum t, every unit has x_i = max(minimum_i, work_i / t): units above their minimum are equally slow, so t = (their
+    work) / (the GPUs that the others' minimums leave). As t falls from infinity, units rise above their minimum in the order of
+    work_i / minimum_i, which gives one candidate t per number of risen units. Exact; O(units log units).
 
-    work: in GPU-seconds, not negative. minimums: positive. Raises PlanError when the minimums exceed `num_gpus`.
+    work: in GPU-seconds, not negative. minimums: positive. Raises PlanError if the minimums exceed `num_gpus`.
     """
     if sum(minimums) > num_gpus * (1 + 1e-12):
         raise PlanError(f"the units need at least {sum(minimums):g} GPUs, but there are {num_gpus:g}")

@@ -1,4 +1,4 @@
-"""One point of a planner's search: unit layouts, how they share ranks, and a microbatch size."""
+"""One point of a planner's search: unit layouts, the units that share ranks, and a microbatch size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from multimodal.values.plan import Plan
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan before its ranks are dealt."""
+    """A plan before ranks are assigned."""
 
     layouts: Mapping[str, UnitLayout]
     micro_batch_size: int = 1
@@ -36,16 +36,16 @@ class Candidate:
 
     @property
     def num_gpus(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return sum(max(self.layouts[unit].num_ranks for unit in group) for group in self.all_groups)
 
     @property
     def schedule(self) -> str:
-        """The plainest builder that fits the layouts."""
+        """The simplest builder that fits the layouts."""
         return plain_schedule(has_virtual_stages=any(layout.virtual_stages > 1 for layout in self.layouts.values()))
 
     def build_plan(self, graph: ModelGraph) -> Plan:
-        """Deal ranks; raises PlanError."""
+        """Assign ranks; raises PlanError."""
         return lay_out_units(graph, self.layouts, groups=self.all_groups)
 
     def to_run(
@@ -57,7 +57,7 @@ class Candidate:
 
 
 def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float) -> PlannedRun:
-    """Return a run of a plan with the request's options, or those that follow from the schedule."""
+    """Return a run of a plan with the request's options, or with those that follow from the schedule."""
     shared = request.with_shared_experts(plan)
     validate_plan(shared, graph=request.graph, world_size=shared.num_ranks)
     return PlannedRun(
@@ -74,7 +74,7 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
 
 
 def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: str) -> int:
-    """Microbatches of the unit's busiest replica; every unit has one per LLM microbatch, dealt to its own replicas."""
+    """Return the microbatches of the unit's busiest replica; each unit has one per LLM microbatch, dealt to its replicas."""
     count = -(-request.global_batch_size // candidate.micro_batch_size)
     return -(-count // candidate.layouts[unit].data_parallel_size)
 
@@ -82,11 +82,11 @@ def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: 
 def samples_in_flight(
     request: PlanningRequest, candidate: Candidate, unit: str, stage_index: int, *, schedule: str | None = None
 ) -> float:
-    """Samples whose activations a stage keeps under a schedule, by default the candidate's.
+    """Return the samples whose activations a stage keeps under a schedule, by default the candidate's.
 
-    Under 1F1B (interleaved where it has several layer ranges), stage s of P keeps P - s microbatches, and what keeps the units
-    downstream full: an encoder as many of its microbatches as the LLM has in flight, a generator's upstream as many as the
-    generator. See `forward_limits` in schedule/builders.
+    Under 1F1B (interleaved if it has several layer ranges), stage s of P keeps P - s microbatches, plus those that keep the
+    downstream units full: an encoder keeps as many of its microbatches as the LLM has in flight, the units upstream of a
+    generator as many as the generator. See `forward_limits` in schedule/builders.
     """
     graph, layouts, size = request.graph, candidate.layouts, candidate.micro_batch_size
     layout = layouts[unit]
@@ -102,7 +102,7 @@ def samples_in_flight(
 
 
 def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], unit: str) -> float:
-    """Microbatches that units downstream keep in flight, over all their replicas."""
+    """Return the microbatches that units downstream keep in flight, over all their replicas."""
     return max(
         (
             layouts[target].pipeline_parallel_size * layouts[target].data_parallel_size
@@ -114,7 +114,7 @@ def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], 
 
 
 def fits(memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None) -> bool:
-    """Return True if the estimated peak under a schedule, by default the candidate's, is within the memory to count on."""
+    """Return True if the estimated peak under a schedule, by default the candidate's, is within the planned memory."""
     in_flight = partial(samples_in_flight, memory.request, candidate, schedule=schedule)
     peaks = {
         unit: max(

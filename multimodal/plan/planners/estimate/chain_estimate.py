@@ -1,4 +1,4 @@
-"""Seconds of a step of one interleaved chain: average microbatches through layer ranges that are dealt to lanes in turn."""
+"""Seconds of a step of one interleaved chain: average microbatches in layer ranges that are dealt to lanes in turn."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import row_starts
 
 SHORT, LONG = 2, 3
-"""Microbatches of two short steps, over the number of lanes: beyond its warm-up a pipeline repeats itself."""
+"""Microbatches of two short steps, divided by the number of lanes: after its warm-up a pipeline is periodic."""
 
 
 class ChainRange(NamedTuple):
@@ -23,17 +23,17 @@ class ChainRange(NamedTuple):
     forward_seconds: float
     backward_seconds: float
     gathering_seconds: float = 0.0
-    """Seconds for gathering its updated weights before its first forward."""
+    """Seconds of gathering its updated weights before its first forward."""
     reducing_seconds: float = 0.0
-    """Seconds for reducing its gradients, as far as that does not begin during its last backward."""
+    """Seconds of reducing its gradients, without the part that runs during its last backward."""
 
 
 def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatches: int) -> float:
     """Return the seconds of a step of interleaved 1F1B; range i is in lane i modulo `num_lanes`.
 
-    All lanes go through their ranges in groups of `num_lanes` microbatches and wait for each other at every step, so ranges that
-    differ cost more than the busiest lane says: what a lane saves in its short ranges it waits for its neighbours' long ones.
-    Messages take no time. A step of many microbatches is continued in a straight line from two short ones. O(ranges x lanes).
+    All lanes pass their ranges in groups of `num_lanes` microbatches and wait for each other at every step, so unequal ranges
+    cost more than the busiest lane's work: in its short ranges, a lane waits for its neighbours' long ones. Messages take no
+    time. A step of many microbatches is extrapolated linearly from two short ones. O(ranges x lanes).
     """
     if num_microbatches <= LONG * num_lanes:
         return _run(ranges, num_lanes, num_microbatches)
@@ -42,23 +42,23 @@ def chain_seconds(ranges: Sequence[ChainRange], *, num_lanes: int, num_microbatc
 
 
 def slowdown_by_lengths(works: NDArray[np.float64], *, num_lanes: int, num_chunks: int) -> float:
-    """Return the time of a step of equal ranges on microbatches of these works, in this order, over that of average ones.
+    """Return the ratio of a step of equal ranges on microbatches of these works, in this order, to one of average microbatches.
 
-    works: as many as a multiple of the lanes. O(num_chunks x num_lanes x microbatches).
+    works: one for each microbatch; their number is a multiple of the lanes. O(num_chunks x num_lanes x microbatches).
     """
     even, count = [ChainRange(1.0, 2.0)] * (num_lanes * num_chunks), len(works)
     return _run(even, num_lanes, count, works / works.mean()) / _run(even, num_lanes, count)
 
 
 def num_nodes(*, num_ranges: int, num_lanes: int, num_microbatches: int) -> int:
-    """Return about how many computations `chain_seconds` runs."""
+    """Return the approximate number of computations that `chain_seconds` runs."""
     short_steps = (SHORT + LONG) * num_lanes
     return 2 * num_ranges * (num_microbatches if num_microbatches <= LONG * num_lanes else short_steps)
 
 
 @lru_cache(maxsize=256)
 def chunks_in_flight(lane: int, *, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
-    """Return how many microbatches of each of its chunks a lane keeps after each of its steps, [num_steps, chunks]."""
+    """Return the microbatches of each of its chunks that a lane keeps after each of its steps, [num_steps, chunks]."""
     order = _order_of_lane(lane, num_lanes, chunks, min(num_microbatches, LONG * num_lanes))
     changes = np.zeros((len(order), chunks), np.int64)
     changes[np.arange(len(order)), order[:, 1]] = 1 - 2 * order[:, 0]
@@ -82,7 +82,7 @@ def _order_of_lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int
 
 
 def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int, works: NDArray[np.float64] | float = 1.0) -> float:
-    """Return the seconds of the ranges' order; works: of each microbatch, where an average one is 1."""
+    """Return the seconds of the ranges in that order; works: of each microbatch, relative to an average one."""
     arrays = _arrays(num_lanes, len(ranges) // num_lanes, num_microbatches)
     forward, backward, gathering, reducing = np.array(ranges).T
     of_each = np.broadcast_to(works, num_microbatches)
@@ -93,7 +93,7 @@ def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int, wo
 
 @lru_cache(maxsize=64)
 def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
-    """Number the forwards of all ranges, their backwards, then the gatherings and the reductions; without their seconds."""
+    """Number the forwards of all ranges, their backwards, then the gathers and the reductions; without their seconds."""
     num_ranges = num_lanes * chunks
     count = num_ranges * num_microbatches
     forwards, ranges = np.arange(count), np.arange(num_ranges)

@@ -1,4 +1,4 @@
-"""One chain of all layers over the virtual stages of one grid: its sizes, its cuts, its seconds and whether it fits."""
+"""One chain of all layers over the virtual stages of one grid: sizes, cuts, seconds and memory."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,21 +25,21 @@ class Piece(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds of both."""
+        """Seconds of forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
 
 class GridShape(NamedTuple):
-    """The ranks of one grid, and the chain that is cut for it."""
+    """The ranks of one grid, and the size of the chain that is cut for it."""
 
     size: StageSize
     num_stages: int
     data_parallel_size: int
     num_pieces: int
-    """Smallest ranges of the chain, which is the most virtual stages that it can have."""
+    """Number of smallest ranges in the chain, which is the most virtual stages that it can have."""
 
     def can_hold(self, virtual_stages: int) -> bool:
-        """Return True if every stage can hold so many layer ranges; alone, there is nothing to interleave."""
+        """Return True if every stage can hold so many layer ranges; a single stage has nothing to interleave."""
         return self.num_stages * virtual_stages <= self.num_pieces and (self.num_stages > 1 or virtual_stages == 1)
 
 
@@ -52,7 +52,7 @@ class Grid:
     """Unit -> stage of the grid -> its layer ranges there, in the order in which microbatches reach the stages."""
     layouts: Mapping[str, UnitLayout]
     stage_seconds: tuple[float, ...]
-    """Per stage of the grid, one microbatch through all its ranges."""
+    """Seconds of one microbatch in all ranges of each stage of the grid."""
     ranges: tuple[tuple[Piece, ...], ...]
     """The smallest ranges that each virtual stage holds, in the order of the chain."""
 
@@ -68,19 +68,19 @@ class Grid:
 
     @property
     def num_gpus(self) -> int:
-        """Ranks in all."""
+        """Total number of ranks."""
         return self.num_stages * self.shape.size.tensor * self.shape.size.context * self.shape.data_parallel_size
 
 
 def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> PlannedRun:
-    """Deal ranks to a grid."""
+    """Assign ranks to a grid."""
     layout = grid.layouts[request.graph.backbone.name]
     plan = lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=layout)
     return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
 
 
 def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
-    """Yield every tp, cp, pp and dp; raises PlanError where units cannot share tp and dp."""
+    """Yield every tp, cp, pp and dp; raises PlanError if units cannot share tp and dp."""
     graph, names = request.graph, request.graph.unit_names
     fixed = request.fixed(graph.backbone.name).pipeline_parallel_size
     data_sizes = shared_data_parallel_sizes(request, names)
@@ -93,7 +93,7 @@ def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
 
 
 def cut_grid(pieces: Sequence[Piece], shape: GridShape, *, virtual_stages: int) -> Grid:
-    """Cut a chain so that the slowest range is as fast as can be."""
+    """Cut a chain so that the slowest range is as fast as possible."""
     cuts = partition_layers([piece.seconds for piece in pieces], num_stages=shape.num_stages * virtual_stages)
     return build_grid(pieces, cuts, shape=shape)
 

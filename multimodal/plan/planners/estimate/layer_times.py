@@ -1,4 +1,4 @@
-"""Seconds of every layer of a unit for a microbatch of average samples, which planners sum over stages."""
+"""Seconds of every layer of a unit for a microbatch of average samples, which planners add up over stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,21 +16,21 @@ class LayerTimes(NamedTuple):
 
     @property
     def total(self) -> tuple[float, ...]:
-        """Seconds of forward and backward together, which a stage of a full pipeline takes per microbatch."""
+        """Seconds of forward and backward together: a microbatch's time in a stage of a full pipeline."""
         return tuple(forward + backward for forward, backward in zip(self.forward, self.backward, strict=True))
 
 
 @dataclass(frozen=True)
 class PlanningTimes:
-    """Looks layer times up, each computed once. One per planning request."""
+    """Layer times, each computed once. One object per planning request."""
 
     request: PlanningRequest
     is_frozen_aware: bool = True
-    """False: every backward is taken to cost twice its forward (Cornstarch's baseline, 4.2)."""
+    """False: every backward is assumed to cost twice its forward (Cornstarch's baseline, 4.2)."""
     _known: dict[tuple[str, StageSize], LayerTimes] = field(default_factory=dict, repr=False)
 
     def of_unit(self, unit: str, size: StageSize) -> LayerTimes:
-        """Return the seconds of each layer over a microbatch of average samples on a stage's ranks from a node's first on."""
+        """Return the seconds of each layer for a microbatch of average samples on a stage's ranks from a node's first on."""
         if (unit, size) not in self._known:
             self._known[unit, size] = self._compute(unit, size)
         return self._known[unit, size]

@@ -1,4 +1,4 @@
-"""Bytes that a rank needs under a layout, in closed form, by which planners prune before they simulate anything."""
+"""Bytes that a rank needs under a layout, in closed form, by which planners prune before they simulate."""
 
 import math
 from collections import Counter
@@ -30,25 +30,25 @@ class LayerMemory(NamedTuple):
 
     num_weights: int
     num_trained: int
-    """Those of them that have gradients."""
+    """Weights that have gradients."""
     num_shared: int
-    """Those of experts that replicas share."""
+    """Weights of experts that replicas share."""
     num_sharers: int
     activations: ActivationBytes
-    """Bytes of one average sample, if no context parallel ranks share its tokens."""
+    """Bytes of one average sample, if context parallel ranks do not share its tokens."""
     spread_activations: ActivationBytes
     """Bytes of one average sample over all context parallel ranks that share its tokens."""
     bytes_per_element: int
     zero_stage: int
 
     def activation_bytes(self, tensor_parallel_size: int, context_parallel_size: int) -> float:
-        """Bytes kept for the backward of one average sample, of one context parallel rank."""
+        """Bytes that one context parallel rank keeps for the backward of one average sample."""
         found = self.spread_activations if context_parallel_size > 1 else self.activations
         return found.all_ranks(tensor_parallel_size=tensor_parallel_size) / context_parallel_size
 
     def static_bytes(self, data_parallel_size: int) -> float:
         """Weights, gradients and optimizer state; data_parallel_size: ranks that hold the same weights."""
-        trained = self.num_shared if self.num_trained == self.num_weights else 0  # with adapters, none of the experts'
+        trained = self.num_shared if self.num_trained == self.num_weights else 0  # adapters have none in experts
         shares = (
             (self.num_trained - trained, True, 1),
             (self.num_weights - self.num_trained - self.num_shared + trained, False, 1),
@@ -69,10 +69,10 @@ class LayerMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of stages. One per planning request.
+    """Memory of stages. One object per planning request.
 
-    Static bytes are exact. Activations are those of the microbatches in flight; their samples are taken to be as heavy together
-    as three standard deviations above the mean allow, but not heavier than the heaviest sample each.
+    Static bytes are exact. Activations are those of the microbatches in flight; the samples of these are assumed to weigh, in
+    total, three standard deviations more than the mean, but no sample more than the heaviest.
     """
 
     request: PlanningRequest
@@ -116,9 +116,9 @@ class MemoryEstimate:
         return static + self.activation_bytes(unit, layout, stage_index, num_samples=num_samples)
 
     def working_bytes(self, unit: str, size: StageSize) -> float:
-        """Return the bytes that a rank needs while one layer of the unit runs, for recomputed activations and gathered weights.
+        """Return the bytes that a rank needs while one layer of the unit runs: recomputed activations and gathered weights.
 
-        As `StepMemory` counts it; of units that share ranks, one works at a time.
+        Counted as in `StepMemory`; of units that share ranks, one works at a time.
         """
         if (unit, size) not in self._working:
             self._working[unit, size] = self._count_working(unit, size)
@@ -145,7 +145,7 @@ class MemoryEstimate:
 
     @cached_property
     def _spreads(self) -> dict[str, tuple[float, float]]:
-        """Unit -> standard deviation and maximum of a sample's tokens, in means."""
+        """Unit -> standard deviation and maximum of a sample's tokens, relative to the mean."""
         spreads = {}
         for unit, loads in self.request.sample_loads.items():
             tokens = loads[:, 0]
@@ -154,14 +154,14 @@ class MemoryEstimate:
         return spreads
 
     def heavy_count(self, unit: str, num_samples: float) -> float:
-        """Return `heavy_samples` of one number."""
+        """Return `heavy_samples` of a single number."""
         deviation, heaviest = self._spreads[unit]
         return min(num_samples + 3 * deviation * math.sqrt(num_samples), num_samples * heaviest)
 
     def heaviest_share(self, unit: str, *, count: int, of: int) -> float:
-        """Return the mean tokens of the `count` heaviest of so many microbatches as a balancer leaves them, in average ones.
+        """Return the mean tokens of the `count` heaviest of `of` balanced microbatches, relative to an average microbatch.
 
-        Those are in flight together where a balancer puts the heaviest first.
+        These are in flight together if a balancer puts the heaviest first.
         """
         if not self._spreads[unit][0]:
             return 1.0
@@ -181,7 +181,7 @@ class MemoryEstimate:
         return np.asarray(np.minimum(count + 3 * deviation * np.sqrt(count), count * heaviest))
 
     def samples_within(self, unit: str, average: ArrayLike) -> NDArray[np.float64]:
-        """Return the number of heavy samples that may weigh as much as `average` average ones: `heavy_samples` inverted."""
+        """Return the number of heavy samples that may weigh as much as `average` average ones: the inverse of `heavy_samples`."""
         weight = np.asarray(average, dtype=np.float64)
         deviation, heaviest = self._spreads[unit]
         root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
@@ -196,7 +196,7 @@ class MemoryEstimate:
         return self._counts[key]
 
     def layer(self, unit: str, kind: str, *, is_recomputed: bool = True) -> LayerMemory:
-        """Return the memory of one layer of this kind; is_recomputed: True if it is computed again as the request says."""
+        """Return the memory of one layer of this kind; is_recomputed: True if it is recomputed as the request says."""
         key = unit, kind, is_recomputed
         if key not in self._layers:
             request, described = self.request, self.request.graph.unit(unit)

@@ -1,4 +1,4 @@
-"""A bound of a run's step that no balancer and no schedule goes below."""
+"""A lower bound of a run's step for all balancers and schedules."""
 
 from collections import defaultdict
 
@@ -7,13 +7,13 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import StageSize
 
 CONCAVITY = 0.95
-"""Average microbatches may be this much slower than the mean of those that differ: some lack a unit's items altogether."""
+"""Average microbatches may be slower than the mean of different ones by this factor: some have no items of a unit at all."""
 
 
 def least_step_seconds(run: PlannedRun, times: PlanningTimes) -> float:
     """Return the busiest ranks' work on average microbatches: balancers move it between replicas, schedules in time. O(stages).
 
-    times: of the run's microbatch size, recomputation and overlap of tensor parallelism.
+    times: for the run's microbatch size, recomputation and overlap of tensor parallelism.
     """
     per_microbatch = times.request.global_batch_size / run.micro_batch_size
     busy: dict[int, float] = defaultdict(float)

@@ -13,19 +13,19 @@ from multimodal.values.errors import PlanError
 def with_replicas(
     request: PlanningRequest, layouts: Mapping[str, UnitLayout], data_sizes: Sequence[int], *, groups: Groups = ()
 ) -> Iterator[Candidate]:
-    """Yield one replica of every unit as often as the largest of the data parallel sizes allow (`largest_fitting`)."""
+    """Yield one replica of every unit, repeated by the largest of the data parallel sizes that fit (`largest_fitting`)."""
     one = Candidate({name: layouts[name] for name in request.graph.unit_names}, request.default_micro_batch_size, groups)
     for data in largest_fitting(data_sizes, gpus_per_replica=one.num_gpus, num_gpus=request.num_gpus):
         yield replace(one, layouts={name: replace(each, data_parallel_size=data) for name, each in one.layouts.items()})
 
 
 def largest_candidates(candidates: Iterable[Candidate], *, num_gpus: int) -> Sequence[Candidate]:
-    """Return the last two that fit of candidates with ever more replicas, for the reason that `largest_fitting` gives."""
+    """Return the last two candidates that fit, of candidates with increasing replicas, for the reason in `largest_fitting`."""
     return [each for each in candidates if each.num_gpus <= num_gpus][-2:]
 
 
 def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
-    """Return the data parallel sizes that all units allow; raises PlanError when fixed sizes leave none."""
+    """Return the data parallel sizes that all units allow; raises PlanError if fixed sizes leave none."""
     return _shared({unit: request.data_parallel_sizes(unit) for unit in units}, flag="data-parallel-size")
 
 
@@ -34,7 +34,7 @@ def shared_stage_sizes(
 ) -> list[StageSize]:
     """Return every tp and cp that units may share: a fixed cp, else all that suit any of them.
 
-    context_of: units that share the cp alone, too. Raises PlanError when fixed sizes leave none.
+    context_of: units that share only the cp. Raises PlanError if fixed sizes leave none.
     """
     tensor = _shared({unit: request.tensor_parallel_sizes(unit) for unit in units}, flag="tensor-model-parallel-size")
     units = context_of or units
@@ -72,6 +72,6 @@ def micro_batch_sizes(request: PlanningRequest, choices: Sequence[int]) -> Itera
 def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int) -> Sequence[int]:
     """Return the largest data parallel sizes that fit, in ascending order: fewer replicas only make every stage busier.
 
-    Two, since the largest may lose a little where gradients are reduced over more of them.
+    Two sizes, since the largest may lose a little by reducing gradients over more replicas.
     """
     return [size for size in sizes if size * gpus_per_replica <= num_gpus][-2:]

@@ -1,4 +1,4 @@
-"""The time of a step in closed form (Entrain, Eq. 4.2), what lengths that vary add to it, and the choice of the shortest."""
+"""The time of a step in closed form (Entrain, Eq. 4.2), the effect of varying lengths, and the choice of the shortest."""
 
 import math
 from collections import Counter
@@ -27,16 +27,16 @@ NUM_DRAWN = 512
 """Microbatches drawn from the lengths."""
 SEED = 0
 BACKWARD_SHARE = 2 / 3
-"""Of a microbatch's time in a stage that trains all its weights."""
+"""Share of the backward in a microbatch's time in a stage that trains all its weights."""
 MOST_CHUNKS = 4
-"""Layer ranges per stage from which more of them change nothing about the wait for heavy microbatches."""
+"""Layer ranges per stage beyond which more ranges do not change the wait for heavy microbatches."""
 LEAST_ROUNDS, MOST_NODES = 3, 20_000
-"""Microbatches that are run, over the number of stages, and all computations."""
+"""Fewest microbatches that are run, as a multiple of the stages, and most computations."""
 
 
 @dataclass(frozen=True)
 class LengthSpread:
-    """The unevenness of microbatches. One per planning request."""
+    """The imbalance of microbatches. One object per planning request."""
 
     request: PlanningRequest
     _works: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
@@ -47,10 +47,10 @@ class LengthSpread:
     def slowdown(self, units: Iterable[str], *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
         """Return the time of a pipeline's step relative to one of average microbatches.
 
-        Runs 1F1B over equal ranges on microbatches as a balancer leaves them, the heaviest first: beside each other they wait for
-        each other once, where microbatches in a random order would wait for every heavy one. Of several units together, a
-        microbatch is as heavy as all of its samples' work in them.
-        num_microbatches: of a replica; where there are many, fewer are run. num_chunks: layer ranges of each stage.
+        Runs 1F1B over equal ranges on microbatches as a balancer leaves them, the heaviest first: next to each other, heavy
+        microbatches cause one wait, while in random order each of them would cause one. Over several units together, a microbatch
+        weighs the work of all of its samples in them. num_microbatches: of a replica; if there are many, fewer are run.
+        num_chunks: layer ranges of each stage.
         """
         if num_stages <= 1 or not self.request.lengths_vary:
             return 1.0
@@ -75,9 +75,9 @@ class LengthSpread:
         return self._heaviest[key]
 
     def _microbatches(self, units: tuple[str, ...]) -> NDArray[np.float64]:
-        """Work of microbatches that a balancer made of samples drawn at random, the heaviest first.
+        """Return the work of microbatches that a balancer makes of randomly drawn samples, the heaviest first.
 
-        The next heaviest sample goes to the lightest microbatch.
+        The next heaviest sample always goes to the lightest microbatch.
         """
         if units not in self._draws:
             graph, size = self.request.graph, self.request.default_micro_batch_size
@@ -88,7 +88,7 @@ class LengthSpread:
         return self._draws[units]
 
     def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
-        """Seconds of each sample in one layer of the unit on one rank, the mean over all but the first and the last."""
+        """Return each sample's seconds in one layer of the unit on one rank: the mean over all but the two outer layers."""
         if unit not in self._works:
             rows, index = np.unique(self.request.sample_loads[unit].astype(np.int64), axis=0, return_inverse=True)
             costs = self.request.layer_costs
@@ -103,7 +103,7 @@ class LengthSpread:
 
 
 def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
-    """Return unit -> seconds of each stage per microbatch, forward and backward, and at least those of moving sharded weights."""
+    """Return unit -> seconds of each stage per microbatch, forward and backward; at least those of moving sharded weights."""
     stage_seconds, first_ranks = {}, candidate.first_ranks if times.request.zero_stage == 3 else {}
     for unit, layout in candidate.layouts.items():
         computing = stage_times(times.of_unit(unit, layout.stage_size), layout.stages)
@@ -126,10 +126,10 @@ def lower_bound_seconds(times: PlanningTimes, candidate: Candidate) -> float:
 def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: LengthSpread | None = None) -> float:
     """Return the time of a step of average microbatches under 1F1B.
 
-    Sum of tau over the longest chain of units, and (n_u - 1) beta_u of the slowest group of units, where unit u's replicas run
-    n_u microbatches each; with equally many everywhere and ranks of its own for each unit, this is Eq. 4.2. Encoders on ranks of
-    their own work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
-    spread: with it, pipelines wait for their heaviest microbatches, no step is shorter than its heaviest sample, and reductions
+    The sum of tau over the longest chain of units, plus (n_u - 1) beta_u of the slowest group of units, where unit u's replicas
+    run n_u microbatches each; with equal numbers everywhere and separate ranks for each unit, this is Eq. 4.2. Encoders on
+    separate ranks work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
+    spread: if given, pipelines wait for their heaviest microbatches, no step is shorter than its heaviest sample, and reductions
     hide behind the last backwards.
     """
     request, stages = times.request, unit_stage_seconds(times, candidate)
@@ -164,15 +164,15 @@ def _reduction(request: PlanningRequest, candidate: Candidate, stages: Mapping[s
 
 
 def _depth(candidate: Candidate) -> int:
-    """Stages that a microbatch passes one after another on ranks that differ; 1 where all units share all ranks in one stage."""
+    """Return the stages on different ranks that a microbatch passes in sequence; 1 if all units share all ranks in one stage."""
     stages = {unit: layout.pipeline_parallel_size for unit, layout in candidate.layouts.items()}
     return sum(max(stages[unit] for unit in group) for group in candidate.all_groups)
 
 
 def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *, first_rank: int = 0) -> float:
-    """Seconds in which the slowest stage's gradients are reduced over the unit's replicas and context parallel shares.
+    """Return the seconds of reducing the slowest stage's gradients over the unit's replicas and context parallel shares.
 
-    Gathering what the optimizer updated hides better, so it is left out. first_rank: of the unit.
+    Gathering what the optimizer updated is left out, since more of it is hidden. first_rank: of the unit.
     """
     if layout.weight_copies == 1:
         return 0.0
@@ -188,7 +188,7 @@ def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *
 def replicas_seconds(request: PlanningRequest, num_bytes: float, layout: UnitLayout, *, first_rank: int) -> float:
     """Return the seconds of reducing a stage's gradients over its replicas, or of gathering its weights.
 
-    num_bytes: of the whole stage. first_rank: of its first replica; those of the others follow.
+    num_bytes: of the whole stage. first_rank: of its first replica; the other replicas' ranks follow.
     """
     size, per_node = layout.tensor_parallel_size, request.cluster.gpus_per_node
     latency, per_byte = _ring_costs(request.cluster, first_rank % per_node, layout.weight_copies, size)
@@ -197,7 +197,7 @@ def replicas_seconds(request: PlanningRequest, num_bytes: float, layout: UnitLay
 
 @lru_cache(maxsize=4096)
 def _ring_costs(cluster: Cluster, first_rank: int, count: int, stride: int) -> tuple[float, float]:
-    """Latency, and seconds per byte, of a collective over every `stride`th rank."""
+    """Return latency, and seconds per byte, of a collective over every `stride`th rank."""
     ranks = range(first_rank, first_rank + count * stride, stride)
     latency, with_bytes = (collective_seconds(num_bytes, ranks=ranks, cluster=cluster) for num_bytes in (0.0, 1e9))
     return latency, (with_bytes - latency) / 1e9
@@ -206,10 +206,10 @@ def _ring_costs(cluster: Cluster, first_rank: int, count: int, stride: int) -> t
 def exposed_reduction_seconds(
     request: PlanningRequest, unit: str, layout: UnitLayout, *, stage_seconds: float, first_rank: int = 0
 ) -> float:
-    """Seconds of a unit's reduction that the last microbatch's backward does not hide.
+    """Return the seconds of a unit's reduction that the last microbatch's backward does not hide.
 
-    Gradients are reduced layer by layer (`reduce-by-layer`): all but the first layer's while the backward goes on.
-    stage_seconds: of one microbatch in the slowest stage, forward and backward. first_rank: of the unit.
+    Gradients are reduced layer by layer (`reduce-by-layer`): all but the first layer's while the backward runs. stage_seconds: of
+    one microbatch in the slowest stage, forward and backward. first_rank: of the unit.
     """
     whole = reduction_seconds(request, unit, layout, first_rank=first_rank)
     of_first = whole / max(sum(end - first for first, end in ranges) for ranges in layout.stages)
@@ -236,10 +236,10 @@ def choose(
     fits: Callable[[Choice], bool],
     least_seconds: Callable[[Choice], float] = lambda _: 0.0,
 ) -> tuple[Choice, float]:
-    """Return the candidate with the shortest step of those that fit, and its seconds; of equals the one with fewer GPUs.
+    """Return the candidate with the shortest step among those that fit, and its seconds; of equals the one with fewer GPUs.
 
-    least_seconds: a candidate for which this alone is longer than the best step found is not looked at any further.
-    Raises PlanError when none fits GPUs and memory.
+    least_seconds: a lower bound; a candidate whose bound is longer than the best step is not examined further. Raises PlanError
+    if none fits GPUs and memory.
     """
     chosen, best_seconds = choose_near(request, candidates, seconds=seconds, fits=fits, least_seconds=least_seconds)[0]
     return chosen, best_seconds
@@ -256,7 +256,7 @@ def choose_near(
 ) -> list[tuple[Choice, float]]:
     """Return the candidates that fit and whose steps are at most `within` times the shortest, in order, with their seconds.
 
-    Of equals, those with fewer GPUs come first. least_seconds, and what is raised: as for `choose`.
+    Of equals, those with fewer GPUs come first. least_seconds and errors: as for `choose`.
     """
     best, found = math.inf, list[tuple[float, int, Choice]]()
     for candidate in candidates:
@@ -275,14 +275,14 @@ def choose_near(
 def choose_candidate(
     request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None
 ) -> tuple[Candidate, float]:
-    """Return the best by `estimate_seconds` and by the memory estimate."""
+    """Return the best candidate by `estimate_seconds` that fits by the memory estimate."""
     return choose_candidates(request, candidates, times=times)[0]
 
 
 def choose_candidates(
     request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None, within: float = 1.0
 ) -> list[tuple[Candidate, float]]:
-    """Return those that are within so many times the best by `estimate_seconds` and by the memory estimate (`choose_near`)."""
+    """Return the candidates within a factor of the best by `estimate_seconds` that fit by the memory estimate (`choose_near`)."""
     times = times or PlanningTimes(request)
     return choose_near(
         request,

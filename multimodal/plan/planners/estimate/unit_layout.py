@@ -13,7 +13,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, Replica, UnitPlan, split_layers
 
 Groups = tuple[tuple[str, ...], ...]
-"""Units that share ranks, group by group."""
+"""Groups of units that share ranks."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class UnitLayout:
     tensor_parallel_size: int
     data_parallel_size: int
     stages: tuple[tuple[Range, ...], ...]
-    """Per pipeline stage its layer ranges; several when the stage is virtual."""
+    """The layer ranges of each pipeline stage; several for virtual stages."""
     context_parallel_size: int = 1
 
     @property
     def stage_size(self) -> StageSize:
-        """Return how ranks share a stage."""
+        """Return the sizes by which ranks share a stage."""
         return StageSize(self.tensor_parallel_size, self.context_parallel_size)
 
     @property
@@ -38,7 +38,7 @@ class UnitLayout:
 
     @property
     def weight_copies(self) -> int:
-        """Ranks that hold the same weights: of all replicas and context parallel shares."""
+        """Ranks that hold the same weights, over all replicas and context parallel ranks."""
         return self.data_parallel_size * self.context_parallel_size
 
     @property
@@ -58,12 +58,12 @@ class UnitLayout:
 
 
 def deal_ranges(ranges: Sequence[Range], *, num_stages: int) -> tuple[tuple[Range, ...], ...]:
-    """Deal consecutive ranges to stages in turn, as interleaved 1F1B wants them."""
+    """Deal consecutive ranges to stages in turn, as interleaved 1F1B requires."""
     return tuple(tuple(ranges[stage::num_stages]) for stage in range(num_stages))
 
 
 def even_layout(unit: Unit, tensor: int, data: int, num_stages: int, virtual_stages: int = 1, *, context: int = 1) -> UnitLayout:
-    """Cut a unit's layers evenly into stages, dealt in turn where they are virtual."""
+    """Cut a unit's layers evenly into stages; virtual stages are dealt in turn."""
     ranges = split_layers(unit.layers, num_stages=num_stages * virtual_stages)
     return UnitLayout(tensor, data, deal_ranges(ranges, num_stages=num_stages), context)
 
@@ -71,9 +71,9 @@ def even_layout(unit: Unit, tensor: int, data: int, num_stages: int, virtual_sta
 def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, groups: Groups) -> Plan:
     """Give each group of units ranks of its own, the group with the largest stages (tp x cp) first.
 
-    Sizes that divide a node then never let a tensor parallel group span two nodes. Units of one group lie over the same ranks
-    (Optimus, DIP). Inside a unit the order is Megatron's (tp fastest, then cp, then dp, then pp).
-    Raises PlanError when the units of a group differ in their number of ranks, or the plan does not fit the model.
+    With sizes that divide a node, no tensor parallel group then spans two nodes. Units of one group lie on the same ranks
+    (Optimus, DIP). Inside a unit the order is Megatron's (tp fastest, then cp, then dp, then pp). Raises PlanError if the units
+    of a group differ in their number of ranks, or the plan does not fit the model.
     """
     for group in groups:
         counts = {unit: layouts[unit].num_ranks for unit in group}
@@ -84,7 +84,7 @@ def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, group
 
 
 def first_ranks(layouts: Mapping[str, UnitLayout], *, groups: Groups) -> dict[str, int]:
-    """Return where each unit's ranks begin, as `lay_out_units` gives them out."""
+    """Return the first rank of each unit, as `lay_out_units` assigns them."""
     first_rank, firsts = 0, {}
     for group in _in_order(groups, layouts):
         firsts.update(dict.fromkeys(group, first_rank))
@@ -97,7 +97,7 @@ def lay_out_grid(
 ) -> Plan:
     """Lay all units over one grid of `num_stages` stages; layout: the tp, cp and dp of the grid.
 
-    stages: unit -> stage of the grid -> the unit's layer ranges there, for the stages that hold any of it.
+    stages: unit -> stage of the grid -> the unit's layer ranges there; only stages with layers of the unit.
     """
     assert all(0 <= index < num_stages for held in stages.values() for index in held)
     tensor, context, data = layout.tensor_parallel_size, layout.context_parallel_size, layout.data_parallel_size
@@ -116,9 +116,9 @@ def build_unit(layout: UnitLayout, *, first_rank: int) -> UnitPlan:
 
 
 def fold_stages(plan: Plan) -> Plan:
-    """Return the plan with the stages that hold two ranges of a unit's layers each folded into a V; other units stay as they are.
+    """Return the plan with all stages of two ranges of a unit's layers folded into a V; other units stay as they are.
 
-    Stage p of P then holds the unit's ranges p and 2 P - 1 - p in place of p and P + p.
+    Stage p of P then holds the unit's ranges p and 2 P - 1 - p instead of p and P + p.
     """
     return Plan({name: _fold_unit(unit) for name, unit in plan.units.items()})
 
@@ -135,7 +135,7 @@ def _fold_unit(unit: UnitPlan) -> UnitPlan:
 
 
 def _in_order(groups: Groups, layouts: Mapping[str, UnitLayout]) -> list[tuple[str, ...]]:
-    """Sort by the ranks of a stage, so that these are neighbours in a node, too; where sizes do not divide each other, by tp."""
+    """Sort by the ranks of a stage, so that stages fit into nodes; sizes that do not divide each other are sorted by tp."""
     whole = {group: max(layouts[unit].ranks_per_stage for unit in group) for group in groups}
     tensor = {group: max(layouts[unit].tensor_parallel_size for unit in group) for group in groups}
     sizes = sorted(whole.values(), reverse=True)

@@ -1,4 +1,4 @@
-"""The parallelisms (tp, cp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and the memory's limits."""
+"""The parallelisms (tp, cp, dp, pp) that one unit may have, as arrays: GPUs, seconds, and limits from memory."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class UnitOptions:
     pipeline: Integers
     gpus: Integers
     stage_seconds: Floats
-    """Seconds of the slowest stage when the layers are cut evenly (`split_layers`)."""
+    """Seconds of the slowest stage if the layers are cut evenly (`split_layers`)."""
     chain_seconds: Floats
     """Seconds of all stages together."""
     in_flight_downstream: Floats
@@ -40,11 +40,11 @@ class UnitOptions:
         return len(self.gpus)
 
     def take(self, rows: Integers | Bools) -> "UnitOptions":
-        """Keep some rows."""
+        """Return some of the rows."""
         return UnitOptions(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def layout(self, row: int, unit: Unit, *, virtual_stages: int = 1) -> UnitLayout:
-        """Lay the unit out as a row says, its layers cut evenly."""
+        """Return the unit's layout for a row, with layers cut evenly."""
         tensor, data, pipeline, context = (int(column[row]) for column in (self.tensor, self.data, self.pipeline, self.context))
         return even_layout(unit, tensor, data, pipeline, virtual_stages, context=context)
 
@@ -53,7 +53,7 @@ def list_options(times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max
     """List the parallelisms of a unit that fit `max_gpus` and, with nothing downstream in flight, the memory.
 
     Data parallel sizes divide the number of microbatches. The first stage (an embedding, the most layers, P microbatches in
-    flight under 1F1B) and the last one (projector or head) decide about memory. O(tp x cp x dp x pp).
+    flight under 1F1B) and the last one (projector or head) determine the memory. O(tp x cp x dp x pp).
     """
     request = times.request
     data = request.data_parallel_sizes(unit)
@@ -71,19 +71,19 @@ def list_options(times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max
 
 
 class _Grid(NamedTuple):
-    """All pairs of sizes, flat."""
+    """All combinations of sizes, flat."""
 
     data: Integers
     pipeline: Integers
 
 
 class _Stage(NamedTuple):
-    """A unit's first or last stage: its outermost layers, and the number of others, taken to be the heaviest kind."""
+    """A unit's first or last stage: its outermost layers, and the number of others, all assumed to be of the heaviest kind."""
 
     layers: tuple[str, ...]
     num_body: Integers
     in_flight: Integers
-    """Microbatches of its own under 1F1B."""
+    """Microbatches in flight of the unit itself under 1F1B."""
 
 
 def _of_stage_size(times: PlanningTimes, memory: MemoryEstimate, unit: str, size: StageSize, grid: _Grid) -> UnitOptions:
@@ -114,7 +114,7 @@ def _of_stage_size(times: PlanningTimes, memory: MemoryEstimate, unit: str, size
 
 
 def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, grid: _Grid, stage: _Stage) -> Floats:
-    """Return how many microbatches units downstream may keep in flight for a stage to fit; -1 where it does not by itself.
+    """Return the microbatches that downstream units may keep in flight for a stage to fit; -1 if it does not fit at all.
 
     Solves static + working + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
     """
@@ -142,7 +142,7 @@ def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, gr
 def pareto_rows(*columns: Floats | Integers) -> Integers:
     """Return the rows that no other row beats or equals in all columns (smaller is better), one of each set of equals.
 
-    Rows are compared in blocks in lexical order, in which a row that beats another stands before it. O(n x kept).
+    Rows are compared in blocks in lexical order, in which a row comes after all rows that beat it. O(n x kept).
     """
     values = np.stack([np.asarray(column, dtype=np.float64) for column in columns], axis=1)
     order = np.lexsort(values.T[::-1])
@@ -162,5 +162,5 @@ def pareto_rows(*columns: Floats | Integers) -> Integers:
 
 
 def infeasible(request: PlanningRequest) -> NothingFitsError:
-    """Return the error of a planner that found nothing; `plan_or_advise` adds what would fit."""
+    """Return the error of a planner that found nothing; `plan_or_advise` adds advice."""
     return NothingFitsError(f"no plan on {request.num_gpus} GPU{'s' * (request.num_gpus != 1)} fits {request.memory_text}")

@@ -1,1 +1,1 @@
-"""Search by simulation: the runs that it tries, their simulations, and planners tuned by them."""
+"""Search by simulation: the runs that are tried, their simulations, and the tuning of other planners by simulation."""

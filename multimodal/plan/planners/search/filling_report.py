@@ -28,11 +28,11 @@ class FillingReport:
     scheduler_seconds: float
     """Seconds of processor time that ordering one whole step takes."""
     partition: Mapping[str, tuple[int, ...]]
-    """Encoder -> microbatches of each of its pipelines that lie over the LLM's first replica."""
+    """Encoder -> microbatches of each of its pipelines on the ranks of the LLM's first replica."""
 
     @property
     def note(self) -> str:
-        """One line for a person."""
+        """One line for the user."""
         counts = "; ".join(f"{unit} {', '.join(map(str, each))}" for unit, each in self.partition.items())
         return (
             f"of the encoders' time, {self.eff_fine:.1%} is in bubbles ({self.eff_coarse:.1%} with all of it before and after "
@@ -42,7 +42,7 @@ class FillingReport:
 
 
 def with_filling(planned: PredictedRun, request: PlanningRequest) -> tuple[PredictedRun, FillingReport | None]:
-    """Return a run with a note on what it fills, and the report; nothing where its schedule does not go by durations."""
+    """Return a run with a note on the bubbles that it fills, and the report; None if its schedule does not use durations."""
     report = report_filling(planned.run, request)
     if report is None:
         return planned, None
@@ -51,7 +51,7 @@ def with_filling(planned: PredictedRun, request: PlanningRequest) -> tuple[Predi
 
 
 def _unfilled(run: PlannedRun, request: PlanningRequest) -> Iterator[str]:
-    """Say what of the LLM's waits for tensor parallel collectives cannot be filled."""
+    """Yield a note if the LLM's waits for tensor parallel collectives cannot be filled."""
     if run.plan.units[request.graph.backbone.name].tensor_parallel_size == 1:
         return
     if run.transformer_impl != "local" or run.tp_comm_overlap:

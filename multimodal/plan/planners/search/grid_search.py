@@ -1,4 +1,4 @@
-"""The best chains of all layers over one grid, by estimate: with one layer range per stage, and interleaved with any number."""
+"""The best chains of all layers over one grid, by estimate: with one layer range per stage, or interleaved."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
@@ -38,9 +38,9 @@ SLACK = 1.1
 """Grids whose estimate, or a bound of it, is above this factor of the best are left out."""
 MOST_ESTIMATED, MOST_PER_KIND = 100, 8
 MOST_PER_SHAPE = 4
-"""Grids of the same tp, cp, pp and dp: what one of them lacks, such as memory, the others lack, too."""
+"""Most grids of the same tp, cp, pp and dp: if one of them lacks memory, for example, so do the others."""
 NUM_MOVES, MOST_NODES = 600, 600_000
-"""Moves of the cuts of an interleaved grid that are looked at, and the computations in all of these."""
+"""Most moves of an interleaved grid's cuts that are tried, and most computations in all of them."""
 BOUND_SLACK = 1.04
 """Grids whose lower bound is above this factor of the best estimate are not estimated."""
 MEAN_MOVED = 4
@@ -49,7 +49,7 @@ SEED = 0
 
 ScoredGrid = tuple[float, Grid]
 KnownRanges = dict[tuple[int, str, Range, str, Range], ChainRange]
-"""Lane, and unit and layers of the first and the last piece -> range; of one shape, so that moved cuts cost what they change."""
+"""(Lane, unit and layers of the first piece, and of the last one) -> range; for one shape, so moves only cost what changes."""
 
 
 def best_grids(
@@ -57,9 +57,9 @@ def best_grids(
 ) -> Iterator[list[ScoredGrid]]:
     """Yield the best pipelines of one range per stage, then the best interleaved ones, each the shortest estimate first.
 
-    Every number of ranges per stage is looked at: which one waits least depends on how the layers' times fit together
-    (`chain_seconds`). Then cuts are moved while that makes the estimate shorter. Yields nothing where units cannot share tp and
-    dp. known_seconds: the best estimate so far; what is far above it is not improved.
+    Every number of ranges per stage is examined: the one with the least waiting depends on how the layers' times combine
+    (`chain_seconds`). Then cuts are moved while that shortens the estimate. Yields nothing if units cannot share tp and dp.
+    known_seconds: the best estimate so far; grids far above it are not improved.
     """
     search = _GridSearch(times, memory, spread, known_seconds)
     try:
@@ -97,7 +97,7 @@ class _GridSearch:
         return grid_estimate(self.spread, grid, known=self._ranges.setdefault(grid.shape, {}))
 
     def look_at(self, shapes: Sequence[GridShape], numbers: Iterable[int]) -> list[ScoredGrid]:
-        """Return the best grids with these numbers of ranges per stage, looking first at those that even ranges make shortest."""
+        """Return the best grids with these numbers of ranges per stage, trying first those that are best with even ranges."""
         found: list[ScoredGrid] = []
         least = math.inf
         forms = [
@@ -113,7 +113,7 @@ class _GridSearch:
         return _several_shapes(each for each in sorted(found, key=lambda each: each[0]) if each[0] <= SLACK * least)
 
     def even_seconds(self, shape: GridShape, virtual_stages: int) -> float:
-        """Return the seconds of perfectly even ranges, with the pipeline's filling and draining."""
+        """Return the seconds with perfectly even ranges, including the pipeline's filling and draining."""
         if shape.size not in self._seconds:
             self._seconds[shape.size] = sum(piece.seconds for piece in self.pieces(shape))
         work = self._seconds[shape.size] / shape.num_stages
@@ -121,12 +121,12 @@ class _GridSearch:
         return (count + (shape.num_stages - 1) / virtual_stages) * work
 
     def improve(self, found: list[ScoredGrid]) -> list[ScoredGrid]:
-        """Improve the cuts of the best grids, and return all in the order of what they are then."""
+        """Improve the cuts of the best grids, and return all, sorted by their new estimates."""
         improved = (self.move_cuts(each) if each[0] <= SLACK * self.known_seconds else each for each in found)
         return sorted(improved, key=lambda each: each[0])
 
     def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:
-        """Move neighbouring cuts by one layer, at random but always alike, and keep each move that does not make it longer."""
+        """Move neighbouring cuts by one layer, at random with a fixed seed, and keep each move that makes nothing longer."""
         draw, (best, grid) = Random(SEED), scored
         pieces, shape = self.pieces(grid.shape), grid.shape
         cuts = [0, *accumulate(map(len, grid.ranges))]
@@ -149,7 +149,7 @@ class _GridSearch:
 
 
 def _several_shapes(found: Iterable[ScoredGrid]) -> list[ScoredGrid]:
-    """Return the first few, not too many of one shape."""
+    """Return the first few, with a limited number of each shape."""
     kept: list[ScoredGrid] = []
     for each in found:
         if len(kept) < MOST_PER_KIND and sum(other.shape == each[1].shape for _, other in kept) < MOST_PER_SHAPE:
@@ -158,7 +158,7 @@ def _several_shapes(found: Iterable[ScoredGrid]) -> list[ScoredGrid]:
 
 
 def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
-    """Return the busiest lane's work, or what the last lane does, and the lanes before it before its first and after its last."""
+    """Return the busiest lane's work, or the last lane's and the work of lanes before it outside of it, whichever is longer."""
     count, before = _num_microbatches(request, grid), grid.ranges[: grid.num_stages - 1]
     filling = sum(piece.seconds for pieces in before for piece in pieces)
     return max(count * max(grid.stage_seconds), count * grid.stage_seconds[-1] + filling)
@@ -169,9 +169,9 @@ def _num_microbatches(request: PlanningRequest, grid: Grid) -> int:
 
 
 def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None = None) -> float:
-    """Return the expected step of a grid, with gatherings and reductions hidden as far as they can.
+    """Return the expected step of a grid, with gathers and reductions hidden as far as possible.
 
-    known: remembers the ranges of grids of the same shape.
+    known: cache of the ranges of grids of the same shape.
     """
     request = spread.request
     if grid.virtual_stages == 1:
@@ -185,9 +185,9 @@ def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None
 
 
 def chain_fits(memory: MemoryEstimate, grid: Grid) -> bool:
-    """Return True if what lanes of an interleaved chain keep at any time of a step is within the memory to count on.
+    """Return True if the bytes that lanes of an interleaved chain keep at any time of a step are within the planned memory.
 
-    Each lane keeps less than the one before it, but the second one has no embedding, and the last one has the head.
+    Each lane keeps less than the one before it, but the first one has the embedding in addition, and the last one the head.
     """
     lanes = {0, 1, grid.num_stages - 1}
     return all(_lane_bytes(memory, grid, lane) <= memory.request.planned_memory_bytes for lane in lanes)
@@ -198,7 +198,7 @@ def _lane_bytes(memory: MemoryEstimate, grid: Grid, lane: int) -> float:
     count = _num_microbatches(request, grid)
     states = chunks_in_flight(lane, num_lanes=grid.num_stages, chunks=len(held), num_microbatches=count)
     most, size = int(states.max()), request.default_micro_batch_size
-    # Of samples that differ, few may be heavier on average than many.
+    # A few samples may be heavier on average than many.
     heavy = {
         unit: max(memory.heavy_count(unit, most * size) / most, size * memory.heaviest_share(unit, count=most, of=count))
         for unit in grid.layouts
@@ -220,7 +220,7 @@ def _pipeline_estimate(spread: LengthSpread, grid: Grid) -> float:
     exposed = max(
         exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest) for unit, layout in grid.layouts.items()
     )
-    through_all = sum(grid.stage_seconds)  # however few microbatches there are, one passes all stages
+    through_all = sum(grid.stage_seconds)  # at least one microbatch passes all stages
     return max(grid_seconds(request, grid, spread=spread) - whole, through_all) + exposed
 
 

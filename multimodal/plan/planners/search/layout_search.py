@@ -1,4 +1,4 @@
-"""The best layouts by estimate, of every kind: disaggregated, colocated, with virtual stages, at several microbatch sizes."""
+"""The best layouts of every kind by estimate: disaggregated, colocated, with virtual stages, at several microbatch sizes."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -28,38 +28,38 @@ VIRTUAL_STAGES = (1, 2, 4)
 SLACK = 1.2
 """Layouts whose estimate is above this factor of the best of their kind are left out."""
 KIND_SLACK = 1.5
-"""Kinds whose best estimate is above this factor of the best of all are left out; estimates compare badly between kinds."""
+"""Kinds whose best estimate is above this factor of the best are left out; estimates of different kinds compare badly."""
 MOST_PER_KIND = 8
 EFFICIENT_TOKENS = 8_192
 """Tokens of a microbatch from which layers are efficient."""
 FILLING_MICROBATCHES = 8
 """Microbatches per GPU with which a pipeline is mostly full."""
 NUM_PROMISING_SIZES = 2
-"""Microbatch sizes at which recomputation and sharded weights are tried, too."""
+"""Microbatch sizes at which recomputation and sharded weights are also tried."""
 
 Scored = tuple[Candidate, float]
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A layout with its estimated step; the plan is built only if it is asked for."""
+    """A layout with its estimated step; the plan is built on demand."""
 
     request: PlanningRequest
-    """With the layout's microbatch size, recomputation and sharding."""
+    """The request with the layout's microbatch size, recomputation and sharding."""
     form: Candidate | Grid
     seconds: float
     whole: PlanningRequest | None = None
-    """With the units that the data asks nothing of, too; None where there are none."""
+    """The request including units without work in the data; None if there are none."""
 
     @property
     def placement(self) -> str:
-        """The kind of placement: estimates are off by about as much for all that share it."""
+        """The kind of placement: estimates have about the same error for all layouts of a kind."""
         if isinstance(self.form, Grid):
             return "one chain over a grid"
         return "all units on all ranks" if self.form.groups else "ranks of its own for each unit"
 
     def to_run(self) -> PlannedRun:
-        """Deal ranks."""
+        """Assign ranks."""
         if isinstance(self.form, Grid):
             run = grid_run(self.request, self.form, seconds=self.seconds)
         else:
@@ -68,11 +68,11 @@ class Layout:
 
 
 def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = lambda: True) -> list[list[Layout]]:
-    """Return kinds of layouts, each the best of its kind with their estimated seconds, the shortest first.
+    """Return kinds of layouts, each with its best layouts and their estimated seconds, the shortest first.
 
-    A kind is a placement (ranks of its own for each unit, all ranks for all units, or one chain over a grid), a number of virtual
-    stages of the LLM, a microbatch size, whether whole layers are computed again in their backward, and what replicas share.
-    takes_more: asked before every microbatch size; once it says False and there is a layout, no further one is looked at.
+    A kind is a placement (separate ranks for each unit, all ranks for all units, or one chain over a grid), a number of virtual
+    stages of the LLM, a microbatch size, recomputation or not, and the state that replicas share. takes_more: called before every
+    microbatch size; once it returns False and there is a layout, no further size is tried.
     """
     whole, request = request, without_idle_units(request)
     kinds: list[list[Layout]] = []
@@ -93,7 +93,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
         promising = dict.fromkeys((*_best_first(best), sizes[0]))
         look_at(request.changed(micro_batch_size=size, recompute="full") for size in promising)
     if request.sharding is None and request.transformer_impl != "transformer_engine":
-        # The longer a layer computes, the more of the next one's gathering hides.
+        # The longer a layer computes, the more of the next one's gathering is hidden.
         promising = dict.fromkeys((*_best_first(best), *(2 * size for size in _best_first(best)[:1] if 2 * size in sizes)))
         look_at(request.changed(micro_batch_size=size, sharding="optim_grads_params") for size in promising)
     if request.transformer_impl != "transformer_engine" and _may_share_products(request):
@@ -129,7 +129,7 @@ def _kinds(request: PlanningRequest, *, known_seconds: float) -> Iterator[list[L
             problem = build_problem(request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks)
             scored = list_scored(times, memory, spread, problem) if len(problem.llm) else ()
             yield [Layout(request, candidate, seconds) for candidate, seconds in scored]
-    if request.zero_stage != 3:  # its estimate would have to know what replicas share
+    if request.zero_stage != 3:  # its estimate would have to consider shared state
         for grids in best_grids(times, memory, spread, known_seconds=known_seconds):
             yield [Layout(request, grid, seconds) for seconds, grid in grids]
 
@@ -137,7 +137,7 @@ def _kinds(request: PlanningRequest, *, known_seconds: float) -> Iterator[list[L
 def _disaggregated(
     times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
 ) -> list[Scored]:
-    """Return the best choice of other units for each parallelism of the LLM; layers partitioned by their times."""
+    """Return the best choice of the other units for each parallelism of the LLM, with layers partitioned by their times."""
     request, scored = times.request, []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
         even = build_candidate(request, problem, choice)
@@ -148,7 +148,7 @@ def _disaggregated(
 
 
 def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem) -> list[Scored]:
-    """Return layouts with every unit on all ranks that the LLM takes, encoders and generators with one stage per replica."""
+    """Return layouts with every unit on all of the LLM's ranks; encoders and generators have one stage per replica."""
     request, llm = times.request, problem.llm
     graph, backbone = request.graph, request.graph.backbone
     others = [unit for unit in graph.units if unit.name != backbone.name]
@@ -181,7 +181,7 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
 
 
 def _spreads(times: PlanningTimes, units: Sequence[Unit], num_gpus: int) -> list[tuple[float, tuple[UnitLayout, ...]]]:
-    """Return every choice of layouts over all ranks, with the seconds that a rank is busy with average microbatches."""
+    """Return every choice of layouts over all ranks, with the seconds for which a rank is busy with average microbatches."""
     request = times.request
     choices = product(*(_spread(request, unit, num_gpus) for unit in units))
     return [(sum(map(partial(_busy_seconds, times), units, layouts)), layouts) for layouts in choices]
@@ -193,7 +193,7 @@ def _busy_seconds(times: PlanningTimes, unit: Unit, layout: UnitLayout) -> float
 
 
 def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[UnitLayout]:
-    """Replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
+    """Yield replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
     fixed = request.fixed(unit.name)
     stages = fixed.pipeline_parallel_size or 1
     for tensor, context in request.stage_sizes(unit.name):
@@ -203,7 +203,7 @@ def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[Uni
 
 
 def balance_layers(times: PlanningTimes, candidate: Candidate) -> Candidate:
-    """Partition every unit's layers anew by their times, into as many stages as it has."""
+    """Partition every unit's layers again by their times, into the same number of stages."""
     layouts = {}
     for name, layout in candidate.layouts.items():
         unit = times.request.graph.unit(name)

@@ -20,15 +20,15 @@ MOST_MOVES = 6
 MOST_TRIED = 24
 """Partitions of a plan that are simulated."""
 LARGE_MOVE = 8
-"""A move takes one microbatch of each pipeline, or where they have many, one of this number of theirs."""
+"""A move takes one microbatch of each pipeline; if they have many, one of this number of theirs."""
 
 
 def best_partition(
     best: PredictedRun, request: PlanningRequest, *, predict: Callable[[PlannedRun], PredictedRun | None]
 ) -> PredictedRun:
-    """Return a run with the partition that one move after another finds, while they make the step shorter.
+    """Return a run with a partition that is improved move by move, while that shortens the step.
 
-    predict: simulates a run; None where it is impossible or does not fit. Moves are those of `other_partitions`.
+    predict: simulates a run; returns None if it is impossible or does not fit. Moves are those of `other_partitions`.
     """
     tried: set[str] = set()
     is_better = True
@@ -46,11 +46,11 @@ def best_partition(
 
 
 def other_partitions(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
-    """Yield the run with other partitions: one that evens out the lanes' work, and those that a move makes of the run's.
+    """Yield the run with other partitions: one that evens out the lanes' work, and those one move away from the run's.
 
-    Encoder pipelines over the same stages of the LLM are a group; a move takes equally many microbatches from each pipeline of
-    one group and gives them to those of another, first from the busiest lanes to the idlest. Encoders whose pipelines do not
-    all lie inside pipelines of the LLM, or all lie over the same stages, are left as they are.
+    Encoder pipelines over the same stages of the LLM form a group; a move takes equally many microbatches from each pipeline of
+    one group and gives them to those of another, first from the busiest lanes to the idlest. Encoders whose pipelines do not all
+    lie inside pipelines of the LLM, or all lie over the same stages, are left as they are.
     """
     for unit in request.graph.encoders:
         pipelines = None if unit.name in request.idle_units else _pipelines(run, request, unit.name)
@@ -66,15 +66,15 @@ class _Pipelines(NamedTuple):
     """An encoder's pipelines over one replica of the LLM."""
 
     groups: tuple[tuple[int, ...], ...]
-    """The stages of the LLM that each lies over."""
+    """Groups of pipelines that lie over the same stages of the LLM."""
     llm_seconds: tuple[float, ...]
-    """The LLM's work on the busiest ranks of each."""
+    """The LLM's work on the busiest ranks of each group."""
     microbatch_seconds: float
     shares: tuple[int, ...]
-    """Number of microbatches of each."""
+    """Number of microbatches of each pipeline."""
 
     def even_out(self) -> tuple[int, ...]:
-        """Give every microbatch to the pipeline whose ranks have the least to do."""
+        """Give every microbatch to the pipeline whose ranks have the least work."""
         loads, shares = list(self.llm_seconds), [0] * len(self.shares)
         for _ in range(sum(self.shares)):
             least = loads.index(min(loads))
@@ -100,7 +100,7 @@ class _Pipelines(NamedTuple):
 
 
 def _pipelines(run: PlannedRun, request: PlanningRequest, unit: str) -> _Pipelines | None:
-    """Describe an encoder's pipelines; None where they do not lie inside the LLM's."""
+    """Describe an encoder's pipelines; None if they do not lie inside the LLM's."""
     llm = request.graph.backbone.name
     num_llm = run.plan.units[llm].data_parallel_size
     groups = _groups(run.plan, unit, graph=request.graph)
@@ -121,7 +121,7 @@ def _pipelines(run: PlannedRun, request: PlanningRequest, unit: str) -> _Pipelin
 
 
 def _groups(plan: Plan, unit: str, *, graph: ModelGraph) -> tuple[tuple[int, ...], ...] | None:
-    """Return the stages of the LLM's first replica that each pipeline lies over; None where any lies elsewhere as well."""
+    """Return the stages of the LLM's first replica that each pipeline lies over; None if any also lies elsewhere."""
     llm, own = plan.units[graph.backbone.name], plan.units[unit]
     count, remainder = divmod(own.data_parallel_size, llm.data_parallel_size)
     stage_of_rank = {rank: index for index, stage in enumerate(llm.replicas[0].stages) for rank in stage.ranks}

@@ -1,4 +1,4 @@
-"""Runs a planner until its plan's simulated peak of memory fits, and compares the predictions of runs."""
+"""Runs a planner until its plan's simulated memory peak fits, and compares the predictions of runs."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")
 FALLBACK_SHARE_TOKENS = 8 * BLOCK_SIZE
 """Fewest tokens of context parallel ranks if nothing fits otherwise."""
 MARGIN = 0.98
-"""Factor of the next round's limit, to end a little below it."""
+"""Factor on the next round's limit, to end slightly below it."""
 
 
 Planner = Callable[[PlanningRequest], PlannedRun]
@@ -45,13 +45,12 @@ def plan_to_fit(
     max_actions: int | None = None,
     predict: Callable[[PlannedRun, PlanningRequest], Prediction] | None = None,
 ) -> PredictedRun:
-    """Plan, simulate, and plan again with less memory to count on while the simulated peak does not fit.
+    """Plan, simulate, and plan again with less memory while the simulated peak does not fit.
 
-    Planners estimate activations in closed form; real batches and schedules can need more. Where nothing fits, whole layers are
-    computed again in their backward, unless the request chooses; and where that is not enough, context parallelism is
-    allowed, also to planners that otherwise do not use it. max_actions: as for `predict_run`.
-    predict: simulates a run in place of that.
-    Raises PlanError, of the last attempt, when nothing fits.
+    Planners estimate activations in closed form; real batches and schedules can need more. If nothing fits, full recomputation is
+    tried, unless the request chooses; if that is not enough, context parallelism is allowed, even for planners that otherwise do
+    not use it. max_actions: as for `predict_run`. predict: simulates a run, by default `predict_run`. Raises the PlanError of the
+    last attempt if nothing fits.
     """
     simulate = predict or partial(predict_run, max_actions=max_actions, num_batches=request.num_batches)
     problem: PlanError | None = None
@@ -65,7 +64,7 @@ def plan_to_fit(
 
 
 def memory_concessions(request: PlanningRequest) -> Iterator[PlanningRequest]:
-    """Yield the request with ever larger concessions to memory."""
+    """Yield the request with increasing concessions to memory."""
     recomputes = (request.recompute,) if request.recompute else RECOMPUTES
     spread = request.changed(most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
     requests = (request, spread) if _context_sizes(spread) != _context_sizes(request) else (request,)
@@ -120,13 +119,13 @@ def describe(planned: PredictedRun) -> str:
 
 
 def describe_kinds(prediction: Prediction) -> str:
-    """Return the share of the step's time of each kind of it that is above the floor, where it can be seen."""
+    """Return the share of the step's time of each kind of time above the floor, if it is not negligible."""
     shares = (f"{kind} {share:.1%}" for kind, share in prediction.above_floor.items() if share >= 0.0005)
     return ", ".join(shares) or "nothing"
 
 
 def describe_sizes(unit: UnitPlan) -> str:
-    """Return sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp and ep where they are not 1."""
+    """Return sizes as error messages show them: `tp 2 x pp 4 x dp 3`; cp and ep only if they are not 1."""
     if unit.is_unlike:
         counts = "/".join(str(len(replica.stages)) for replica in unit.replicas)
         return f"tp {'/'.join(map(str, unit.tensor_sizes))} x pp {counts} x dp {unit.data_parallel_size}"
@@ -144,8 +143,8 @@ NUM_STEPS = 8
 def plan_per_gpu(plan: Callable[[PlanningRequest], PredictedRun], request: PlanningRequest) -> PredictedRun:
     """Plan for 8/8, 7/8, ... 1/8 of the GPUs, and return the plan with most tokens per second and GPU.
 
-    Of equals, the one with more GPUs. A search by simulation gets its share of the time budget for each.
-    Raises PlanError when no number of GPUs is enough.
+    Of equals, the one with more GPUs. A search by simulation gets an equal share of the time budget for each. Raises PlanError if
+    no number of GPUs is enough.
     """
     sizes = sorted({max(1, request.num_gpus * step // NUM_STEPS) for step in range(1, NUM_STEPS + 1)}, reverse=True)
     budget = request.time_budget_seconds / len(sizes)

@@ -1,4 +1,4 @@
-"""Predicts a planned run by simulation of real batches on all its replicas, or on a true share of them."""
+"""Predicts a planned run by simulating real batches on all its replicas, or on an exact fraction of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +33,7 @@ from multimodal.values.step_graph import StepGraph, validate_assignment
 SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
 PART_OF_IDEAL = ("tp",)
-"""Kinds of idle time that are parts of computations: the ideal holds them."""
+"""Kinds of idle time that are parts of computations, and so part of the ideal."""
 
 
 @dataclass(frozen=True)
@@ -48,17 +48,17 @@ class Prediction:
     peak_memory_bytes: int
     bubble: Mapping[str, float]
     floor_seconds: float = 0.0
-    """The ideal without what plans add to it: waits for tensor parallel collectives, and recomputation."""
+    """The ideal time without the additions of plans: waits for tensor parallel collectives, and recomputation."""
     busiest_seconds: float = 0.0
-    """The busiest ranks' computations: no order of the same computations is shorter."""
+    """The busiest ranks' computations: no order of these is shorter."""
     update_seconds: float = 0.0
     """The optimizer's part of a step."""
     replica_share: int = 1
-    """Replicas per simulated replica: only one of this number was simulated."""
+    """Replicas per simulated replica: one of this number was simulated."""
 
     @property
     def above_floor(self) -> Mapping[str, float]:
-        """Kind -> share of the step's time; with the floor's they sum to 1: idle time, recomputation, and the optimizer."""
+        """Kind -> share of the step's time: idle time, recomputation, and the optimizer; with the floor's share they sum to 1."""
         seconds = self.iteration_seconds
         if not seconds:
             return dict(self.bubble)
@@ -69,10 +69,10 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ShareCosts(ModelCosts):
-    """Costs of a share of a plan's replicas: collectives still span all of them."""
+    """Costs of a share of a plan's replicas; collectives still span all of them."""
 
     whole: ModelCosts = field(kw_only=True)
-    """The costs of the whole plan; only its collectives are asked for."""
+    """The costs of the whole plan, of which only collectives are used."""
 
     @property
     def peak_flops_per_second(self) -> float:
@@ -84,7 +84,7 @@ class ShareCosts(ModelCosts):
         return self.whole.collective_seconds(action)
 
     def static_bytes(self, lane: int) -> int:
-        """Bytes of weights, gradients and optimizer state; the latter is shared by all replicas, not by those of the share."""
+        """Bytes of weights, gradients and optimizer state, which all replicas share, not only the simulated ones."""
         stages = self.stages.of_rank[self.step.plan.lanes[lane][0]]
         excess = sum(self.memory.weight_bytes(stage) - self.whole.memory.weight_bytes(stage) for stage in stages)
         return round(super().static_bytes(lane) - excess)
@@ -100,17 +100,15 @@ def predict_run(
     kept_replicas: int = KEPT_REPLICAS,
     is_checked: bool = True,
 ) -> Prediction:
-    """Simulate `num_batches` global batches; where samples are alike, one.
+    """Simulate `num_batches` global batches; one if samples are alike.
 
-    max_actions: if a step has more computations than this (if lengths vary: `VARIED_FACTOR` times as many), less of it
-    is simulated. First, as many replicas (and as large a share of each batch) are left out as the data parallel sizes' common
-    divisor allows: replicas of one unit are alike and meet in collectives only, so what is lost is the spread between replicas
-    and their contention for network cards. Then, if that is not enough, two smaller batches are simulated and all seconds are
-    continued in a straight line: beyond its warm-up, a pipeline repeats itself. None: simulate all.
-    filling: how often the larger of the two fills all pipelines at least.
-    kept_replicas: of every unit, at least, if lengths vary.
-    is_checked: whether assignments and schedules are validated, too.
-    Raises ScheduleError or AssignmentError where the run is impossible.
+    max_actions: if a step has more computations than this (if lengths vary: `VARIED_FACTOR` times as many), only a part of it is
+    simulated. First, as many replicas (and the same share of each batch) are left out as the common divisor of the data parallel
+    sizes allows: replicas of one unit are alike and meet only in collectives, so only the spread between replicas and their
+    contention for network cards is lost. If that is not enough, two smaller batches are simulated and all seconds are
+    extrapolated linearly: after its warm-up, a pipeline is periodic. None: simulate all. filling: number of times that the larger
+    of the two fills all pipelines at least. kept_replicas: fewest replicas of every unit if lengths vary. is_checked: True if
+    assignments and schedules are validated. Raises ScheduleError or AssignmentError if the run is impossible.
     """
     part = choose_part(run, request, max_actions=max_actions, filling=filling, kept_replicas=kept_replicas)
     simulate = partial(_simulate, run, request, part.plan, is_checked=is_checked)
@@ -140,7 +138,7 @@ def predict_run(
 
 
 class _Simulated(NamedTuple):
-    """A simulation, and the seconds of an average lane's computations without waits, with nothing computed again."""
+    """A simulation, and the seconds of an average lane's computations without waits and recomputation."""
 
     simulation: Simulation
     plain_seconds: float
@@ -169,16 +167,16 @@ def _of_batch(
     *,
     keeps_all: bool,
 ) -> _Step:
-    """Simulate a batch, or two parts of it that are continued in a straight line.
+    """Simulate a batch, or extrapolate linearly from two parts of it.
 
-    With lengths that vary, the line's slope is uncertain; it is kept between that of the work itself (nothing more waits) and
-    that of a step without fixed costs.
+    With varying lengths, the slope is uncertain; it is kept between that of the work alone (no additional waits) and that of a
+    step without fixed costs.
     """
     if len(sample_counts) == 1:
         return _measure(lengths, simulate)
     part, half = sample_counts
     larger, smaller = (_measure(_like(lengths, count), simulate) for count in (part, half))
-    # By work rather than by samples: with lengths that vary, no part is as heavy as its number of samples says.
+    # By work rather than by samples: with varying lengths, the work of a part is not proportional to its samples.
     work = larger.peak_seconds * _num_tokens(lengths) / larger.num_tokens if larger.num_tokens else 0.0
     step = larger.peak_seconds - smaller.peak_seconds
     weight = (work - larger.peak_seconds) / step if step > 0 else (len(lengths) - part) / (part - half)
@@ -193,7 +191,7 @@ def _of_batch(
     seconds = min(max(line, least), max(most, least))
     bubbles = {kind: continued(each, smaller.bubble_seconds[kind]) for kind, each in larger.bubble_seconds.items()}
     idle = sum(each for kind, each in bubbles.items() if kind not in PART_OF_IDEAL)
-    scale = max(0.0, seconds - ideal) / idle if idle > 0 else 0.0  # what the line was moved by is waiting
+    scale = max(0.0, seconds - ideal) / idle if idle > 0 else 0.0  # corrections of the slope count as waiting
     return _Step(
         seconds,
         ideal,
@@ -230,7 +228,7 @@ def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[Samp
 def assign(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool = False
 ) -> StepGraph:
-    """Return the step with the samples placed as the run would; is_checked: whether that is validated. Raises AssignmentError."""
+    """Return the step with samples placed as in the run; is_checked: True if it is validated. Raises AssignmentError."""
     options = BalanceOptions(
         micro_batch_size=run.micro_batch_size, ranks_per_node=request.cluster.gpus_per_node, vocab_size=request.vocab_size
     )
@@ -242,12 +240,12 @@ def assign(
 
 
 class PreparedStep(NamedTuple):
-    """A step, ready to be ordered and simulated."""
+    """A step with its builder, ready to be scheduled and simulated."""
 
     step: StepGraph
     costs: StepCosts
     builder: Builder
-    """The run's schedule; one that goes by durations takes the cluster's, as the run does: it knows of no profile."""
+    """The run's schedule; one that uses durations takes the cluster's, as the run does, which has no profile."""
     passes: tuple[Pass, ...]
 
 
@@ -256,7 +254,7 @@ def prepare_step(
 ) -> PreparedStep:
     """Place the samples as the run would; plan: the run's, or a share of its replicas.
 
-    is_checked: whether the assignment is validated. Raises AssignmentError, and ScheduleError as `step_for`.
+    is_checked: True if the assignment is validated. Raises AssignmentError, and ScheduleError as `step_for`.
     """
     row = BUILDERS[run.schedule]
     step = row.step_for(assign(run, request, plan, lengths, is_checked=is_checked))

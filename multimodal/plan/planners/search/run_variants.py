@@ -1,4 +1,4 @@
-"""Runs of one plan: with other schedules, balancers, microbatch sizes or passes, as the rows of each say that they suit it."""
+"""Runs of one plan with other schedules, balancers, microbatch sizes or passes that suit it, by the facts in their rows."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,11 +15,11 @@ from multimodal.schedule.passes import PASSES, Need
 Form = tuple[str, str]
 """A schedule and a balancer."""
 Placed = tuple[tuple[Placement, ...], bool]
-"""The placements of a plan's units, and whether some stage holds several layer ranges."""
+"""The placements of a plan's units, and True if some stage holds several layer ranges."""
 
 
 def placements(run: PlannedRun, request: PlanningRequest) -> tuple[Placement, ...]:
-    """Return how the units that have work to do are placed."""
+    """Return the placements of the units that have work."""
     return placements_of([unit for name, unit in run.plan.units.items() if name not in request.idle_units])
 
 
@@ -29,14 +29,14 @@ def placed(run: PlannedRun, request: PlanningRequest) -> Placed:
 
 
 def first_balances(placement: Placement, request: PlanningRequest) -> tuple[str, ...]:
-    """List the balancers that are tried at once on such plans; where samples are alike, none."""
+    """List the balancers that are tried first on such plans; none if samples are alike."""
     if not request.lengths_vary:
         return (UNBALANCED,)
     return tuple(name for name, row in BALANCERS.items() if placement in row.tried_first_on)
 
 
 def other_balances(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
-    """Yield the run with every other balancer that suits its plan, those that are tried first on some plan before the others."""
+    """Yield the run with every other balancer that suits its plan; those that are tried first on some plan come first."""
     if not request.lengths_vary:
         return
     for name, row in sorted(BALANCERS.items(), key=lambda entry: not entry[1].tried_first_on):
@@ -60,7 +60,7 @@ def fitting_schedules(run: PlannedRun, request: PlanningRequest) -> list[tuple[s
 
 
 def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun | None:
-    """Give a run a schedule, layers that run it, and a balancer; None if these do not suit the plan or the implementation."""
+    """Return a run with a schedule, layers that run it, and a balancer; None if these do not suit the plan."""
     schedule, balance = form
     row, plan = BUILDERS[schedule], run.plan
     of_run = request.changed(sharding=run.sharding, tp_comm_overlap=run.tp_comm_overlap)
@@ -74,7 +74,7 @@ def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun 
 
 
 def overlapped(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
-    """Yield the run with hidden tensor parallel collectives: local layers can, which pays for large products; they keep more."""
+    """Yield the run with overlapped tensor parallel collectives, which need local layers, help large products and keep more."""
     if run.has_tensor_parallelism and request.transformer_impl != "transformer_engine" and not run.tp_comm_overlap:
         yield replace(run, transformer_impl="local", tp_comm_overlap=True)
 
@@ -88,7 +88,7 @@ def other_sizes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRu
 
 
 def other_passes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
-    """Yield the run with one more pass of those that its graph and its plan's schedule have a need for."""
+    """Yield the run with one more pass, for each pass that its model and its plan's schedule need."""
     has_encoders = bool(request.graph.encoders)
     for name, row in PASSES.items():
         is_useful = has_encoders or row.need is not Need.ENCODERS

@@ -1,4 +1,4 @@
-"""Runs simulated by the planner that makes them: those between which its formula cannot decide."""
+"""Simulates runs for planners whose formula cannot decide between them."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -18,12 +18,12 @@ class Simulated(NamedTuple):
     """The result of simulating a run, and the nominal seconds that the simulation took."""
 
     predicted: PredictedRun | None
-    """None where the run is impossible, or does not fit the memory."""
+    """None if the run is impossible, or does not fit the memory."""
     nominal_seconds: float
 
 
 def simulate_run(run: PlannedRun, request: PlanningRequest) -> Simulated:
-    """Simulate a run as closely as runs are ranked."""
+    """Simulate a run with the fidelity by which runs are ranked."""
     size: dict[str, Any] = {
         "max_actions": int(request.max_actions * RANKING.share),
         "filling": RANKING.filling,
@@ -39,9 +39,9 @@ def simulate_run(run: PlannedRun, request: PlanningRequest) -> Simulated:
 
 
 def shortest_run(runs: Iterable[PlannedRun], request: PlanningRequest) -> PlannedRun:
-    """Return the run with the shortest step, each simulated with the balancer that its plan is tried with first.
+    """Return the run with the shortest step, each simulated with the balancer that is tried first on its plan.
 
-    One run is not simulated; the first is returned where none fits the memory.
+    A single run is not simulated; the first is returned if none fits the memory.
     """
     waiting = list(runs)
     if len(waiting) == 1:
@@ -53,5 +53,5 @@ def shortest_run(runs: Iterable[PlannedRun], request: PlanningRequest) -> Planne
 
 
 def with_first_balance(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
-    """Return the run with the balancer that plans of its placement are tried with first."""
+    """Return the run with the balancer that is tried first on plans of its placement."""
     return replace(run, balance=next(iter(first_balances(placements(run, request)[0], request)), run.balance))

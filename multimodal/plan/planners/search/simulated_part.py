@@ -1,4 +1,4 @@
-"""The part of a step that is simulated for all of it: which replicas, how many samples, and about what that takes."""
+"""The part of a step that is simulated in its place: replicas, samples, and the approximate time of the simulation."""
 
 import math
 from collections.abc import Sequence
@@ -11,24 +11,24 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.plan import Plan, Replica, UnitPlan
 
 KEPT_REPLICAS = 4
-"""Replicas of every unit that are simulated at least if lengths vary: the heaviest decides."""
+"""Fewest simulated replicas of every unit if lengths vary, since the heaviest decides."""
 VARIED_FACTOR = 6
-"""If lengths vary, a step this many times as large is simulated whole: the time of a part says little."""
+"""Factor on the largest step that is simulated whole if lengths vary, since the time of a part is then less reliable."""
 FILLING = 3.0
 """Number of times that the larger of two simulated batches fills all pipelines; the smaller one fills them half as often."""
 SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.04e-3, 25e-6
-"""Nominal seconds of assigning, building and simulating: one core's of 2024, rounded from `benchmarks/planning.py`."""
+"""Nominal seconds of assigning, building and simulating on one core of 2024, rounded from `benchmarks/planning.py`."""
 
 
 class StepPart(NamedTuple):
     """The part of a step that is simulated."""
 
     plan: Plan
-    """The run's, with the replicas that are kept."""
+    """The run's plan with the replicas that are kept."""
     share: int
-    """Replicas, and samples, per replica and sample that are kept."""
+    """Replicas, and samples, for each one that is kept."""
     sample_counts: tuple[int, ...]
-    """Samples of the one batch that is simulated, all of those of the kept replicas; or of a larger and a smaller part of it."""
+    """Samples of the one batch that is simulated (all of those of the kept replicas), or of a larger and a smaller part of it."""
 
 
 def choose_part(
@@ -39,7 +39,7 @@ def choose_part(
     filling: float = FILLING,
     kept_replicas: int = KEPT_REPLICAS,
 ) -> StepPart:
-    """Return what to simulate of a step: first, replicas are left out, then samples. The arguments are those of `predict_run`."""
+    """Choose the part of a step to simulate: first, replicas are left out, then samples. Arguments as in `predict_run`."""
     if max_actions is not None and request.lengths_vary:
         max_actions *= VARIED_FACTOR
     share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
@@ -58,7 +58,7 @@ def nominal_seconds(
     filling: float = FILLING,
     kept_replicas: int = KEPT_REPLICAS,
 ) -> float:
-    """Return about what `predict_run` takes, from sizes alone: the same on every machine, fast or slow, busy or not."""
+    """Return the nominal seconds of `predict_run`, from sizes alone: the same on every machine, fast or slow, busy or not."""
     part = choose_part(run, request, max_actions=max_actions, filling=filling, kept_replicas=kept_replicas)
     units = _busy_units(part.plan, request)
     seconds = sum(
@@ -69,7 +69,7 @@ def nominal_seconds(
 
 
 def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
-    """Return the units that compute anything: those that the data asks nothing of only lie beside them."""
+    """Return the units with work; units without work in the data share their ranks."""
     return [unit for name, unit in plan.units.items() if name not in request.idle_units]
 
 
@@ -79,7 +79,7 @@ def _num_actions(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int) -
 
 
 def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, max_actions: int | None, filling: float) -> int:
-    """Return how many samples to simulate: all, or enough to fill the pipelines in both parts."""
+    """Return the number of samples to simulate: all, or enough to fill the pipelines in both parts."""
     if max_actions is None or _num_actions(run, units, num_samples) <= max_actions:
         return num_samples
     # Both parts give every replica of every unit equally many microbatches.
@@ -94,7 +94,7 @@ def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, m
 
 
 def _microbatches_per_turn(unit: UnitPlan) -> int:
-    """Return the microbatches after which all replicas have had what their shares say."""
+    """Return the number of microbatches after which all replicas have received their shares."""
     shares = unit.microbatch_shares or (1,)
     return unit.data_parallel_size * sum(shares) // len(shares)
 
@@ -102,7 +102,7 @@ def _microbatches_per_turn(unit: UnitPlan) -> int:
 def choose_share(
     run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int = KEPT_REPLICAS
 ) -> int:
-    """Return the smallest common divisor of all data parallel sizes and the batch that brings the computations down enough.
+    """Return the smallest common divisor of all data parallel sizes and the batch that reduces the computations enough.
 
     Units without work do not count; replicas that share experts count as one.
     """
@@ -112,7 +112,7 @@ def choose_share(
     if max_actions is None or common == 1 or num_actions <= max_actions or run.sharding != "optim":
         return 1  # replicas that share weights meet in every layer
     if has_unequal_shares(request.graph, run.plan):
-        return 1  # no replica stands for another one
+        return 1  # no replica represents another one
     most = max(1, min(sizes) // kept_replicas) if request.lengths_vary else common
     divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
     shares = [share for share in divisors if kept_plan(run.plan, request, share) is not None]
@@ -120,9 +120,9 @@ def choose_share(
 
 
 def kept_plan(plan: Plan, request: PlanningRequest, share: int) -> Plan | None:
-    """Keep one of every `share` replicas of each unit that has work (`keep_replicas`); the others move onto ranks of the LLM.
+    """Keep one of every `share` replicas of each unit with work (`keep_replicas`); other units move onto ranks of the LLM.
 
-    None where the replicas of the units overlap in part, or where the LLM's stages are too few or too small for another unit's.
+    None if the replicas of the units overlap in part, or if the LLM's stages are too few or too small for another unit's.
     """
     alone = [name for name in request.idle_units if plan.units[name].data_parallel_size == 1]
     if share == 1 or not alone:
@@ -143,10 +143,10 @@ def kept_plan(plan: Plan, request: PlanningRequest, share: int) -> Plan | None:
 
 
 def keep_replicas(plan: Plan, share: int) -> Plan | None:
-    """Keep one of every `share` replicas of each unit, on the ranks that they have.
+    """Keep one of every `share` replicas of each unit, on their ranks.
 
-    Of one unit the first replicas are kept, and of units that share ranks with it those on kept ranks. None where that is not one
-    of every `share`, whichever unit comes first, because replicas of different units overlap in part.
+    The first replicas of one unit are kept, and those of units that share ranks with it on kept ranks. None if that is not one of
+    every `share`, whichever unit is first, because replicas of different units overlap in part.
     """
     if share == 1:
         return plan

@@ -1,4 +1,4 @@
-"""Simulations of a search: quick ones that rank, whole ones that decide; each counted in nominal seconds, and done once."""
+"""Simulations of a search: quick ones for ranking, whole ones for judging; each is counted in nominal seconds, and done once."""
 
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -19,7 +19,7 @@ from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICA
 from multimodal.values.errors import BraidError
 
 MISFIT = 1.1
-"""Factor of what a glance says of a run that turns out not to fit; it counts for others of its kind, too."""
+"""Factor on the quick estimate of a run that did not fit when ranked; it also applies to others of its kind."""
 OVERHEAD = 1.15
 """Nominal seconds of the whole search over those of its simulations."""
 
@@ -34,24 +34,24 @@ class Fidelity(NamedTuple):
     """Fewest times that it fills the pipelines."""
     kept_replicas: int = KEPT_REPLICAS
     is_final: bool = False
-    """True if it is of all batches and checked, as every plan is judged."""
+    """True if it covers all batches and is checked, as every plan is judged."""
 
 
 QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
-"""Tells plans apart that differ by more than a tenth."""
+"""Distinguishes plans that differ by more than a tenth."""
 RANKING = Fidelity("ranked", 0.1, 2.0)
 FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)
 HEAVY = 3.0
-"""Tokens of the LLM's heaviest sample over those of an efficient microbatch from which a part of a step says little."""
+"""Ratio of the LLM's heaviest sample to an efficient microbatch, in tokens, from which a part of a step is unreliable."""
 OF_HEAVY_SAMPLES = {QUICK: RANKING, RANKING: Fidelity("ranked whole", 1.0, FILLING)}
 """Fidelity that replaces another one where some samples are very heavy: part of such a step says little about the whole."""
 
 
 @dataclass
 class SearchBudget:
-    """The nominal seconds that a search may use up, counted from the sizes of what it looks at instead of by a clock.
+    """The nominal seconds of a search, counted from the sizes of its work instead of measured by a clock.
 
-    So a search ends at the same place on a fast machine and on a slow or busy one, with C++ kernels and without.
+    So a search ends at the same point on any machine, fast, slow or busy, with C++ kernels and without.
     """
 
     seconds: float
@@ -71,12 +71,12 @@ class Trials:
     max_actions: int | None
     """Most computations of a final simulation; None simulates whole steps."""
     found: dict[tuple[str, Fidelity], PredictedRun | None] = field(default_factory=dict)
-    """None: a run that is impossible, or does not fit the memory."""
+    """Simulated runs; None: the run is impossible, or does not fit the memory."""
     _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
     _times: dict[tuple[int, Recompute | None, bool], PlanningTimes] = field(default_factory=dict, repr=False)
 
     def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
-        """Simulate a run, and count it; raises ScheduleError or AssignmentError where the run is impossible."""
+        """Simulate a run, and count it; raises ScheduleError or AssignmentError if the run is impossible."""
         used = OF_HEAVY_SAMPLES.get(fidelity, fidelity) if self.has_heavy_samples else fidelity
         size: dict[str, Any] = {
             "max_actions": self.max_actions if used.is_final else int(request.max_actions * used.share),
@@ -95,7 +95,7 @@ class Trials:
         return bool(tokens.max() > HEAVY * size * tokens.mean())
 
     def least_step_seconds(self, run: PlannedRun) -> float:
-        """Return a bound that no balancer and no schedule takes the run below."""
+        """Return a lower bound of the run's step for all balancers and schedules."""
         key = run.micro_batch_size, run.recompute, run.tp_comm_overlap
         if key not in self._times:
             size, recompute, overlaps = key
@@ -104,11 +104,11 @@ class Trials:
         return least_step_seconds(run, self._times[key])
 
     def at(self, fidelity: Fidelity) -> Any:
-        """Return `predict` for `plan_to_fit`."""
+        """Return `predict` with this fidelity, for `plan_to_fit`."""
         return partial(self.predict, fidelity=fidelity)
 
     def try_run(self, run: PlannedRun, fidelity: Fidelity) -> PredictedRun | None:
-        """Simulate a run unless that has been done; None where it does not fit the memory, or is impossible."""
+        """Simulate a run unless it has been simulated; None if it does not fit the memory, or is impossible."""
         key = run.key, fidelity
         if key not in self.found:
             try:
@@ -118,7 +118,7 @@ class Trials:
         return self.found[key]
 
     def keep(self, tried: PredictedRun, fidelity: Fidelity) -> None:
-        """Remember a simulated run; where it fits better than all others as closely simulated, say so."""
+        """Record a simulated run; report it if it is better than all others of the same fidelity that fit."""
         fits = tried.prediction.peak_memory_bytes <= self.request.memory_bytes
         if fits and self.request.on_progress and all(tried.key < each.key for each in self.fitting(fidelity)):
             spent = f"{self.budget.spent_seconds:.0f} of {self.budget.seconds:g} s"
@@ -126,18 +126,18 @@ class Trials:
         self.found[tried.run.key, fidelity] = tried if fits else None
 
     def fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
-        """Return the runs that fit, as they were simulated; the shortest step first."""
+        """Return the simulated runs that fit, the shortest step first."""
         fitting = (each for (_, found_at), each in self.found.items() if found_at == fidelity and each is not None)
         return sorted(fitting, key=lambda each: each.key)
 
     def placed(self, run: PlannedRun) -> Placed:
-        """Return the kind of a run's plan: glances are off by about as much for all of a kind."""
+        """Return the kind of a run's plan: quick simulations have about the same error for all of a kind."""
         if run.key not in self._placed:
             self._placed[run.key] = placed(run, self.request)
         return self._placed[run.key]
 
     def corrections(self) -> dict[Placed, float]:
-        """Return, for each kind of plan, the mean ratio of closer simulations to glances of the same runs."""
+        """Return, for each kind of plan, the mean ratio of closer simulations to quick ones of the same runs."""
         ratios: dict[Placed, list[float]] = {}
         for (key, fidelity), ranked in self.found.items():
             glance = self.found.get((key, QUICK)) if fidelity == RANKING else None
@@ -147,13 +147,13 @@ class Trials:
         return {kind: fmean(found) for kind, found in ratios.items()}
 
     def is_misfit(self, run: PlannedRun) -> bool:
-        """Return True if a run did not fit when it was ranked, whatever a glance said."""
+        """Return True if a run did not fit when it was ranked, whatever the quick simulation said."""
         return (run.key, RANKING) in self.found and self.found[run.key, RANKING] is None
 
     def expected(self) -> list[PredictedRun]:
-        """Return the runs that fit, as they were ranked or else at a glance, by what they are expected to take.
+        """Return the runs that fit, by their expected seconds, which are those of the ranking or else of the quick simulation.
 
-        Those that turned out not to fit are among them, as if they took longer: a variant of theirs may fit.
+        Runs that turned out not to fit are included as if they took longer: a variant of theirs may fit.
         """
         factors, ranked = self.corrections(), {each.run.key: each for each in self.fitting(RANKING)}
 

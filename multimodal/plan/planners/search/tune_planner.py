@@ -1,4 +1,4 @@
-"""Gives a planner its own best microbatch size and balancer, so that planners are compared as their users would tune them."""
+"""Tunes microbatch size and balancer for another planner, so that planners are compared as their users would tune them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,17 +17,17 @@ from multimodal.values.errors import BraidError
 NUM_RANKED = 3
 """Runs of a planner that are simulated more closely, to choose the one that is judged."""
 SECONDS_PER_PLANNED_GPU = 0.0005
-"""Nominal seconds of planning once, over the number of GPUs."""
+"""Nominal seconds of planning once, divided by the number of GPUs."""
 FAR, PROMISING = 1.4, 1.2
 """Plans that seem this many times as long as a known run are not tried with other balancers; of these, only the best one is
-simulated more closely: a glance may be that far off."""
+simulated more closely, since a quick simulation may be that inaccurate."""
 HOPELESS, SLOWLY = 2.0, 0.8
-"""Beyond this many times a known run, nothing is simulated more closely, and the next microbatch size is looked at only where the
-last one brought steps down to this share."""
+"""Beyond this many times a known run, nothing is simulated more closely, and the next microbatch size is tried only if the last
+one shortened steps to this share."""
 
 
 class HopelessError(BraidError):
-    """No run of this plan can be as short as one that is known."""
+    """No run of this plan can be as short as a known one."""
 
     def __init__(self, least_seconds: float) -> None:
         super().__init__(f"a step takes at least {least_seconds:g} s")
@@ -35,9 +35,9 @@ class HopelessError(BraidError):
 
 
 def plan_tuned(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
-    """Return a planner's plan at the microbatch size and with the balancer that make its step shortest, judged.
+    """Return a planner's plan with the microbatch size and the balancer that make its step shortest, judged.
 
-    A microbatch size that the request gives is kept. Raises PlanError when nothing fits.
+    A microbatch size in the request is kept. Raises PlanError if nothing fits.
     """
     started = time.perf_counter()
     trials = Trials(request, SearchBudget(request.time_budget_seconds), max_actions)
@@ -46,11 +46,12 @@ def plan_tuned(planner: Planner, request: PlanningRequest, *, max_actions: int |
 
 
 def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> list[PredictedRun]:
-    """Return the runs of a planner that a search over microbatch sizes and balancers finds, the shortest step first.
+    """Return a planner's runs from a search over microbatch sizes and balancers, the shortest step first.
 
-    Sizes are climbed from one that makes layers efficient, in either direction while steps get shorter; at each the planner plans
-    anew. The best plan is tried with all balancers that suit it. All by quick simulations; the best few by closer ones.
-    below: runs whose step cannot be shorter than this many seconds, or seems far longer, are left out.
+    The search starts from a size that makes layers efficient, and moves in either direction while steps get shorter; for each
+    size the planner plans anew. The best plan is tried with all balancers that suit it. All this uses quick simulations; the best
+    few are simulated more closely. below: runs whose step cannot be shorter than this many seconds, or seems far longer, are left
+    out.
     """
     sizes = list(micro_batch_sizes(trials.request, MICRO_BATCH_SIZES))
     found: dict[int, list[PredictedRun]] = {}
@@ -73,14 +74,14 @@ def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> li
 
 
 def judge_tuned(planner: Planner, tuned: Sequence[PredictedRun], trials: Trials) -> PredictedRun:
-    """Return the first of a planner's tuned runs that fits the memory when it is judged; raises PlanError where nothing does."""
+    """Return the first of a planner's tuned runs that fits the memory when it is judged; raises PlanError if none does."""
     judged = (trials.try_run(each.run, FINAL) for each in tuned)
     found = next(filter(None, judged), None)
     return found or plan_to_fit(planner, trials.request, predict=trials.at(FINAL))
 
 
 def climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int, below: float) -> None:
-    """Look at the sizes beside the best one, larger ones first, while they are better, and not hopelessly far above `below`."""
+    """Try the sizes next to the best one, larger ones first, while they are better, and not hopelessly far above `below`."""
     best = look_at(sizes[first])
     larger, smaller = sizes[first + 1 :], sizes[:first][::-1]
     for direction in (larger, smaller):
@@ -92,7 +93,7 @@ def climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int, 
 
 
 def _runs_of_size(planner: Planner, trials: Trials, size: int, below: float) -> tuple[list[PredictedRun], float]:
-    """Return the planner's plan of a microbatch size, and with the balancers that are tried first; and the shortest step."""
+    """Return the planner's plan for a microbatch size with the balancers that are tried first, and the shortest step."""
 
     def predict(run: PlannedRun, request: PlanningRequest) -> Prediction:
         least = trials.least_step_seconds(run)

@@ -1,1 +1,1 @@
-"""Pipeline templates (Oobleck): model replicas for every number of nodes, and how a run goes from some of them to others."""
+"""Pipeline templates (Oobleck): model replicas for every number of nodes, and transitions of a run between sets of them."""

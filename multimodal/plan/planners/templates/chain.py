@@ -17,16 +17,16 @@ from multimodal.values.errors import PlanError
 
 Floats = NDArray[np.float64]
 TICKS = 2**36
-"""Ticks of the whole chain on the size on which it is slowest: sums of millions of microbatches stay exact."""
+"""Ticks of the whole chain on its slowest size: sums over millions of microbatches stay exact."""
 
 
 class ChainPiece(NamedTuple):
-    """The smallest range of a unit's layers: one transformer layer, the unit's first and last layers with their neighbours."""
+    """The smallest range of a unit's layers: one transformer layer, with the unit's first or last layer if next to it."""
 
     unit: str
     layers: Range
     first_layer: int
-    """Index of the first of these in the chain, in which the layers of all units are numbered on."""
+    """Index of its first layer in the chain, which numbers the layers of all units consecutively."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Chain:
     """The layers of all units, in the graph's order. A stage may hold the last layers of one unit and the first of the next."""
 
     request: PlanningRequest
-    """With a microbatch size; `recompute` as the run will have it."""
+    """The request with a microbatch size, and with the run's `recompute`."""
     tolerance: Tolerance = field(default_factory=lambda: Tolerance(0))
 
     @cached_property
@@ -48,26 +48,26 @@ class Chain:
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """GPUs that a stage of some unit may have."""
+        """Numbers of GPUs that a stage of some unit may have."""
         return tuple(sorted(set().union(*(self.request.tensor_parallel_sizes(name) for name in self.request.graph.unit_names))))
 
     @cached_property
     def num_layers(self) -> int:
-        """Layers of all units, embeddings, projectors and heads included."""
+        """Number of layers of all units, including embeddings, projectors and heads."""
         return sum(len(unit.layers) for unit in self.request.graph.units)
 
     def layers(self, first: int, end: int) -> Range:
-        """Return the layers of the chain that pieces [first, end) hold: the first one, and the one after the last."""
+        """Return the range of chain layers in pieces [first, end): the first one, and the one after the last."""
         return self.pieces[first].first_layer, self.pieces[end].first_layer if end < len(self.pieces) else self.num_layers
 
     @cached_property
     def forward(self) -> Floats:
-        """[num_sizes, num_pieces]: seconds of one microbatch; NaN where a piece's unit cannot have the size."""
+        """[num_sizes, num_pieces]: seconds of one microbatch's forward; NaN if a piece's unit cannot have the size."""
         return self._seconds(0)
 
     @cached_property
     def backward(self) -> Floats:
-        """Seconds likewise."""
+        """[num_sizes, num_pieces]: seconds of one microbatch's backward."""
         return self._seconds(1)
 
     def _seconds(self, which: int) -> Floats:
@@ -81,7 +81,7 @@ class Chain:
 
     @cached_property
     def seconds_per_tick(self) -> float:
-        """Seconds of a tick of the tables."""
+        """Seconds of a tick in the tables."""
         longest = float(np.nansum(self.forward + self.backward, axis=1).max())
         return (longest or 1.0) / TICKS
 
@@ -95,10 +95,10 @@ class Chain:
         return StageTables(forward, backward, self._capacities(), np.array(self.sizes, np.int64))
 
     def _capacities(self) -> NDArray[np.int64]:
-        """Return the microbatches in flight that every stage's memory holds, up to the number of pieces.
+        """Return the microbatches in flight that fit into every stage's memory, up to the number of pieces.
 
-        Optimizer state is shared by as many replicas as share each copy of it at least, at all times: by nobody, unless more
-        replicas are asked for than fault tolerance needs. Samples are taken to be heavy together, as `MemoryEstimate` says.
+        Optimizer state is shared by at least the replicas per copy that are there at all times: it is not shared unless more
+        replicas are requested than fault tolerance needs. Samples are assumed to be heavy together, as in `MemoryEstimate`.
         """
         request, memory = self.request, MemoryEstimate(self.request)
         shape = len(self.sizes), len(self.pieces)
@@ -126,7 +126,7 @@ class Chain:
 
 
 def list_chain(request: PlanningRequest, tolerance: Tolerance) -> Chain:
-    """Return the chain of a request; raises PlanError where sizes are fixed that templates do not have."""
+    """Return the chain of a request; raises PlanError if sizes are fixed that templates do not have."""
     if request.sharding == "optim_grads_params":
         raise PlanError(
             "replicas of templates do not share weights; leave --data-parallel-sharding-strategy out, or set it to optim"
@@ -157,7 +157,7 @@ def list_chain(request: PlanningRequest, tolerance: Tolerance) -> Chain:
 def _of_ranges(values: Floats, combine: np.ufunc = np.add) -> Floats:
     """Return sums (or maxima) over all ranges [first, end) of the last axis: [..., num_pieces, num_pieces + 1].
 
-    Each range is added up by itself from its first entry on, so that ranges of equal entries have equal sums.
+    Each range is summed separately from its first entry on, so that ranges of equal entries have equal sums.
     """
     count = values.shape[-1]
     rows = np.where(np.arange(count) >= np.arange(count)[:, None], values[..., None, :], 0.0)

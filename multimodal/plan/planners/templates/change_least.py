@@ -1,4 +1,4 @@
-"""The sizes of pipelines after nodes were lost or joined that change least: by smaller templates, borrowing, and merging."""
+"""The smallest change of pipeline sizes after nodes are lost or join: smaller templates, borrowing, and merging."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,10 +6,10 @@ from multimodal.plan.planners.templates.template_set import TemplateSet
 
 
 def change_least(templates: TemplateSet, left: Sequence[int], num_joined: int) -> tuple[str, tuple[int, ...]] | None:
-    """Return what Oobleck's three steps make of the pipelines' nodes: the furthest step taken, and the sizes; None if nothing.
+    """Return the result of Oobleck's three steps: the last step taken, and the pipelines' numbers of nodes; None if impossible.
 
-    left: the number of nodes that each pipeline has left. Nodes that joined first fill up pipelines that are too small, then make
-    a pipeline of their own if they can, and else make the smallest ones larger.
+    left: the nodes that each pipeline has left. Nodes that joined first fill up pipelines that are too small, then form a
+    pipeline of their own if they can, and otherwise enlarge the smallest ones.
     """
     least, most = templates.least_nodes, templates.most_nodes
     sizes = [count for count in left if count]
@@ -42,7 +42,7 @@ def change_least(templates: TemplateSet, left: Sequence[int], num_joined: int) -
 
 
 def _own_pipelines(num_nodes: int, least: int, most: int) -> Iterator[int]:
-    """Yield the sizes of as many pipelines as nodes that joined make up; none if they are too few for one."""
+    """Yield the sizes of the pipelines that joined nodes form; none if they are too few for one."""
     count = num_nodes // least
     while count and num_nodes:
         size = min(most, -(-num_nodes // count))

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class LayerCopy(NamedTuple):
-    """One layer's weights and optimizer state, from node to node; GPUs of the receiving node share it among themselves."""
+    """A copy of one layer's weights and optimizer state between nodes; the GPUs of the receiving node share it."""
 
     layer: int
     source: int
@@ -17,10 +17,10 @@ class LayerCopy(NamedTuple):
 def deal_copies(
     wanted: Mapping[int, Sequence[int]], held: Mapping[int, Sequence[int]], layer_bytes: Sequence[int]
 ) -> tuple[tuple[LayerCopy, ...], tuple[int, ...]]:
-    """Return the copies after which every node has the layers that it wants, and the layers that no node has.
+    """Return the copies after which every node has its wanted layers, and the layers that no node has.
 
-    wanted, held: node -> layers. Layers that few nodes have come first, larger ones before smaller ones, each from that node
-    which has sent least so far.
+    wanted, held: node -> layers. Layers that few nodes have come first, larger ones before smaller ones; each is copied from the
+    node that has sent least so far.
     """
     owners: dict[int, list[int]] = defaultdict(list)
     for node in sorted(held):
@@ -39,7 +39,7 @@ def deal_copies(
 
 
 def copy_seconds(copies: Sequence[LayerCopy], *, bytes_per_second: float) -> float:
-    """Return the seconds of all copies side by side: of the node that sends or receives most."""
+    """Return the seconds of all copies in parallel: those of the node that sends or receives most."""
     sent: dict[int, int] = defaultdict(int)
     received: dict[int, int] = defaultdict(int)
     for each in copies:

@@ -1,4 +1,4 @@
-"""A set of templates for a person, and for other programs."""
+"""Describes a set of templates for the user, and for other programs."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from multimodal.plan.planners.templates.template_set import PipelineTemplate, Te
 
 
 def step_seconds(templates: TemplateSet) -> float:
-    """Return the seconds of a step of the instances at the start: of the slowest one."""
+    """Return the seconds of a step of the slowest instance at the start."""
     times = pipeline_times(templates.templates)
     return max(times[each.nodes].seconds(each.num_microbatches) for each in templates.instances)
 
@@ -50,7 +50,7 @@ def report_templates(templates: TemplateSet) -> dict[str, Any]:
 
 
 def describe_templates(templates: TemplateSet) -> Iterator[str]:
-    """Yield the lines that say what a set is."""
+    """Yield the lines that describe a set."""
     used = Counter((each.nodes, each.num_microbatches) for each in templates.instances)
     first = ", ".join(f"{count} of {nodes} nodes with {share} microbatches each" for (nodes, share), count in used.items())
     recomputing = f", recomputing {templates.recompute_granularity}" if templates.recompute_granularity else ""

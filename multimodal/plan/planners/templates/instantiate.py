@@ -12,7 +12,7 @@ from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import PlanError
 
 BISECTIONS = 50
-"""Halvings of the interval that holds the shortest step: below the precision of what it is computed from."""
+"""Halvings of the interval that holds the shortest step: below the precision of its inputs."""
 
 
 class Instantiation(NamedTuple):
@@ -39,8 +39,8 @@ def instantiate(times: Mapping[int, PipelineTimes], demand: Demand) -> Instantia
 
     times: nodes -> the pipeline of their template. For a step of T seconds, a template of n nodes takes c_n(T) microbatches, and
     a knapsack over nodes finds the replicas that take most: A(k, m) = max_n A(k - 1, m - n) + c_n(T). The shortest T for which
-    they take the whole batch is found by bisection, so no combination is listed (Oobleck 2.4.2 lists all, which are more than
-    10^8 for 100 nodes). Raises PlanError where there is none. O(replicas x nodes x templates).
+    they take the whole batch is found by bisection, so combinations are not enumerated (Oobleck 2.4.2 enumerates all, more than
+    10^8 for 100 nodes). Raises PlanError if there is none. O(replicas x nodes x templates).
     """
     most = min(demand.num_nodes // min(times), demand.num_microbatches)
     if most < demand.least_replicas:
@@ -59,7 +59,7 @@ def instantiate(times: Mapping[int, PipelineTimes], demand: Demand) -> Instantia
 def share_batch(times: Mapping[int, PipelineTimes], sizes: Sequence[int], *, num_microbatches: int) -> Instantiation:
     """Share a batch among replicas in whole microbatches so that the slowest one is as fast as possible; each gets one at least.
 
-    sizes: nodes of each. Raises PlanError where there are fewer microbatches than replicas.
+    sizes: nodes of each replica. Raises PlanError if there are fewer microbatches than replicas.
     """
     if num_microbatches < len(sizes):
         raise PlanError(
@@ -86,7 +86,7 @@ def _end(times: Mapping[int, PipelineTimes], sizes: Sequence[int], counts: Seque
 
 
 def _choose(times: Mapping[int, PipelineTimes], demand: Demand, seconds: float, most: int) -> tuple[int, ...] | None:
-    """Return the nodes of replicas that take the whole batch in so many seconds; None if there are none."""
+    """Return the nodes of replicas that process the whole batch in this time; None if there are none."""
     takes = {size: each.most_microbatches(seconds) for size, each in times.items()}
     usable = [size for size in takes if takes[size] >= 1 and size <= demand.num_nodes]
     nothing = np.iinfo(np.int64).min // 2

@@ -1,4 +1,4 @@
-"""The mapping of a chain of layers to stages and GPUs with the shortest step of 1F1B, for many numbers of GPUs at once."""
+"""The mapping of a chain of layers to stages and GPUs with the shortest 1F1B step, for many numbers of GPUs at once."""
 
 from bisect import insort
 from collections.abc import Iterator, Sequence
@@ -12,11 +12,11 @@ from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Integers
 
 SLACK = 16
-"""Share of the limit by which it grows where nothing is found."""
+"""Share by which the limit grows if nothing is found."""
 
 
 class StageTables(NamedTuple):
-    """A chain of pieces, and what a stage of pieces [first, end) on a number of GPUs takes.
+    """A chain of pieces, and the costs of a stage of pieces [first, end) on a number of GPUs.
 
     The tables are [num_sizes, num_pieces, num_pieces + 1], by size, first and end.
     """
@@ -25,9 +25,9 @@ class StageTables(NamedTuple):
     """Ticks of one microbatch: whole numbers, so that sums do not depend on their order."""
     backward: Integers
     capacities: Integers
-    """Microbatches in flight that the memory holds; 0: not even one. A stage of more pieces has no larger one."""
+    """Microbatches in flight that fit into the memory; 0: not even one. Stages of more pieces have no larger capacity."""
     sizes: Integers
-    """GPUs of each size, ascending."""
+    """Number of GPUs of each size, ascending."""
 
 
 class StageMapping(NamedTuple):
@@ -36,21 +36,21 @@ class StageMapping(NamedTuple):
     ticks: int
     """Length of a step."""
     ends: tuple[int, ...]
-    """The piece after the last one of each stage."""
+    """For each stage, the piece after its last one."""
     gpus: tuple[int, ...]
 
 
 def map_stages(
     tables: StageTables, *, num_gpus: Sequence[int], num_microbatches: Sequence[int]
 ) -> tuple[StageMapping | None, ...]:
-    """Return, for each number of GPUs, the mapping of all pieces to stages on exactly so many that has the shortest step.
+    """Return, for each number of GPUs, the mapping of all pieces to stages on exactly that many with the shortest step.
 
-    A step is that of 1F1B (`step_ticks`), with as many microbatches as are given for that number of GPUs; stage s of S keeps
-    S - s of them. None where no mapping fits. The result is exact. Suffixes of the pipeline with the same first piece, number of
-    GPUs and number of stages differ in two figures only, the ticks of their step and of one microbatch through them, and a step
-    grows with both; so all that another one beats in both are dropped, and those whose step with the fastest possible first
-    stages exceeds a limit. The limit is the step of a mapping that a search finds which keeps one suffix of each kind.
-    Runs as a C++ kernel where that is built, with the same result.
+    A step is that of 1F1B (`step_ticks`), with the given number of microbatches for each number of GPUs; stage s of S keeps S - s
+    of them. None if no mapping fits. The result is exact. Suffixes of the pipeline with the same first piece, number of GPUs and
+    number of stages differ only in two figures, the ticks of their step and of one microbatch through them, and a step grows with
+    both; so a suffix is dropped if another one beats it in both, or if its step with the fastest possible first stages exceeds a
+    limit. The limit is the step of a mapping from a search that keeps one suffix of each kind. Runs as a C++ kernel, with the
+    same result, if the kernels are built.
     """
     if kernels is None:
         return map_stages_reference(tables, num_gpus=num_gpus, num_microbatches=num_microbatches)
@@ -61,11 +61,11 @@ def map_stages(
 
 
 def idle_ticks(through: int, *, behind: int, forward: int, backward: int, num_microbatches: int) -> int:
-    """Return how long a stage of 1F1B waits between its first forward and its last backward, whole numbers in and out.
+    """Return the waiting time of a 1F1B stage between its first forward and its last backward; whole numbers in and out.
 
     through: ticks of one microbatch through the `behind` stages after it, there and back. Before the first microbatch is back,
-    the stage runs `behind` more forwards; after the last one has gone, as many backwards. The rest of `through` is idle time.
-    With too few microbatches for a steady phase both are the same wait, and the longer one counts.
+    the stage runs `behind` more forwards; after the last one has left, as many backwards. The rest of `through` is idle time.
+    With too few microbatches for a steady phase both waits are the same, and the longer one counts.
     """
     ahead = min(behind, num_microbatches - 1)
     before, after = max(0, through - ahead * forward), max(0, through - ahead * backward)
@@ -76,8 +76,8 @@ def step_ticks(forward: Sequence[int], backward: Sequence[int], *, num_microbatc
     """Return the ticks of a step of 1F1B: T1 + T2 + T3 of Oobleck 2.4.1.2, but never less than the slowest stage works.
 
     The path through stage k takes one microbatch through the stages before it, there and back, all microbatches in stage k
-    itself, and its idle time (`idle_ticks`); the longest of these paths counts. Where later stages are nearly as slow as stage k
-    this is the formula of the paper, sum(t) + (N - S + k - 1) t_k + sum(t_k ...); where they are much faster, that one counts
+    itself, and its idle time (`idle_ticks`); the longest of these paths counts. If later stages are nearly as slow as stage k
+    this is the formula of the paper, sum(t) + (N - S + k - 1) t_k + sum(t_k ...); if they are much faster, that formula counts
     less than the work of stage k. forward, backward: of each stage.
     """
     step = through = 0
@@ -106,7 +106,7 @@ class _Suffix(NamedTuple):
     rest: "_Suffix | None" = None
     """The suffix without its first stage."""
     end: int = 0
-    """The piece after the last one of its first stage."""
+    """The piece after the last one of the suffix's first stage."""
     gpus: int = 0
 
 
@@ -148,9 +148,9 @@ class _StageMapper:
         return found
 
     def _relax(self, longest: int, is_slowest: bool) -> dict[_State, int]:
-        """Return the ticks of one microbatch through the best first stages, or the slowest of them, by pieces and GPUs.
+        """Return the ticks of one microbatch through the best first stages, or in the slowest of them, by pieces and GPUs.
 
-        No stage takes longer than `longest`, and nothing is known of microbatches in flight.
+        No stage takes longer than `longest`; memory limits on microbatches in flight are ignored.
         """
         if (longest, is_slowest) in self._relaxed:
             return self._relaxed[longest, is_slowest]
@@ -184,7 +184,7 @@ class _StageMapper:
         """Return the best mapping whose step takes at most `limit`.
 
         Of suffixes with the same number of stages, first piece and GPUs, all are kept that no other beats, or only the one with
-        the shortest step. Rows of them are in ascending order of steps, and so in descending order of `through`.
+        the shortest step. A row of suffixes is in ascending order of steps, and so in descending order of `through`.
         """
         longest = limit // num_microbatches
         rest = self._relax(longest, False)
@@ -217,7 +217,7 @@ def _in_front(
 ) -> Iterator[tuple[int, _Suffix]]:
     """Yield the ticks of a step with one more stage in front of each suffix.
 
-    Where the new stage decides, the last suffix for which it does beats those before it, which are left out.
+    If the new stage determines the step, the last such suffix beats those before it, which are left out.
     """
     ticks = forward + backward
     idle = partial(idle_ticks, behind=behind, forward=forward, backward=backward, num_microbatches=num_microbatches)

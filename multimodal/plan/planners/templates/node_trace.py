@@ -1,4 +1,4 @@
-"""Traces of nodes that are lost and that join, as spot instances are: a CSV file of seconds and numbers of nodes."""
+"""Traces of nodes that are lost and that join, as with spot instances: a CSV file of seconds and numbers of nodes."""
 
 import csv
 from pathlib import Path
@@ -11,18 +11,19 @@ HEADER = ["seconds", "nodes"]
 
 
 class NodeChange(NamedTuple):
-    """Nodes lost or joined at once."""
+    """A number of nodes lost or joined at once."""
 
     seconds: float
-    """After the start."""
+    """Seconds after the start."""
     change: int
-    """Joined nodes, or minus the lost ones."""
+    """Number of joined nodes, or minus the number of lost ones."""
 
 
 def read_trace(path: str | Path, *, num_nodes: int) -> tuple[NodeChange, ...]:
     """Read a trace: lines `seconds,nodes` such as `3600,-2`, in the order of time; # begins a comment.
 
-    num_nodes: at the start. Raises ConfigError, with the line, where it is no trace or has more nodes than these or fewer than 0.
+    num_nodes: at the start. Raises ConfigError, with the line, if the file is no trace, or exceeds num_nodes or falls below 0
+    nodes.
     """
     changes: list[NodeChange] = []
     left = num_nodes

@@ -22,22 +22,23 @@ class PipelineTimes:
 
     @classmethod
     def of_template(cls, template: PipelineTemplate) -> "PipelineTimes":
-        """Return those of a template."""
+        """Return the times of a template's stages."""
         stages = template.stages
         return cls(tuple(each.forward_seconds for each in stages), tuple(each.backward_seconds for each in stages))
 
     def seconds(self, num_microbatches: int) -> float:
         """Return the seconds of a step: the longest path through one of the stages.
 
-        As `step_ticks`, but the wait of a stage is the longest way to any of the stages after it and back, not only to the last.
-        It is never more than the simulated step, and nearly always equal to it (docs/elasticity.md). 0 without microbatches.
+        Like `step_ticks`, but the wait of a stage is the longest path to any of the stages after it and back, not only to the
+        last. It is never more than the simulated step, and nearly always equal to it (docs/elasticity.md). 0 without
+        microbatches.
         """
         if num_microbatches <= self.num_stages:
             return float(self._few[num_microbatches])
         return float((self._fixed + num_microbatches * self._total).max())
 
     def most_microbatches(self, seconds: float) -> int:
-        """Return how many microbatches fit into a step of so many seconds."""
+        """Return the number of microbatches that fit into a step of this many seconds."""
         if seconds < self.seconds(self.num_stages + 1):
             return int(np.searchsorted(self._few, seconds * (1 + 1e-12), side="right")) - 1
         busy = self._total > 0
@@ -46,7 +47,7 @@ class PipelineTimes:
 
     @property
     def num_stages(self) -> int:
-        """Stages."""
+        """Number of stages."""
         return len(self.forward)
 
     @cached_property
@@ -55,13 +56,13 @@ class PipelineTimes:
 
     @cached_property
     def _few(self) -> Floats:
-        """Seconds of 0, 1, ... as many microbatches as there are stages."""
+        """Seconds of steps of 0, 1, ... microbatches, up to the number of stages."""
         steps = [(self._path(count) + count * self._total).max() for count in range(1, self.num_stages + 1)]
         return np.maximum.accumulate(np.array([0.0, *steps]))
 
     @cached_property
     def _fixed(self) -> Floats:
-        """Seconds of the path through each stage beside its own microbatches, where they are more than there are stages."""
+        """Seconds of the path through each stage without its own microbatches, if these outnumber the stages."""
         return self._path(self.num_stages + 1)
 
     def _path(self, num_microbatches: int) -> Floats:
@@ -78,5 +79,5 @@ class PipelineTimes:
 
 
 def pipeline_times(templates: Sequence[PipelineTemplate]) -> dict[int, PipelineTimes]:
-    """Return nodes -> the times of the template of so many."""
+    """Return nodes -> the times of the template for that number."""
     return {template.nodes: PipelineTimes.of_template(template) for template in templates}

@@ -1,4 +1,4 @@
-"""The plan of a run on whatever nodes are there: replicas of a set's templates, as ranks and layers."""
+"""The plan of a run on the available nodes: replicas of a set's templates, as ranks and layers."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -36,11 +36,11 @@ def plan_nodes(
     before: Sequence[Pipeline] = (),
     holding: Collection[int] = (),
 ) -> NodesPlan:
-    """Return the plan for these nodes, a pure function: all ranks decide alike.
+    """Return the plan for these nodes; a pure function, so that all ranks decide alike.
 
-    nodes: in the order in which their ranks are to be numbered. before: the replicas that the run had; holding: the nodes that
-    still hold what these gave them. Where the nodes cannot all be used, all replicas get one template, and nodes that are left
-    over stay out. Raises PlanError where there are too few nodes for all replicas that fault tolerance needs.
+    nodes: in the order in which their ranks are numbered. before: the replicas that the run had; holding: the nodes that still
+    hold the state of these. If not all nodes can be used, all replicas get one template, and the remaining nodes stay out. Raises
+    PlanError if there are too few nodes for the replicas that fault tolerance needs.
     """
     reconfigurer = Reconfigurer(templates, BYTES_PER_SECOND)
     try:
@@ -66,7 +66,7 @@ def _choose(
 
 
 def _alike(reconfigurer: Reconfigurer, nodes: Sequence[int], graph: ModelGraph) -> NodesPlan:
-    """Return replicas of one template: of those with which the step is shortest."""
+    """Return replicas of one template, the one with the shortest step."""
     templates = reconfigurer.templates
     found: list[tuple[float, int, tuple[Pipeline, ...]]] = []
     for size in range(templates.least_nodes, templates.most_nodes + 1):

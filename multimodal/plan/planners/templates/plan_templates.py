@@ -1,4 +1,4 @@
-"""Plans a set of pipeline templates (Oobleck 2.4): their numbers of nodes, the stages of each, and which are used at first."""
+"""Plans a set of pipeline templates (Oobleck 2.4): numbers of nodes, the stages of each, and the instances at the start."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -16,21 +16,21 @@ from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineT
 from multimodal.values.errors import NothingFitsError, PlanError
 
 MOST_NODES = 4096
-"""Nodes up to which a sufficient number is searched."""
+"""Most nodes up to which a sufficient number is searched."""
 MOST_MICROBATCHES = 2**20
-"""Microbatches of a step that a template is planned for at most: with more, filling and draining no longer matter."""
+"""Most microbatches of a step that a template is planned for: beyond, filling and draining are negligible."""
 
 
 def plan_templates(request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
     """Plan templates of n_0, n_0 + 1, ... nodes, and the replicas that use all nodes at first with the shortest step.
 
-    n_0 is the fewest nodes that hold a whole replica with all of its optimizer state, and the largest template has what f other
-    replicas of n_0 nodes leave, or as many nodes as there are layers for. Every number of nodes from (f + 1) n_0 on is then a sum
-    of at least f + 1 of these. With g replicas_per_copy a replica has 1 / g of the state, and there are g (f + 1) replicas at
-    least: n_0 may sink. Each template is the best mapping of the chain of layers to the GPUs of its nodes for its share of
-    the batch (`map_stages`). Where the request leaves the microbatch size open, it is halved from the one that makes layers
-    efficient as long as n_0 sinks or steps get shorter; whole layers are recomputed where nothing fits otherwise.
-    Raises PlanError, saying what would work, where the nodes or their memory cannot give the fault tolerance.
+    n_0 is the fewest nodes that hold a whole replica with all of its optimizer state; the largest template has the nodes that f
+    other replicas of n_0 nodes leave, or as many nodes as there are layers for. Every number of nodes from (f + 1) n_0 on is then
+    a sum of at least f + 1 of these. With g replicas_per_copy a replica has 1 / g of the state, and there are at least g (f + 1)
+    replicas: n_0 may become smaller. Each template is the best mapping of the chain of layers to the GPUs of its nodes for its
+    share of the batch (`map_stages`). If the request leaves the microbatch size open, it is halved from the size that makes
+    layers efficient as long as n_0 gets smaller or steps get shorter; if nothing fits, layers are fully recomputed. Raises
+    PlanError, with advice, if the nodes or their memory cannot give the fault tolerance.
     """
     tolerance = Tolerance(fault_tolerance, replicas_per_copy)
     num_nodes = _count_nodes(request, tolerance)
@@ -76,7 +76,7 @@ def _count_nodes(request: PlanningRequest, tolerance: Tolerance) -> int:
 
 
 def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -> tuple[TemplateSet, float]:
-    """Plan with a given microbatch size; return the set and the seconds of its first step."""
+    """Plan with a given microbatch size; return the set and the seconds of a step of its first instances."""
     problem: PlanError | None = None
     for recompute in (request.recompute,) if request.recompute else (None, "full"):
         chain = list_chain(request.changed(recompute=recompute), tolerance)
@@ -93,7 +93,7 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
 
 
 def _check_coverage(templates: Sequence[PipelineTemplate], num_nodes: int, fewest_replicas: int) -> None:
-    """Raise where templates end too early, for lack of layers, to make up any number of nodes that the fewest replicas fit."""
+    """Raise if the templates, for lack of layers, are too small to make up any number of nodes with the fewest replicas."""
     least, most = templates[0].nodes, templates[-1].nodes
     for nodes in range(fewest_replicas * least, num_nodes + 1):
         if not any(count * least <= nodes <= count * most for count in range(fewest_replicas, nodes // least + 1)):
@@ -104,7 +104,7 @@ def _check_coverage(templates: Sequence[PipelineTemplate], num_nodes: int, fewes
 
 
 def _map_templates(chain: Chain, num_nodes: int) -> tuple[PipelineTemplate, ...]:
-    """Return the templates of n_0 nodes and more; none where there are too few nodes for as many of the smallest as it takes."""
+    """Return the templates of n_0 nodes and more; none if there are too few nodes for the required number of the smallest."""
     num_others = chain.tolerance.fewest_replicas - 1
     counts = list(range(1, num_nodes - num_others + 1))
     found = _map_nodes(chain, counts, num_nodes)
@@ -120,7 +120,7 @@ def _map_templates(chain: Chain, num_nodes: int) -> tuple[PipelineTemplate, ...]
 
 
 def _map_nodes(chain: Chain, counts: Sequence[int], num_nodes: int) -> list[PipelineTemplate | None]:
-    """Return the best template of each number of nodes; None where none fits."""
+    """Return the best template of each number of nodes; None if none fits."""
     per_node = chain.request.cluster.gpus_per_node
     shares = [min(MOST_MICROBATCHES, -(-chain.request.num_microbatches * nodes // num_nodes)) for nodes in counts]
     best: list[PipelineTemplate | None] = [None] * len(counts)
@@ -138,9 +138,9 @@ def _map_nodes(chain: Chain, counts: Sequence[int], num_nodes: int) -> list[Pipe
 
 
 def size_chains(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the longest runs of sizes of which each divides the next: such stages fill nodes in any order.
+    """Return the longest sequences of sizes in which each divides the next: such stages fill nodes in any order.
 
-    1, 2, 4, 8 are one run; 1, 2, 3, 6 are two.
+    1, 2, 4, 8 are one sequence; 1, 2, 3, 6 give two.
     """
 
     def extend(run: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
@@ -171,7 +171,7 @@ def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches:
 def place_stages(gpus: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
     """Return the node of each stage: large stages first, in pipeline order, each on the first node with room.
 
-    Sizes that divide each other and the node fill all nodes so, and neighbours of one size share nodes.
+    Sizes that divide each other and the node fill all nodes in this way, and neighbours of one size share nodes.
     """
     free: list[int] = []
     placed: dict[int, int] = {}
@@ -215,7 +215,7 @@ def layer_bytes(request: PlanningRequest) -> tuple[int, ...]:
 
 
 def _too_few_nodes(chain: Chain, num_nodes: int) -> PlanError:
-    """Return the error of nodes that cannot hold as many replicas as it takes, with what would work."""
+    """Return the error for nodes that cannot hold the required number of replicas, with advice."""
     least = _fewest_nodes(chain, num_nodes)
     memory = chain.request.memory_text
     if least is None:
@@ -233,7 +233,7 @@ def _too_few_nodes(chain: Chain, num_nodes: int) -> PlanError:
 
 
 def _fewest_nodes(chain: Chain, num_nodes: int) -> int | None:
-    """Return the fewest nodes that hold a replica, of any number: doubled until one does, the gap halved."""
+    """Return the fewest nodes, of any number, that hold a replica: doubled until one fits, then the gap is halved."""
     too_few, enough = 0, 1
     while _map_nodes(chain, [enough], max(num_nodes, enough))[0] is None:
         too_few, enough = enough, 2 * enough

@@ -21,22 +21,22 @@ class Pipeline:
     """One replica: a template on nodes of the cluster."""
 
     nodes: tuple[int, ...]
-    """The node for each of the template's; their number names the template."""
+    """The node in each place of the template; the number of nodes identifies the template."""
     num_microbatches: int
     """Its share of the global batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reconfiguration:
-    """The replicas that a run goes on with, and how they are reached."""
+    """The replicas with which a run continues, and the transition to them."""
 
     how: str
-    """`keep`, `reinstantiate`, `borrow` or `merge`: the furthest step that some pipeline took; `replan`: all nodes anew."""
+    """`keep`, `reinstantiate`, `borrow` or `merge`: the last step that any pipeline took; `replan`: all nodes anew."""
     pipelines: tuple[Pipeline, ...]
     step_seconds: float
-    """From now on."""
+    """Seconds of a step from now on."""
     copies: tuple[LayerCopy, ...]
-    """Each layer that a node lacks, once, from a node that has it; they run side by side."""
+    """Each layer that a node lacks, once, from a node that has it; copies run in parallel."""
     copy_seconds: float
     missing_layers: tuple[int, ...] = ()
     """Layers that no node has any more: the run must go back to its newest checkpoint."""
@@ -44,17 +44,17 @@ class Reconfiguration:
 
 @dataclass(frozen=True)
 class Reconfigurer:
-    """Decides how to go on; every rank decides alike."""
+    """Decides how a run continues; every rank decides alike."""
 
     templates: TemplateSet
     bytes_per_second: float
-    """That a node sends, and at the same time receives."""
+    """Bytes per second that a node sends and, at the same time, receives."""
     horizon_seconds: float = 600.0
-    """Time until the next change that is counted on: what a copy costs must be won in it."""
+    """Assumed time until the next change: the gain of a copy within it must exceed its cost."""
 
     @cached_property
     def times(self) -> Mapping[int, PipelineTimes]:
-        """Nodes -> the pipeline of their template."""
+        """Nodes -> the pipeline of the template for that number."""
         return pipeline_times(self.templates.templates)
 
     def start(self) -> tuple[Pipeline, ...]:
@@ -66,13 +66,13 @@ class Reconfigurer:
         return tuple(pipelines)
 
     def fresh(self, nodes: Sequence[int]) -> tuple[tuple[Pipeline, ...], float]:
-        """Return replicas with the shortest step on these nodes, and its seconds; what they held does not count."""
+        """Return replicas with the shortest step on these nodes, and its seconds, whatever the nodes hold."""
         chosen = self._fastest(len(nodes))
         placed = self._place("replan", chosen, nodes, {})
         return placed.pipelines, chosen.step_seconds
 
     def step_seconds(self, pipelines: Sequence[Pipeline]) -> float:
-        """Return the seconds of a step: of the slowest pipeline."""
+        """Return the seconds of a step of the slowest pipeline."""
         return max((self.times[len(each.nodes)].seconds(each.num_microbatches) for each in pipelines), default=0.0)
 
     def _fastest(self, num_nodes: int) -> Instantiation:
@@ -83,12 +83,12 @@ class Reconfigurer:
     def reconfigure(
         self, pipelines: Sequence[Pipeline], *, lost: Collection[int] = (), joined: Collection[int] = ()
     ) -> Reconfiguration:
-        """Return how all nodes that are left, and those that joined, go on.
+        """Return how the run continues on all remaining and joined nodes.
 
-        Two sets of sizes are looked at: the shortest step that the nodes can have at all, and the one that changes least (a
-        pipeline that lost nodes takes a smaller template, borrows a node from a larger pipeline, or merges with another one;
-        Oobleck 2.5.1). The one that loses least time until the horizon, copies and longer steps together, is taken. Nodes are put
-        where they lack fewest bytes. Raises PlanError where fewer nodes are left than f + 1 replicas need.
+        Two sets of sizes are compared: the one with the shortest possible step, and the one that changes least (a pipeline that
+        lost nodes takes a smaller template, borrows a node from a larger pipeline, or merges with another one; Oobleck 2.5.1).
+        The one that loses least time until the horizon, by copies and longer steps together, is taken. Nodes are placed where
+        they lack the fewest bytes. Raises PlanError if fewer nodes are left than f + 1 replicas need.
         """
         nodes = self._nodes_left(pipelines, lost, joined)
         held = self._held_layers(pipelines)
@@ -125,7 +125,7 @@ class Reconfigurer:
     def _place(
         self, how: str, choice: Instantiation, nodes: Sequence[int], held: Mapping[int, tuple[int, ...]]
     ) -> Reconfiguration:
-        """Put nodes where they lack fewest bytes in all, and deal the copies."""
+        """Place nodes where they lack the fewest bytes in total, and plan the copies."""
         places = [(each.nodes, index) for each in choice.instances for index in range(each.nodes)]
         wanted = [self.templates.layers_of_node[place] for place in places]
         weights = np.array(self.templates.layer_bytes, np.float64)

@@ -10,7 +10,7 @@ from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfigura
 
 
 class Span(NamedTuple):
-    """A time in which nothing changes."""
+    """A period in which nothing changes."""
 
     start: float
     end: float
@@ -22,20 +22,20 @@ class Span(NamedTuple):
 
     @property
     def num_steps(self) -> float:
-        """Steps that it has time for."""
+        """Number of steps that fit into it."""
         return 0.0 if self.step_seconds is None else (self.end - self.start) / self.step_seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Seconds in which a run stands still."""
+    """Seconds for which a run stops."""
 
     recovery: float = 3.0
-    """To notice a loss, agree, and form new groups, beside copying layers."""
+    """Seconds for noticing a loss, agreeing, and forming new groups, in addition to copying layers."""
     restart: float = 120.0
-    """To stop all processes, start them anew and load a checkpoint."""
+    """Seconds for stopping all processes, starting them again and loading a checkpoint."""
     checkpoint_interval: float = 600.0
-    """Between two checkpoints, which take no time."""
+    """Seconds between two checkpoints, which take no time."""
 
 
 class Simulated(NamedTuple):
@@ -43,13 +43,13 @@ class Simulated(NamedTuple):
 
     spans: tuple[Span, ...]
     num_steps: float
-    """Steps that were finished and not lost again."""
+    """Number of steps that were finished and not lost again."""
     changes: tuple[Reconfiguration, ...] = ()
 
 
 @dataclass
 class _Clock:
-    """A run up to now: spans, and the steps that a failure does not take back."""
+    """A run up to the current time: spans, and the steps that a failure does not undo."""
 
     spans: list[Span] = field(default_factory=list)
     kept: float = 0.0
@@ -57,7 +57,7 @@ class _Clock:
     last_checkpoint: float = 0.0
 
     def run(self, until: float, num_nodes: int, step_seconds: float | None, state: str) -> None:
-        """Go on until then."""
+        """Advance the run to a time."""
         start = self.spans[-1].end if self.spans else 0.0
         if until > start:
             self.spans.append(Span(start, until, num_nodes, step_seconds, state))
@@ -65,9 +65,9 @@ class _Clock:
     def train(
         self, until: float, num_nodes: int, step_seconds: float, *, loses_last: bool, interval: float | None = None
     ) -> None:
-        """Run steps; loses_last: the step that is running then is lost, else it is finished first.
+        """Run steps; loses_last: the step that is running at the end is lost, otherwise it is finished first.
 
-        interval: seconds between checkpoints, of which the newest is known afterwards; None: no step is lost but the last one.
+        interval: seconds between checkpoints, to the newest of which the run returns; None: only the last step can be lost.
         """
         start = self.spans[-1].end if self.spans else 0.0
         count = max(0.0, until - start) / step_seconds
@@ -91,9 +91,9 @@ class _Clock:
 def simulate_templates(
     reconfigurer: Reconfigurer, changes: Sequence[NodeChange], *, until: float, pauses: Pauses, seed: int = 0
 ) -> Simulated:
-    """Simulate a run that goes on with templates; a loss costs the running step, a join waits for its end.
+    """Simulate a run with templates; a loss costs the running step, a join waits for its end.
 
-    Lost nodes are drawn at random. With fewer nodes than f + 1 replicas need, the run saves and waits, and then restarts.
+    Lost nodes are drawn at random. With fewer nodes than f + 1 replicas need, the run saves, waits, and then restarts.
     """
     draw, clock = random.Random(seed), _Clock()
     pipelines: tuple[Pipeline, ...] | None = reconfigurer.start()
@@ -128,7 +128,7 @@ def simulate_restarts(
 ) -> Simulated:
     """Simulate a run that restarts from its newest checkpoint at every change.
 
-    step_seconds: number of nodes -> the seconds of a step on so many; None: too few.
+    step_seconds: number of nodes -> the seconds of a step on them; None: too few.
     """
     clock, nodes = _Clock(), num_nodes
     for seconds, change, end in _with_ends(changes, until):
@@ -148,7 +148,7 @@ def simulate_restarts(
 
 
 def _with_ends(changes: Sequence[NodeChange], until: float) -> Iterator[tuple[float, int, float]]:
-    """Yield the time of each change, the change, and the time of the next one; last the end, without a change."""
+    """Yield the time of each change, the change, and the time of the next one; finally the end, without a change."""
     inside = [each for each in changes if each.seconds < until]
     ends = [each.seconds for each in inside[1:]] + [until]
     for each, end in zip(inside, ends, strict=False):

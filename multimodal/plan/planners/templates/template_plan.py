@@ -1,4 +1,4 @@
-"""The plan of replicas that templates are used for: stages, ranks and shares of the batch, as a run takes them."""
+"""The plan of a set's instances as a run takes it: stages, ranks and shares of the batch."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 def plan_instances(
     templates: TemplateSet, instances: Sequence[Instance], *, llm: str, places: Sequence[Sequence[int]] | None = None
 ) -> Plan:
-    """Return the plan of some replicas; ranks count on from node to node.
+    """Return the plan of some replicas; ranks are numbered consecutively from node to node.
 
     places: the place of each replica's nodes among all nodes; by default they come one after another.
 
-    A stage that holds layers of two units is one of both, on the same ranks. On a node, larger stages come first, so tensor
+    A stage with layers of two units becomes a stage of each, on the same ranks. On a node, larger stages come first, so tensor
     parallel groups of one size lie side by side. llm: the unit whose replicas have the instances' shares of the batch.
     """
     replicas: dict[str, list[Replica]] = {unit.name: [] for unit in templates.chain}
@@ -39,9 +39,9 @@ def plan_instances(
 
 
 def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planner: str) -> PlannedRun:
-    """Return the run of the replicas that a set is used for at first.
+    """Return the run of a set's instances at the start.
 
-    In 1F1B, for which templates are planned, with the passes that cost nothing, and a balancer that keeps samples whole.
+    It uses 1F1B, for which templates are planned, the passes that cost nothing, and a balancer that keeps samples whole.
     """
     run = PlannedRun(
         plan_instances(templates, templates.instances, llm=request.graph.backbone.name),
@@ -69,7 +69,7 @@ def _ranks(template: PipelineTemplate, first_ranks: Sequence[int]) -> list[tuple
 
 
 def _stages(template: PipelineTemplate, ranks: Sequence[tuple[int, ...]], layers: range) -> list[Stage]:
-    """Return the stages that hold some layers of the chain, which are one unit's."""
+    """Return the stages that hold some of these layers of the chain, which belong to one unit."""
     found = []
     for stage, own in zip(template.stages, ranks, strict=True):
         first, end = max(stage.first_layer, layers.start), min(stage.last_layer + 1, layers.stop)
@@ -79,7 +79,7 @@ def _stages(template: PipelineTemplate, ranks: Sequence[tuple[int, ...]], layers
 
 
 def _with_common_size(replicas: tuple[Replica, ...]) -> UnitPlan:
-    """Return a unit with the tensor parallel size of most of its stages; others say their own."""
+    """Return a unit with the tensor parallel size of most of its stages; the other stages have their own."""
     size = Counter(len(stage.ranks) for replica in replicas for stage in replica.stages).most_common(1)[0][0]
     plain = (
         Replica(

@@ -1,4 +1,4 @@
-"""Pipeline templates: whole model replicas for every number of nodes, of which any number of nodes can be made up."""
+"""Pipeline templates: whole model replicas for every number of nodes, whose sums give any number of nodes."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -20,7 +20,7 @@ _AT_LEAST_ZERO = {"minimum": 0}
 
 @dataclass(frozen=True, slots=True)
 class TemplateStage:
-    """A run of layers of the chain of all units' layers, on GPUs of one node. GPUs share it by tensor parallelism."""
+    """Consecutive layers of the chain of all units' layers, on GPUs of one node, which share them by tensor parallelism."""
 
     first_layer: int = field(metadata=_LAYER)
     last_layer: int = field(metadata=_LAYER)
@@ -40,19 +40,19 @@ class TemplateStage:
 
 @dataclass(frozen=True, slots=True)
 class PipelineTemplate:
-    """One replica of the whole model on a number of nodes, all of whose GPUs it uses."""
+    """One replica of the whole model on a number of nodes, which uses all of their GPUs."""
 
     nodes: int = field(metadata=_COUNT)
     num_microbatches: int = field(metadata=_COUNT)
-    """Microbatches of a step that it was planned for: its share of the batch by nodes."""
+    """Microbatches of the step that it was planned for: its share of the batch by nodes."""
     iteration_seconds: float = field(metadata=_AT_LEAST_ZERO)
-    """Seconds of a step of so many microbatches."""
+    """Seconds of a step of that many microbatches."""
     stages: tuple[TemplateStage, ...] = field(metadata={"min_entries": 1})
 
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One replica that a template is used for."""
+    """One replica that uses a template."""
 
     nodes: int = field(metadata=_COUNT)
     """Nodes of its template."""
@@ -66,7 +66,7 @@ class ChainUnit:
 
     name: str
     num_layers: int = field(metadata=_COUNT)
-    """Embedding, projector and head included."""
+    """Including embedding, projector and head."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +76,11 @@ class Tolerance:
     fault_tolerance: int
     """f: f + 1 copies of the state are kept, on different nodes."""
     replicas_per_copy: int = 1
-    """Replicas that at least share a copy."""
+    """Fewest replicas that share a copy."""
 
     @property
     def fewest_replicas(self) -> int:
-        """Replicas that there are at all times."""
+        """Fewest replicas at any time."""
         return (self.fault_tolerance + 1) * self.replicas_per_copy
 
     def __str__(self) -> str:
@@ -90,24 +90,24 @@ class Tolerance:
 
 @dataclass(frozen=True)
 class TemplateSet:
-    """Templates of consecutive numbers of nodes, and how all nodes are used at first."""
+    """Templates for consecutive numbers of nodes, and their instances at the start."""
 
     num_nodes: int = field(metadata=_COUNT)
-    """At the start."""
+    """Nodes at the start."""
     gpus_per_node: int = field(metadata=_COUNT)
     fault_tolerance: int = field(metadata=_AT_LEAST_ZERO)
-    """Nodes that may be lost at once: there is always one replica more."""
+    """Nodes that may be lost at once: there is always one more replica."""
     micro_batch_size: int = field(metadata=_COUNT)
     num_microbatches: int = field(metadata=_COUNT)
     """Microbatches of the global batch."""
     recompute_granularity: str | None
     chain: tuple[ChainUnit, ...] = field(metadata={"min_entries": 1})
     layer_bytes: tuple[int, ...] = field(metadata={"min_entries": 1, "minimum": 0})
-    """Bytes of weights and optimizer state of each layer of the chain: those that a node copies."""
+    """Bytes of weights and optimizer state of each layer of the chain, which nodes copy."""
     instances: tuple[Instance, ...] = field(metadata={"min_entries": 1})
     templates: tuple[PipelineTemplate, ...] = field(metadata={"min_entries": 1})
     replicas_per_copy: int = field(default=1, metadata=_COUNT)
-    """Replicas that at least share a copy of the optimizer state, of which f + 1 are kept; 1: every replica has all of it."""
+    """Fewest replicas that share a copy of the optimizer state; f + 1 copies are kept; 1: every replica has all of it."""
 
     def __post_init__(self) -> None:
         sizes = [template.nodes for template in self.templates]
@@ -149,12 +149,12 @@ class TemplateSet:
 
     @property
     def tolerance(self) -> Tolerance:
-        """The losses that it outlives."""
+        """The losses that the run survives."""
         return Tolerance(self.fault_tolerance, self.replicas_per_copy)
 
     @property
     def fewest_replicas(self) -> int:
-        """Replicas that there are at all times: those of f + 1 copies of the state."""
+        """Fewest replicas at any time: those of f + 1 copies of the state."""
         return self.tolerance.fewest_replicas
 
     @property
@@ -164,7 +164,7 @@ class TemplateSet:
 
     @property
     def fewest_nodes(self) -> int:
-        """Nodes below which there are too few for all these replicas: (f + 1) n_0 where they do not share state."""
+        """Fewest nodes for all these replicas: (f + 1) n_0 if they do not share state."""
         return self.fewest_replicas * self.least_nodes
 
     def template(self, nodes: int) -> PipelineTemplate:
@@ -173,7 +173,7 @@ class TemplateSet:
 
     @cached_property
     def layers_of_node(self) -> Mapping[tuple[int, int], tuple[int, ...]]:
-        """(nodes of a template, one of them) -> the layers that it holds."""
+        """(nodes of a template, index of one of them) -> the layers that it holds."""
         held: dict[tuple[int, int], list[int]] = {}
         for template in self.templates:
             for stage in template.stages:
