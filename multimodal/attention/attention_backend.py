@@ -1,4 +1,4 @@
-"""The backends of attention, by name; all take the same mask and give the same result."""
+"""The backends of attention, by name; all take the same mask and compute the same result."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ from multimodal.attention.attention_mask import AttentionMask
 from multimodal.values.errors import ConfigError
 
 AUTO = "auto"
-"""Whole sequences where the mask has no items and ranks share none, else blocks; by the fastest that runs here."""
+"""Whole sequences if the mask has no items and ranks share no sequence, else blocks; the fastest backend that runs here."""
 SEQUENCES = "sequences"
-"""Torch's scaled dot product attention, one packed sequence at a time; knows no items, so `causal` masks and encoders only."""
+"""Torch's scaled dot product attention, one packed sequence at a time; without items: `causal` masks and encoders only."""
 FLASH = "flash"
-"""The same by one FlashAttention kernel over all sequences (`flash_attention.py`)."""
+"""The same by one FlashAttention kernel for all sequences (`flash_attention.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class AttentionShape:
     """Channels of a head."""
     dtype: torch.dtype = torch.float32
     num_multiprocessors: int = 0
-    """Multiprocessors of the CUDA device; 0: a CPU computes."""
+    """Multiprocessors of the CUDA device; 0: it computes on a CPU."""
 
     @property
     def is_cuda(self) -> bool:
@@ -58,7 +58,7 @@ _FUNCTIONS: Mapping[str, tuple[str, str, str]] = MappingProxyType(
         "dense": ("block_attention", "attend_densely", "prepare_dense_mask"),
     }
 )
-"""Backend -> its module, imported only when it is chosen, its function, and what prepares a mask for it."""
+"""Backend -> its module (imported only when chosen), its function, and the function that prepares a mask for it."""
 
 BACKEND_NAMES = (AUTO, SEQUENCES, FLASH, *_FUNCTIONS)
 
@@ -71,7 +71,7 @@ def load_backend(name: str) -> AttentionBackend:
 
 
 def load_preparation(name: str) -> Callable[[AttentionMask, AttentionShape], None]:
-    """Return the function that derives, on the CPU, all that a backend reads of a mask; raises as `load_backend` does."""
+    """Return the function that derives, on the CPU, all that a backend reads from a mask; raises as `load_backend` does."""
     module, _, function = _FUNCTIONS[name]
     prepare: Callable[[AttentionMask, AttentionShape], None] = getattr(_import(name, module), function)
     return prepare

@@ -1,4 +1,4 @@
-"""The backends of a unit's attention, and what they read of a microbatch: derived from lengths, ahead of the step."""
+"""Chooses the backends of a unit's attention, and prepares their inputs from a microbatch's lengths ahead of the step."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -25,12 +25,12 @@ class AttentionChoice:
     rule: MaskRule
     shape: AttentionShape
     backend: str
-    """The backend of all tokens; with context parallelism, of those that ranks share."""
+    """The backend of all tokens; with context parallelism, of the tokens of shared sequences."""
     alone: str
-    """The backend of sequences that one rank has whole, beside those that ranks share."""
+    """The backend of whole sequences on one rank, beside sequences that ranks share."""
 
     def prepare(self, packed: PackedLengths) -> None:
-        """Derive, on the CPU, all that the attention to these tokens reads."""
+        """Derive, on the CPU, the inputs of the attention to these tokens."""
         if packed.share is None:
             self._prepare(self.backend, packed)
             return
@@ -52,7 +52,7 @@ class AttentionChoice:
 def choose_attention(name: str, *, rule: MaskRule, shape: AttentionShape, is_shared: bool) -> AttentionChoice:
     """Choose by the name of a backend; is_shared: a sequence's tokens are spread over ranks (context parallelism).
 
-    Raises ConfigError when the backend cannot evaluate the mask, or does not run there.
+    Raises ConfigError if the backend cannot evaluate the mask, or does not run on the device.
     """
     backend = choose_backend(name, rule=rule, is_shared=is_shared, shape=shape)
     alone = choose_backend(name, rule=rule, shape=shape)

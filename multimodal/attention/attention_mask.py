@@ -19,9 +19,9 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True, slots=True)
 class MaskTensors:
-    """A mask on a device: the kinds of tokens that some tokens see (`bits`), their own kind (`key_bits`), and their positions.
+    """A mask on a device: the kinds of tokens that each token attends to (`bits`), its own kind (`key_bits`), and its position.
 
-    All [num_tokens]; int64 the first two, int32 the others.
+    All [num_tokens]; the first two int64, the others int32.
     """
 
     bits: Tensor
@@ -47,7 +47,7 @@ class MaskTensors:
         return elementwise_sees(self.map_tensors(lambda tensor: tensor[:, None]), keys)
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "MaskTensors":
-        """Return the same with every tensor changed."""
+        """Return the same mask with every tensor changed."""
         return MaskTensors(
             change(self.bits),
             change(self.key_bits),
@@ -66,7 +66,7 @@ def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
 
 @dataclass(eq=False)
 class AttentionMask:
-    """The keys that each query sees: keys are all tokens, queries all of them or, with context parallelism, those of some blocks.
+    """The keys that each query attends to. Keys are all tokens; queries are all tokens or, with context parallelism, some blocks.
 
     tokens: the whole packed sequence; block_size: tokens of a block of queries and of keys; query_blocks: ascending indices of
     the blocks whose tokens are queries, None for all.
@@ -76,17 +76,17 @@ class AttentionMask:
     block_size: int = 128
     query_blocks: tuple[int, ...] | None = None
     derived: DerivedValues = field(default_factory=DerivedValues, repr=False)
-    """Forms that backends make of it."""
+    """Forms that backends derive from it."""
     _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def num_keys(self) -> int:
-        """Tokens of the whole sequence."""
+        """Number of tokens of the whole sequence."""
         return self.tokens.num_tokens
 
     @property
     def num_queries(self) -> int:
-        """Tokens that attend."""
+        """Number of tokens that attend."""
         return len(self.query_positions)
 
     @cached_property
@@ -100,13 +100,13 @@ class AttentionMask:
 
     @cached_property
     def by_query(self) -> BlockLists:
-        """Per block of queries the blocks of keys that it sees."""
+        """For each block of queries, the blocks of keys that it attends to."""
         lists = list_blocks(self.tokens, block_size=self.block_size)
         return lists if self.query_blocks is None else lists.select(np.array(self.query_blocks, dtype=np.int64))
 
     @cached_property
     def by_key(self) -> BlockLists:
-        """Per block of keys the blocks of queries (counted among the queries' own) that see it."""
+        """For each block of keys, the blocks of queries (numbered among the queries' own) that attend to it."""
         return self.by_query.transposed(num_columns=-(-self.num_keys // self.block_size))
 
     def keys_on(self, device: torch.device) -> MaskTensors:
@@ -120,7 +120,7 @@ class AttentionMask:
         return self.derived.on(device, "queries", lambda: _to_tensors(self.tokens, self.query_positions))
 
     def keep(self, key: Hashable, build: Callable[[], Built]) -> Built:
-        """Return what was built under this key before, or build it now: what can be made only where it is used."""
+        """Return the value that was built under this key, or build it now: for forms that depend on where they are used."""
         if key not in self._built:
             self._built[key] = build()
         built: Built = self._built[key]

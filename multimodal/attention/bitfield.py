@@ -1,7 +1,8 @@
 """The attention mask of multimodal sequences as one int64 per token (Cornstarch, thesis 3.4.2; paper 4.3.1).
 
 A token's bits say which tokens it attends to: bit 0 text, bit m the m-th encoder's tokens, bit 62 "other items, too", bit 63
-(the sign) causal. Text tokens have the causal bit and the bits of everything they may see; an item's tokens have the one bit of
+(the sign) causal. Text tokens have the causal bit and the bits of everything they may attend to; an item's tokens have the one
+bit of
 their own modality. Beside the bits, each token knows its sample (several are packed into one sequence) and its item. Query q
 sees key k if
 
@@ -37,14 +38,14 @@ NO_ITEM = -1
 
 
 class MaskMode(StrEnum):
-    """The part of items in attention; each mode takes any number of samples, which never see each other."""
+    """The role of items in attention; each mode takes any number of samples, which never attend to each other."""
 
     CAUSAL = "causal"
     """Items are treated as text: everything attends causally."""
     PREFIX = "prefix"
     """All tokens up to a sample's last item attend to each other in both directions, as in PaliGemma; text behind it causally.
 
-    Nothing in the prefix may be a target: data sets see to it that only markers stand there beside the items.
+    Nothing in the prefix may be a target: data sets ensure that it has only markers beside the items.
     """
     EMBEDDED = "embedded"
     """Items keep their positions in the document, and attend in both directions within themselves."""

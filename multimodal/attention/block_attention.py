@@ -1,8 +1,8 @@
-"""Attention in plain torch: over the visible blocks alone, and by its definition.
+"""Attention in plain torch: over visible blocks only, and by its definition.
 
-By blocks, there is one call of scaled dot product attention per block of queries: exact in every precision, on any device; the
-backend of the CPU. The backward recomputes the weights of one block of queries at a time, so memory beside the inputs stays
-within one block's row.
+The block version makes one call of scaled dot product attention per block of queries: exact in every precision, on any device; it
+is the backend of the CPU. The backward recomputes the weights of one block of queries at a time, so memory in addition to the
+inputs stays within one block's row.
 """
 
 import math
@@ -21,13 +21,13 @@ from multimodal.attention.device_values import CPU
 
 
 class _Row(NamedTuple):
-    """A block of queries and the keys that it sees."""
+    """A block of queries and the keys that it attends to."""
 
     queries: slice
     keys: slice | Tensor
-    """Rows of the keys: a slice where they are consecutive."""
+    """Rows of the keys: a slice if they are consecutive."""
     is_visible: Tensor | None
-    """[num_queries, num_keys] of the block, or None where every query sees every key."""
+    """[num_queries, num_keys] of the block, or None if every query attends to every key."""
 
 
 def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None) -> Tensor:
@@ -52,7 +52,7 @@ def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, mask: Attention
 
 
 def prepare_block_mask(mask: AttentionMask, _: AttentionShape) -> None:
-    """Derive, on the CPU, what `attend_by_blocks` reads of a mask; it also reads lists on the host, row by row."""
+    """Derive, on the CPU, the values that `attend_by_blocks` reads from a mask; it also reads lists on the host, row by row."""
     mask.queries_on(CPU), mask.keys_on(CPU), mask.by_query
     for index in range(len(mask.by_query.row_starts) - 1):
         _columns(mask, index, CPU)
@@ -68,7 +68,7 @@ def _dense(mask: AttentionMask, device: torch.device) -> Tensor:
 
 
 class _BlockAttention(torch.autograd.Function):
-    """Query heads that share a key head are laid out as further queries of it: [groups, heads per group x queries, channels]."""
+    """Query heads that share a key head are treated as further queries of it: [groups, heads per group x queries, channels]."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: AttentionMask, scale: float) -> Tensor:
@@ -130,7 +130,7 @@ def _rows(mask: AttentionMask, device: torch.device) -> Iterator[_Row]:
 
 
 def _columns(mask: AttentionMask, row: int, device: torch.device) -> slice | Tensor:
-    """Return the token indices of the blocks of keys that a block of queries sees."""
+    """Return the token indices of the blocks of keys that a block of queries attends to."""
     blocks, _ = mask.by_query.row(row)
     if blocks[-1] - blocks[0] + 1 == len(blocks):
         return slice(int(blocks[0]) * mask.block_size, min((int(blocks[-1]) + 1) * mask.block_size, mask.num_keys))

@@ -14,14 +14,14 @@ from multimodal.values.errors import DataError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
-    """Per row the blocks with anything visible, ascending; blocks that are not listed are empty. Compressed rows (CSR)."""
+    """For each row, the blocks with any visible pair, ascending; blocks that are not listed are empty. Compressed rows (CSR)."""
 
     row_starts: NDArray[np.int64]
     """[num_rows + 1]: row r has the entries row_starts[r] .. row_starts[r + 1] - 1."""
     blocks: NDArray[np.int32]
     """[num_entries]: index of the key block (of the query block in `transposed` lists)."""
     is_full: NDArray[np.bool_]
-    """[num_entries]: True where every query sees every key, False where only some do."""
+    """[num_entries]: True if every query attends to every key, False if only some do."""
 
     def row(self, index: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Return (blocks, is_full) of one row."""
@@ -29,7 +29,7 @@ class BlockLists:
         return self.blocks[entries], self.is_full[entries]
 
     def select(self, rows: NDArray[np.integer]) -> "BlockLists":
-        """Return some rows, in the given order, such as those that a rank of context parallelism computes."""
+        """Return some rows, in the given order, such as those that a context parallel rank computes."""
         counts = np.diff(self.row_starts)[rows]
         starts = np.concatenate(([0], np.cumsum(counts)))
         entries = np.arange(starts[-1]) + np.repeat(self.row_starts[:-1][rows] - starts[:-1], counts)
@@ -53,14 +53,14 @@ class BlockWorkloads:
 
 
 def list_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockLists:
-    """List the partial and full blocks of a mask, without ever holding tokens x tokens of anything.
+    """List the partial and full blocks of a mask, without any array of tokens x tokens.
 
     block_size: queries per block, and keys per block unless `key_block_size` says otherwise; at least 1.
 
-    Returns per block of queries its key blocks; the last blocks may be shorter. Runs as a C++ kernel where that is built, with
-    the same result. Raises DataError when the mask breaks a rule of `bitfield.py` or a size is below 1. O(tokens + listed blocks)
-    for masks of a few samples and items per block; a causal sample of n blocks lists n (n + 1) / 2, so where only workloads are
-    wanted, `count_block_workloads` is the cheaper one.
+    Returns per block of queries its key blocks; the last blocks may be shorter. Runs as a C++ kernel, with the same result, if
+    the kernels are built. Raises DataError if the mask breaks a rule of `bitfield.py` or a size is below 1. O(tokens + listed
+    blocks) for masks of a few samples and items per block; a causal sample of n blocks lists n (n + 1) / 2, so if only workloads
+    are needed, `count_block_workloads` is cheaper.
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
     if kernels is None:
@@ -70,9 +70,9 @@ def list_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: in
 
 
 def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockWorkloads:
-    """Count the work in every block of queries, for `balance.distribute_tokens`; listing no blocks, in O(tokens).
+    """Count the work in every block of queries, for `balance.distribute_tokens`, without listing blocks, in O(tokens).
 
-    Arguments and errors as in `list_blocks`. Runs as a C++ kernel where that is built, with the same result.
+    Arguments and errors as in `list_blocks`. Runs as a C++ kernel, with the same result, if the kernels are built.
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
     if kernels is None:

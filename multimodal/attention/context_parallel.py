@@ -1,8 +1,8 @@
 """Attention of a sequence whose tokens are spread over ranks: keys and values are gathered by groups of heads.
 
-While one group of heads is attended to, the keys and values of the next are on their way (Llama 3; Cornstarch, thesis 3.4.3). At
-no time are more than two steps' gathered keys and values held: they are not kept for the backward, which gathers them again and
-sends the gradients home by reduce-scatter while the next group is computed.
+While one group of heads is attended to, the keys and values of the next group are gathered (Llama 3; Cornstarch, thesis 3.4.3).
+At most two steps' gathered keys and values are in memory: they are not kept for the backward, which gathers them again and
+returns the gradients by reduce-scatter while the next group is computed.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""Both under torch's new names, also where torch has the former ones only."""
+"""Both under torch's new names, even if torch only has the former ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class ContextGroup:
     group: dist.ProcessGroup
     shares: BlockShares
     gathered_rows: Tensor
-    """[num_tokens]: as `BlockShares.gathered_rows`, on the device."""
+    """[num_tokens]: see `BlockShares.gathered_rows`; on the device."""
     groups_at_once: int | None = None
-    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. None: as the costs say."""
+    """Key heads that are gathered at once: more make fewer, larger messages, and take more memory. None: as in the costs."""
 
     @property
     def rank(self) -> int:
@@ -56,12 +56,12 @@ def attend_across_ranks(
     softmax_scale: float | None = None,
     recompute: bool = False,
 ) -> Tensor:
-    """Attend with this rank's queries to the keys of all ranks; every rank of the group must call it.
+    """Attend with this rank's queries to the keys of all ranks; all ranks of the group must call it.
 
     query: [num_local, heads, channels]; key, value: [num_local, groups, channels], of this rank's tokens in the order of the
-    sequence. mask: of the whole sequence, with this rank's `query_blocks`. recompute: repeat the attention in the backward, which
-    keeps nothing else for it. Returns [num_local, heads, channels].
-    Raises ConfigError when the heads cannot be gathered in such groups.
+    sequence. mask: of the whole sequence, with this rank's `query_blocks`. recompute: repeat the attention in the backward
+    instead of keeping its values. Returns [num_local, heads, channels]. Raises ConfigError if the heads cannot be gathered in
+    such groups.
     """
     num_groups, at_once = key.shape[1], context.groups_at_once
     if at_once is None:
@@ -79,7 +79,7 @@ def attend_across_ranks(
 
 
 class _ContextAttention(torch.autograd.Function):
-    """Loops over groups of heads, one collective ahead."""
+    """A loop over groups of heads, one collective ahead."""
 
     @staticmethod
     def forward(
@@ -122,20 +122,20 @@ class _AttendedGroup:
     """Attention of one step's heads, with all that its backward needs."""
 
     def __init__(self, attend: _Attend, queries: Tensor, keys_values: Tensor) -> None:
-        """keys_values: [num_tokens, 2 x key heads, channels], which nothing else uses."""
+        """keys_values: [num_tokens, 2 x key heads, channels], not used by anything else."""
         self._keys_values = keys_values
         self._leaves = [tensor.detach().requires_grad_() for tensor in (queries, *keys_values.chunk(2, dim=1))]
         with torch.enable_grad(), saved_tensors_hooks(_keep, _return):
             self._mixed = attend(*self._leaves)
 
     def release(self) -> Tensor:
-        """Give back the memory of the keys and values; returns the output."""
+        """Free the memory of the keys and values; returns the output."""
         self._keys_values.untyped_storage().resize_(0)
         return self._mixed.detach()
 
     def reopen(self) -> Tensor:
-        """Return the memory of the keys and values again, to be filled with the same."""
-        room = self._keys_values.data  # past autograd's count of changes: it has seen these values
+        """Return the memory of the keys and values again, to be filled with the same values."""
+        room = self._keys_values.data  # bypasses autograd's version counter: the values are the same
         room.untyped_storage().resize_(room.numel() * room.element_size())
         return room
 
@@ -145,7 +145,7 @@ class _AttendedGroup:
 
 
 def _keep(tensor: Tensor) -> Tensor:
-    """Keep a tensor past all other hooks; detached, for an operation's own output would tie its graph into a reference cycle."""
+    """Keep a tensor without other hooks; detached, since an operation's own output would create a reference cycle."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -154,7 +154,7 @@ def _return(tensor: Tensor) -> Tensor:
 
 
 def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:
-    """Cut the query heads into those of each step's key heads."""
+    """Cut the query heads by the key heads of each step."""
     return tensor.split(tensor.shape[1] // key.shape[1] * _at_once(context), dim=1)
 
 
@@ -166,9 +166,9 @@ def _at_once(context: ContextGroup) -> int:
 def _gather_groups(
     key: Tensor, value: Tensor, context: ContextGroup, *, rooms: Sequence[Callable[[], Tensor]] = ()
 ) -> Iterator[Tensor]:
-    """Yield every step's keys, and values beside them, of the whole sequence, having started the gather of the step after.
+    """Yield every step's keys, and values beside them, of the whole sequence; the next step's gather is already started.
 
-    rooms: return, for each step, memory to put them into; by default new memory.
+    rooms: functions that return the memory for each step; by default new memory.
     """
     size = _at_once(context)
     steps = list(zip(key.split(size, dim=1), value.split(size, dim=1), strict=True))
@@ -193,7 +193,7 @@ def _start_gather(key: Tensor, value: Tensor, context: ContextGroup) -> tuple[An
 
 
 class _Reduction:
-    """The gradients of gathered keys and values on their way to the tokens' owners."""
+    """The gradients of gathered keys and values on their way to the ranks that own the tokens."""
 
     def __init__(self, key_gradient: Tensor, value_gradient: Tensor, context: ContextGroup) -> None:
         shares = context.shares

@@ -51,10 +51,10 @@ class CoreAttention(torch.nn.Module):
 
 
 class PackedAttention(CoreAttention):
-    """Tokens attend inside their own sequence only: causally in an LLM, to all of it in an encoder.
+    """Tokens attend only inside their own sequence: causally in an LLM, to all of it in an encoder.
 
-    By FlashAttention's kernel for variable lengths, or torch's scaled dot product attention sequence by sequence. Query heads per
-    key head may exceed one (grouped-query attention).
+    Computed by FlashAttention's kernel for variable lengths, or by torch's scaled dot product attention sequence by sequence.
+    There may be several query heads per key head (grouped-query attention).
     """
 
     def __init__(
@@ -88,12 +88,12 @@ class PackedAttention(CoreAttention):
 
 
 class MaskedAttention(CoreAttention):
-    """Tokens attend as the rule says, by any backend, over one rank or the ranks that a sequence is spread over.
+    """Tokens attend by the mask rule, with any backend, on one rank or over the ranks that share a sequence.
 
-    choice: has the rule, and the backend of all tokens, which takes a mask; where ranks share tokens, also that of the others,
-    which may be `PackedAttention`; repeats: attention over several ranks keeps no inner activations, as within layers that are
-    computed again (full recomputation); pg_collection: its `cp` are the ranks that a sequence is spread over.
-    Raises ConfigError when the backend's package is missing.
+    choice: the rule and the backend of all tokens, which takes a mask; if ranks share tokens, also the backend of whole
+    sequences, which may be `PackedAttention`. repeats: True if attention over several ranks keeps no inner activations, as within
+    recomputed layers (full recomputation). pg_collection: its `cp` are the ranks that share a sequence. Raises ConfigError if the
+    backend's package is missing.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class MaskedAttention(CoreAttention):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedLengths, **_: Any
     ) -> Tensor:
-        """Attend; where tokens are spread over ranks, query, key and value are of this rank's tokens and the rows that pad them.
+        """Attend; if ranks share tokens, query, key and value are of this rank's tokens and their padding rows.
 
         Returns zeros for padding.
         """
@@ -137,7 +137,7 @@ class MaskedAttention(CoreAttention):
         return mixed.flatten(1)[:, None]
 
     def _attend_by_item(self, own: _Tensors, parts: ItemParts) -> Tensor:
-        """Cut items need the other ranks, all of which know whether there are any; whole ones do not."""
+        """Attend to cut items over the ranks, all of which know if there are any, and to whole items alone."""
         if not parts.cut.lengths:
             return self._attend_alone(own, parts.whole)
         parts = parts.on(own[0].device)
@@ -146,7 +146,7 @@ class MaskedAttention(CoreAttention):
         return torch.cat((cut, whole)).index_select(0, parts.places)
 
     def _attend_alone(self, own: _Tensors, packed: PackedLengths) -> Tensor:
-        """Without items there are no rows, which not every backend takes."""
+        """Attend on this rank; without items there are no rows, which not every backend accepts."""
         if not packed.lengths:
             return own[0].flatten(2)
         attend = super().forward if self.packed is None else self.packed
@@ -154,7 +154,7 @@ class MaskedAttention(CoreAttention):
         return mixed
 
     def _attend_across_ranks(self, own: _Tensors, packed: PackedLengths) -> Tensor:
-        """Checkpointing it would gather keys and values once more."""
+        """Attend over the ranks, without checkpointing, which would gather keys and values once more."""
         share = packed.share
         assert share is not None and isinstance(share.shares, BlockShares) and self.context_group is not None
         query, key, value = own
@@ -172,9 +172,9 @@ class MaskedAttention(CoreAttention):
 
 
 class WindowedAttention(torch.nn.Module):
-    """Tokens attend inside their window only, by another core attention; no rank needs those of others.
+    """Tokens attend only inside their window, by another core attention; no rank needs tokens of others.
 
-    inner: how tokens of one window attend.
+    inner: the attention among tokens of one window.
     """
 
     def __init__(self, *, inner: ModuleSpec, **options: Any) -> None:

@@ -1,7 +1,7 @@
-"""Values that hold tensors, and how all of these go to another device: derived where data is loaded, copied once, then only read.
+"""Values that hold tensors, and their copies to a device: derived where data is loaded, copied once, then only read.
 
-A training step must not make the host wait for the device, nor the device for work of the host. So whatever follows from lengths
-alone (masks, work lists, rows) is derived on the CPU ahead of the step, and its tensors travel together (`Parcel`).
+In a training step the host must not wait for the device, nor the device for the host. So everything that follows from lengths
+alone (masks, work lists, rows) is derived on the CPU ahead of the step, and its tensors are copied together (`Parcel`).
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 CPU = torch.device("cpu")
 
 _ALIGNMENT = 64
-"""Bytes: where a tensor of a parcel may begin."""
+"""Bytes to which the tensors of a parcel are aligned."""
 
 
 class Slot(NamedTuple):
@@ -32,7 +32,7 @@ class Slot(NamedTuple):
 def map_tensors(value: Any, change: Callable[[Any], Any]) -> Any:
     """Return a value with every tensor (or `Slot`) in it changed.
 
-    Goes into tuples, mappings and what has a method `map_tensors`; everything else stays as it is.
+    Recurses into tuples, mappings and objects with a method `map_tensors`; everything else stays as it is.
     """
     if isinstance(value, Tensor | Slot):
         return change(value)
@@ -55,7 +55,7 @@ def tensors_of(value: Any) -> Iterator[Tensor]:
 
 @dataclass
 class DerivedValues:
-    """Values by name, each derived once and then kept on the device that asked for it last."""
+    """Values by name, each derived once and then kept on the device that last asked for it."""
 
     _values: dict[Hashable, Any] = field(default_factory=dict)
 
@@ -74,7 +74,7 @@ class DerivedValues:
 
 
 class Parcel(NamedTuple):
-    """A value whose tensors lie in one buffer, so that it takes one copy."""
+    """A value whose tensors are in one buffer, so that a single copy moves it."""
 
     contents: Any
     """The value, with slots in place of tensors."""
@@ -87,7 +87,7 @@ class Parcel(NamedTuple):
         return Parcels.pack({"": value})[""]
 
     def copy_to(self, device: torch.device) -> "Parcel":
-        """Start copying it to a device, on the current stream; complete for what follows on that stream."""
+        """Start copying it to a device, on the current stream; complete for later work on that stream."""
         return self._replace(buffer=self.buffer.to(device, non_blocking=True))
 
     def open(self) -> Any:
@@ -96,10 +96,10 @@ class Parcel(NamedTuple):
 
 
 class Parcels(Mapping[Hashable, Parcel]):
-    """Parcels by key whose buffers are parts of one: so all of them take one shared file between processes."""
+    """Parcels by key whose buffers are parts of one buffer, so that they take one shared file between processes."""
 
     def __init__(self, contents: Mapping[Hashable, Any], starts: Sequence[int], buffer: Tensor) -> None:
-        """starts: in the buffer, of each parcel and of the end."""
+        """starts: of each parcel in the buffer, and its end."""
         self._contents, self._starts, self._buffer = contents, starts, buffer
         self._parts = {key: slice(*ends) for key, ends in zip(contents, pairwise(starts), strict=True)}
 
@@ -118,7 +118,7 @@ class Parcels(Mapping[Hashable, Parcel]):
         return cls(contents, starts, buffer)
 
     def pin_memory(self) -> "Parcels":
-        """Return them in memory that a device copies from while the host goes on."""
+        """Return the parcels in pinned memory, from which a device copies while the host continues."""
         return Parcels(self._contents, self._starts, self._buffer.pin_memory())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -135,7 +135,7 @@ class Parcels(Mapping[Hashable, Parcel]):
 
 
 def _slots(value: Any) -> Iterator[tuple[int, tuple[Tensor, Slot]]]:
-    """Yield the tensors of a value by their identity, each once, and their places one after another."""
+    """Yield each tensor of a value once, with its identity and its place in the buffer."""
     seen, start = set(), 0
     for tensor in tensors_of(value):
         if id(tensor) not in seen:

@@ -1,4 +1,4 @@
-"""Attention inside packed sequences by one FlashAttention kernel over all of them: causal, or to the whole sequence."""
+"""Attention inside packed sequences by one FlashAttention kernel for all of them: causal, or to the whole sequence."""
 
 import inspect
 from collections.abc import Callable
@@ -28,14 +28,14 @@ def attend_by_flash(
 
 
 def can_flash(shape: AttentionShape) -> bool:
-    """True if a kernel is installed that takes such heads."""
+    """Return True if a kernel for such heads is installed."""
     fits = shape.dtype.itemsize == 2 and shape.channels % 8 == 0 and shape.channels <= MAX_CHANNELS
     return shape.is_cuda and fits and find_kernel() is not None
 
 
 @cache
 def find_kernel() -> VariableLengths | None:
-    """Return the first of FlashAttention 3, FlashAttention 2 and torch's own that is installed; None without any."""
+    """Return the first of FlashAttention 3, FlashAttention 2 and torch's own kernel that is installed; None without any."""
     for module, name, adapt in (
         ("flash_attn_interface", "flash_attn_varlen_func", _of_package),
         ("flash_attn", "flash_attn_varlen_func", _of_package),
@@ -61,7 +61,7 @@ def _of_package(function: Callable[..., Any]) -> VariableLengths:
 
 
 def _of_torch(function: Callable[..., Any]) -> VariableLengths:
-    """Torch's changed from `is_causal` to a window, and learnt other scales and grouped heads, from release to release."""
+    """Adapt torch's kernel, whose arguments (windows for `is_causal`, scale, grouped heads) differ between releases."""
     known = inspect.signature(function).parameters
     if "scale" not in known or not {"window_size", "is_causal"} & set(known):
         raise AttributeError("varlen_attn")

@@ -1,4 +1,4 @@
-"""Attention by torch's FlexAttention, given the same block lists: an alternative on CUDA, and the baseline of benchmarks."""
+"""Attention by torch's FlexAttention with the same block lists: an alternative on CUDA, and the baseline of benchmarks."""
 
 from collections.abc import Callable
 from functools import cache
@@ -20,7 +20,7 @@ def attend_by_flex_attention(
 ) -> Tensor:
     """Attend; shapes as in `attention_backend.AttentionBackend`.
 
-    Compiled on CUDA. On the CPU it holds all scores and has no backward: ConfigError when one is wanted.
+    Compiled on CUDA. On the CPU it holds all scores and has no backward: raises ConfigError if one is needed.
     """
     if query.device.type == "cpu" and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value)):
         raise ConfigError(
@@ -49,7 +49,7 @@ def build_flex_mask(mask: AttentionMask, device: torch.device) -> BlockMask:
 
 
 def prepare_flex_mask(mask: AttentionMask, _: AttentionShape) -> None:
-    """Derive, on the CPU, what FlexAttention reads of a mask."""
+    """Derive, on the CPU, the values that FlexAttention reads from a mask."""
     mask.queries_on(CPU), mask.keys_on(CPU)
     mask.derived.on(CPU, "flex", lambda: _block_rows(mask))
 

@@ -1,4 +1,4 @@
-"""The sequences of a packed microbatch and their mask, as megatron-core's layers hand them down to the attention core."""
+"""The sequences of a packed microbatch and their mask, in the form that megatron-core's layers pass to core attention."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,12 +30,12 @@ class ItemSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """The rule by which a unit's tokens attend to each other, whatever the batch."""
+    """The rule by which a unit's tokens attend to each other, independent of the batch."""
 
     is_causal: bool
-    """An LLM; else an encoder, whose every sequence is one item and attends to all of itself."""
+    """True for an LLM; False for an encoder, each of whose sequences is one item and attends to all of itself."""
     mode: MaskMode = MaskMode.CAUSAL
-    """The part of items in an LLM's attention."""
+    """The role of items in an LLM's attention."""
     modalities: tuple[str, ...] = ()
     """Names of the encoders, in the order of the model."""
 
@@ -51,11 +51,11 @@ class PackedLengths(PackedSeqParams):
     qkv_format: str = "sbhd"
     lengths: tuple[int, ...] = ()
     items: tuple[ItemSpan, ...] = ()
-    """Items inside the sequences, in any order; an LLM's only."""
+    """Items inside the sequences, in any order; for an LLM only."""
     share: RankShare | None = None
-    """This rank's tokens, where a sequence is spread over ranks; `lengths` and `items` are of all ranks."""
+    """This rank's tokens if ranks share sequences; `lengths` and `items` are then of all ranks."""
     windows: Windows | None = None
-    """The windows of this rank's tokens, where a unit has layers whose tokens attend inside of them only."""
+    """The windows of this rank's tokens, if the unit has layers whose tokens attend only inside windows."""
     _made: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
     _derived: DerivedValues = field(default_factory=DerivedValues, repr=False, compare=False)
 
@@ -76,7 +76,7 @@ class PackedLengths(PackedSeqParams):
         return self._derived.on(device, "starts", lambda: torch.tensor((0, *self.lengths), dtype=torch.int32).cumsum(0).int())
 
     def sequence_numbers(self, device: torch.device) -> Tensor:
-        """[num_tokens], int64: the sequence of each of this rank's tokens, padding as a sequence of its own included."""
+        """[num_tokens], int64: the sequence of each of this rank's tokens; padding counts as a sequence of its own."""
         return self._derived.on(device, "sequence numbers", self._number_sequences)
 
     def _number_sequences(self) -> Tensor:
@@ -85,7 +85,7 @@ class PackedLengths(PackedSeqParams):
         return torch.from_numpy(np.searchsorted(ends, places, side="right"))
 
     def gathered_rows(self, device: torch.device) -> Tensor:
-        """[num_tokens]: as `BlockShares.gathered_rows`, of the shares that ranks spread these tokens by."""
+        """[num_tokens]: `BlockShares.gathered_rows` of the shares into which ranks divide these tokens."""
         shares = self.share.shares if self.share is not None else None
         assert isinstance(shares, BlockShares)
         return self._derived.on(device, "gathered rows", lambda: torch.from_numpy(shares.gathered_rows))
@@ -99,7 +99,7 @@ class PackedLengths(PackedSeqParams):
 
     @property
     def item_parts(self) -> "ItemParts | None":
-        """The two parts of this rank's tokens; None where blocks of tokens are dealt, or one rank has everything."""
+        """The two parts of this rank's tokens; None if blocks of tokens are dealt, or one rank has everything."""
         return self._make("parts", self._divide)
 
     def _make(self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -123,25 +123,25 @@ class PackedLengths(PackedSeqParams):
         )
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "PackedLengths":
-        """Return the same with the tensors of all that was derived changed."""
+        """Return the same lengths with the tensors of all derived values changed."""
         windows, made, derived = (map_tensors(each, change) for each in (self.windows, self._made, self._derived))
         return replace(self, windows=windows, _made=made, _derived=derived)
 
 
 class ItemParts(NamedTuple):
-    """A rank's tokens of items that it has whole, which attend without other ranks, and those of cut items."""
+    """A rank's tokens of whole items, which attend without other ranks, and its tokens of cut items."""
 
     whole: PackedLengths
     whole_rows: Tensor
     """Rows of `whole` among the rank's tokens, ascending, int64."""
     cut: PackedLengths
-    """The cut items of all ranks, and the rank's share of their tokens; no lengths where nothing is cut."""
+    """The cut items of all ranks, and the rank's share of their tokens; no lengths if nothing is cut."""
     cut_rows: Tensor
     places: Tensor
-    """The rank's tokens among those of `cut` with those of `whole` behind them."""
+    """The places of the rank's tokens in the concatenation of its tokens of `cut` and those of `whole`."""
 
     def on(self, device: torch.device) -> "ItemParts":
-        """Return the same with rows on a device."""
+        """Return the same parts with rows on a device."""
         rows = {name: getattr(self, name).to(device) for name in ("whole_rows", "cut_rows", "places")}
         return self._replace(**rows)
 

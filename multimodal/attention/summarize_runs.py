@@ -17,19 +17,19 @@ _Strip = tuple[int, int, bool]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskRuns:
-    """A mask as runs of tokens that are alike; run r holds tokens starts[r] .. starts[r + 1] - 1."""
+    """A mask as runs of equal tokens; run r holds tokens starts[r] .. starts[r + 1] - 1."""
 
     starts: NDArray[np.int64]
     """[num_runs + 1]."""
     bits: NDArray[np.int64]
-    """[num_runs], like the next two, of every token of the run."""
+    """[num_runs], like the next two: the value of every token of the run."""
     sample_ids: NDArray[np.int32]
     item_ids: NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockStrips:
-    """The blocks with anything visible, by query block."""
+    """The blocks with any visible pair, by query block."""
 
     strips: tuple[_Strip, ...]
     """The strips of all query blocks in turn; ascending in each."""
@@ -46,12 +46,12 @@ class BlockStrips:
 
 
 def summarize_runs(runs: MaskRuns, query_block_size: int, key_block_size: int) -> BlockStrips:
-    """Summarize a mask without looking at single tokens.
+    """Summarise a mask without reading single tokens.
 
-    The number of queries of a block that see a key is a step function of the key with few steps: every run of the block adds
-    the intervals of keys that it sees. Blocks of keys between two steps are alike.
+    The number of queries of a block that attend to a key is a step function of the key with few steps: every run of the block
+    adds the intervals of keys that it attends to. Blocks of keys between two steps are alike.
 
-    O(runs + sum over query blocks of n log n), n the intervals of keys that the runs in a block see.
+    O(runs + sum over query blocks of n log n), with n the intervals of keys that the runs in a block attend to.
     """
     num_tokens = int(runs.starts[-1])
     seen_of_run = list(_seen_keys(runs))
@@ -76,7 +76,7 @@ def summarize_runs(runs: MaskRuns, query_block_size: int, key_block_size: int) -
 
 
 def _seen_keys(runs: MaskRuns) -> Iterator[tuple[_Interval, ...]]:
-    """Yield per run the intervals of keys in its sample that it may see; a causal run's later ones are cut off by the caller."""
+    """Yield per run the intervals of keys in its sample that it may attend to; the caller cuts off a causal run's later ones."""
     bounds = list(zip(runs.starts[:-1].tolist(), runs.starts[1:].tolist(), strict=True))
     bits, items = runs.bits.tolist(), runs.item_ids.tolist()
     kinds = [TEXT_BIT if run_bits < 0 else run_bits & MODALITY_BITS for run_bits in bits]
@@ -108,7 +108,7 @@ def _merge(intervals: Iterable[_Interval]) -> Iterator[_Interval]:
 
 
 def _see_from_run(steps: Counter[int], seen: tuple[_Interval, ...], *, is_causal: bool, begin: int, end: int) -> int:
-    """Add the keys that tokens begin .. end - 1 of a run see; return the number of visible pairs."""
+    """Add the keys that tokens begin .. end - 1 of a run attend to; return the number of visible pairs."""
     num_queries, num_keys, num_causal_pairs = end - begin, 0, 0
     for first, last in seen:
         last = min(last, begin) if is_causal else last
@@ -117,8 +117,8 @@ def _see_from_run(steps: Counter[int], seen: tuple[_Interval, ...], *, is_causal
             steps[last] -= num_queries
             num_keys += last - first
     if is_causal:
-        # Its own keys are seen by all of its queries, by fewer, by one. Only "none", "some" and "all" matter, so one stands
-        # for fewer.
+        # Of a run's own keys, some are visible to all of its queries, some to fewer, some to one. Only "none", "some" and "all"
+        # matter, so one value represents all that are fewer.
         steps[begin] += num_queries
         steps[begin + 1] += (num_queries > 1) - num_queries
         steps[end] -= num_queries > 1
@@ -127,7 +127,7 @@ def _see_from_run(steps: Counter[int], seen: tuple[_Interval, ...], *, is_causal
 
 
 def _strips_of_row(steps: Counter[int], num_queries: int, key_block_size: int, num_tokens: int) -> Iterator[_Strip]:
-    """Yield the key blocks that any query of a block sees, from the steps in how many queries see each key."""
+    """Yield the key blocks that any query of a block attends to; steps: in the number of queries that attend to each key."""
     num_seeing, open_block, num_full_tokens = 0, -1, 0
 
     def is_open_full() -> bool:

@@ -1,4 +1,4 @@
-"""The tokens of a packed microbatch that each rank of context parallelism holds."""
+"""The tokens of a packed microbatch that each context parallel rank holds."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -56,12 +56,12 @@ class BlockShares(TokenShares):
 
     @property
     def num_rows(self) -> int:
-        """Tokens of the fullest rank, to which every rank's share is padded where all must be alike."""
+        """Tokens of the fullest rank, to which every rank's share is padded if all must be equal."""
         return int(self.num_tokens_of_rank.max(initial=0))
 
     @cached_property
     def gathered_rows(self) -> NDArray[np.int64]:
-        """[num_tokens]: the row of each token of the sequence among all ranks' shares, padded and laid end to end."""
+        """[num_tokens]: the row of each token of the sequence in the concatenation of all ranks' padded shares."""
         by_owner = np.argsort(self.owner_of_token, kind="stable")
         first = np.cumsum(self.num_tokens_of_rank) - self.num_tokens_of_rank
         rows = np.empty(self.num_tokens, dtype=np.int64)
@@ -72,14 +72,14 @@ class BlockShares(TokenShares):
 
 @dataclass(frozen=True, eq=False)
 class WholeItemShares(TokenShares):
-    """Items, each whole on one rank but for those that are cut: only their keys and values are gathered."""
+    """Items, each whole on one rank unless it is cut: only keys and values of cut items are gathered."""
 
     lengths: tuple[int, ...]
     """Tokens of every item, in the order of the sequence."""
     owners: NDArray[np.int32]
-    """[num_items]: the rank that has an item whole; below 0: it is cut."""
+    """[num_items]: the rank that holds the whole item; below 0: it is cut."""
     cut: BlockShares
-    """The cut items' tokens, laid end to end."""
+    """The cut items' tokens, concatenated."""
     num_ranks: int
 
     @cached_property
@@ -90,7 +90,7 @@ class WholeItemShares(TokenShares):
         return owners
 
     def lengths_of(self, rank: int) -> tuple[int, ...]:
-        """Return the tokens of the items that a rank has whole."""
+        """Return the tokens of the items that a rank holds as a whole."""
         return tuple(np.array(self.lengths, dtype=np.int64)[self.owners == rank].tolist())
 
     @property
@@ -99,7 +99,7 @@ class WholeItemShares(TokenShares):
         return tuple(np.array(self.lengths, dtype=np.int64)[self.owners < 0].tolist())
 
     def is_cut_token(self, rank: int) -> NDArray[np.bool_]:
-        """[tokens of the rank]: whether its item is cut."""
+        """[tokens of the rank]: True if the token's item is cut."""
         return np.repeat(self.owners < 0, self.lengths)[self.positions_of(rank)]
 
 
@@ -141,10 +141,10 @@ def share_tokens(
     block_size: int = 128,
     seed: int = 0,
 ) -> BlockShares:
-    """Deal the blocks of a sequence so that every rank's attention takes about as long (Cornstarch, thesis 3.3.2.1).
+    """Deal the blocks of a sequence so that every rank's attention takes nearly as long (Cornstarch, thesis 3.3.2.1).
 
-    A function of the mask alone, which every rank knows from lengths: no rank asks another. Raises AssignmentError or DataError
-    when an argument is wrong.
+    A function of the mask alone, which every rank knows from lengths, so no communication is needed. Raises AssignmentError or
+    DataError if an argument is wrong.
     """
     workloads = count_block_workloads(mask, block_size=block_size).num_blocks
     owners = distribute_tokens(workloads, num_ranks=num_ranks, method=method, seed=seed)

@@ -1,4 +1,4 @@
-"""Windows of images: groups of neighbouring patches that attend to each other only (Qwen2.5-VL)."""
+"""Windows of images: groups of neighbouring patches that attend only to each other (Qwen2.5-VL)."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

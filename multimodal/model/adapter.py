@@ -1,8 +1,8 @@
 """Low-rank adapters of linear layers (LoRA: Hu et al., 2021): y = W x + scale x B A x, of which A and B are trained.
 
-Nothing is communicated for them. Where W is split by its outputs, so is B, and all ranks have A; the gradient of x is summed over
-ranks with W's. Where W is split by its inputs, so is A, and all ranks have B; its product is part of what is summed with W's. In
-either case each rank knows a part of the gradient of what all have, which is summed at the end of a step, as norms' under
+Adapters add no communication. If W is split by its outputs, so is B, and all ranks have A; the gradient of x is summed over ranks
+with W's. If W is split by its inputs, so is A, and all ranks have B; its product is summed together with W's. In either case each
+rank has a part of the gradient of the replicated matrix; these parts are summed at the end of a step, like those of norms under
 sequence parallelism.
 """
 
@@ -18,7 +18,7 @@ DOWN, UP = "lora_a", "lora_b"
 
 
 class Adapter(NamedTuple):
-    """The two matrices added to one product: parameters, or the tensors that autograd has in their place."""
+    """The two matrices added to one product: parameters, or the tensors that autograd passes in their place."""
 
     down: Tensor
     """[rank, input_size]."""
@@ -28,31 +28,31 @@ class Adapter(NamedTuple):
 
     @staticmethod
     def of(down: Tensor | None, up: Tensor | None, scale: float) -> "Adapter | None":
-        """Return the adapter that an autograd function's arguments stand for; see `NO_ADAPTER`."""
+        """Return the adapter from an autograd function's arguments; see `NO_ADAPTER`."""
         return Adapter(down, up, scale) if down is not None and up is not None else None
 
     def inner(self, rows: Tensor) -> Tensor:
-        """Return what is between the two, scaled."""
+        """Return the rows times A, scaled."""
         return rows.matmul(self.down.t()).mul_(self.scale)
 
     def inner_gradient(self, output_gradient: Tensor) -> Tensor:
-        """Return its gradient."""
+        """Return the gradient of `inner`'s result."""
         return output_gradient.matmul(self.up).mul_(self.scale)
 
     @torch.no_grad()
     def merged_with(self, values: Tensor, elements: range) -> Tensor:
-        """Return these flat elements of the matrix that the adapter belongs to, with what it adds, in at least float32."""
+        """Return these flat elements of the adapted matrix with the adapter's product added, in at least float32."""
         wide = torch.promote_types(values.dtype, torch.float32)
         added = self.up.to(wide).matmul(self.down.to(wide)).mul_(self.scale).view(-1)
         return added[elements.start : elements.stop] + values
 
 
 NO_ADAPTER = (None, None, 0.0)
-"""The arguments of autograd's functions that stand for none."""
+"""Arguments of autograd functions without an adapter."""
 
 
 def attach_adapters(layer: Module, modules: Collection[str], *, rank: int, scale: float) -> None:
-    """Give the linear layers of these names adapters, uninitialised, and freeze all else of the layer."""
+    """Add adapters, uninitialised, to the linear layers of these names, and freeze all other parameters of the layer."""
     linears = [(name, module) for name, module in layer.named_modules() if name.rpartition(".")[2] in modules]
     if linears:
         layer.requires_grad_(False)
@@ -73,10 +73,10 @@ def adapter_of(linear: Module) -> Adapter | None:
 
 
 def initial_adapter_std(name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of A, by its whole shape, as PEFT draws it (though uniformly), and 0 for B."""
+    """Return the standard deviation of A, given its whole shape, as in PEFT (which draws uniformly), and 0 for B."""
     return (3 * shape[1]) ** -0.5 if name.endswith(DOWN) else 0.0
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter is half of an adapter, by its name."""
+    """Return True if a parameter, by its name, is one of an adapter's two matrices."""
     return name.endswith((f".{DOWN}", f".{UP}"))

@@ -1,10 +1,10 @@
-"""Collectives of tensor parallel ranks, started in one place and waited for in another, also as functions that autograd knows.
+"""Collectives of tensor parallel ranks that are started in one place and waited for in another, also as autograd functions.
 
-All are started with `async_op=True`: with NCCL they run on its stream, where waiting orders streams and blocks no one; gloo runs
-them in its threads. Whoever waits may be told before (`TensorParallelWaits`), and compute something else meanwhile.
+All are started with `async_op=True`: with NCCL they run on its stream, where waiting orders streams and blocks no thread; gloo
+runs them in its threads. Waits are reported beforehand (`TensorParallelWaits`), so that other work can run meanwhile.
 
-Between the layers of a stage, rows are on every rank, or under sequence parallelism rank r has the r-th block of them. Going into
-a column parallel product and coming out of a row parallel one are each other's mirror in a backward:
+Between the layers of a stage, every rank has all rows, or under sequence parallelism rank r has the r-th block of them. Entering
+a column parallel product and leaving a row parallel one mirror each other in a backward:
 
                      forward                        backward
     gather_rows      gather (or nothing)            sum
@@ -28,21 +28,21 @@ class Arriving(NamedTuple):
     works: tuple[dist.Work, ...] = ()
 
     def wait(self) -> Tensor:
-        """Return it when the last part has come."""
+        """Return the tensor when its last part has arrived."""
         for work in self.works:
             work.wait()
         return self.tensor
 
 
 class RankLink(NamedTuple):
-    """The ranks of a layer's collectives, how rows lie on them, and who is told of waits."""
+    """The ranks of a layer's collectives, the distribution of rows over them, and the object to which waits are reported."""
 
     group: dist.ProcessGroup
     is_sequence_parallel: bool
     waits: TensorParallelWaits | None = None
 
     def start_gathering(self, share: Tensor) -> Arriving:
-        """Start bringing the rows of all ranks together; without sequence parallelism they are here.
+        """Start gathering the rows of all ranks; without sequence parallelism every rank already has them.
 
         share: [num_rows, ...], as many rows on every rank; the result is [num_ranks * num_rows, ...].
         """
@@ -62,7 +62,7 @@ class RankLink(NamedTuple):
         return Arriving(share, (reduce_scatter_single(share, rows, group=self.group, async_op=True),))
 
     def complete(self, arriving: Arriving) -> Tensor:
-        """Wait for a collective; what fills the wait runs before."""
+        """Wait for a collective; work that fills the wait runs before."""
         if not arriving.works or self.waits is None:
             return arriving.wait()
         with self.waits.filled():
@@ -70,13 +70,13 @@ class RankLink(NamedTuple):
 
 
 def gather_rows(share: Tensor, link: RankLink) -> Tensor:
-    """Return the rows of all ranks, where all compute the same with them: of their gradient, each takes its block."""
+    """Return the rows of all ranks, for use in the same computation on all; in the backward each rank takes its block."""
     rows: Tensor = _Gather.apply(share, link)
     return rows
 
 
 def share_rows(rows: Tensor, link: RankLink) -> Tensor:
-    """Return this rank's block of rows that all have; their gradients are gathered."""
+    """Return this rank's block of rows that all ranks have; in the backward gradients are gathered."""
     share: Tensor = _Share.apply(rows, link)
     return share
 

@@ -1,9 +1,9 @@
-"""Linear layers that say when they wait for a collective, and may compute their weight gradient later than their input gradient.
+"""Linear layers that report their waits for collectives, and may compute weight gradients later than input gradients.
 
 megatron-core's layers compute both gradients in one autograd function and wait for their collectives wherever they need them.
-These are the same layers, except that the stage is told of every wait (`TensorParallelWaits`), that while a WeightGradientQueue
-is active the backward gives the input gradient alone and leaves the rest to the queue, and that they may have an adapter.
-Subclasses rather than a replaced function: nothing global changes, so it works alike with CUDA and without.
+These layers do the same, except that they report every wait to the stage (`TensorParallelWaits`), that with an active
+WeightGradientQueue the backward computes only the input gradient and leaves the rest to the queue, and that they may have an
+adapter. They are subclasses rather than a replaced function, so nothing global changes, with CUDA or without.
 """
 
 from typing import Any, ClassVar, NamedTuple
@@ -19,7 +19,7 @@ from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightG
 
 
 def queue_of(weight: Tensor, adapter: Adapter | None) -> WeightGradientQueue | None:
-    """Return the active queue if there are gradients that may be left to it."""
+    """Return the active queue if there are trained parameters whose gradients it may compute."""
     is_trained = weight.requires_grad or adapter is not None
     return active_queue() if is_trained and torch.is_grad_enabled() else None
 
@@ -53,7 +53,7 @@ class DeferrableRowParallelLinear(RowParallelLinear):
 
 
 def deferrable_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None = None) -> Tensor:
-    """Multiply on this rank alone; the weight gradient goes to the active queue."""
+    """Multiply on this rank alone; the weight gradient is left to the active queue."""
     return _multiply(inputs, weight, bias, None, adapter)
 
 
@@ -67,8 +67,9 @@ class _Linear(torch.autograd.Function):
     """Linear whose backward gives the input gradient, and computes or queues the weight gradient.
 
     link: the ranks that share the weight by outputs, None for a product of this rank alone. Under sequence parallelism the input
-    is gathered, and its gradient reduce-scattered; only the share is kept until the backward, which gathers it again for the
-    weight gradient. Otherwise the input is the same on all ranks, and its gradient their sum. down, up, scale: the adapter's.
+    is gathered, and its gradient reduce-scattered; only this rank's rows are kept until the backward, which gathers them again
+    for the weight gradient. Otherwise the input is the same on all ranks, and its gradient is summed. down, up, scale: the
+    adapter's.
     """
 
     @staticmethod
@@ -84,7 +85,7 @@ class _Linear(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         adapter = Adapter.of(down, up, scale)
-        # Parameters stay themselves: a saved tensor may come back as another one, without the hooks of its gradient.
+        # Parameters are not saved as tensors: a saved tensor may come back as another object, without the hooks of its gradient.
         ctx.weight, ctx.bias, ctx.queue, ctx.link, ctx.adapter = weight, bias, queue, link, adapter
         rows = inputs if link is None else link.complete(link.start_gathering(inputs))
         output = rows.matmul(weight.t())
@@ -115,13 +116,13 @@ class _Linear(torch.autograd.Function):
 
 
 def add_product(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add left x right to a product of as many rows, in place."""
+    """Add left x right to a product with the same number of rows, in place."""
     product.flatten(0, -2).addmm_(left.flatten(0, -2), right)
     return product
 
 
 class WeightGradients(NamedTuple):
-    """The gradients of one product; None where a queue computes them later, and where nothing is trained."""
+    """The gradients of one product; None if a queue computes them later, or nothing is trained."""
 
     weight: Tensor | None = None
     bias: Tensor | None = None
@@ -134,8 +135,8 @@ def weight_gradients(
 ) -> WeightGradients:
     """Compute or queue the weight gradients of one product.
 
-    ctx: of its function, with weight, bias, adapter and queue; rows: all rows that it saw; inner: what was between the adapter's
-    two matrices, and its gradient.
+    ctx: of the product's function, with weight, bias, adapter and queue; rows: all rows of the input; inner: the value between
+    the adapter's two matrices, and its gradient.
     """
     pending: dict[str, LinearWeightGradient] = {}
     if ctx.needs_input_grad[1]:

@@ -1,6 +1,6 @@
-"""Initial values that do not depend on the layout: every parameter is drawn whole from its own name, then sharded.
+"""Initial values that do not depend on the layout: every whole parameter is drawn from its own name, then sharded.
 
-So two runs with the same seed start alike whatever their TP, PP and DP, which is what makes them comparable to 1e-9.
+So two runs with the same seed start alike whatever their TP, PP and DP, which makes them comparable to 1e-9.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from multimodal.model.unit_stage import UnitStage
 def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
     """Fill a stage's parameters: normal(0, std) matrices, ones for norms, zeros for biases (Megatron's scheme).
 
-    An adapter adds nothing at first: the second of its matrices is zero. Matrices that end a residual branch get std / sqrt(2 x
+    An adapter adds nothing at first: its second matrix is zero. Matrices that end a residual branch get std / sqrt(2 x
     num_layers).
     """
     size, rank = stage.groups.tp.size(), stage.groups.tp.rank()

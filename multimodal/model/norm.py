@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 class Norm(torch.nn.Module):
-    """Normalise the last dimension, in at least float32; which of the two is the config's `normalization`.
+    """Normalises the last dimension, in at least float32; the config's `normalization` selects the norm.
 
-    Under sequence parallelism each tensor parallel rank sees its share of the tokens, so the parameters are marked
+    Under sequence parallelism each tensor parallel rank has its share of the tokens, so the parameters are marked
     `sequence_parallel` and their gradients are summed over the tensor parallel group.
     """
 
@@ -25,7 +25,7 @@ class Norm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden_size]; returns the same shape and dtype."""
-        # Torch's kernels on CUDA take halves and compute in float32; a copy in float32 would be written and read again.
+        # Torch's kernels on CUDA read half precision and compute in float32; a copy in float32 would be written and read again.
         keeps_dtype = hidden.dtype == torch.float64 or (hidden.is_cuda and hidden.dtype == self.weight.dtype)
         wide = hidden if keeps_dtype else hidden.float()
         shape = (hidden.shape[-1],)
@@ -37,7 +37,7 @@ class Norm(torch.nn.Module):
 
 
 class HeadNorm(Norm):
-    """Normalise the channels of every head: each tensor parallel rank sees its own, with sequence parallelism or without."""
+    """Normalises the channels of every head; each tensor parallel rank has its own heads, whatever the parallelism."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(config, hidden_size, eps)

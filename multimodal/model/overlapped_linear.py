@@ -1,6 +1,6 @@
 """Tensor parallel linear layers whose collectives run beside their products, part by part (DistTrain's StepCCL, section 6).
 
-The same layers as `deferrable_linear.py`, weight gradients that are left for later included. What runs beside what:
+The same layers as in `deferrable_linear.py`, including weight gradients that are deferred. These pairs overlap:
 
     layer          forward                        backward
     column, SP     all-gather | product           reduce-scatter | product, then weight gradient
@@ -81,7 +81,7 @@ def _backward_factor(weight: Tensor, adapter: Adapter | None) -> Factor:
 class _OverlappedColumn(torch.autograd.Function):
     """inputs: [num_rows (/ num_ranks under sequence parallelism), batch, size]; weight: [output_size / num_ranks, size].
 
-    Only a share of the rows is kept until the backward, which gathers them again beside the product that gives their gradient.
+    Only a share of the rows is kept until the backward, which gathers them again beside the product that computes their gradient.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ class _OverlappedColumn(torch.autograd.Function):
         scale: float,
     ) -> Tensor:
         adapter = Adapter.of(down, up, scale)
-        # Parameters stay themselves: a saved tensor may come back as another one, without the hooks of its gradient.
+        # Parameters are not saved as tensors: a saved tensor may come back as another object, without the hooks of its gradient.
         ctx.weight, ctx.bias, ctx.queue, ctx.overlap, ctx.adapter = weight, bias, queue, overlap, adapter
         rows = inputs
         if overlap.is_sequence_parallel:

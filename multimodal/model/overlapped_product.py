@@ -1,11 +1,11 @@
 """Matrix products whose rows come from, or go to, tensor parallel ranks in parts, each beside the product of another part.
 
-DistTrain, section 6 (StepCCL): a collective and the product beside it are cut alike, and only one part of the former is waited
-for. All collectives are started with `async_op=True`: with NCCL they run on its stream, where `wait` orders streams and blocks
-no one; gloo runs them in its threads.
+DistTrain, section 6 (StepCCL): a collective and the product beside it are cut into the same parts, so ranks wait for one part of
+the collective only. All collectives are started with `async_op=True`: with NCCL they run on its stream, where `wait` orders
+streams and blocks no thread; gloo runs them in its threads.
 
-Under sequence parallelism rank r holds the r-th block of the rows, so a part is the same slice of every rank's block. Rows that
-are gathered are put in their place as they come, so that nothing is left to be remapped after the products (Figure 14).
+Under sequence parallelism rank r holds the r-th block of the rows, so a part is the same slice of every rank's block. Gathered
+rows are put into their places as they arrive, so nothing is left to be remapped after the products (Figure 14).
 """
 
 import itertools
@@ -29,7 +29,7 @@ class Overlap(NamedTuple):
 
 
 def start_gathering(share: Tensor, overlap: Overlap) -> Arriving:
-    """Start bringing the rows of all ranks together, part by part.
+    """Start gathering the rows of all ranks, part by part.
 
     share: [num_rows, batch, size], as many rows on every rank. The result is [num_ranks * num_rows, batch, size].
     """
@@ -43,16 +43,16 @@ def start_gathering(share: Tensor, overlap: Overlap) -> Arriving:
 
 
 class Factor(NamedTuple):
-    """The matrix that rows are multiplied with, in one piece or with a product of low rank beside it."""
+    """The matrix that rows are multiplied with: one matrix, or one plus a product of low rank."""
 
     matrix: Tensor
     """[size, output_size]."""
     low_rank: tuple[Tensor, Tensor] | None = None
-    """[size, rank] and [rank, output_size], whose product is part of it, too, but is never formed."""
+    """[size, rank] and [rank, output_size], whose product is added to the matrix without being formed."""
 
 
 def gather_then_multiply(share: Tensor, factor: Factor, overlap: Overlap) -> tuple[Tensor, Tensor]:
-    """Gather rows and multiply each part as soon as it has come, while later ones are on their way.
+    """Gather rows and multiply each part as soon as it has arrived, while later parts are on their way.
 
     share: [num_rows, batch, size]. Returns [num_ranks * num_rows, batch, output_size] and the gathered rows.
     """
@@ -66,7 +66,7 @@ def gather_then_multiply(share: Tensor, factor: Factor, overlap: Overlap) -> tup
 
 
 def multiply_then_reduce(rows: Tensor, factor: Factor, overlap: Overlap) -> Arriving:
-    """Multiply part by part, and sum each over the ranks while later ones are multiplied.
+    """Multiply part by part, and sum each part over the ranks while later parts are multiplied.
 
     rows: [num_rows, batch, size]. The result is [num_rows, batch, output_size] on all ranks, or
     under sequence parallelism this rank's share of them, [num_rows / num_ranks, batch, output_size].
@@ -96,12 +96,12 @@ def _multiply_then_sum(rows: Tensor, factor: Factor, overlap: Overlap) -> Arrivi
 
 
 def _in_blocks(rows: Tensor, overlap: Overlap) -> Tensor:
-    """Rows by the rank that owns them: [num_ranks, num_rows / num_ranks, batch, size]."""
+    """Return rows by the rank that owns them: [num_ranks, num_rows / num_ranks, batch, size]."""
     return rows.unflatten(0, (overlap.group.size(), -1))
 
 
 def _multiply(blocks: Tensor, factor: Factor, *, into: Tensor) -> None:
-    """blocks: [num_ranks, num_rows, batch, size], a slice of each rank's rows; the products are written where they belong."""
+    """blocks: [num_ranks, num_rows, batch, size], a slice of each rank's rows; products go to the places of their rows."""
     num_ranks = len(blocks)
     rows, product = blocks.flatten(1, 2), into.flatten(1, 2)
     torch.bmm(rows, factor.matrix.expand(num_ranks, *factor.matrix.shape), out=product)
@@ -113,8 +113,8 @@ def _multiply(blocks: Tensor, factor: Factor, *, into: Tensor) -> None:
 def sequence_parts(num_rows: int, *, num_parts: int) -> tuple[slice, ...]:
     """Return `num_parts` consecutive slices of `num_rows` rows, of sizes that differ by at most one, the larger ones last.
 
-    Fewer where there are fewer rows, at least one (of no rows, if there are none). Ranks that have as many rows cut alike. With
-    the larger parts last, the first one, which is waited for, is no longer than the others.
+    Fewer if there are fewer rows, at least one (of no rows, if there are none). Ranks with equally many rows cut alike. With the
+    larger parts last, the first part, which is waited for, is no longer than the others.
     """
     count = max(1, min(num_parts, num_rows))
     bounds = [num_rows * index // count for index in range(count + 1)]

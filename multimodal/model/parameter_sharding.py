@@ -1,4 +1,4 @@
-"""Splits parameters over tensor parallel ranks and joins them again, as their kind of layer says."""
+"""Splits parameters over tensor parallel ranks and joins them again, by the rule of their kind of layer."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ class ParameterSharding(NamedTuple):
     dimension: int | None
     """The dimension that is cut; None for a parameter that every rank holds whole."""
     num_blocks: int = 1
-    """Stacked matrices of each of which a rank holds its part: 2 where a gated first MLP layer stacks [gate; up]."""
+    """Stacked matrices, of each of which a rank holds a part: 2 if a gated first MLP layer stacks [gate; up]."""
 
 
 WHOLE = ParameterSharding(None)
@@ -36,7 +36,7 @@ def take_shard(full: Tensor, sharding: ParameterSharding, *, rank: int, tensor_p
 
 
 def mark_sharding(parameter: Tensor, sharding: ParameterSharding) -> None:
-    """Tell megatron-core (gradient norm, checkpoint) how the parameter is split; it does so itself only when it initialises."""
+    """Mark the split of the parameter for megatron-core (gradient norm, checkpoint), which only marks what it initialises."""
     if not hasattr(parameter, "tensor_model_parallel"):
         is_split = sharding.dimension is not None
         set_tensor_model_parallel_attributes(parameter, is_split, sharding.dimension if is_split else -1, sharding.num_blocks)

@@ -20,9 +20,9 @@ def rotary_frequencies(
     """Return the angles by which megatron-core's layers rotate queries and keys.
 
     positions: [num_tokens] or [num_tokens, num_axes], integers. The channel pairs of a head are shared evenly among the axes, as
-    Qwen2-VL's vision encoder does with rows and columns. With `sections` (its LLM), the pairs of one axis are `sections[axis]`
-    successive ones of those that a single axis would have, or, where they are interleaved (Qwen3-VL's), every third one as long
-    as there are some, and all others are the first axis's; `scaling`: as Transformer.rotary_scaling has it, for one axis.
+    in Qwen2-VL's vision encoder with rows and columns. With `sections` (its LLM), the pairs of one axis are `sections[axis]`
+    successive pairs; if interleaved (Qwen3-VL), every third pair as long as the axis has pairs left, and all other pairs belong
+    to the first axis. Frequencies are those of a single axis. scaling: as in Transformer.rotary_scaling, for one axis.
 
     Shape: [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
     """
@@ -42,7 +42,7 @@ def rotary_frequencies(
 
 
 def axes_of_pairs(sections: Sequence[int], *, is_interleaved: bool) -> list[int]:
-    """Return the axis by which each pair of channels turns."""
+    """Return the axis by which each pair of channels rotates."""
     num_axes, num_pairs = len(sections), sum(sections)
     if not is_interleaved:
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
@@ -50,7 +50,7 @@ def axes_of_pairs(sections: Sequence[int], *, is_interleaved: bool) -> list[int]
 
 
 def _slowed(inverse: Tensor, scaling: Sequence[float]) -> Tensor:
-    """Slow low frequencies down by a factor, and those between low and high ones by less (Llama 3.1)."""
+    """Lower low frequencies by a factor, and those between low and high ones by less (Llama 3.1)."""
     if not scaling:
         return inverse
     factor, low, high, length = scaling

@@ -1,4 +1,4 @@
-"""Inputs of a stage beside the activations of the stage before it."""
+"""Inputs of a stage in addition to the activations of the stage before it."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
@@ -18,47 +18,47 @@ from multimodal.values.model_graph import Unit
 class PackedInput:
     """One packed microbatch as a unit's stages see it; all tensors on the stage's device.
 
-    With context parallelism, `lengths` and `items` are of the whole microbatch, from which the mask is derived, and everything
-    else is of the tokens in `share` (see `share_input`).
+    With context parallelism, `lengths` and `items` describe the whole microbatch, from which the mask is derived; all else
+    describes the tokens in `share` (see `share_input`).
     """
 
     lengths: tuple[int, ...]
     """Tokens of each packed sequence."""
     positions: Tensor
-    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches), [num_tokens, 3] (time, row and column in an LLM; what
-    `audio_positions` says of tokens of sound) or [num_tokens, 4] (row and column of patches, and how many of both their image
-    has, where learned positions are stretched to it)."""
+    """[num_tokens] (text), [num_tokens, 2] (rows and columns of patches), [num_tokens, 3] (time, row and column in an LLM; the
+    values of `audio_positions` for tokens of sound) or [num_tokens, 4] (row and column of patches, and the image's numbers of
+    both, if learned positions are interpolated to it)."""
     patches: Tensor | None = None
-    """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage; of
-    `target_rows` where these are given."""
+    """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage (for
+    `target_rows` if these are given)."""
     token_ids: Tensor | None = None
-    """[num_tokens]; the LLM only."""
+    """[num_tokens]; for the LLM only."""
     items: tuple[ItemSpan, ...] = ()
-    """Places of the encoders' items among the tokens; the LLM only, on every stage, for the attention mask."""
+    """Places of the encoders' items among the tokens, for the attention mask; for the LLM only, on every stage."""
     item_rows: Tensor | None = None
-    """[num_item_tokens]: rows that encoder outputs fill, in the order they are given; the first stage of the LLM, or of an
-    encoder that encoders feed."""
+    """[num_item_tokens]: rows that encoder outputs fill, in the order in which they are given; for the first stage of the LLM, or
+    of an encoder that other encoders feed."""
     item_sources: Tensor | None = None
-    """[num_item_tokens]: which of the units that feed this one gives each, in the order of the model's edges; the first stage of
-    an encoder that encoders feed, or of a generator that they feed."""
+    """[num_item_tokens]: the unit that each row comes from, as its index in the order of the model's edges; for the first stage
+    of an encoder, or a generator, that encoders feed."""
     target_rows: Tensor | None = None
-    """[num_targets]: rows that count in the loss; the LLM's last stage, and that of a generator that encoders feed."""
+    """[num_targets]: rows that count in the loss; for the LLM's last stage, and that of a generator that encoders feed."""
     targets: Tensor | None = None
     """[num_targets]."""
     generator_rows: Tensor | None = None
-    """[num_generated_items]: rows whose hidden states generators are given; the LLM's last stage, where there are any."""
+    """[num_generated_items]: rows whose hidden states generators receive; for the LLM's last stage, if there are any."""
     condition_rows: Tensor | None = None
-    """[num_tokens]: which of the rows that are handed over each token is made from; a generator's first stage."""
+    """[num_tokens]: the received row that each token is made from; for a generator's first stage."""
     window_order: Tensor | None = None
-    """[num_tokens]: this rank's tokens, window by window; encoders whose patches attend inside windows."""
+    """[num_tokens]: this rank's tokens, window by window; for encoders whose patches attend inside windows."""
     window_lengths: tuple[int, ...] = ()
     """Tokens of each window, in that order."""
     kept_rows: Tensor | None = None
-    """[num_patches]: this rank's tokens that are not dropped; encoders that drop some at their end."""
+    """[num_patches]: this rank's tokens that are not dropped; for encoders that drop some at their end."""
     share: RankShare | None = None
     """Tokens that this rank holds; None: all."""
     packed: PackedLengths | None = None
-    """Lengths as layers take them, with all that these derive from them (`prepare_input`); None: not prepared."""
+    """Lengths as layers take them, with everything derived from them (`prepare_input`); None: not prepared."""
 
     @property
     def num_tokens(self) -> int:
@@ -72,7 +72,7 @@ class PackedInput:
         return self.positions[:, :2] if is_stretched else self.positions
 
     def with_windows_of(self, unit: Unit) -> "PackedInput":
-        """Return the same input with the windows of an encoder's images, or the chunks of its clips; itself without these."""
+        """Return the same input with the windows of an encoder's images, or the chunks of its clips, if it has any."""
         if not unit.has_windows:
             return self
         if unit.audio is not None:
@@ -84,16 +84,16 @@ class PackedInput:
         return replace(self, window_order=order, window_lengths=lengths)
 
     def with_kept_rows(self) -> "PackedInput":
-        """Return the same input with the rows of all tokens but those that the encoder drops, whose last place is below 0."""
+        """Return the same input with the rows of all tokens that the encoder keeps: dropped ones have a last place below 0."""
         return replace(self, kept_rows=(self.positions[:, -1] >= 0).nonzero()[:, 0])
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "PackedInput":
-        """Return the same with every tensor changed, such as copied to a device."""
+        """Return the same input with every tensor changed, such as copied to a device."""
         return replace(self, **{each.name: map_tensors(getattr(self, each.name), change) for each in fields(self)})
 
     @property
     def own_lengths(self) -> tuple[int, ...]:
-        """Tokens of each sequence that this rank holds; where ranks share them, all are whole."""
+        """Tokens of each sequence that this rank holds; of whole sequences if ranks share them."""
         if self.share is None:
             return self.lengths
         shares = self.share.shares
@@ -102,7 +102,7 @@ class PackedInput:
 
 
 def pack_lengths(batch: PackedInput, num_rows: int) -> PackedLengths:
-    """Return lengths as layers take them; num_rows: of all tokens with padding, which is a sequence of its own."""
+    """Return lengths as layers take them; num_rows: of all tokens with padding, which counts as a sequence of its own."""
     lengths = batch.lengths
     if batch.share is None and num_rows > batch.num_tokens:
         lengths = (*lengths, num_rows - batch.num_tokens)
@@ -112,7 +112,7 @@ def pack_lengths(batch: PackedInput, num_rows: int) -> PackedLengths:
 
 
 def padded_num_tokens(num_tokens: int, *, multiple: int) -> int:
-    """Return the tokens after padding to a multiple: sequence parallelism shares them evenly over tp ranks."""
+    """Return the number of tokens after padding to a multiple: sequence parallelism shares them evenly over tp ranks."""
     return -(-num_tokens // multiple) * multiple
 
 
@@ -129,7 +129,7 @@ def pad_channels(rows: Tensor, num_channels: int) -> Tensor:
 
 
 def stack_items(outputs: Iterable[Tensor]) -> Tensor | None:
-    """Return what other units gave, one below the other; not all encoders have channels for the LLM's first layers."""
+    """Return the outputs of other units, stacked by rows; some encoders lack channels for the LLM's first layers."""
     found = list(outputs)
     widest = max((tensor.shape[1] for tensor in found), default=0)
     return torch.cat([pad_channels(tensor, widest) for tensor in found]) if found else None
@@ -138,9 +138,9 @@ def stack_items(outputs: Iterable[Tensor]) -> Tensor | None:
 def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     """Return the part of a batch that belongs to the tokens in `share`, in order; positions stay those in the sequence.
 
-    batch: of the whole microbatch, on the CPU. Of encoder outputs, and of what the LLM hands to a generator, a rank is given only
-    what its tokens take (`token_placement.py`), in the order of the whole; so rows that count these are renumbered, too. Lists of
-    rows that have nothing on this rank become empty, not None: all ranks run the same layers.
+    batch: of the whole microbatch, on the CPU. Of encoder outputs, and of conditions from the LLM for a generator, a rank
+    receives only those that its tokens take (`token_placement.py`), in the order of the whole; so the row numbers that refer to
+    these are changed, too. Lists of rows without any on this rank become empty, not None: all ranks run the same layers.
     """
     at = torch.from_numpy(share.positions)
     parts: dict[str, Any] = {"positions": batch.positions[at], "share": share}

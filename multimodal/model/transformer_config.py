@@ -1,4 +1,4 @@
-"""A unit's architecture as the TransformerConfig that megatron-core's layers take."""
+"""Translates a unit's architecture into the TransformerConfig of megatron-core's layers."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def gelu_tanh(values: Tensor) -> Tensor:
 
 
 def quick_gelu(values: Tensor) -> Tensor:
-    """GELU approximated by a sigmoid, as CLIP has it."""
+    """GELU approximated by a sigmoid, as in CLIP."""
     return values * torch.sigmoid(1.702 * values)
 
 
@@ -34,7 +34,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 
 @dataclass(frozen=True)
 class Precision:
-    """Numbers a run computes in."""
+    """The number formats of a run."""
 
     params_dtype: torch.dtype = torch.float32
 
@@ -53,11 +53,11 @@ class BuildOptions:
     transformer_impl: str = "local"
     """`local` (megatron-core's torch layers) or `transformer_engine`."""
     fuses_kernels: bool = False
-    """SwiGLU and rotation as one kernel each, where the implementation has such."""
+    """SwiGLU and rotation each as one kernel, if the implementation has such kernels."""
     accumulates_in_products: bool = False
-    """Weight gradients are added to float32 buffers by the products that make them."""
+    """Products add their weight gradients to float32 buffers themselves."""
     delays_weight_gradients: bool = False
-    """Layers of Transformer Engine compute weight gradients when they are asked to, as split backwards need it."""
+    """Layers of Transformer Engine compute weight gradients on request, as split backwards need."""
     fp8_format: str | None = None
     """`e4m3` or `hybrid`: products of Transformer Engine in FP8."""
     fp8_recipe: str = "tensorwise"
@@ -67,15 +67,15 @@ class BuildOptions:
     attention_backend: str = AUTO
     """Implementation of attention; see `attention_backend.py`."""
     num_multiprocessors: int = 0
-    """Multiprocessors of this process's CUDA device; 0: a CPU computes."""
+    """Multiprocessors of this process's CUDA device; 0: it computes on a CPU."""
     attention_mask: MaskMode = MaskMode.CAUSAL
     """The rule by which the LLM's tokens attend to encoders' items."""
     num_overlapped_parts: int = 1
-    """Parts of a transformer layer's tensor parallel collectives, each beside the product of another; 1: they are not cut."""
+    """Parts of a transformer layer's tensor parallel collectives, each beside the product of another part; 1: not cut."""
 
     @property
     def row_multiple(self) -> int:
-        """Rows of a product come in multiples of this."""
+        """The number of rows of a product is a multiple of this."""
         return 1 if self.fp8_format is None else 32 if self.fp8_recipe == "mxfp8" else 16
 
 

@@ -1,4 +1,4 @@
-"""One virtual stage of a unit: the layers of one range, built for this rank alone."""
+"""One virtual stage of a unit: the layers of one range, built for this rank only."""
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,10 +37,10 @@ from multimodal.values.model_graph import ModelGraph
 
 
 class LayerGuard(Protocol):
-    """Is told when a layer computes: for weights that are not there all the time."""
+    """Is called around each layer's computation, for weights that are not always in memory."""
 
     def before(self, layer: int, hidden: Tensor | None) -> Tensor | None:
-        """Called before the layer with its input; returns what to compute with."""
+        """Called before the layer with its input; returns the input to compute with."""
 
     def after(self, layer: int, output: Tensor | HeadOutput) -> Tensor | HeadOutput:
         """Called with the layer's result; returns the result to hand on."""
@@ -70,13 +70,13 @@ class UnitStage(MegatronModule):
         self.carried = CarriedStates(graph, unit_name)
         self.guard: LayerGuard | None = None
         self.num_step_tokens = 1
-        """The LLM's tokens in the global batch that is computed."""
+        """The LLM's tokens in the current global batch."""
         self.waits = TensorParallelWaits()
-        """Told of the collectives of a forward or backward of the whole stage."""
+        """Records waits for the collectives of a forward or backward of the whole stage."""
         self._segments: StageSegments | None = None
         self.layers = ModuleDict({str(index): self._build_layer(index) for index in layers})
         if unit.ties_embeddings and self.is_last and not self.is_first:
-            # The last stage keeps a copy of the first stage's word embeddings; gradients.py keeps the two alike.
+            # The last stage keeps a copy of the first stage's word embeddings; gradients.py keeps both equal.
             self.layers["0"] = self._build_layer(0)
         for index in map(int, self.layers):
             layer = self.layers[str(index)]
@@ -90,10 +90,10 @@ class UnitStage(MegatronModule):
             if hasattr(module, "waits"):
                 module.waits = self.waits  # type: ignore[assignment]
         self.delays_weight_gradients = defer_in_modules(self.layers)
-        """Every forward that a backward follows needs an active queue, whether that is split or not."""
+        """True if every forward with a backward needs an active queue, split or not."""
         accumulate = find_accumulation() if options.accumulates_in_products else None
         if accumulate is not None:
-            tied = self.shared_embedding_weight  # its gradients come from two layers, one of which would be lost
+            tied = self.shared_embedding_weight  # it gets gradients from two layers, one of which would be lost
             accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
 
     @property
@@ -120,11 +120,11 @@ class UnitStage(MegatronModule):
         return weight
 
     def sharding(self, name: str) -> ParameterSharding:
-        """Return how tensor parallel ranks split one of this stage's parameters."""
+        """Return the split of one of this stage's parameters over tensor parallel ranks."""
         return sharding_of(self.unit, name)
 
     def num_rows(self, num_tokens: int) -> int:
-        """Return the rows of this rank's hidden states between layers; num_tokens: held by its tensor parallel group."""
+        """Return the rows of this rank's hidden states between layers; num_tokens: of its tensor parallel group."""
         rows = self._num_padded_rows(num_tokens)
         return rows // self.groups.tp.size() if self.config.sequence_parallel else rows
 
@@ -134,11 +134,11 @@ class UnitStage(MegatronModule):
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
         """Run the stage.
 
-        hidden: [rows, 1, channels] from the stage before, rows = `num_rows(batch.num_tokens)`, channels as the graph's
-        `width_behind` says: hidden_size, unless more travels beside hidden states; None on the first stage.
-        item_embeddings: [num_item_tokens, channels], the encoders' outputs in the order of `batch.item_rows`; a generator's
-        first stage: [num_images, the LLM's hidden size], what `batch.condition_rows` counts.
-        Returns such hidden states; [num_merged_tokens, channels] after an encoder's projector; a HeadOutput after the head.
+        hidden: [rows, 1, channels] from the stage before, rows = `num_rows(batch.num_tokens)`, channels as given by the graph's
+        `width_behind`: hidden_size, plus states that are carried along; None on the first stage. item_embeddings:
+        [num_item_tokens, channels], the encoders' outputs in the order of `batch.item_rows`; for a generator's first stage:
+        [num_images, the LLM's hidden size], to which `batch.condition_rows` refers. Returns such hidden states;
+        [num_merged_tokens, channels] after an encoder's projector; a HeadOutput after the head.
         """
         state = () if hidden is None else self.carried.split(hidden, behind=self.layer_range.start - 1)
         given = self.prepare(batch, item_embeddings)
@@ -151,7 +151,7 @@ class UnitStage(MegatronModule):
         return join(state)
 
     def _advance(self, index: int, state: State, given: StagePass) -> State | HeadOutput:
-        """Run one layer on what came out of the one before it."""
+        """Run one layer on the state that the layer before it returned."""
         carried, hidden = self.carried.enter(index, state)
         if self.guard is not None:
             hidden = self.guard.before(index, hidden)
@@ -173,7 +173,7 @@ class UnitStage(MegatronModule):
         return context
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
-        """Return what all layers read of a microbatch; arguments as those of `forward`."""
+        """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""
         frequencies, lengths = self._position_inputs(batch)
         return StagePass(batch, item_embeddings, frequencies, lengths, self.shared_embedding_weight, self.num_step_tokens)
 
@@ -185,7 +185,8 @@ class UnitStage(MegatronModule):
             assert isinstance(embedded, Tensor)
             return self._share_tokens(embedded, given.batch)
         if self.recomputes(index) and torch.is_grad_enabled() and _has_backward(layer, hidden):
-            # The backward may recompute in another thread; it must find the queue, or save other tensors than the forward.
+            # The backward may recompute in another thread; it must find the queue there, or it would save other tensors than the
+            # forward.
             contexts = (nullcontext(), self._recomputing(active_queue()))
             recomputed: Tensor = checkpoint(
                 kind.run, layer, hidden, given, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
@@ -199,7 +200,7 @@ class UnitStage(MegatronModule):
             yield
 
     def segments(self) -> StageSegments:
-        """Return the parts of this stage's segments; raises ConfigError where its layers cannot be cut."""
+        """Return the parts of this stage's segments; raises ConfigError if its layers cannot be cut."""
         where = f"unit '{self.unit.name}', layers {self.layer_range.start} to {self.layer_range.stop - 1}"
         if self.options.transformer_impl != "local":
             raise ConfigError(
@@ -218,7 +219,7 @@ class UnitStage(MegatronModule):
         return self._segments
 
     def recomputes(self, index: int) -> bool:
-        """Return whether backwards compute a layer's forward again."""
+        """Return True if backwards recompute a layer's forward."""
         return kind_of(self.unit, index).recomputes and self.options.recompute == "full"
 
     def _share_tokens(self, hidden: Tensor, batch: PackedInput) -> Tensor:
@@ -238,7 +239,7 @@ class UnitStage(MegatronModule):
         return ((LayerPart(whole),),)
 
     def frequencies(self, batch: PackedInput) -> Tensor | None:
-        """Return the rotary angles of this rank's rows; None where the first layer adds positions."""
+        """Return the rotary angles of this rank's rows; None if the first layer adds positions."""
         if not self.unit.transformer.has_rotary_positions:
             return None
         frequencies = rotary_frequencies(

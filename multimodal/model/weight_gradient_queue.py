@@ -1,4 +1,4 @@
-"""Weight gradients that a backward leaves for later: the second half of a backward that is split (zero bubble)."""
+"""Weight gradients that a backward defers: the second half of a split backward (zero bubble)."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -14,11 +14,11 @@ from torch.nn import Module
 
 
 class PendingGradient(Protocol):
-    """A gradient that a layer leaves for later."""
+    """A gradient that a layer has deferred."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that are kept until then."""
+        """Tensors that are kept until it is computed."""
 
     def compute(self) -> None:
         """Compute the gradient and hand it to autograd; makes no collective calls."""
@@ -30,7 +30,7 @@ Accumulate = Callable[[Tensor, Tensor, Tensor], None]
 
 @cache
 def find_accumulation() -> Accumulate | None:
-    """Return Apex's kernel, which adds in the product itself; None where it is not installed."""
+    """Return Apex's kernel, which adds in the product itself; None if it is not installed."""
     try:
         accumulate: Accumulate = import_module("fused_weight_gradient_mlp_cuda").wgrad_gemm_accum_fp32
     except ImportError:
@@ -39,7 +39,7 @@ def find_accumulation() -> Accumulate | None:
 
 
 def accumulate_into_buffers(parameters: Iterable[Tensor], accumulate: Accumulate) -> None:
-    """Let the gradients of these matrices go straight to Megatron's float32 buffers (`main_grad`), once they have such."""
+    """Let products add the gradients of these matrices to Megatron's float32 buffers (`main_grad`) as soon as these exist."""
     for parameter in parameters:
         if parameter.dim() == 2:
             parameter.accumulate_gradient = accumulate  # type: ignore[attr-defined]
@@ -49,7 +49,7 @@ class LinearWeightGradient(NamedTuple):
     """The gradients of one linear layer's weight and bias."""
 
     inputs: Tensor
-    """[..., input_size], all rows that the layer saw."""
+    """[..., input_size], all input rows of the layer."""
     output_gradient: Tensor
     """[..., output_size]."""
     weight: Tensor
@@ -59,18 +59,18 @@ class LinearWeightGradient(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Tensors that are kept until then."""
+        """Tensors that are kept until they are computed."""
         return self.inputs, self.output_gradient
 
     def compute(self) -> None:
-        """Compute them; the hooks of the parameters (gradient buffers) run as after any backward."""
+        """Compute the gradients; the hooks of the parameters (gradient buffers) run as after any backward."""
         torch.autograd.backward((self.weight,), (self.of_weight(),))
         of_bias = self.of_bias()
         if self.bias is not None and of_bias is not None:
             torch.autograd.backward((self.bias,), (of_bias,))
 
     def of_weight(self) -> Tensor:
-        """Return the weight's gradient; if it went to its buffer already, something of its shape, for hooks that wait for it."""
+        """Return the weight's gradient; if it was added to its buffer, a tensor of its shape for hooks that wait for it."""
         rows, gradient = self.inputs.flatten(0, -2), self.output_gradient.flatten(0, -2)
         accumulate: Accumulate | None = getattr(self.weight, "accumulate_gradient", None)
         if accumulate is None or not hasattr(self.weight, "main_grad"):
@@ -85,7 +85,7 @@ class LinearWeightGradient(NamedTuple):
 
 
 class WeightGradientQueue:
-    """The pending weight gradients of one backward; computed once, all together, in the order of the backward."""
+    """The deferred weight gradients of one backward; computed once, all together, in the order of the backward."""
 
     def __init__(self) -> None:
         self._pending: list[PendingGradient] = []
@@ -96,22 +96,22 @@ class WeightGradientQueue:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the storages that are kept for it."""
+        """Bytes of the storages that are kept for these gradients."""
         storages = [tensor.untyped_storage() for pending in self._pending for tensor in pending.tensors]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     def put(self, pending: PendingGradient) -> None:
-        """Leave one layer's weight gradient for later."""
+        """Defer one layer's weight gradient."""
         self._pending.append(pending)
 
     def put_module(self, module: Module) -> None:
-        """Leave a module's weight gradients for later, once: layers that are computed again come twice."""
+        """Defer a module's weight gradients, once: recomputed layers call this twice."""
         if module not in self._modules:
             self._modules.add(module)
             self._pending.append(DelayedModuleGradient(module))
 
     def compute(self) -> None:
-        """Compute everything pending, each once; tensor parallel ranks may do so at different moments."""
+        """Compute all deferred gradients, each once; tensor parallel ranks may do so at different times."""
         while self._pending:
             self._pending.pop(0).compute()
 
@@ -120,7 +120,7 @@ _ACTIVE: ContextVar[WeightGradientQueue | None] = ContextVar("weight_gradient_qu
 
 
 class DeferWeightGradients(AbstractContextManager[None]):
-    """Linear layers whose forward runs inside leave their weight gradients to `queue`; None: they compute them at once."""
+    """Linear layers whose forward runs inside defer their weight gradients to `queue`; None: they compute them at once."""
 
     def __init__(self, queue: WeightGradientQueue | None) -> None:
         self._queue = queue
@@ -134,7 +134,7 @@ class DeferWeightGradients(AbstractContextManager[None]):
 
 
 class DelayedModuleGradient(NamedTuple):
-    """The weight gradients of a Transformer Engine module that keeps them until it is asked (`delay_wgrad_compute`)."""
+    """The weight gradients of a Transformer Engine module, which keeps them until requested (`delay_wgrad_compute`)."""
 
     module: Any
 
@@ -144,7 +144,7 @@ class DelayedModuleGradient(NamedTuple):
         return ()
 
     def compute(self) -> None:
-        """Have the module compute the oldest that it keeps; hooks of the parameters run as after any backward."""
+        """Let the module compute the oldest gradient that it keeps; hooks of the parameters run as after any backward."""
         self.module.backward_dw()
         for parameter in self.module.parameters(recurse=False):
             gradient, parameter.grad = parameter.grad, None
@@ -153,9 +153,9 @@ class DelayedModuleGradient(NamedTuple):
 
 
 def defer_in_modules(root: Module) -> bool:
-    """Have all modules inside that delay weight gradients leave them to the active queue; True if there are any.
+    """Let all modules inside that delay weight gradients defer them to the active queue; returns True if there are any.
 
-    Such a module delays those of every backward, so a queue must be active in every forward.
+    Such a module delays the gradients of every backward, so a queue must be active in every forward.
     """
     delaying = [each for each in root.modules() if getattr(each, "wgrad_store", None) is not None]
     for module in delaying:
@@ -170,5 +170,5 @@ def _leave_to_queue(module: Module, inputs: Any, output: Any) -> None:
 
 
 def active_queue() -> WeightGradientQueue | None:
-    """Return the queue to which the current forward leaves weight gradients."""
+    """Return the queue to which the current forward defers weight gradients."""
     return _ACTIVE.get()

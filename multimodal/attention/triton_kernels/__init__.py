@@ -1,1 +1,1 @@
-"""Attention by Triton kernels: their launches, tiles, and the list of work that a persistent grid of programs takes from."""
+"""Attention by Triton kernels: their launches, tiles, and the work list of a persistent grid of programs."""

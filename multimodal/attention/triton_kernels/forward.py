@@ -1,6 +1,6 @@
 """The forward kernel of bitfield attention, over planned work items, and the kernel that adds up partial results of split rows.
 
-Online softmax as in FlashAttention-2 (Dao 2023), in base 2; which tiles are visited comes from the work list alone.
+Online softmax as in FlashAttention-2 (Dao 2023), in base 2; the work list alone determines the tiles that are visited.
 """
 
 import triton
@@ -23,7 +23,7 @@ def forward_kernel(
     query: [num_queries, heads, channels], key, value: [num_keys, groups, channels], channels contiguous; output contiguous;
     log_sums: [heads, num_queries], float32, base 2. partial_output: [heads, num_slot_rows, padded channels], float32;
     partial_log_sums: [heads, num_slot_rows]. num_slot_rows = slots x BLOCK.
-    counter: zero; programs take the next ticket from it where IS_DYNAMIC, else every program runs its own one.
+    counter: zero; if IS_DYNAMIC, programs take the next ticket from it, else every program runs its own ticket.
     """
     tiles: tl.constexpr = BLOCK // TILE_ROWS
     channels = tl.arange(0, PADDED_CHANNELS)
@@ -59,7 +59,8 @@ def forward_kernel(
             blocks, full_end, end, scale_log2, key_stride, value_stride, num_keys, channels,
             CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True,
         )  # fmt: skip
-        # Where a query sees no key (of this sub-block), the maximum is minus infinity and so the logarithm: weight 0 when joined.
+        # If a query attends to no key (of this sub-block), the maximum is minus infinity and so is the logarithm: weight 0 when
+        # joined.
         divisor = tl.where(total == 0.0, 1.0, total)
         mixed = mixed / divisor[:, None]
         log_sum = maximum + tl.log2(divisor)

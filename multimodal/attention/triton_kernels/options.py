@@ -1,4 +1,4 @@
-"""Sizes that the attention kernels run with; they change speed, never results beyond rounding."""
+"""Sizes with which the attention kernels run; they change speed, never results beyond rounding."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,10 @@ LARGE_TILES_BYTES = 130 * 1024
 
 
 SHORTEST_LIMIT = 16
-"""Blocks below which work is not cut: the published best sub-blocks have 16 to 32 (Cornstarch, thesis 3.3.2.2)."""
+"""Blocks below which work is not cut: the best published sub-blocks have 16 to 32 (Cornstarch, thesis 3.3.2.2)."""
 PROGRAMS_PER_MULTIPROCESSOR = 2
 ITEMS_PER_PROGRAM = 4
-"""A program's share of the work is at least so many of the longest items; taken longest first, all end within one of them."""
+"""Fewest of the longest items in a program's share of the work; taken longest first, all programs end within one item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +39,13 @@ class KernelOptions:
     max_blocks_per_item: int | None = SHORTEST_LIMIT
     """Intra-GPU balancing: longest sub-block in blocks; None runs rows whole, unbalanced."""
     programs_per_multiprocessor: int = PROGRAMS_PER_MULTIPROCESSOR
-    """Size of the persistent grid; more than fit at once would only queue."""
+    """Size of the persistent grid; more programs than fit at once would only queue."""
 
 
 def choose_options(
     channels: int, *, dtype: torch.dtype, block_size: int, shared_memory_bytes: int = HOPPER_SHARED_MEMORY_BYTES
 ) -> KernelOptions:
-    """Pick tiles by head size: near those of FlexAttention on Hopper GPUs; compiled for sm_90 they spill few registers or none.
+    """Choose tiles by head size, close to those of FlexAttention on Hopper GPUs; on sm_90 they spill few registers or none.
 
     shared_memory_bytes: of a program on the GPU.
     Raises ConfigError for a head size beyond 256, or a block size that is no power of two of at least 16.
@@ -74,10 +74,10 @@ def choose_options(
 
 
 def longest_item(num_blocks: int, *, num_heads: int, num_multiprocessors: int) -> int:
-    """Return the longest sub-block that still lets all programs end at about the same time.
+    """Return the longest sub-block with which all programs still end at about the same time.
 
-    Where there is enough work beside it, even the longest row is none too long, and nothing is cut; so the partial results of
-    what is cut have at most `ITEMS_PER_PROGRAM` blocks of tokens a program, however long the sequence.
+    If there is enough work beside it, even the longest row is short enough, and nothing is cut; so the partial results of cut
+    rows have at most `ITEMS_PER_PROGRAM` blocks of tokens per program, however long the sequence.
 
     num_blocks: listed blocks of the mask.
     """

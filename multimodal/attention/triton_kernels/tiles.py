@@ -47,7 +47,7 @@ def load_tile(
 
 @triton.jit
 def store_tile(base, tile, start, channels, stride, num_tokens, TILE: tl.constexpr, CHANNELS: tl.constexpr):
-    """Store [TILE, channels] from row `start` on, leaving out what is beyond the last token or channel."""
+    """Store [TILE, channels] from row `start` on, without rows and channels beyond the last token or channel."""
     rows = tl.arange(0, TILE)
     pointers = base + start.to(tl.int64) * stride + (rows[:, None] * stride + channels[None, :])
     is_there = (start + rows < num_tokens)[:, None] & (channels < CHANNELS)[None, :]

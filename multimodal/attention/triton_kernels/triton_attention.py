@@ -62,7 +62,7 @@ def attend_by_triton(
 
 
 def prepare_triton_mask(mask: AttentionMask, shape: AttentionShape) -> None:
-    """Derive, on the CPU, what the kernels read of a mask."""
+    """Derive, on the CPU, the values that the kernels read from a mask."""
     limit = longest_item(len(mask.by_query.blocks), num_heads=shape.num_heads, num_multiprocessors=shape.num_multiprocessors)
     _mask_arguments(mask, CPU)
     _row_work(mask, limit, CPU)
@@ -106,7 +106,7 @@ class _TritonAttention(torch.autograd.Function):
         query, key, value, output, log_sums = ctx.saved_tensors
         mask, options = ctx.mask, ctx.options
         output_gradient = output_gradient.contiguous()
-        # [heads, num_queries]: the softmax's gradient subtracts them.
+        # [heads, num_queries]: subtracted by the softmax's gradient.
         deltas = (output.float() * output_gradient.float()).sum(dim=-1).t().contiguous()
         shared = (query, key, value, output_gradient, log_sums, deltas)
         rows = _row_work(mask, options.max_blocks_per_item, query.device)
@@ -134,7 +134,7 @@ def _gradients(
     options: KernelOptions,
     tiles: TileSizes,
 ) -> list[Tensor]:
-    """Return the gradients of these inputs, by the kernel that computes them."""
+    """Return the gradients of these inputs, computed by this kernel."""
     query, key, value = shared[:3]
     heads = inputs[0].shape[1]
     rows, padded = work.num_slots * mask.block_size, triton.next_power_of_2(query.shape[2])
@@ -200,7 +200,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 
 def _constants(query: Tensor, mask: AttentionMask) -> dict[str, Any]:
     channels = query.shape[2]
-    # Triton's interpreter multiplies bfloat16 as the integers that it stores them in.
+    # Triton's interpreter multiplies bfloat16 as the integers in which it stores them.
     is_interpreted = triton.knobs.runtime.interpret and query.dtype == torch.bfloat16
     types = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
     return {

@@ -1,8 +1,8 @@
 """The work of a persistent grid of GPU programs: every block's work cut into sub-blocks, longest first.
 
-One block of queries may see a hundred times as many blocks of keys as another, so a program per block leaves most of a GPU
-waiting for the longest (Cornstarch, thesis 3.3.2.2). Cut into sub-blocks of bounded length, taken longest first by whichever
-program is free, the work ends everywhere at about the same time; sub-blocks of one block leave partial results that are added up
+One block of queries may attend to a hundred times as many blocks of keys as another, so with a program per block most of a GPU
+waits for the longest (Cornstarch, thesis 3.3.2.2). If the work is cut into sub-blocks of bounded length, taken longest first by
+free programs, all programs end at about the same time; sub-blocks of one block leave partial results that are added up
 afterwards.
 """
 
@@ -16,7 +16,7 @@ from multimodal.kernels import kernels
 from multimodal.values.errors import ConfigError
 
 DIRECT = -1
-"""The slot of an item that is its row's only one: it writes the result itself."""
+"""The slot of an item that is the only one of its row: it writes the result directly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,10 +43,10 @@ class WorkList:
 
 
 def order_blocks(lists: BlockLists, *, num_row_tokens: int, num_column_tokens: int, block_size: int) -> OrderedBlocks:
-    """Order every row; a block that reaches beyond the last token counts as partial, so that the mask hides the rest.
+    """Order every row; a block that extends beyond the last token counts as partial, so that the mask hides the excess.
 
-    num_row_tokens, num_column_tokens: tokens along the rows and along the listed blocks. Runs as a C++ kernel where that is
-    built, with the same result. O(listed blocks).
+    num_row_tokens, num_column_tokens: tokens along the rows and along the listed blocks. Runs as a C++ kernel, with the same
+    result, if the kernels are built. O(listed blocks).
     """
     num_whole_rows, num_whole_columns = num_row_tokens // block_size, num_column_tokens // block_size
     row_starts = lists.row_starts.astype(np.int32)
@@ -64,9 +64,9 @@ def order_blocks(lists: BlockLists, *, num_row_tokens: int, num_column_tokens: i
 def plan_work_list(blocks: OrderedBlocks, *, max_blocks_per_item: int | None) -> WorkList:
     """Cut rows into items of nearly equal length, at most `max_blocks_per_item` each, and sort the items longest first.
 
-    max_blocks_per_item: at least 1; None keeps rows whole and in their order: a grid without balancing.
-    Equal lengths keep the order of rows, whose neighbours share blocks. Raises ConfigError when the length is below 1.
-    Runs as a C++ kernel where that is built, with the same result. O(items).
+    max_blocks_per_item: at least 1; None keeps rows whole and in order: a grid without balancing. Equal lengths keep the order of
+    rows, whose neighbours share blocks. Raises ConfigError if the length is below 1. Runs as a C++ kernel, with the same result,
+    if the kernels are built. O(items).
     """
     if max_blocks_per_item is not None and max_blocks_per_item < 1:
         raise ConfigError(f"a sub-block of attention work cannot have {max_blocks_per_item} blocks; allow at least 1")

@@ -1,1 +1,1 @@
-"""Experts: MLPs of which a router picks a few for every token."""
+"""Experts: MLPs, of which a router selects a few for every token."""

@@ -1,7 +1,7 @@
-"""Rows on their way to the experts that were chosen for them, and back.
+"""Sends rows to the experts that were chosen for them, and their results back.
 
-Every rank of an expert parallel group holds as many experts, in order. Rows are sorted by expert, so those for one rank lie
-together; after the exchange, which is as uneven as the choices are, they are sorted by expert again. No row is dropped.
+Every rank of an expert parallel group holds equally many experts, in order. Rows are sorted by expert, so those for one rank are
+consecutive; after the exchange, which is as uneven as the choices, they are sorted by expert again. No row is dropped.
 """
 
 from collections.abc import Callable
@@ -13,34 +13,35 @@ from torch import Tensor
 
 
 class _Order(NamedTuple):
-    """A permutation of rows, and the way back."""
+    """A permutation of rows, and its inverse."""
 
     forward: Tensor
     backward: Tensor
 
     @classmethod
     def sorting(cls, keys: Tensor) -> "_Order":
-        """Return the stable one that sorts by keys."""
+        """Return the stable permutation that sorts by keys."""
         order = keys.argsort(stable=True)
         return cls(order, torch.empty_like(order).index_copy_(0, order, torch.arange(len(order), device=order.device)))
 
     @property
     def mirrored(self) -> "_Order":
-        """The way back."""
+        """Return the inverse."""
         return _Order(self.backward, self.forward)
 
 
 def compute_by_experts(
     rows: Tensor, chosen: Tensor, weights: Tensor, *, num_experts: int, group: dist.ProcessGroup, compute: "ComputeExperts"
 ) -> Tensor:
-    """Return for every row the weighted sum of what its experts make of it.
+    """Return for every row the weighted sum of its experts' outputs.
 
-    rows: [num_rows, hidden_size]; chosen, weights: [num_rows, topk]; num_experts: of all ranks of `group`, each of which has as
-    many and computes the rows of all; compute: of rows sorted by this rank's experts, and how many each has.
+    rows: [num_rows, hidden_size]; chosen, weights: [num_rows, topk]; num_experts: of all ranks of `group`, each of which holds
+    equally many and computes the rows of all ranks; compute: a function of rows sorted by this rank's experts, and their numbers
+    of rows.
     """
     topk = chosen.shape[1]
     if group.size() > 1 and torch.is_grad_enabled() and not rows.requires_grad:
-        rows = rows.detach().requires_grad_()  # others' rows may need a gradient, which only goes home if all ranks ask for it
+        rows = rows.detach().requires_grad_()  # other ranks' rows may need a gradient, whose exchange all ranks must take part in
     order = _Order.sorting(chosen.flatten())
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)
     copies = _permuted(rows, _Order(order.forward // topk, order.backward), num_copies=topk)
@@ -78,7 +79,7 @@ def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.P
 
 
 class _Permute(torch.autograd.Function):
-    """Takes rows, each `num_copies` times; a row's gradients are summed in one order."""
+    """Selects rows, each `num_copies` times; a row's gradients are summed in a fixed order."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: _Order, num_copies: int) -> Tensor:

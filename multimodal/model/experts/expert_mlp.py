@@ -1,4 +1,4 @@
-"""The MLP of a layer with experts: a router, the experts that this rank holds, and perhaps one that computes every token."""
+"""The MLP of a layer with experts: a router, the experts that this rank holds, and optionally a shared expert."""
 
 import dataclasses
 from typing import Any
@@ -22,7 +22,7 @@ from multimodal.values.units.experts import Experts
 
 
 def is_of_expert(name: str) -> bool:
-    """Return whether a parameter belongs to experts that ranks may share, by its name."""
+    """Return True if a parameter, by its name, belongs to experts that ranks may share."""
     return ".mlp.experts." in name
 
 
@@ -55,15 +55,15 @@ class Expert(Module):
 
 
 class ExpertMLP(Module):
-    """Stands where a transformer layer has its MLP.
+    """Replaces the MLP of a transformer layer.
 
-    Expert parallel ranks hold experts in order, as many each: a parameter's name has the expert's number among all, so which
-    ranks hold it is a matter of the plan, as with layers.
+    Expert parallel ranks hold equally many experts, in order. A parameter's name has the expert's number among all experts, so
+    the plan determines which ranks hold it, as with layers.
     """
 
     waits: TensorParallelWaits | None = None
     sequences: RowSequences | None = None
-    """Of the rows that come next, where the loss that balances experts is wanted."""
+    """The sequences of the next rows, if the loss that balances experts is wanted."""
     num_step_tokens = 1
 
     def __init__(self, config: TransformerConfig, experts: Experts, inner_size: int, groups: ProcessGroupCollection) -> None:
@@ -78,10 +78,10 @@ class ExpertMLP(Module):
         shared = experts.shared_expert_intermediate_size
         self.shared_expert = Expert(config, shared, groups) if shared is not None else None
         self._losses: list[Tensor] = []
-        """That balance experts, of backwards since they were taken."""
+        """Losses that balance experts, of all backwards since they were last taken."""
 
     def take_losses(self) -> float:
-        """Return the sum of `sequence_balance_loss` over this rank's backwards, so that those of all ranks add up."""
+        """Return the sum of `sequence_balance_loss` over this rank's backwards; those of all ranks add up to the total."""
         taken, self._losses[:] = float(sum(self._losses)), ()
         return taken if self.is_sequence_parallel else taken / self.groups.tp.size()
 
@@ -114,7 +114,7 @@ class ExpertMLP(Module):
 
 
 def _gathered(rows: Tensor, link: RankLink) -> Tensor:
-    """Return the rows of all ranks, which go into column parallel products; the gradients that ranks have of them are summed."""
+    """Return the rows of all ranks, for column parallel products; the ranks' gradients of them are summed."""
     gathered: Tensor = _Gather.apply(rows, link)  # type: ignore[no-untyped-call]
     return gathered
 

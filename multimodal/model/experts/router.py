@@ -1,4 +1,4 @@
-"""The choice of experts for every token, and the loss that keeps them equally busy."""
+"""The choice of experts for every token, and the loss that balances them."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ class Routing(NamedTuple):
     experts: Tensor
     """[num_rows, topk], int64."""
     weights: Tensor
-    """[num_rows, topk]: what their outputs are multiplied with, in at least float32."""
+    """[num_rows, topk]: factors of the experts' outputs, in at least float32."""
     shares: Tensor
     """[num_rows, num_experts]: the softmax over all experts."""
 
@@ -50,19 +50,20 @@ class RowSequences(NamedTuple):
     """The sequences that rows belong to."""
 
     numbers: Tensor
-    """[num_rows]: of each row's sequence; -1 for rows that only pad."""
+    """[num_rows]: the sequence of each row; -1 for padding rows."""
     lengths: tuple[int, ...]
     """Tokens of each sequence, on all ranks that share it."""
     groups: tuple[dist.ProcessGroup, ...] = ()
-    """The ranks that have other rows of the same sequences."""
+    """Groups of ranks that have other rows of the same sequences."""
 
 
 def sequence_balance_loss(routing: Routing, sequences: RowSequences, *, experts: Experts) -> Tensor:
-    """Return the sum over this rank's tokens of what DeepSeek-V3's sequence-wise loss (2.1.2, without alpha) averages.
+    """Return the sum over this rank's tokens of the terms that DeepSeek-V3's sequence-wise loss (2.1.2, without alpha) averages.
 
-    Of a sequence of T tokens it is sum over experts e of f_e P_e: f_e = num_experts / (topk T) x the tokens that chose e, and P_e
-    the mean of their shares. So every token adds sum f_e s_e, and a rank needs of others' tokens only how many chose what.
-    Summed over all sequences this is their mean weighted with lengths, times the number of tokens: the same under any plan.
+    For a sequence of T tokens the loss is the sum over experts e of f_e P_e: f_e = num_experts / (topk T) x the number of tokens
+    that chose e, and P_e the mean of the tokens' shares. So every token adds sum f_e s_e, and a rank only needs to know how many
+    of the other ranks' tokens chose each expert. Summed over all sequences this is their length-weighted mean times the number of
+    tokens: the same under any plan.
     """
     num_experts, topk = experts.num_experts, experts.router_topk
     is_token = sequences.numbers >= 0
@@ -78,9 +79,9 @@ def sequence_balance_loss(routing: Routing, sequences: RowSequences, *, experts:
 
 
 def attach_loss(values: Tensor, loss: Tensor, *, weight: float, note: Callable[[Tensor], None]) -> Tensor:
-    """Return `values`; the backward that comes through them gives `loss` a gradient of `weight`, and notes its value.
+    """Return `values`; their backward gives `loss` a gradient of `weight`, and records its value.
 
-    A forward may run twice, where it is computed again; a backward does not.
+    A forward may run twice under recomputation; a backward does not.
     """
     attached: Tensor = _AttachLoss.apply(values, loss, weight, note)  # type: ignore[no-untyped-call]
     return attached

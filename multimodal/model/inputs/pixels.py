@@ -1,4 +1,4 @@
-"""Bytes of images as values that a model computes with."""
+"""Turns bytes of images into the normalised values that a model computes with."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from multimodal.values.model_graph import ImageInput
 
 
 def normalised_patches(patches: Tensor, image: ImageInput | None) -> Tensor:
-    """Return (x / 255 - mean) / std of every channel where patches are bytes; others are normalised already.
+    """Return (x / 255 - mean) / std of every channel if patches are bytes; others are already normalised.
 
     patches: [num_tokens, in_channels * num_frames * patch_size^2]. Computed in float32; the constants are part of the kernels'
     arguments, so nothing is copied.

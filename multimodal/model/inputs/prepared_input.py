@@ -9,7 +9,7 @@ from multimodal.model.stage_input import PackedInput, pack_lengths
 
 
 def prepare_input(batch: PackedInput, context: InputContext) -> PackedInput:
-    """Return a microbatch's input, on the CPU, with all that layers would derive from its lengths: masks, work lists, rows."""
+    """Return a microbatch's input, on the CPU, with everything that layers derive from its lengths: masks, work lists, rows."""
     unit = context.unit
     if drops_tokens(unit):
         batch = batch.with_kept_rows()

@@ -1,4 +1,4 @@
-"""The first and the last layer of the LLM: looking token ids up; norm, output projection and the loss of the target tokens."""
+"""The first and the last layer of the LLM: token embeddings; norm, output projection and loss of the target tokens."""
 
 import dataclasses
 from typing import Any
@@ -21,7 +21,7 @@ from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 
 
 class TokenEmbedding(torch.nn.Module):
-    """Word embeddings split over tensor parallel ranks; positions are rotary, so there are no others."""
+    """Word embeddings split over tensor parallel ranks; positions are rotary, so none are added."""
 
     waits: TensorParallelWaits | None = None
 
@@ -36,10 +36,10 @@ class TokenEmbedding(torch.nn.Module):
         self.link = RankLink(groups.tp, is_sequence_parallel=False)
 
     def forward(self, token_ids: Tensor, item_rows: Tensor | None, item_embeddings: Tensor | None) -> Tensor:
-        """Look up and fill in.
+        """Look up the tokens' embeddings and insert the items'.
 
-        token_ids: [num_tokens]; item_rows: [num_item_tokens], where each row of item_embeddings [num_item_tokens, channels]
-        goes; what the LLM's first layers are given of items is in the channels behind those of hidden states.
+        token_ids: [num_tokens]; item_rows: [num_item_tokens], the row for each row of item_embeddings [num_item_tokens,
+        channels]. The inputs of the LLM's first layers from items (deepstack) are in the channels behind the hidden states.
 
         Returns [num_tokens, 1, channels], the same on every tensor parallel rank.
         """
@@ -50,7 +50,7 @@ class TokenEmbedding(torch.nn.Module):
         return hidden[:, None]
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
-        """Return the rows of the ids that this rank has, and zeros for the others."""
+        """Return the rows of the ids that this rank holds, and zeros for the others."""
         rows = self.word_embeddings.weight
         if self.link.group.size() == 1:
             return torch.nn.functional.embedding(token_ids, rows)
@@ -75,17 +75,17 @@ class TokenEmbeddingKind(LayerKind):
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Look all tokens up."""
+        """Look up all tokens."""
         embedded: Tensor = layer(given.batch.token_ids, given.batch.item_rows, given.item_embeddings)
         return embedded
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """Token ids."""
+        """Return token ids."""
         return {"token_ids": torch.randint(context.vocab_size, (num_tokens,), device=torch.cuda.current_device())}, None
 
 
 class LanguageHead(torch.nn.Module):
-    """Only target tokens reach the output projection: the others have no loss, so their logits are never made."""
+    """Norm and output projection of target tokens only: other tokens have no loss, so their logits are never computed."""
 
     waits: TensorParallelWaits | None = None
 
@@ -124,10 +124,10 @@ class LanguageHead(torch.nn.Module):
         shared_weight: Tensor | None,
         generator_rows: Tensor | None = None,
     ) -> HeadOutput:
-        """Score the targets, and hand on what generators are given.
+        """Compute the targets' losses, and the hidden states that generators receive.
 
         hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets];
-        generator_rows: [num_generated_items], rows whose normalised hidden states generators are given.
+        generator_rows: [num_generated_items], rows whose normalised hidden states generators receive.
         """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
@@ -144,7 +144,7 @@ class LanguageHead(torch.nn.Module):
         return HeadOutput(loss_sum, is_correct, conditions)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
-        """Take rows that only pad the vocabulary out of what is picked; logits: [num_targets, vocab_size / tp]."""
+        """Exclude rows that pad the vocabulary from decoding; logits: [num_targets, vocab_size / tp]."""
         num_mine = self.num_tokens_known - self.group.rank() * logits.shape[-1]
         if num_mine >= logits.shape[-1]:
             return logits
@@ -160,7 +160,7 @@ class HeadKind(LayerKind):
     picks_tokens = True
 
     def build(self, context: LayerContext, index: int) -> LanguageHead:
-        """Build it for the padded vocabulary, without weights of its own where the embeddings are tied."""
+        """Build it for the padded vocabulary, without its own weights if the embeddings are tied."""
         return LanguageHead(
             config=context.config,
             groups=context.groups,
@@ -170,7 +170,7 @@ class HeadKind(LayerKind):
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
-        """Score the targets."""
+        """Compute the losses of the targets."""
         output: HeadOutput = layer(
             hidden,
             target_rows=given.batch.target_rows,
@@ -181,7 +181,7 @@ class HeadKind(LayerKind):
         return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """Every token has a target."""
+        """Return a target for every token."""
         device = torch.cuda.current_device()
         targets = torch.randint(context.unit.num_tokens_known(context.vocab_size), (num_tokens,), device=device)
         return {"target_rows": torch.arange(num_tokens, device=device), "targets": targets}, None

@@ -1,8 +1,8 @@
-"""Deepstack (Meng et al., 2024): hidden states of earlier layers that travel beside those of the last one.
+"""Deepstack (Meng et al., 2024): hidden states of earlier layers that are carried along with those of the last one.
 
-An encoder carries the output of some of its layers to its projector. What that makes of them the LLM carries from its embedding
-to its first layers, behind each of which it adds one. Between layers they are tensors of their own, before the hidden states;
-where messages carry them, and out of the layers at the ends, they are channels behind those of the hidden states.
+An encoder carries the output of some of its layers to its projector. The LLM carries the projector's results from its embedding
+to its first layers, behind each of which it adds one. Between layers they are separate tensors, before the hidden states; in
+messages, and at the outputs of a unit's first and last layer, they are channels behind those of the hidden states.
 """
 
 from typing import NamedTuple
@@ -24,20 +24,20 @@ class CarriedStates(NamedTuple):
     unit: str
 
     def count(self, layer: int) -> int:
-        """Return how many hidden states are carried behind a layer; before the first one: none."""
+        """Return the number of hidden states that are carried behind a layer; none before the first one."""
         return self.graph.num_carried(self.unit, layer) if layer >= 0 else 0
 
     def split(self, hidden: Tensor, *, behind: int) -> State:
-        """Return what is carried behind a layer, and its hidden states last; hidden: both in one, [rows, 1, channels]."""
+        """Return the carried states behind a layer, then its hidden states; hidden: all in one tensor, [rows, 1, channels]."""
         if not self.count(behind):
             return (hidden,)
-        # A view of a leaf says that it needs a gradient even where none is recorded.
+        # A view of a leaf reports that it needs a gradient even if none is recorded.
         whole = hidden if torch.is_grad_enabled() else hidden.detach()
         own, *carried = whole.chunk(1 + self.count(behind), dim=-1)
         return (*carried, own)
 
     def enter(self, layer: int, state: State) -> tuple[State, Tensor | None]:
-        """Return what goes past a layer, and what goes into it: into an encoder's last one all of it."""
+        """Return the states that bypass a layer, and its input; an encoder's last layer takes all of them."""
         if not state:
             return (), None
         if layer == len(self.graph.unit(self.unit).layers) - 1:
@@ -45,11 +45,11 @@ class CarriedStates(NamedTuple):
         return state[:-1], state[-1]
 
     def leave(self, layer: int, carried: State, output: Tensor) -> State:
-        """Return the state behind a layer; carried: what went past it."""
+        """Return the state behind a layer; carried: the states that bypassed it."""
         unit = self.graph.unit(self.unit)
         if layer == 0:
             *carried_on, own = self.split(output, behind=0)
-            return (*carried_on, own.contiguous())  # lest the first norm keeps the rest, too
+            return (*carried_on, own.contiguous())  # otherwise the first norm would also keep the rest
         if layer == len(unit.layers) - 1:
             return (output,)
         if self.count(layer) > len(carried):
@@ -59,7 +59,7 @@ class CarriedStates(NamedTuple):
         return (*carried, output)
 
     def past(self, layer: int, segments: Segments) -> Segments:
-        """Return the segments of a layer between a unit's ends, with parts that take what is carried along."""
+        """Return the segments of a layer between a unit's ends, with parts that pass the carried states on."""
         count = self.count(layer - 1)
         if not (count or self.count(layer)):
             return segments
@@ -75,7 +75,7 @@ class CarriedStates(NamedTuple):
         return tuple(tuple(taking_along(part, is_last=part is last) for part in segment) for segment in segments)
 
     def between_stages(self, parts: tuple[LayerPart, ...], layers: range) -> tuple[LayerPart, ...]:
-        """Return the parts of a stage's layers, from what the stage before sends to what is sent on."""
+        """Return the parts of a stage's layers, from the tensor that it receives to the tensor that it sends."""
         if self.count(layers.start - 1):
             begin = parts[0].run
 
@@ -90,5 +90,5 @@ class CarriedStates(NamedTuple):
 
 
 def join(state: State) -> Tensor:
-    """Return the hidden states, and what is carried behind their channels."""
+    """Return the hidden states with the carried ones behind their channels."""
     return state[0] if len(state) == 1 else torch.cat((state[-1], *state[:-1]), dim=-1)

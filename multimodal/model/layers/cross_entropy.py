@@ -1,7 +1,7 @@
-"""The loss of tokens whose logits lie on several ranks, a few rows at a time.
+"""The loss of tokens whose logits are split over several ranks, computed a few rows at a time.
 
-Beside the logits, neither direction holds more than some rows of them in float32: the forward keeps two numbers per token, and
-the backward computes probabilities again, right into the gradient.
+Apart from the logits, neither direction holds more than a few rows of them in float32: the forward keeps two numbers per token,
+and the backward recomputes probabilities directly into the gradient.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 CHUNK_ENTRIES = 2**24
-"""Logits that are held in float32 at a time: 64 MiB."""
+"""Number of logits that are held in float32 at a time: 64 MiB."""
 
 
 class VocabularyShare(NamedTuple):
@@ -21,7 +21,7 @@ class VocabularyShare(NamedTuple):
     group: ProcessGroup
     first_id: int
     num_known: int
-    """Columns before those that only pad the vocabulary, and have no part in the softmax."""
+    """Columns before those that pad the vocabulary, which are excluded from the softmax."""
 
 
 def vocab_parallel_cross_entropy(
@@ -29,8 +29,8 @@ def vocab_parallel_cross_entropy(
 ) -> Tensor:
     """Return the loss of each token, in float32 (float64 for float64 logits).
 
-    megatron-core has the same, but reads its process group from global state, casts to float32, which exact checks in float64
-    must not do, and holds all logits three times over.
+    megatron-core has the same function, but it reads its process group from global state, casts to float32 (which exact checks in
+    float64 must not do), and holds all logits three times.
 
     logits: [num_tokens, vocab_size / tp], this rank's contiguous share; targets: [num_tokens], int64; num_tokens_known: of the
     vocabulary without its padding, None for all.
@@ -76,18 +76,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def _local_targets(targets: Tensor, share: VocabularyShare, *, width: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of targets, some column for those of other ranks, and which are here."""
+    """Return the columns of the targets (an arbitrary one for targets on other ranks), and which targets are on this rank."""
     local = targets - share.first_id
     return local.clamp(0, width - 1), (local >= 0) & (local < width)
 
 
 def _exponentials(rows: Tensor, largest: Tensor) -> Tensor:
-    """Change rows in place; those that only pad get 0."""
+    """Replace rows by their exponentials in place; padding columns become 0."""
     return rows.sub_(largest[:, None]).exp_()
 
 
 def _wide_chunks(logits: Tensor, share: VocabularyShare, *, copies: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Yield rows in float32 (or float64), some at a time, padding at the lowest value; copies: they will be changed."""
+    """Yield chunks of rows in float32 (or float64), with padding at the lowest value; copies: True if they will be changed."""
     num_rows, width = logits.shape
     size = max(1, CHUNK_ENTRIES // max(1, width))
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32

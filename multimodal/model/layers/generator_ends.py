@@ -1,4 +1,4 @@
-"""The first and the last layer of a generator: what the LLM, and encoders, give of an image in, the values of its patches out."""
+"""The first and the last layer of a generator: from the states of the LLM (and encoders) for an image to its patch values."""
 
 from typing import Any
 
@@ -29,21 +29,21 @@ class ConditionProjector(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
 
     def project(self, conditions: Tensor) -> Tensor:
-        """conditions: [num_conditions, condition_size or, with what is for the LLM's first layers, more]."""
+        """conditions: [num_conditions, condition_size or more]; channels beyond are for the LLM's first layers (deepstack)."""
         return deferrable_linear(conditions[:, : self.condition_size].to(self.weight.dtype), self.weight, self.bias)
 
 
 class GeneratorProjector(ConditionProjector):
-    """A linear map of what the LLM gives, and one of what each encoder gives, plus fixed features of the position.
+    """A linear map of the LLM's hidden state, and one of each encoder's outputs, plus fixed features of the position.
 
-    All patches of an image start from the same hidden state of the LLM; without the position's features they would stay alike
-    in every layer, as rotary angles change nothing where all values are the same.
+    All patches of an image start from the same hidden state of the LLM; without features of the position they would stay equal in
+    every layer, since rotary angles change nothing if all values are equal.
     """
 
     def __init__(
         self, *, condition_size: int, hidden_size: int, rotary_base: float, precision: Precision, sources: tuple[str, ...] = ("",)
     ) -> None:
-        """sources: the units that feed this one, in the order of the model's edges; the empty name is the LLM's."""
+        """sources: the units that feed this one, in the order of the model's edges; the empty name stands for the LLM."""
         super().__init__(condition_size=condition_size, hidden_size=hidden_size, precision=precision)
         self.rotary_base, self.feature_dtype, self.sources = rotary_base, precision.rotary_dtype, sources
         sizes: dict[str, Any] = {"condition_size": condition_size, "hidden_size": hidden_size, "precision": precision}
@@ -52,11 +52,11 @@ class GeneratorProjector(ConditionProjector):
     def forward(
         self, conditions: Tensor, condition_rows: Tensor, positions: Tensor, condition_sources: Tensor | None = None
     ) -> Tensor:
-        """Spread every image's condition over its patches, and put what encoders give before them.
+        """Spread every image's condition over its patches, and put the encoders' tokens before them.
 
         conditions: [num_conditions, condition_size], the LLM's hidden states and encoders' tokens; condition_rows: [num_tokens],
-        which of them each token is made from; positions: [num_tokens, 2], row and column of each patch;
-        condition_sources: [num_conditions], which of `sources` gives each; None: all come from the LLM.
+        the condition that each token is made from; positions: [num_tokens, 2], row and column of each patch; condition_sources:
+        [num_conditions], the index in `sources` of each; None: all come from the LLM.
 
         Returns [num_tokens, 1, hidden_size], the same on every tensor parallel rank.
         """
@@ -65,7 +65,7 @@ class GeneratorProjector(ConditionProjector):
         return (projected.index_select(0, condition_rows) + features.to(projected.dtype))[:, None]
 
     def _project_all(self, conditions: Tensor, sources: Tensor) -> Tensor:
-        """Every map takes all rows and keeps its own: to find those first, the host would wait for the device."""
+        """Apply every map to all rows and select its own: finding those first would make the host wait for the device."""
         projected = self.project(conditions)
         for number, name in enumerate(self.sources):
             if name:
@@ -93,7 +93,7 @@ class GeneratorProjectorKind(LayerKind):
     takes_hidden = False
 
     def build(self, context: LayerContext, index: int) -> GeneratorProjector:
-        """Build it for the LLM's hidden states, and what encoders give the unit."""
+        """Build it for the LLM's hidden states, and the outputs of encoders that feed the unit."""
         graph, llm = context.graph, context.graph.backbone.name
         return GeneratorProjector(
             sources=tuple("" if name == llm else name for name in graph.upstream(context.unit.name)),
@@ -110,7 +110,7 @@ class GeneratorProjectorKind(LayerKind):
         return projected
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """One condition for each image."""
+        """Return one condition for each image."""
         rows = torch.arange(num_sequences, device=torch.cuda.current_device()).repeat_interleave(num_tokens // num_sequences)
         return {"condition_rows": rows}, context.random(num_sequences, context.condition_size).requires_grad_()
 
@@ -133,10 +133,10 @@ class GeneratorHead(torch.nn.Module):
         self.bias = torch.nn.Parameter(torch.empty(patch_channels, device=device, dtype=dtype))
 
     def forward(self, hidden: Tensor, *, patches: Tensor, rows: Tensor | None = None) -> HeadOutput:
-        """Predict and compare.
+        """Predict the patches and compute the loss.
 
         hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_patches, patch_channels],
-        the image that is to be made, bytes or any float dtype; rows: [num_patches], which tokens they are; None: all.
+        the target image, bytes or any float dtype; rows: [num_patches], the tokens of the patches; None: all tokens.
         """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
@@ -165,5 +165,5 @@ class GeneratorHeadKind(LayerKind):
         return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """Patches to be made."""
+        """Return target patches."""
         return {"patches": context.random(num_tokens, context.patch_channels)}, None

@@ -1,4 +1,4 @@
-"""Base class of all kinds of layer as a stage builds and runs them, and the values that they exchange."""
+"""Base class of all kinds of layers as a stage builds and runs them, and the values that they exchange."""
 
 import math
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from multimodal.values.model_graph import ModelGraph, Unit
 
 
 class InputContext(NamedTuple):
-    """Everything that decides what a unit's layers derive from a microbatch's lengths."""
+    """The facts that determine the values which a unit's layers derive from a microbatch's lengths."""
 
     graph: ModelGraph
     unit: Unit
@@ -32,9 +32,9 @@ class InputContext(NamedTuple):
     context_parallel_size: int = 1
 
     def num_padded_rows(self, num_tokens: int) -> int:
-        """Return the rows before tensor parallel ranks share them; a rank without tokens, beside others with some, computes one.
+        """Return the padded number of rows of the tensor parallel group; a rank without tokens has one row if others have some.
 
-        num_tokens: held by the tensor parallel group.
+        num_tokens: of the tensor parallel group.
         """
         is_shared = self.options.sequence_parallel and self.tensor_parallel_size > 1
         return padded_num_tokens(
@@ -44,7 +44,7 @@ class InputContext(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Everything that a layer is built from."""
+    """The facts that a layer is built from."""
 
     graph: ModelGraph
     unit: Unit
@@ -53,7 +53,7 @@ class LayerContext:
     """Tensor, context and pipeline parallel groups of this rank in the unit."""
     options: BuildOptions
     vocab_size: int = 0
-    """Padded; the LLM only."""
+    """Padded; for the LLM only."""
 
     @property
     def input_context(self) -> InputContext:
@@ -62,13 +62,13 @@ class LayerContext:
 
     @property
     def patch_channels(self) -> int:
-        """Values that a token of the unit's items is made of."""
+        """Number of values from which a token of the unit's items is made."""
         assert self.unit.item_input is not None, f"unit '{self.unit.name}' has no image and no audio"
         return self.unit.item_input.num_patch_values
 
     @property
     def condition_size(self) -> int:
-        """Width of what the LLM, and encoders as well, hand to generators."""
+        """Width of the conditions that the LLM and encoders hand to generators."""
         return self.graph.backbone.transformer.hidden_size
 
     def random(self, *shape: int) -> Tensor:
@@ -119,7 +119,7 @@ class Exchange(Enum):
     """After a row parallel product: it is summed, and its gradient gathered under sequence parallelism."""
 
     def start(self, tensor: Tensor, link: RankLink, *, is_backward: bool = False) -> Arriving:
-        """Start it on a tensor that nobody else needs as it is; in a backward, the mirrored one on the tensor's gradient."""
+        """Start the collective on a tensor that may be overwritten; in a backward, the mirrored one on the tensor's gradient."""
         if self is Exchange.NONE:
             return Arriving(tensor)
         return (link.start_gathering if (self is Exchange.GATHERED) != is_backward else link.start_summing)(tensor)
@@ -130,7 +130,7 @@ class LayerPart(NamedTuple):
 
     run: Callable[[State, StagePass], State]
     exchange: Exchange = Exchange.NONE
-    """Behind it."""
+    """The collective behind the part."""
 
 
 class LayerKind(ABC):
@@ -145,17 +145,17 @@ class LayerKind(ABC):
     fixed: ClassVar[tuple[str, ...]] = ()
     """Parameters that are never trained."""
     num_segments: ClassVar[int] = 1
-    """Segments that can run on their own, of which `segments` gives the parts; 1: the layer runs whole."""
+    """Segments that can run on their own, whose parts `segments` returns; 1: the layer runs as a whole."""
     recomputes: ClassVar[bool] = False
-    """True if full recomputation keeps the layer's input alone."""
+    """True if full recomputation keeps only the layer's input."""
     initialises_itself: ClassVar[bool] = False
-    """True if the module that is built has its initial values."""
+    """True if the built module already has its initial values."""
     takes_hidden: ClassVar[bool] = True
     """False for a unit's first layer, which makes hidden states from its input in the batch."""
     gives_loss: ClassVar[bool] = False
     """True if `run` returns a HeadOutput."""
     picks_tokens: ClassVar[bool] = False
-    """True if outside of training that says which targets decoding picks."""
+    """True if the HeadOutput says, outside of training, which targets decoding picks."""
 
     @abstractmethod
     def build(self, context: LayerContext, index: int) -> Module:
@@ -170,17 +170,17 @@ class LayerKind(ABC):
         """
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
-        """Derive, on the CPU and ahead of the step, what layers of this kind read of a microbatch's lengths."""
+        """Derive, on the CPU and ahead of the step, the values that layers of this kind need from a microbatch's lengths."""
         return
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
-        """Return the parts of each segment of a layer that can be cut; run one after another they compute what `run` does."""
+        """Return the parts of each segment of a layer that can be cut; run in sequence, they compute the same as `run`."""
         raise NotImplementedError(f"{type(self).__name__} has one segment: the whole layer")
 
     def sharding(self, unit: Unit, name: str) -> ParameterSharding:
-        """Return how a parameter is split over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`.
+        """Return the split of a parameter over tensor parallel ranks; name: `<module>. ... .weight` or `.bias`.
 
-        An adapter's matrix is split as its module's weight, if it has that dimension of it.
+        An adapter's matrix is split like its module's weight, if it shares the split dimension.
         """
         owner, _, tensor = name.rpartition(".")
         owner = owner.rpartition(".")[2]
@@ -189,31 +189,31 @@ class LayerKind(ABC):
         return ParameterSharding(1) if owner in self.row_parallel and tensor in ("weight", DOWN) else WHOLE
 
     def num_blocks(self, unit: Unit, module: str) -> int:
-        """Return how many stacked matrices a column parallel module holds, of each of which a rank has its part."""
+        """Return the number of stacked matrices in a column parallel module, of each of which a rank has a part."""
         return 1
 
     def initial_std(self, unit: Unit, name: str) -> float:
-        """Return the standard deviation of a matrix at the start: that of Megatron's scheme."""
+        """Return the initial standard deviation of a matrix, by Megatron's scheme."""
         shape = unit.transformer
         ends_branch = any(f"{module}." in name for module in self.residual_ends)
         return shape.init_method_std / (math.sqrt(2 * max(1, shape.num_layers)) if ends_branch else 1)
 
     def initial_vector(self, name: str) -> float:
-        """Return the value of all entries of a vector at the start: 1 for norms, 0 for biases."""
+        """Return the initial value of all entries of a vector: 1 for norms, 0 for biases."""
         return 1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0
 
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Return the whole of a matrix that is not drawn at random; None: it is."""
+        """Return the whole initial matrix if it is not drawn at random; None if it is."""
         return None
 
     def num_tokens_per_output(self, unit: Unit) -> int:
-        """Return how many tokens leave as one."""
+        """Return the number of tokens that are merged into one output."""
         return 1
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """Return what the layer reads beside hidden states, for profiling: fields of PackedInput, and `item_embeddings`."""
+        """Return random inputs for profiling, in addition to hidden states: fields of PackedInput, and `item_embeddings`."""
         return {}, None
 
     def core_attention(self, layer: Module) -> Module | None:
-        """Return the module that computes core attention, for profiling; None where tokens do not attend."""
+        """Return the module that computes core attention, for profiling; None if tokens do not attend."""
         return None

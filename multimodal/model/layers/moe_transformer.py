@@ -1,4 +1,4 @@
-"""Transformer layers whose MLP is a few experts of many."""
+"""Transformer layers with a mixture of experts in place of the MLP."""
 
 import torch
 from megatron.core.transformer.identity_op import IdentityOp
@@ -14,7 +14,7 @@ from multimodal.values.errors import ConfigError
 
 
 class MoeTransformerKind(TransformerKind):
-    """The same layer but for its MLP, which several ranks may share (expert parallelism); it runs whole."""
+    """A transformer layer with another MLP, which several ranks may share (expert parallelism); it runs as a whole."""
 
     num_segments = 1
 
@@ -31,11 +31,11 @@ class MoeTransformerKind(TransformerKind):
         return layer
 
     def adapt(self, spec: ModuleSpec) -> None:
-        """Leave the MLP out."""
+        """Leave the MLP out of the spec."""
         spec.submodules.mlp = IdentityOp
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Run it on packed sequences, which the loss that balances experts tells apart."""
+        """Run the layer on packed sequences, which the loss that balances experts distinguishes."""
         mlp = layer.mlp
         assert isinstance(mlp, ExpertMLP)
         wants_loss = mlp.experts_shape.aux_loss_coeff > 0 and mlp.router.weight.requires_grad and torch.is_grad_enabled()
@@ -46,12 +46,12 @@ class MoeTransformerKind(TransformerKind):
         return output
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
-        """There are none."""
+        """Return none: the layer is not cut."""
         raise NotImplementedError("a layer with experts has one segment: the whole layer")
 
 
 def _sequences(mlp: ExpertMLP, given: StagePass, num_rows: int) -> RowSequences:
-    """num_rows: of this rank."""
+    """Return the sequences of this rank's rows; num_rows: of this rank."""
     tensor = mlp.groups.tp
     numbers = given.lengths.sequence_numbers(given.batch.positions.device)[: given.batch.num_tokens]
     num_all = num_rows * (tensor.size() if mlp.is_sequence_parallel else 1)

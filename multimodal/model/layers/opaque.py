@@ -14,24 +14,24 @@ from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput, Opa
 from multimodal.values.units.items import FRAMES_PER_TOKEN
 
 _DYNAMIC_RANGE = 2.0
-"""From the largest value of a spectrogram to the least, which is that of silence (Whisper)."""
+"""Difference between the largest value of a spectrogram and the least, which is that of silence (Whisper)."""
 
 
 class OpaqueEncoder(torch.nn.Module):
-    """Puts tokens back into items, and takes the hidden states of tokens in their order. Dropout is off."""
+    """Assembles items from tokens, and returns the hidden states of tokens in their order. Dropout is off."""
 
     unused: frozenset[str]
     """Parameters that no output depends on, which are never trained."""
 
     def __init__(self, module: Module, *, described: Opaque, item: ItemInput, unused: frozenset[str]) -> None:
-        """unused: by their names in the module."""
+        """unused: names of such parameters in the module."""
         super().__init__()
         self.module, self._item = module, item
         self.unused = frozenset(f"module.{name}" for name in unused)
         self._before, self._after = find_callback(described.before_encoder), find_callback(described.after_encoder)
 
     def train(self, mode: bool = True) -> "OpaqueEncoder":
-        """Leave the module as it is for inference."""
+        """Keep the module in inference mode."""
         super().train(mode)
         self.module.eval()
         return self
@@ -44,7 +44,7 @@ class OpaqueEncoder(torch.nn.Module):
         if isinstance(self._item, ImageInput):
             return self._see(patches, places, lengths, image=self._item)[:, None]
         values = patches.to(next(self.module.parameters()).dtype)
-        # One clip after another, as its norms and attention reach over all of it, and none is padded to another's length.
+        # One clip at a time, as its norms and attention cover all of it, and no clip is padded to another's length.
         return torch.cat([self._hear(clip, audio=self._item) for clip in values.split(lengths)])[:, None]
 
     def _hear(self, clip: Tensor, *, audio: AudioInput) -> Tensor:
@@ -58,14 +58,14 @@ class OpaqueEncoder(torch.nn.Module):
         return hidden
 
     def _see(self, patches: Tensor, places: Tensor, lengths: tuple[int, ...], *, image: ImageInput) -> Tensor:
-        """places: [num_tokens, 2], negative where a token is no patch; all images at once."""
+        """places: [num_tokens, 2], negative for tokens that are not patches; all images at once."""
         size, patch, num_images = image.grid_size, image.patch_size, len(lengths)
         counts = torch.tensor(lengths, device=patches.device)
         image_of_token = torch.arange(num_images, device=counts.device).repeat_interleave(counts, output_size=len(patches))
         is_patch = places[:, 0] >= 0
         index = torch.where(is_patch, places[:, 0] * size + places[:, 1], 0)
         values = normalised_patches(patches, image).to(next(self.module.parameters()).dtype)
-        rows = values.new_zeros((num_images * size**2 + 1, values.shape[1]))  # the last one is of tokens that are no patches
+        rows = values.new_zeros((num_images * size**2 + 1, values.shape[1]))  # the last row is for tokens that are not patches
         rows[torch.where(is_patch, image_of_token * size**2 + index, num_images * size**2)] = values
         pixels = rows[:-1].view(num_images, size, size, -1, patch, patch).permute(0, 3, 1, 4, 2, 5)
         pixels = pixels.reshape(num_images, -1, size * patch, size * patch)
@@ -76,7 +76,7 @@ class OpaqueEncoder(torch.nn.Module):
 
 
 def samples_of(clip: Tensor, audio: AudioInput) -> Tensor:
-    """Return the samples of a clip, whose tokens see some of each other's; clip: [num_tokens, samples_seen]."""
+    """Return the samples of a clip, whose tokens overlap; clip: [num_tokens, samples_seen]."""
     assert audio.waveform is not None
     return torch.cat((clip[:-1, : audio.waveform.samples_per_token].flatten(), clip[-1]))
 
@@ -84,7 +84,7 @@ def samples_of(clip: Tensor, audio: AudioInput) -> Tensor:
 def frames_of(clip: Tensor, audio: AudioInput) -> Tensor:
     """Return a clip's spectrogram with silence behind it, [num_mel_bins, frames of the longest clip].
 
-    clip: [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], of which the third and fourth frame are a token's own.
+    clip: [num_tokens, FRAMES_PER_TOKEN * num_mel_bins]; the third and fourth frame are a token's own.
     """
     windows, num_frames = clip.unflatten(1, (FRAMES_PER_TOKEN, -1)), 2 * audio.max_tokens
     frames = torch.cat((windows[:, 2:4].flatten(0, 1), windows[-1:, 4]))[:num_frames]
@@ -99,7 +99,7 @@ class OpaqueKind(LayerKind):
     initialises_itself = True
 
     def build(self, context: LayerContext, index: int) -> OpaqueEncoder:
-        """Build the module from its config.json, with values as transformers draws them, alike on all ranks."""
+        """Build the module from its config.json, with transformers' initial values, alike on all ranks."""
         described, item = context.unit.module, context.unit.item_input
         assert described is not None and item is not None
         seed = int.from_bytes(hashlib.sha256(context.unit.name.encode()).digest()[:7], "little")
@@ -117,7 +117,7 @@ class OpaqueKind(LayerKind):
         return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
-        """Images, of the last of which some patches may be missing: it takes as long as a whole one; or clips."""
+        """Return images, some of whose last patches may be missing (the image then takes as long as a whole one), or clips."""
         if context.unit.audio is not None:
             most = context.unit.audio.max_tokens
             whole, rest = divmod(num_tokens // num_sequences, most)

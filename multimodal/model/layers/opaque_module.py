@@ -1,4 +1,4 @@
-"""A module of Hugging Face's transformers: built from its config.json, tried on one item, named as in files."""
+"""A module of Hugging Face's transformers: built from its config.json, tested on one item, with the tensor names of files."""
 
 import importlib
 from collections.abc import Callable, Iterable, Mapping
@@ -12,11 +12,11 @@ from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import AudioInput, ImageInput, ItemInput, Opaque, Unit
 
 _NUM_TRIED = 8
-"""Tokens of the clip that a module is tried with."""
+"""Tokens of the clip that a module is tested with."""
 
 
 def find_callback(name: str | None) -> Callable[[Tensor], Tensor]:
-    """Import `package.module:function`; without a name, the function that changes nothing. Raises ModelError."""
+    """Import `package.module:function`; without a name, return the identity. Raises ModelError."""
     if name is None:
         return lambda values: values
     module, _, function = name.partition(":")
@@ -28,14 +28,14 @@ def find_callback(name: str | None) -> Callable[[Tensor], Tensor]:
 
 
 def argument_of(item: ItemInput) -> str:
-    """Return the name that transformers' encoders have for what they take."""
+    """Return the name of the input argument of transformers' encoders."""
     if isinstance(item, ImageInput):
         return "pixel_values"
     return "input_features" if item.waveform is None else "input_values"
 
 
 def build_module(unit: Unit, described: Opaque) -> Module:
-    """Build the module; raises ModelError where transformers knows no such class, part or config.json."""
+    """Build the module; raises ModelError if transformers knows no such class, part or config.json."""
     where = f"unit '{unit.name}', module"
     try:
         import transformers
@@ -53,15 +53,15 @@ def build_module(unit: Unit, described: Opaque) -> Module:
         read = config.from_pretrained(described.directory)
         module = transformers.AutoModel.from_config(read) if name == "AutoModel" else kind(read)
         part: Module = module.get_submodule(described.part or "")
-    except Exception as problem:  # of whatever a config.json may say
+    except Exception as problem:  # a config.json may cause any error
         raise ModelError(f"{where}: {name} cannot be built from {described.directory}/config.json ({problem})") from problem
     return part
 
 
 def find_unused(unit: Unit, described: Opaque, item: ItemInput) -> frozenset[str]:
-    """Return the parameters that get no gradient, such as those of poolers; nothing is computed for it.
+    """Return the parameters that get no gradient, such as those of poolers; does not compute any values.
 
-    Raises ModelError where the module does not do with items what an encoder must.
+    Raises ModelError if the module does not treat items as an encoder must.
     """
     where = f"unit '{unit.name}', module"
     before, after = find_callback(described.before_encoder), find_callback(described.after_encoder)
@@ -85,7 +85,7 @@ def find_unused(unit: Unit, described: Opaque, item: ItemInput) -> frozenset[str
 
 
 def _shape_of_one(item: ItemInput) -> tuple[tuple[int, ...], int]:
-    """Return the shape of an image or clip, and its tokens."""
+    """Return the shape of an image or clip, and its number of tokens."""
     if isinstance(item, ImageInput):
         side = item.grid_size * item.patch_size
         return (item.in_channels, side, side), item.grid_size**2
@@ -96,12 +96,12 @@ def _shape_of_one(item: ItemInput) -> tuple[tuple[int, ...], int]:
 
 
 def rename_keys(unit: Unit, keys: Iterable[str]) -> Mapping[str, str]:
-    """Return the names that a module gives the tensors of a file -> those in the file, which versions of transformers rename."""
+    """Return the module's name for each tensor of a file -> the file's name, as versions of transformers rename tensors."""
     assert unit.module is not None
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightRenaming, rename_source_key
-    except ImportError:  # older ones do not
+    except ImportError:  # older versions do not rename
         return {key: key for key in keys}
     with torch.device("meta"):
         module = build_module(unit, unit.module)

@@ -1,4 +1,4 @@
-"""All kinds of layer that can be built and trained, by name."""
+"""All kinds of layers that can be built and trained, by name."""
 
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
 from multimodal.model.layers.embeddings.joined_tokens import JoinedTokensKind
@@ -39,11 +39,11 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "generator_projector": GeneratorProjectorKind(),
     "generator_head": GeneratorHeadKind(),
 }
-"""Every one has its costs under the same name in multimodal/cost/layers."""
+"""The costs of each kind are under the same name in multimodal/cost/layers."""
 
 
 def kind_of(unit: Unit, index: int) -> LayerKind:
-    """Return the kind of a unit's layer at `index`; raises ModelError where it cannot be built."""
+    """Return the kind of a unit's layer at `index`; raises ModelError if it cannot be built."""
     name = unit.layers[index]
     if name not in LAYER_KINDS:
         raise ModelError(

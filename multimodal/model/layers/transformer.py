@@ -30,13 +30,13 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear_fc2=DeferrableRowParallelLinear)
 INITIAL_SCALE = 0.1
-"""Of what layers with a scale of their own add."""
+"""Initial value of layer scales."""
 _Branch = tuple[Tensor, Tensor | None]
 """A branch's output and the bias that is still to be added to it."""
 
 
 def mask_rule_of(unit: Unit, *, graph: ModelGraph, mode: MaskMode) -> MaskRule:
-    """Return how a unit's tokens attend: the LLM's as `mode` says, all others to the whole sequence, which is one item."""
+    """Return the mask rule of a unit: the LLM's follows `mode`, in other units a token attends to its whole sequence (item)."""
     if not unit.is_causal:
         return MaskRule(is_causal=False)
     encoders = tuple(each.name for each in graph.units if each.role is Role.ENCODER)
@@ -68,20 +68,20 @@ class TransformerKind(LayerKind):
         self.adapt(spec)
         config = context.config
         if options.transformer_impl != "local":
-            config = copy.copy(config)  # set here: elsewhere it is checked for what only Megatron's own schedules have
+            config = copy.copy(config)  # set here, since elsewhere it is validated against Megatron's own schedules
             config.delay_wgrad_compute = options.delays_weight_gradients
-            # A delayed gradient that goes to a buffer by itself would tell hooks before that it is there.
+            # A delayed gradient that is added to its buffer directly would trigger hooks before it is there.
             config.gradient_accumulation_fusion = options.accumulates_in_products and not options.delays_weight_gradients
         layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=context.groups)
         return layer
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Run it on packed sequences."""
+        """Run the layer on packed sequences."""
         output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths)[0]
         return output
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
-        """Derive masks and their kin."""
+        """Derive masks and the other inputs of attention."""
         attention_choice(context).prepare(packed)
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
@@ -89,11 +89,11 @@ class TransformerKind(LayerKind):
         return transformer_segments(layer)
 
     def initial_vector(self, name: str) -> float:
-        """Layer scales start small."""
+        """Return the small initial value of layer scales, or that of other vectors."""
         return INITIAL_SCALE if name.endswith("_bda.scale") else super().initial_vector(name)
 
     def adapt(self, spec: ModuleSpec) -> None:
-        """Change the layer's spec, in kinds that differ in a module."""
+        """Change the layer's spec; overridden by kinds that replace a module."""
 
     def num_blocks(self, unit: Unit, module: str) -> int:
         """A gated first MLP layer stacks [gate; up]."""
@@ -106,7 +106,7 @@ class TransformerKind(LayerKind):
 
 
 def attention_choice(context: InputContext) -> AttentionChoice:
-    """Return how a unit's tokens attend; raises ConfigError when the backend cannot evaluate the mask, or does not run there."""
+    """Return a unit's attention backends; raises ConfigError if one cannot evaluate the mask, or does not run on the device."""
     options, transformer, size = context.options, context.unit.transformer, context.tensor_parallel_size
     shape = AttentionShape(
         num_heads=transformer.num_attention_heads // size,
@@ -129,9 +129,9 @@ def transformer_layer_spec(
 ) -> ModuleSpec:
     """Return the spec of one transformer layer.
 
-    choice: how tokens attend; num_overlapped_parts: into which tensor parallel collectives are cut, each beside the product
-    of another (local implementation only); has_head_norms: True if the channels of every query and key are normalised.
-    Raises ConfigError when Transformer Engine is asked for but not installed.
+    choice: the attention backends; num_overlapped_parts: parts into which tensor parallel collectives are cut, each beside the
+    product of another (local implementation only); has_head_norms: True if the channels of every query and key are normalised.
+    Raises ConfigError if Transformer Engine is requested but not installed.
     """
     spec = _local_spec(num_overlapped_parts) if implementation == "local" else _transformer_engine_spec(has_head_norms)
     self_attention = spec.submodules.self_attention
@@ -167,7 +167,7 @@ def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
 
 
 def _linear_layers(num_overlapped_parts: int) -> tuple[ModuleSpec | type, ModuleSpec | type]:
-    """Column and row parallel."""
+    """Return the column and the row parallel linear layer."""
     if num_overlapped_parts == 1:
         return DeferrableColumnParallelLinear, DeferrableRowParallelLinear
     params = {"num_overlapped_parts": num_overlapped_parts}
@@ -186,7 +186,7 @@ def _transformer_engine_spec(has_head_norms: bool) -> ModuleSpec:
 
 
 class ScaledAdd(torch.nn.Module):
-    """Adds a branch scaled channel by channel (layer scale: CaiT, InternViT), as megatron-core adds one without dropout."""
+    """Adds a branch scaled by channel (layer scale: CaiT, InternViT), in the form of megatron-core's function without dropout."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()

@@ -8,10 +8,10 @@
     mlp_norm     residual sum, norm              gathered (its gradient: summed)
     mlp_up       product
     mlp_down     activation, product             summed
-                 residual sum, which runs with whatever comes next in its stage
+                 residual sum, which runs with the next part of its stage
 
-All of it is computed by megatron-core's own code: by the layer's submodules, or by a submodule's `forward` with what comes before
-and after the part taken out.
+megatron-core's own code computes all of it: the layer's submodules, or a submodule's `forward` without the parts before and after
+it.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class _Product(Module):
         self._held = (linear,)
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the product on this rank, and the bias where the caller adds it."""
+        """Return the product on this rank, and the bias if the caller adds it."""
         (linear,) = self._held
         if linear.skip_bias_add:
             return deferrable_linear(rows, linear.weight, None, adapter_of(linear)), linear.bias
@@ -42,7 +42,7 @@ class _Product(Module):
 
 
 class _AsIs(Module):
-    """Stands for a linear layer that another part runs."""
+    """Replaces a linear layer that another part runs."""
 
     def __init__(self, linear: Any | None = None) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class _AsIs(Module):
 
 
 class _Within:
-    """A module as its own methods see it, with some of what they call replaced."""
+    """A view of a module in which some attributes that its methods use are replaced."""
 
     def __init__(self, module: Any, **replaced: Any) -> None:
         self.__dict__.update(replaced, _module=module)

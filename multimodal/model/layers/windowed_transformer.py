@@ -10,17 +10,17 @@ from multimodal.model.layers.transformer import TransformerKind
 
 
 class WindowedTransformerKind(TransformerKind):
-    """The same layer; its core attention takes tokens window by window."""
+    """A transformer layer whose core attention takes tokens window by window."""
 
     def adapt(self, spec: ModuleSpec) -> None:
-        """Put the core attention inside one that orders tokens."""
+        """Wrap the core attention in one that reorders tokens."""
         attention = spec.submodules.self_attention.submodules
         inner = attention.core_attention
         attention.core_attention = ModuleSpec(module=WindowedAttention, params={"inner": inner})
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
-        """Derive the same of windows."""
+        """Derive masks and the other inputs of attention, for windows."""
         super().prepare(packed.window_sequences, context)
 
     def core_attention(self, layer: Module) -> None:
-        """Return None: its time is linear in tokens, as that of the products is."""
+        """Return None: its time is linear in tokens, like that of products."""

@@ -1,1 +1,1 @@
-"""First layers of encoders: hidden states of patches of images, of frames of spectrograms, of what other encoders give."""
+"""First layers of encoders: hidden states from patches of images, frames of spectrograms, or outputs of other encoders."""

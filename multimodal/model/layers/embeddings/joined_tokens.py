@@ -1,4 +1,4 @@
-"""The first layer of encoders that encoders feed: what these give of each item, side by side or one behind the other."""
+"""The first layer of encoders that other encoders feed: joins their outputs for each item by channels or by tokens."""
 
 from typing import Any
 
@@ -10,9 +10,9 @@ from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePas
 
 
 class JoinedTokens(torch.nn.Module):
-    """Puts rows where they belong; has no weights.
+    """Puts rows into their places; has no weights.
 
-    widths: channels of each encoder, which are laid side by side; none: all have as many, and tokens of their own.
+    widths: channels of each encoder, which are concatenated; empty: encoders have equal widths, and separate tokens.
     """
 
     def __init__(self, hidden_size: int, *, widths: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -20,7 +20,7 @@ class JoinedTokens(torch.nn.Module):
         self.hidden_size, self.widths, self.dtype = hidden_size, widths, dtype
 
     def forward(self, given: Tensor | None, rows: Tensor, sources: Tensor, num_tokens: int) -> Tensor:
-        """given: [num_rows, channels], with zeros behind the channels of encoders that have fewer; rows, sources: [num_rows].
+        """given: [num_rows, channels], padded with zeros for encoders with fewer channels; rows, sources: [num_rows].
 
         Returns [num_tokens, 1, hidden_size].
         """
@@ -34,7 +34,7 @@ class JoinedTokens(torch.nn.Module):
 
 
 class JoinedTokensKind(LayerKind):
-    """Reads what other encoders give, `batch.item_rows` and `batch.item_sources`."""
+    """Reads the outputs of other encoders, `batch.item_rows` and `batch.item_sources`."""
 
     takes_hidden = False
 
@@ -44,7 +44,7 @@ class JoinedTokensKind(LayerKind):
         return JoinedTokens(context.unit.transformer.hidden_size, widths=widths, dtype=context.options.precision.params_dtype)
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Put all rows where they belong."""
+        """Put all rows into their places."""
         batch = given.batch
         joined: Tensor = layer(given.item_embeddings, batch.item_rows, batch.item_sources, batch.num_tokens)
         return joined

@@ -60,7 +60,7 @@ class PatchEmbeddingKind(LayerKind):
 
 
 class LearnedPatchEmbedding(torch.nn.Module):
-    """Patches, class tokens and registers of images of one size, with learned positions, perhaps a norm; alike on all ranks."""
+    """Patches, class tokens and registers of images of one size, with learned positions and optionally a norm; no sharding."""
 
     def __init__(self, *, image: ImageInput, patch_channels: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class LearnedPatchEmbedding(torch.nn.Module):
             index = torch.where(is_class, 0, index + 1)
         hidden = hidden + torch.nn.functional.embedding(index, self._stretched_positions())
         if self.registers is not None:
-            number = -2 - places[:, 0]  # from 0, behind the class token, whose place is -1
+            number = -2 - places[:, 0]  # register number from 0; the class token's place is -1
             register = torch.nn.functional.embedding(number.clamp(min=0), self.registers)
             hidden = torch.where((number >= 0)[:, None], register, hidden)
         return (hidden if self.norm is None else self.norm(hidden))[:, None]
@@ -108,7 +108,7 @@ class LearnedPatchEmbedding(torch.nn.Module):
             square.t().reshape(1, -1, size, size),
             size=(self.grid_size, self.grid_size),
             mode="bicubic",
-            antialias=self.image.num_registers > 0,  # as the models that have registers do, and those without do not
+            antialias=self.image.num_registers > 0,  # as in models with registers, but not in those without
         )
         return torch.cat((self.positions[:num_before], stretched[0].flatten(1).t().to(self.positions.dtype)))
 
@@ -135,7 +135,7 @@ class LearnedPatchEmbeddingKind(LayerKind):
 
 
 class StretchedPatchEmbedding(PatchEmbedding):
-    """Adds learned positions: a square of them, between which those of an image's patches lie; corners on corners."""
+    """Adds learned positions, interpolated from a square of them to the patches of an image with aligned corners."""
 
     def __init__(self, *, grid_size: int, hidden_size: int, precision: Precision, **patches: Any) -> None:
         super().__init__(hidden_size=hidden_size, precision=precision, **patches)
@@ -143,7 +143,7 @@ class StretchedPatchEmbedding(PatchEmbedding):
         self.positions = torch.nn.Parameter(torch.empty(shape, device=self.weight.device, dtype=precision.params_dtype))
 
     def add_positions(self, hidden: Tensor, places: Tensor) -> Tensor:
-        """hidden: [num_tokens, 1, hidden_size]; places: [num_tokens, 4], row, column, and how many of both the image has."""
+        """hidden: [num_tokens, 1, hidden_size]; places: [num_tokens, 4], row, column, and the image's numbers of both."""
         low, high, weights = self._between(places)
         for row, row_weight in ((low, 1 - weights), (high, weights)):
             for column, column_weight in ((low, 1 - weights), (high, weights)):
@@ -153,7 +153,7 @@ class StretchedPatchEmbedding(PatchEmbedding):
         return hidden
 
     def _between(self, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the rows and columns of the square before and behind each patch, and the shares of the latter."""
+        """Return the square's rows and columns before and behind each patch, and the weights of the latter."""
         wide = torch.promote_types(self.positions.dtype, torch.float32)
         at = places[:, :2].to(wide) * (self.grid_size - 1) / (places[:, 2:] - 1).clamp(min=1)
         low = at.floor()

@@ -18,7 +18,7 @@ _MAX_TIMESCALE = 10000
 
 
 class Convolution(torch.nn.Module):
-    """One product for each place of a convolution of width 3."""
+    """One product for each position of a convolution of width 3."""
 
     def __init__(self, in_channels: int, config: TransformerConfig) -> None:
         super().__init__()
@@ -32,9 +32,9 @@ class Convolution(torch.nn.Module):
 
 
 class AudioEmbedding(torch.nn.Module):
-    """Makes every token of the five frames that it depends on, so tokens need no neighbours; alike on all ranks.
+    """Makes every token from the five frames that it depends on, so tokens need no neighbours; not sharded.
 
-    What both need of the first convolution, two successive tokens compute twice.
+    Outputs of the first convolution that two successive tokens need are computed twice.
     """
 
     def __init__(self, *, audio: AudioInput, config: TransformerConfig) -> None:
@@ -55,7 +55,7 @@ class AudioEmbedding(torch.nn.Module):
         place = places[:, 0] if self.chunk_tokens is None else places[:, 0] % self.chunk_tokens
         windows = frames.to(self.conv1.weight.dtype).unflatten(1, (FRAMES_PER_TOKEN, -1)).unfold(1, _TAPS, 1)
         inner = self.conv1(windows)  # [num_tokens, 3, hidden_size]
-        # Outside the clip or chunk the second convolution sees zeros.
+        # Outside of the clip or chunk the second convolution reads zeros.
         is_inside = torch.stack((place > 0, torch.ones_like(place, dtype=torch.bool), places[:, 1] > 1), dim=1)
         hidden = self.conv2((inner * is_inside[:, :, None]).transpose(1, 2))
         return (hidden + self._positions(place, hidden))[:, None]
@@ -91,7 +91,7 @@ class AudioEmbeddingKind(LayerKind):
         return embedded
 
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Positions are sines and cosines from the start on."""
+        """Return the positions: sines and cosines."""
         if name != "positions":
             return None
         return sinusoids(torch.arange(shape[0]), shape[1], dtype=torch.float32)

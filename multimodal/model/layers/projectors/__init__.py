@@ -1,1 +1,1 @@
-"""Last layers of encoders: hidden states to the rows that the LLM takes."""
+"""Last layers of encoders: from hidden states to the rows that the LLM takes."""

@@ -1,4 +1,4 @@
-"""The last layers of encoders: hidden states to the rows that the LLM takes."""
+"""The last layers of encoders: from hidden states to the rows that the LLM takes."""
 
 import dataclasses
 from typing import ClassVar
@@ -22,7 +22,7 @@ from multimodal.values.model_graph import AudioInput, ImageInput, Unit
 
 
 class MergedTokens(torch.nn.Module):
-    """Norm and merging of neighbouring tokens, side by side or averaged; the norm may come behind the merging, or be left out."""
+    """Norm and merging of neighbouring tokens (concatenated or averaged); the norm may follow the merging, or be left out."""
 
     waits: TensorParallelWaits | None = None
 
@@ -42,7 +42,7 @@ class MergedTokens(torch.nn.Module):
     def gather(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, channels]; places: [num_tokens, axes].
 
-        kept_rows: tokens that are not dropped; None: to be found here.
+        kept_rows: tokens that are not dropped; None: they are found here.
 
         Returns [num_kept_tokens, 1, channels], the same on every tensor parallel rank.
         """
@@ -66,7 +66,7 @@ class MergedTokens(torch.nn.Module):
 
 
 class UnprojectedTokens(MergedTokens):
-    """Gives merged tokens as they are, to another encoder."""
+    """Returns merged tokens as they are, for another encoder."""
 
     def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """Return [num_merged_tokens, merged_size], the same on every tensor parallel rank; arguments as those of `gather`."""
@@ -97,21 +97,21 @@ class Projector(MergedTokens):
     def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
         """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `gather`.
 
-        Where layers before the last one go to the LLM, too, their channels follow those of the last one, here and there.
+        If earlier layers also go to the LLM, their channels follow those of the last one, in input and output.
         """
         rows = self.gather(hidden, places, kept_rows)
-        parts = [part.contiguous() for part in rows.chunk(1 + len(self.deepstack), dim=-1)]  # lest norms keep the whole
+        parts = [part.contiguous() for part in rows.chunk(1 + len(self.deepstack), dim=-1)]  # else norms keep it all
         projected = [each.project(part) for each, part in zip((self, *self.deepstack), parts, strict=True)]  # type: ignore[operator]
         return self.callback(projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1))
 
     def project(self, hidden: Tensor) -> Tensor:
-        """Return [num_merged_tokens, output_size] of the kept tokens of one layer."""
+        """Return [num_merged_tokens, output_size] for the kept tokens of one layer."""
         output, bias = self.mlp(self.merge(hidden))
         return (output + bias)[:, 0]
 
 
 class LinearProjector(MergedTokens):
-    """One product with a bias, alike on all tensor parallel ranks."""
+    """One product with a bias, not sharded over tensor parallel ranks."""
 
     def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
         super().__init__(unit, config=config, groups=groups)
@@ -126,7 +126,7 @@ class LinearProjector(MergedTokens):
 
 
 def deepstack_units(unit: Unit) -> list[Unit]:
-    """Return the unit as the projectors of its earlier layers see it: one for each, with its norm behind the merging."""
+    """Return one unit for each projector of an earlier layer: the same unit with the norm behind the merging."""
     if not unit.deepstack_layers:
         return []
     assert unit.image is not None
@@ -135,13 +135,13 @@ def deepstack_units(unit: Unit) -> list[Unit]:
 
 
 def drops_tokens(unit: Unit) -> bool:
-    """Return whether some tokens are no part of the output: their last place is below 0."""
+    """Return True if some tokens are not part of the output: their last place is below 0."""
     item = unit.item_input
     return isinstance(item, AudioInput) or (isinstance(item, ImageInput) and item.class_token == "dropped")
 
 
 class ProjectorKind(LayerKind):
-    """Gives the rows that the LLM takes; their width is its hidden size."""
+    """Makes the rows that the LLM takes; their width is its hidden size."""
 
     column_parallel: ClassVar[tuple[str, ...]] = ("linear_fc1",)
     row_parallel: ClassVar[tuple[str, ...]] = ("linear_fc2",)
@@ -152,12 +152,12 @@ class ProjectorKind(LayerKind):
         return Projector(context.unit, config=context.config, groups=context.groups, output_size=size)
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Merge and map; returns [num_merged_tokens, output_size]."""
+        """Merge and project; returns [num_merged_tokens, output_size]."""
         projected: Tensor = layer(hidden, given.batch.positions, given.batch.kept_rows)
         return projected
 
     def output_size(self, context: LayerContext) -> int:
-        """Return the hidden size of the units downstream; raises ModelError where they differ."""
+        """Return the hidden size of the units downstream; raises ModelError if they differ."""
         unit, graph = context.unit, context.graph
         sizes = {taker.transformer.hidden_size for taker in graph.takers(unit.name)}
         if len(sizes) > 1:
@@ -167,12 +167,12 @@ class ProjectorKind(LayerKind):
         return graph.projected_size(unit.name)
 
     def num_tokens_per_output(self, unit: Unit) -> int:
-        """Return the neighbouring tokens that are merged."""
+        """Return the number of neighbouring tokens that are merged."""
         return unit.merge_factor
 
 
 class MergedTokensKind(ProjectorKind):
-    """Gives rows to other encoders; their width is that of merged tokens."""
+    """Makes rows for other encoders; their width is that of merged tokens."""
 
     def build(self, context: LayerContext, index: int) -> Module:
         """Build it for any encoder downstream."""
@@ -180,7 +180,7 @@ class MergedTokensKind(ProjectorKind):
 
 
 class LinearProjectorKind(ProjectorKind):
-    """The same with one product."""
+    """A projector of one product."""
 
     def build(self, context: LayerContext, index: int) -> Module:
         """Build it for the LLM downstream."""

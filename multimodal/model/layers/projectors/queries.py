@@ -21,9 +21,9 @@ from multimodal.values.model_graph import Unit
 
 
 class QueryProjector(MergedTokens):
-    """The same queries for every item, layers in which they attend to it, and one product with what they have become.
+    """Learned queries, the same for every item, layers in which they attend to the item, and an output product.
 
-    Norms come before what they are for, as in a transformer layer. All rows are alike on tensor parallel ranks, which share heads
+    Norms come before their operation, as in a transformer layer. All rows are on every tensor parallel rank; ranks share heads
     and the MLP's inner width.
     """
 
@@ -61,7 +61,7 @@ class QueryProjector(MergedTokens):
         counts = [self.unit.num_merged_tokens(length) for length in lengths]
         found = self.queries[:, None].repeat(len(counts), 1, 1)
         if hidden.requires_grad:
-            found.requires_grad_()  # also where nothing before it is trained, so that ranks wait for as many sums in any case
+            found.requires_grad_()  # even if nothing before it is trained, so that ranks wait for the same number of sums
         for layer in self.layers:
             found = layer(found, tokens, counts)
         return self.callback(deferrable_linear(self.final_norm(found), self.weight, self.bias)[:, 0])
@@ -146,7 +146,7 @@ class CrossAttention(_Attention):
         """found: [num_items x num_queries, 1, hidden_size]; tokens: [num_tokens, 1, token_size], `counts` of each item."""
         query = self.split_heads(self.linear_q(found)[0])[:, :, 0]  # [rows, heads / tp, channels]
         key, value = self.split_heads(self.linear_kv(tokens)[0], num_parts=2).unbind(2)
-        if not counts:  # an empty result, which sends gradients of zeros all the same
+        if not counts:  # an empty result, which nevertheless sends gradients of zeros
             return self.project(query * (key.sum() + value.sum()))
         keys, values = (each.transpose(0, 1)[None].split(counts, dim=2) for each in (key, value))
         queries = query.transpose(0, 1)[None].split(self.num_queries, dim=2)
@@ -155,7 +155,7 @@ class CrossAttention(_Attention):
 
 
 class QueryProjectorKind(ProjectorKind):
-    """Gives as many rows of every item as there are queries."""
+    """Makes as many rows for every item as there are queries."""
 
     column_parallel = ("linear_q", "linear_kv", "linear_qkv", "linear_fc1")
     row_parallel = ("linear_proj", "linear_fc2")
@@ -172,5 +172,5 @@ class QueryProjectorKind(ProjectorKind):
         return found
 
     def num_tokens_per_output(self, unit: Unit) -> int:
-        """Its costs are counted in tokens, not in what leaves."""
+        """Return 1: costs are counted in tokens, not in outputs."""
         return 1

@@ -67,7 +67,8 @@ class _Clock:
     ) -> None:
         """Run steps; loses_last: the step that is running at the end is lost, otherwise it is finished first.
 
-        interval: seconds between checkpoints, to the newest of which the run returns; None: only the last step can be lost.
+        interval: seconds between checkpoints; a later failure takes back the steps after the newest one; None: no step is taken
+        back.
         """
         start = self.spans[-1].end if self.spans else 0.0
         count = max(0.0, until - start) / step_seconds
