@@ -1,1 +1,1 @@
-"""Samples: where they come from, how they become tokens and patches, which batch they fall into, how they are packed."""
+"""Samples: reading them, turning them into tokens and patches, drawing global batches, and packing microbatches."""

@@ -1,4 +1,4 @@
-"""From the ordered segments of a sample to its tokens: role markers, image placeholders and training targets.
+"""Turns the ordered segments of a sample into tokens: role markers, image placeholders and training targets.
 
 A sample reads `begin`, then its turns. A turn is a run of text segments of one role: the role's marker, the texts, and for
 assistant and document turns `end`. An image is `vision_start`, one placeholder per output token, `vision_end`, and a clip of
@@ -8,11 +8,11 @@ follows), else between turns.
     begin [image] user "how many?" assistant "three" end
                                               ^^^^^  ^^^   targets
 
-Targets are the texts of assistant turns and their `end`. A sample that has only document text trains on all of it. A system's
-turn reads like a document's.
+Targets are the texts of assistant turns and their `end`. A sample with document text only is trained on all of it. A system turn
+is written like a document turn.
 
-An image that a generator is to make is part of an assistant turn, as `vision_start vision_end` without placeholders. The first
-of the two is a target (the LLM decides that an image follows), and its hidden state is what the generator is given.
+An image that a generator makes is part of an assistant turn, as `vision_start vision_end` without placeholders. The first of the
+two is a target (the LLM decides that an image follows), and its hidden state is the generator's input.
 
     begin user "draw 7" assistant vision_start vision_end end
                                   ^^^^^^^^^^^^            ^^^   targets
@@ -46,15 +46,15 @@ class ItemSegment:
     """An image, or a clip of sound, that becomes this many tokens of the LLM."""
 
     num_output_tokens: int
-    """Of all tiles."""
+    """Output tokens of all tiles."""
     is_sound: bool = False
     num_tiles: int = 1
-    """Items that follow each other, with equal shares of these tokens."""
+    """Number of consecutive items, with equal shares of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class GeneratedSegment:
-    """An image that the assistant answers with: a generator makes it, and the LLM's tokens do not show it."""
+    """An image in the assistant's answer: a generator makes it, and the LLM has no tokens for it."""
 
 
 Segment = TextSegment | ItemSegment | GeneratedSegment
@@ -81,7 +81,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class _TokenRun:
-    """Tokens that belong together; an item's run has its output tokens inside."""
+    """Consecutive tokens that belong together; an item's run contains its output tokens."""
 
     token_ids: list[int]
     is_trained: bool = False
@@ -91,19 +91,19 @@ class _TokenRun:
 
     @property
     def is_item(self) -> bool:
-        """True if it is left out where it does not fit whole."""
+        """True if it is left out unless it fits as a whole."""
         return self.is_generated or self.num_output_tokens > 0
 
     @property
     def trained(self) -> list[bool]:
-        """[num_tokens]: True where a token is to be predicted; in a generated item only the one that announces it."""
+        """[num_tokens]: True for tokens to be predicted; in a generated item only the token that announces it."""
         return [True, False] if self.is_generated else [self.is_trained] * len(self.token_ids)
 
 
 def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq_length: int) -> Conversation:
     """Tokenise segments, at most `seq_length` tokens of them.
 
-    A longer sample is cut at its end: inside a text, or before the first item that does not fit whole.
+    A longer sample is cut at its end: inside a text, or before the first item that does not fit as a whole.
     """
     token_ids: list[int] = [tokenizer.special.begin]
     trained: list[bool] = [False]
@@ -124,13 +124,13 @@ def build_conversation(segments: Sequence[Segment], *, tokenizer: Tokenizer, seq
 
 
 def tile_starts(first: int, start: int, num_output_tokens: int, num_tiles: int) -> list[tuple[int, int, int]]:
-    """Return (item_index, start, num_output_tokens) of the tiles of one image, of which `first` is the first."""
+    """Return (item_index, start, num_output_tokens) for the tiles of one image; first: the index of the first tile."""
     share = num_output_tokens // num_tiles
     return [(first + tile, start + tile * share, share) for tile in range(num_tiles)]
 
 
 def find_item_behind_text(conversation: Conversation) -> int | None:
-    """Return the index of the first item before which there are other tokens than `begin` and items, if there is one."""
+    """Return the index of the first item with other tokens than `begin` and items before it; None if there is none."""
     start = 2
     for item_index, item_start, num_output_tokens in conversation.item_starts:
         if num_output_tokens and item_start not in (start, start - 2):  # tiles of one image follow each other
@@ -142,7 +142,7 @@ def find_item_behind_text(conversation: Conversation) -> int | None:
 def build_sample_lengths(
     conversation: Conversation, *, sample_id: int, units: Sequence[str], sizes: Sequence[int]
 ) -> SampleLengths:
-    """Return the lengths of a sample; units, sizes: the unit and the tokens in it of every item that fits."""
+    """Return the lengths of a sample; units, sizes: for every item that fits, its unit and its tokens inside the unit."""
     outputs = [num_output_tokens for _, _, num_output_tokens in conversation.item_starts]
     return SampleLengths(
         sample_id,

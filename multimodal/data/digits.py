@@ -1,4 +1,4 @@
-"""Real handwritten digits in pictures of many sizes, with a question and an answer: the data that quickstart trains on.
+"""Real handwritten digits in pictures of many sizes, with a question and an answer: the training data of the quickstart.
 
 The glyphs are the 1797 digits of 8x8 pixels that scikit-learn carries (UCI's optical recognition of handwritten digits), so
 nothing is downloaded. Every sixth glyph is kept for validation; training never shows it.
@@ -54,7 +54,7 @@ class HandwrittenDigits(NamedTuple):
 
 
 class RandomPictures(ABC):
-    """A `SampleSource` that draws sample `index` from (seed, split, index) alone; lengths and texts need no pixels."""
+    """A `SampleSource` that draws sample `index` from (seed, split, index) only; lengths and texts need no pixels."""
 
     _STREAMS: ClassVar[Mapping[Split, int]]
     """Numbers of the random streams, different for each kind of sample."""
@@ -71,13 +71,13 @@ class RandomPictures(ABC):
         seq_length: int,
         count_outputs: Callable[[tuple[int, int]], int] | None = None,
     ) -> None:
-        """unit: the encoder that takes the pictures, or the generator that makes them; image: how it cuts them.
+        """unit: the encoder that takes the pictures, or the generator that makes them; image: the unit's image description.
 
-        seq_length: the most tokens of a sample; count_outputs: the tokens that a picture with this grid of patches is in the LLM;
-        None: those that are left when patches are merged.
+        seq_length: the most tokens of a sample; count_outputs: returns the LLM tokens of a picture with this grid of patches;
+        None: the patches after merging.
 
-        Raises ModelError when the unit's pixel bounds admit no picture, ConfigError when
-        scikit-learn is missing or a sample might be longer than seq_length.
+        Raises ModelError if the unit's pixel bounds admit no picture, ConfigError if scikit-learn is missing or a sample might be
+        longer than seq_length.
         """
         self._num_samples, self._unit, self._image, self._tokenizer = num_samples, unit, image, tokenizer
         self._seq_length = seq_length
@@ -89,7 +89,7 @@ class RandomPictures(ABC):
 
     @abstractmethod
     def _prepare(self) -> None:
-        """Compute what drawing needs; raises ModelError or ConfigError where the arguments admit no sample."""
+        """Compute values that drawing needs; raises ModelError or ConfigError if the arguments admit no sample."""
 
     @abstractmethod
     def _draw(self, random: np.random.Generator) -> DigitsSample:
@@ -97,7 +97,7 @@ class RandomPictures(ABC):
 
     @abstractmethod
     def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
-        """Return the segments of a sample, its pictures in their order."""
+        """Return the segments of a sample with its pictures in order."""
 
     def __len__(self) -> int:
         """Number of samples."""

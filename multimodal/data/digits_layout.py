@@ -1,4 +1,4 @@
-"""The pictures, question and answer of one sample of the digits data, drawn at random without touching a pixel.
+"""The pictures, question and answer of one sample of the digits data, drawn at random without any pixels.
 
 A picture is a grid of square cells, filled with digits from the top left in reading order; the last cells may stay empty, so
 its size does not give away how many digits it shows. A cell is one LLM token wide and high, or two.
@@ -15,11 +15,11 @@ from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput
 
 MAX_DIGITS = 12
-"""Digits that the pictures of one sample show together."""
+"""Most digits in the pictures of one sample."""
 MAX_PICTURES = 2
-"""Pictures of one sample."""
+"""Most pictures of one sample."""
 SUM_MAX_DIGITS = 2
-"""Digits that are shown when their sum is asked for."""
+"""Most digits if the question asks for their sum."""
 QUESTIONS = {"read": "read it", "count": "how many", "sum": "what is the sum"}
 """Kind of question -> its text."""
 _KINDS = tuple(QUESTIONS)
@@ -73,7 +73,7 @@ class DigitsSample:
 
 
 def possible_layouts(image_input: ImageInput) -> tuple[Layout, ...]:
-    """Return the layouts whose area lies within the encoder's pixel bounds; raises ModelError when none does."""
+    """Return the layouts whose area lies within the encoder's pixel bounds; raises ModelError if none does."""
     token_pixels = image_input.patch_size * image_input.merge_size
     layouts = tuple(
         Layout(rows, columns, side * token_pixels)

@@ -1,9 +1,9 @@
-"""Handwritten digits that the model is asked to draw: the question names them, the answer is an image that a generator makes.
+"""Handwritten digits that the model is asked to draw: the question names them, and a generator makes the answer, an image.
 
     begin user "draw 407" assistant [image] end
 
-The digits stand side by side, each drawn at random among the handwritten ones of its kind: no model can know which, so the best
-answer to "draw 4" is the mean of all fours.
+The digits stand side by side, each drawn at random among the handwritten examples of its value: no model can know which, so the
+best answer to "draw 4" is the mean of all fours.
 """
 
 from collections.abc import Mapping, Sequence
@@ -48,7 +48,7 @@ class DigitsToDrawSource(RandomPictures):
             )
 
     def question(self, index: int) -> tuple[int, ...]:
-        """Return the digits that sample `index` asks for; raises IndexError beyond the end."""
+        """Return the digits in the question of sample `index`; raises IndexError beyond the end."""
         return tuple(map(int, self.sample(index).answer))
 
     def _draw(self, random: np.random.Generator) -> DigitsSample:

@@ -13,7 +13,7 @@ from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.errors import ConfigError, DataError
 
 _TURNS = 10_000
-"""Weights of a mixture are kept to this fraction."""
+"""Resolution of the weights of a mixture, as the inverse of a fraction."""
 
 
 class DrawnSample(NamedTuple):
@@ -32,26 +32,26 @@ class DataPart:
     weight: float = 1.0
     """Its share of every global batch, in any unit."""
     position: int = 0
-    """Samples that were drawn from it before the first step of `GlobalBatches`, by a run that is resumed."""
+    """Samples drawn from it before the first step of `GlobalBatches`, in a resumed run."""
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalBatches:
-    """The endless sequence of global batches: data sets in turns by their weights.
+    """The endless sequence of global batches, which takes turns between data sets by their weights.
 
     An epoch of a data set visits every sample of it once; a batch may span two epochs.
     """
 
     parts: tuple[DataPart, ...]
-    """The data sets, whose samples the source lists one set after another."""
+    """The data sets; the source lists their samples one set after another."""
     global_batch_size: int
     seed: int
     shuffle: bool = True
     """Draw a new order each epoch; False: the data set's own order."""
     first_step: int = 0
-    """The step (from 0) from which on these batches are drawn."""
+    """The first step (from 0) whose batch is drawn here."""
     first_sample: int = 0
-    """Samples that were consumed before."""
+    """Samples that were consumed before it."""
 
     def __post_init__(self) -> None:
         if not self.parts or any(part.num_samples < 1 for part in self.parts):
@@ -76,7 +76,7 @@ class GlobalBatches:
         )
 
     def positions(self, step: int) -> tuple[int, ...]:
-        """Return how many samples of each data set are consumed before step `step`."""
+        """Return the number of samples of each data set that are consumed before step `step`."""
         turns, shares, before = _turns(self._weights)
         rounds, place = divmod((step - self.first_step) * self.global_batch_size, len(turns))
         return tuple(
@@ -96,7 +96,7 @@ class GlobalBatches:
 
 @lru_cache(maxsize=8)
 def _turns(weights: tuple[float, ...]) -> tuple[Integers, Integers, Integers]:
-    """Return whose turn it is in one round, [num_turns]; turns of each; and those before each turn, [num_turns, num_parts]."""
+    """Return each turn's owner in one round, [num_turns]; turns of each; those before each turn, [num_turns, num_parts]."""
     if len(weights) == 1:
         return np.zeros(1, np.int64), np.ones(1, np.int64), np.zeros((1, 1), np.int64)
     total = math.fsum(weights)

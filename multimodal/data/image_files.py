@@ -1,4 +1,4 @@
-"""Opens image files that others made: in their folder, of some formats, of bounded size; every fault is a DataError."""
+"""Opens untrusted image files: inside their folder, of some formats, of bounded size; every fault is a DataError."""
 
 import os
 import warnings
@@ -14,16 +14,16 @@ from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput
 
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-"""The formats that are opened, whatever a file is called; Pillow's other decoders, some of which start programs, see no file."""
+"""The formats that are opened, whatever the file's name; Pillow's other decoders, some of which start programs, are not used."""
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "I;16", "I;16L", "I;16B", "I;16N")
-"""Pixels whose black and white are known."""
+"""Pixel modes with known values for black and white."""
 
 
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # --max-image-pixels decides between Pillow's two limits
 
 
 class ManifestPaths:
-    """Looks up the files that a manifest names; one that somebody else wrote must not name files outside its folder."""
+    """Looks up the files that a manifest names; an untrusted manifest must not name files outside its folder."""
 
     def __init__(self, folder: Path, *, allows_outside: bool) -> None:
         """folder: the manifest's; allows_outside: True if absolute paths, `..` and links may lead out of it."""
@@ -32,7 +32,7 @@ class ManifestPaths:
         self._real_folders: dict[str, str] = {}
 
     def resolve(self, path: str, *, where: str) -> str:
-        """Return a path that can be opened; raises DataError when there is no such file or it lies outside."""
+        """Return a path that can be opened; raises DataError if there is no such file or it lies outside."""
         full = os.path.join(self._folder, path)
         if not os.path.isfile(full):
             raise DataError(f"{where}: {full} does not exist; restore the file or remove that line")
@@ -47,7 +47,7 @@ class ManifestPaths:
         return os.path.commonpath((real, self._root)) == self._root
 
     def _real_path(self, path: str) -> str:
-        """Follow links; a folder's only once, since a manifest names many files in few folders."""
+        """Resolve links; cached for folders, since a manifest names many files in few folders."""
         if os.path.islink(path):
             return os.path.realpath(path)
         folder, name = os.path.split(path)
@@ -57,19 +57,19 @@ class ManifestPaths:
 
 
 def read_image_size(path: str, *, content: bytes | None = None, where: str) -> tuple[int, int]:
-    """Return (width, height) from the file's header; raises DataError naming the file and `where` it is asked for.
+    """Return (width, height) from the file's header; raises DataError naming the file and the sample (`where`).
 
-    content: the image itself where it is no file, but only called `path`.
+    content: the bytes of an image that is no file; `path` is then only its name.
     """
     try:
         with Image.open(path if content is None else BytesIO(content), formats=FORMATS) as image:
             return image.size
-    except Exception as problem:  # the decoders of damaged files raise errors of every kind
+    except Exception as problem:  # decoders raise errors of every kind for damaged files
         raise _unreadable(path, is_file=content is None, where=where, problem=problem) from problem
 
 
 def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where: str) -> None:
-    """Raise DataError for an image of more pixels than are decoded; `path`, `size` (width, height) and `where` name it."""
+    """Raise DataError for an image with too many pixels; `path`, `size` (width, height) and `where` describe the image."""
     width, height = size
     if width * height > max_pixels:
         raise DataError(
@@ -81,12 +81,12 @@ def check_image_size(path: str, *, size: tuple[int, int], max_pixels: int, where
 def read_image(
     path: str, *, size: tuple[int, int], image_input: ImageInput, where: str, content: bytes | None = None, tile: int = 0
 ) -> ItemPixels:
-    """Decode an image file into patches; of an animation or a file with several pages the first.
+    """Decode an image file into patches; of an animation or a file with several pages, the first image.
 
     `size` is the (width, height) that the lengths were computed from, `where` names the sample and its line in errors, `content`
-    is the image itself where it is no file, but only called `path`, `tile` says which of its tiles is meant.
-    Raises DataError when the file is missing, damaged, none of FORMATS, of another size (before it is decoded), or has pixels of
-    unknown range.
+    is the bytes of an image that is no file (`path` is then only its name), `tile` is the index of the wanted tile. Raises
+    DataError if the file is missing, damaged, none of FORMATS, of another size (before it is decoded), or has pixels of unknown
+    range.
     """
     try:
         with Image.open(path if content is None else BytesIO(content), formats=FORMATS) as image:

@@ -1,9 +1,9 @@
-"""Cuts a decoded image into patches at its native resolution, by Qwen2-VL's rule, or at one size for all.
+"""Cuts a decoded image into patches at its native resolution, by Qwen2-VL's rule, or at one size for all images.
 
 The size of the result follows from (width, height) alone, so token counts are known before any pixel is decoded. Pixels are
-resized bicubically and stay bytes: the stage that takes them normalises them (`model/inputs/pixels.py`), so that a quarter is
-kept and copied on the way there. A transparent image is laid on white; an animation contributes its first frame; an EXIF
-orientation is not applied.
+resized bicubically and stay bytes: the stage that takes them normalises them (`model/inputs/pixels.py`), which saves three
+quarters of the memory and copies on the way there. Transparent images are put on white; an animation contributes its first frame;
+an EXIF orientation is not applied.
 """
 
 import math
@@ -76,9 +76,10 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
 
 @lru_cache(maxsize=2**16)
 def tile_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int, int]:
-    """Return the (columns, rows) of tiles that an image is cut into: those whose shape is most like its own (InternVL's rule).
+    """Return the (columns, rows) of tiles that an image is cut into, those with the aspect ratio closest to its own (InternVL).
 
-    Of equal ones that with the fewest tiles, unless the image has more than half of the pixels of a later one. O(max_tiles^2).
+    Of equally close ones, the one with the fewest tiles, unless the image has more than half of the pixels of a later one.
+    O(max_tiles^2).
     """
     most, size = image_input.max_tiles, image_input.image_size
     if most == 1 or size is None:
@@ -93,7 +94,7 @@ def tile_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int,
 
 
 def num_tiles(*, width: int, height: int, image_input: ImageInput) -> int:
-    """Count the items that an image of this size becomes: its tiles, and the whole behind them where there are several."""
+    """Return the number of items that an image of this size becomes: its tiles and, if there are several, the whole image."""
     count = math.prod(tile_grid(width=width, height=height, image_input=image_input))
     return count + 1 if count > 1 else 1
 
@@ -101,7 +102,7 @@ def num_tiles(*, width: int, height: int, image_input: ImageInput) -> int:
 def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int = 0) -> ItemPixels:
     """Resize and cut one decoded image, as RGB if in_channels is 3 and grey if it is 1.
 
-    tile: which of the items that the image becomes (`num_tiles`). Raises DataError when its size breaks `smart_resize`'s rule.
+    tile: index among the items that the image becomes (`num_tiles`). Raises DataError if its size breaks `smart_resize`'s rule.
     """
     tiles = tile_grid(width=image.width, height=image.height, image_input=image_input)
     rows, columns = grid = image_grid(width=image.width, height=image.height, image_input=image_input)
@@ -126,7 +127,7 @@ def image_to_patches(image: Image.Image, *, image_input: ImageInput, tile: int =
 
 
 def _cut_tile(image: Image.Image, *, tiles: tuple[int, int], tile: int, size: tuple[int, int]) -> Image.Image:
-    """Scale an image to all of its tiles, and return one, row by row."""
+    """Scale an image to the size of all of its tiles together, and return one tile; tiles count row by row."""
     if tiles == (1, 1):
         return image
     scaled = image.resize((tiles[0] * size[0], tiles[1] * size[1]), Image.Resampling.BICUBIC)

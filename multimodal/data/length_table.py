@@ -1,4 +1,4 @@
-"""Lengths of samples: read from a table of a real data set, one row per sample, and written as one; or all alike."""
+"""Lengths of samples: read from or written to a table of a data set with one row per sample, or all alike."""
 
 import csv
 import gzip
@@ -29,12 +29,12 @@ _COLUMNS = ("image_sizes", "items", *_TEXT_COLUMNS, "audio_seconds")
 def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLengths, ...]:
     """Read a .csv, .csv.gz or .parquet file with any of image_sizes, text_tokens (or text_tokens_gpt2) and audio_seconds.
 
-    image_sizes: `WxH;WxH;...` in pixels, cut into patches as the image encoder would. Audio has as many tokens a second as its
-    encoder says (50 where it says nothing); `merge_factor` of them become one token of the LLM. An encoder with `audio` as its
-    input or in its name takes the audio, the first other one the images; what the model has no encoder for is left out.
-    answer_words / text_words, where given, is the share of text that counts in the loss, else all of it. A sample's id is its
-    row's number; it has at least one text token. In place of image_sizes and audio_seconds there may be items, and in place of
-    words target_tokens, as `write_length_table` writes them.
+    image_sizes: `WxH;WxH;...` in pixels, cut into patches as the image encoder would. Audio has as many tokens per second as its
+    encoder says (50 if it says nothing); `merge_factor` of them become one token of the LLM. An encoder with `audio` as its input
+    or in its name takes the audio, the first other one the images; items without an encoder in the model are left out.
+    answer_words / text_words, if given, is the share of text that counts in the loss, else all of it. A sample's id is its row's
+    number; it has at least one text token. Instead of image_sizes and audio_seconds there may be items, and instead of words
+    target_tokens, as `write_length_table` writes them.
 
     Raises DataError naming the file and row (in csv the line, too). Parquet needs pyarrow.
     """
@@ -64,7 +64,7 @@ def read_length_table(path: str | Path, *, graph: ModelGraph) -> tuple[SampleLen
 def write_length_table(path: str | Path, samples: Iterable[SampleLengths]) -> None:
     """Write lengths as a .csv or .csv.gz file, whatever they were read from; items as `UNIT:TOKENS:OUTPUT_TOKENS;...`.
 
-    Raises DataError where the file cannot be written.
+    Raises DataError if the file cannot be written.
     """
     path = Path(path)
     try:
@@ -79,13 +79,13 @@ def write_length_table(path: str | Path, samples: Iterable[SampleLengths]) -> No
 
 
 def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples: int) -> tuple[SampleLengths, ...]:
-    """Return samples that are all alike, as papers state them, with one item for each encoder and generator in `tokens`.
+    """Return samples that are all alike, as in papers, with one item for each encoder and generator in `tokens`.
 
-    tokens: unit -> tokens inside the unit. The backbone's are all tokens of its sequence, those that come from encoders
-    (`merge_factor` times fewer than inside the encoder, or as many as queries) included; the rest is text, and all text counts
-    in the loss.
+    tokens: unit -> tokens inside the unit. The backbone's are all tokens of its sequence, including those from encoders
+    (`merge_factor` times fewer than inside the encoder, or as many as queries); the rest is text, and all text counts in the
+    loss.
 
-    Raises DataError for a unit that the model lacks, or when the backbone's tokens cannot hold the encoders'.
+    Raises DataError for a unit that the model lacks, or if the backbone's tokens cannot hold the encoders'.
     """
     backbone = graph.backbone.name
     if unknown := [name for name in tokens if name not in graph.unit_names]:
@@ -109,7 +109,7 @@ def uniform_lengths(graph: ModelGraph, *, tokens: Mapping[str, int], num_samples
 
 
 def _num_outputs(encoder: Unit, num_tokens: int) -> int:
-    """Return the tokens that leave an encoder of so many inside it."""
+    """Return the tokens that leave an encoder for an item with this many tokens inside."""
     return encoder.queries.num_queries if encoder.queries is not None else max(1, num_tokens // encoder.merge_factor)
 
 
@@ -118,7 +118,7 @@ def _is_audio(unit: Unit) -> bool:
 
 
 _Rows = list[tuple[str, Mapping[str, Any]]]
-"""(where it is, column -> value)."""
+"""(place for messages, column -> value)."""
 
 
 def _read_rows(path: Path) -> _Rows:
@@ -165,13 +165,13 @@ def _read_parquet(path: Path) -> _Rows:
         raise DataError(f"{path}: reading parquet needs the package pyarrow; install it, or give the lengths as csv") from problem
     try:
         rows: list[dict[str, Any]] = parquet.read_table(path).to_pylist()
-    except Exception as problem:  # pyarrow's own errors are of every kind
+    except Exception as problem:  # pyarrow raises errors of every kind
         raise DataError(f"{path}: cannot be read as parquet ({problem}); replace the file") from problem
     return [(f"row {number}", row) for number, row in enumerate(rows, start=1)]
 
 
 def _items(row: Mapping[str, Any], graph: ModelGraph) -> Iterable[ItemLengths]:
-    """Return the items that are told by their tokens; those of units that the model lacks are left out."""
+    """Return the items that the table lists by their tokens; those of units that the model lacks are left out."""
     for text in filter(None, str(row.get("items") or "").split(";")):
         unit, *counts = text.split(":")
         if len(counts) != 2 or not all(count.isdecimal() and len(count) <= _MAX_DIGITS for count in counts):

@@ -1,4 +1,4 @@
-"""Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, files decoded on demand."""
+"""Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, decoded on demand."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,15 +20,15 @@ from multimodal.values.sample_lengths import SampleLengths
 
 
 class ManifestSource:
-    """A `SampleSource` over data on disk; the whole text is tokenised when its index is built, so that lengths are exact.
+    """A `SampleSource` over data on disk; all text is tokenised when its index is built, so that lengths are exact.
 
     Samples that the model cannot use are left out and counted in `skipped`; every fault of the manifest is a DataError.
     """
 
     skipped: Mapping[str, int]
-    """Reason for which samples were left out -> their number."""
+    """Reason for leaving samples out -> number of such samples."""
     num_cut: int
-    """Samples that were longer than seq_length and lost their end."""
+    """Number of samples that were longer than seq_length and were cut at the end."""
 
     def __init__(
         self,
@@ -45,19 +45,17 @@ class ManifestSource:
         decoder: ItemDecoder | None = None,
         indexing: SampleIndexing | None = None,
     ) -> None:
-        """Index `path`, data of one of the forms that `open_sample_files` knows; O(bytes of it), unless `cache` has the index.
+        """Index `path`, data in one of the forms that `open_sample_files` knows; O(its bytes), unless `cache` has the index.
 
-        graph: its encoders take images and sound, but its generator, if it has one, makes images that are the assistant's;
-        samples with something that no unit takes are left out.
-        seq_length, needs_items_first, allows_outside_paths, max_image_pixels: see `IndexOptions`.
-        chat: writes conversations by a model's template; None: in turns of Braid's own.
-        cache: keeps indices; None: the index is built, and not kept.
-        decoder: decodes items; None: this process does, when they are asked for.
-        indexing: tokenises texts and measures items, where there is no index yet; None: this process does.
+        graph: its encoders take images and sound; its generator, if it has one, makes the assistant's images; samples with items
+        that no unit takes are left out. seq_length, needs_items_first, allows_outside_paths, max_image_pixels: see
+        `IndexOptions`. chat: writes conversations by a model's template; None: in Braid's own format. cache: keeps indices; None:
+        the index is built, and not kept. decoder: decodes items; None: this process does, on request. indexing: tokenises texts
+        and measures items, if there is no index yet; None: this process does.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
-        too large or in a place where they may not be, and for images behind text where that is not allowed; ModelError for units
-        that cannot take or make image files.
+        too large or outside of the allowed folder, and for images behind text if that is not allowed; ModelError for units that
+        cannot take or make image files.
         """
         self._files = open_sample_files(path)
         self._graph = graph
@@ -91,11 +89,11 @@ class ManifestSource:
         return build_sample_text(self._samples.conversation(index), pad_id=self._tokenizer.special.pad)
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        """Decode one item; raises DataError when its file is damaged or not of the size that was indexed."""
+        """Decode one item; raises DataError if its file is damaged or not of the indexed size."""
         return self._decoder.read(self._wanted(index, item_index))
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
-        """Tell which items will be asked for next."""
+        """Announce the items that will be read next."""
         self._decoder.expect([self._wanted(*each) for each in items])
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
@@ -106,7 +104,7 @@ class ManifestSource:
         return WantedItem(self._samples.item(index, item_index), self._samples.where(index))
 
     def _facts(self, options: tuple[object, ...]) -> list[str]:
-        """Spell everything that the index depends on, beside the tokenizer."""
+        """List everything that the index depends on, beside the tokenizer."""
         units = [repr((unit.name, unit.role, unit.image, unit.audio)) for unit in self._graph.units]
         units += [repr((unit.name, unit.queries)) for unit in self._graph.units if unit.queries is not None]
         units += [repr(edge) for edge in self._graph.edges if self._graph.backbone.name not in edge]

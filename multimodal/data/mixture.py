@@ -1,4 +1,4 @@
-"""The data sets that `--data-path` names, with their weights, as Megatron writes them: `0.7 A 0.3 B`, or `A B`."""
+"""Reads the data sets and weights of `--data-path`, in Megatron's notation: `0.7 A 0.3 B`, or `A B`."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ class NamedData(NamedTuple):
 
     path: str
     weight: float | None = None
-    """Its share of every global batch, in any unit; None: by its number of training samples."""
+    """Its share of every global batch, in any unit; None: in proportion to its number of training samples."""
 
 
 def read_mixture(words: Sequence[str]) -> tuple[NamedData, ...]:
-    """Return the data sets of a mixture; raises ConfigError where numbers and paths do not alternate, or a path comes twice."""
+    """Return the data sets of a mixture; raises ConfigError if numbers and paths do not alternate, or a path is repeated."""
     numbers = [_number(word) for word in words]
     if all(number is None for number in numbers):
         found = tuple(map(NamedData, words))

@@ -1,4 +1,4 @@
-"""Packs atoms into microbatches: sequences of variable length laid end to end, without padding."""
+"""Packs atoms into microbatches: concatenated sequences of variable length, without padding."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import AudioInput, ItemInput
 
 CLASS_POSITION = -1
-"""Row and column of a class token, which has no place in its image."""
+"""Row and column of a class token, which has no position in its image."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +23,11 @@ class EncoderMicrobatch:
     """Items packed for an encoder, in the order of their atoms."""
 
     patches: torch.Tensor | None
-    """[num_tokens, patch_dim], of the items' type, merge-window order; None where only positions were asked for."""
+    """[num_tokens, patch_dim], of the items' type, merge-window order; None if only positions were requested."""
     positions: torch.Tensor
     """[num_tokens, 2], int64: (row, column) of each patch in its image; CLASS_POSITION twice for a class token, and one less for
-    each register behind it. [num_tokens, 4] with the rows and columns of the image, where learned positions are stretched to it.
-    Of sound [num_tokens, 3], as `audio_positions` says."""
+    each register behind it. [num_tokens, 4], with the image's numbers of rows and columns, if learned positions are interpolated.
+    For sound [num_tokens, 3], as returned by `audio_positions`."""
     cu_seqlens: torch.Tensor
     """[num_items + 1], int32: the start of each item among the patches, and the total."""
 
@@ -59,10 +59,10 @@ def pack_encoder_microbatch(
     item_input: ItemInput,
     with_pixels: bool,
 ) -> EncoderMicrobatch:
-    """Pack items for an encoder, decoding them only `with_pixels` (first stages need them, later ones positions alone).
+    """Pack items for an encoder, decoding them only `with_pixels` (first stages need pixels, later ones only positions).
 
-    atoms: at least one; index_of_sample: sample id -> index in `source`; item_input: what the encoder takes.
-    Raises DataError when an item cannot be decoded.
+    atoms: at least one; index_of_sample: sample id -> index in `source`; item_input: description of the encoder's items. Raises
+    DataError if an item cannot be decoded.
     """
     indices = [(index_of_sample[atom.sample_id], atom.item_index) for atom in atoms]
     positions = [_positions(source.item_grid(*index), item_input) for index in indices]
@@ -84,8 +84,8 @@ def pack_language_microbatch(
 ) -> LanguageMicrobatch:
     """Pack whole samples for the LLM.
 
-    atoms: none where a replica computes others' tokens alone; index_of_sample: sample id -> index in `source`; merge_sizes: of
-    images by their encoder, where tokens of images have rows and columns in the LLM; None: a token's place is its position.
+    atoms: none for a replica that only computes others' tokens; index_of_sample: sample id -> index in `source`; merge_sizes: of
+    each image encoder, if tokens of images have rows and columns in the LLM; None: a token's position is its index.
     """
     sample_ids = tuple(atom.sample_id for atom in atoms)
     texts = [source.text(index_of_sample[sample_id]) for sample_id in sample_ids]
@@ -112,12 +112,12 @@ def pack_language_microbatch(
 
 
 def _joined(parts: Iterable[npt.NDArray[Any]], *, shape: tuple[int, ...] = (0,), dtype: type = np.int64) -> npt.NDArray[Any]:
-    """Concatenate; shape, dtype: those of nothing."""
+    """Concatenate; shape, dtype: of an empty result."""
     return np.concatenate((np.empty(shape, dtype), *parts))
 
 
 def _positions(grid: tuple[int, int], item_input: ItemInput) -> npt.NDArray[np.int64]:
-    """Return the places of all tokens of an item."""
+    """Return the positions of all tokens of an item."""
     if isinstance(item_input, AudioInput):
         return audio_positions(grid, audio=item_input)
     places = patch_positions(grid, merge_size=item_input.merge_size)
@@ -127,9 +127,9 @@ def _positions(grid: tuple[int, int], item_input: ItemInput) -> npt.NDArray[np.i
 
 
 def _with_class(rows: npt.NDArray[Any], item_input: ItemInput, *, first: int = 0) -> npt.NDArray[Any]:
-    """Add rows of an item's class token and registers, behind patches where they are dropped later: outputs keep their places.
+    """Add rows for an item's class token and registers; behind the patches if dropped later, so that outputs keep places.
 
-    first: what the class token's row is filled with; those of registers, with one less each. 0: all with that.
+    first: the value that fills the class token's row; each register's is one less. 0: all are filled with 0.
     """
     if isinstance(item_input, AudioInput) or item_input.class_token is None:
         return rows
@@ -139,15 +139,15 @@ def _with_class(rows: npt.NDArray[Any], item_input: ItemInput, *, first: int = 0
 
 
 def _spatial_positions(source: SampleSource, index: int, *, merge_sizes: Mapping[str, int]) -> npt.NDArray[np.int64]:
-    """Return [num_tokens, 3] of a sample, by Qwen2-VL's rule (M-RoPE).
+    """Return [num_tokens, 3] for a sample, by Qwen2-VL's rule (M-RoPE).
 
-    Text and sound go on by one in all three. The tokens of an image share a time, and have rows and columns from there; text
-    behind it goes on after its longer side.
+    Text and sound advance by one on all three axes. The tokens of an image share a time, and have rows and columns from there on;
+    text behind it continues after its longer side.
     """
     text, units = source.text(index), [item.unit for item in source.lengths(index).items]
     parts, done, position = [], 0, 0
     for item, start, length in sorted(text.item_starts, key=lambda entry: entry[1]):
-        if length == 0 or units[item] not in merge_sizes:  # made by a generator; sound, which has a time alone
+        if length == 0 or units[item] not in merge_sizes:  # made by a generator, or sound, which only has a time
             continue
         merge_size = merge_sizes[units[item]]
         rows, columns = (side // merge_size for side in source.item_grid(index, item))
@@ -164,5 +164,5 @@ def _text_positions(first: int, count: int) -> npt.NDArray[np.int64]:
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """Return the start of each sequence when all are laid end to end, and the total; int32, as attention kernels expect."""
+    """Return the start of each sequence in the concatenation of all, and the total; int32, as attention kernels expect."""
     return np.concatenate(([0], np.cumsum(lengths))).astype(np.int32)

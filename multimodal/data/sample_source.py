@@ -1,4 +1,4 @@
-"""The interface of every data set: lengths without decoding, the text of a sample, the pixels or sound of one of its items."""
+"""The interface of every data set: lengths without decoding, the text of a sample, the pixels or sound of an item."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,9 +9,9 @@ import numpy.typing as npt
 from multimodal.values.sample_lengths import SampleLengths
 
 DEFAULT_MAX_PIXELS = 89_478_485
-"""The most pixels of an image file that are decoded by default; beyond, Pillow warns of decompression bombs (256 MiB as RGB)."""
+"""Default for the most pixels of an image file; beyond, Pillow warns of decompression bombs (256 MiB as RGB)."""
 PILLOW_MAX_PIXELS = 2 * DEFAULT_MAX_PIXELS
-"""Pillow opens nothing larger."""
+"""Pillow opens no larger images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class SampleText:
     """One sample as the LLM sees it."""
 
     token_ids: npt.NDArray[np.int64]
-    """[num_tokens]; the placeholder id stands wherever an item's output goes."""
+    """[num_tokens]; with the placeholder id at the positions of items' outputs."""
     labels: npt.NDArray[np.int64]
     """[num_tokens], already shifted: `labels[i]` is the token after `i` (the last one has none and holds the pad id)."""
     is_target: npt.NDArray[np.bool_]
@@ -27,33 +27,33 @@ class SampleText:
     item_starts: tuple[tuple[int, int, int], ...]
     """(item_index, start, num_output_tokens) of every item, `start` counting tokens from the sample's first.
 
-    An image that a generator makes has no output tokens; its start is the token whose hidden state the generator is given.
+    An image that a generator makes has no output tokens; its start is the token whose hidden state the generator receives.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ItemPixels:
-    """One image, cut into patches, or one clip of sound: the input of an encoder, or the image that a generator is to make."""
+    """One image, cut into patches, or one clip of sound: the input of an encoder, or the target of a generator."""
 
     patches: npt.NDArray[np.uint8] | npt.NDArray[np.float32]
-    """[num_patches, in_channels * num_frames * patch_size * patch_size]: bytes, or values that are normalised already.
+    """[num_patches, in_channels * num_frames * patch_size * patch_size]: bytes, or already normalised values.
 
-    In merge-window order: the merge_size x merge_size patches of one output token are adjacent (Qwen2-VL's order). Of a clip:
-    [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], in time.
+    In merge-window order: the merge_size x merge_size patches of one output token are adjacent (Qwen2-VL's order). For a clip:
+    [num_tokens, FRAMES_PER_TOKEN * num_mel_bins], in order of time.
     """
     grid: tuple[int, int]
     """(rows, columns) of patches; of a clip (frames, 1)."""
 
 
 class SampleSource(Protocol):
-    """A data set addressed by index; all of it but `item` is answered from memory."""
+    """A data set addressed by index; everything but `item` is in memory."""
 
     def __len__(self) -> int:
         """Count the samples."""
         ...
 
     def lengths(self, index: int) -> SampleLengths:
-        """Lengths of one sample from metadata only; `sample_id` is the index, and a caller re-labels it."""
+        """Return the lengths of one sample from metadata only; `sample_id` is the index, which callers replace."""
         ...
 
     def text(self, index: int) -> SampleText:
@@ -61,7 +61,7 @@ class SampleSource(Protocol):
         ...
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        """Decode one item of a sample; raises DataError when its file cannot be used."""
+        """Decode one item of a sample; raises DataError if its file cannot be used."""
         ...
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Sources that show the samples of others: some of them, those of several in turn, or all without their pixels."""
+"""Sources that view the samples of other sources: a subset, several sources in turn, or samples without pixels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from multimodal.values.units.item_passes import pass_items
 
 
 class SourceView(ABC):
-    """A `SampleSource` each of whose samples is one of another source, under an index of its own."""
+    """A `SampleSource` whose samples belong to other sources, under its own indices."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -47,7 +47,7 @@ class SourceView(ABC):
         return source.item_grid(position, item_index)
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
-        """Tell the sources which items will be asked for next."""
+        """Announce the items that will be read next to the sources."""
         of_source: dict[int, tuple[SampleSource, list[tuple[int, int]]]] = {}
         for index, item_index in items:
             source, position = self._at(index)
@@ -75,7 +75,7 @@ class SourceSubset(SourceView):
 class InterleavedSource(SourceView):
     """The samples of several sources in turn: sample `index` is sample `index // n` of source `index % n` of n.
 
-    As long as the shortest source allows.
+    Ends with the shortest source.
     """
 
     def __init__(self, sources: Sequence[SampleSource]) -> None:
@@ -111,10 +111,10 @@ class JoinedSources(SourceView):
 
 
 class PassedItems(SourceView):
-    """The same samples, with lengths of items in all the units that they pass through."""
+    """The same samples, with lengths of items in all units that they pass through."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
-        """`graph` says what encoders feed."""
+        """graph: its edges say which encoders feed others."""
         self._source, self._graph = source, graph
 
     def __len__(self) -> int:
@@ -131,10 +131,10 @@ class PassedItems(SourceView):
 
 
 class BlankImages(SourceView):
-    """The texts and lengths of a source with zeros (mid-grey) for pixels and with silence, to see whether a model uses them."""
+    """The texts and lengths of a source with zeros (mid-grey) for pixels and with silence, to test if a model uses its items."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
-        """`graph` says how many values a token of each encoder's items has."""
+        """graph: gives the number of values of a token in each encoder."""
         self._source = source
         self._inputs = {unit.name: unit.item_input for unit in graph.encoders if unit.item_input}
 
@@ -143,7 +143,7 @@ class BlankImages(SourceView):
         return len(self._source)
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        """An empty item of the same shape, without decoding it; an image that a generator is to make stays as it is."""
+        """Return an empty item of the same shape, without decoding it; an image that a generator makes stays as it is."""
         found = self._inputs.get(self._source.lengths(index).items[item_index].unit)
         if found is None:
             return self._source.item(index, item_index)
@@ -155,7 +155,7 @@ class BlankImages(SourceView):
         return ItemPixels(np.full((num_tokens, found.num_patch_values), value, dtype=np.float32), grid)
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
-        """Tell the source which items that are not empty will be asked for next."""
+        """Announce the items that are not empty and will be read next to the source."""
         expect_items(
             self._source, [each for each in items if self._source.lengths(each[0]).items[each[1]].unit not in self._inputs]
         )

@@ -17,10 +17,10 @@ class Splits(NamedTuple):
 
 
 def split_indices(num_samples: int, *, split: str, seed: int) -> Splits:
-    """Cut samples at random into parts of the sizes that `split` ("969,30,1": train, valid, test) asks for.
+    """Cut samples at random into parts of the sizes in `split` ("969,30,1": train, valid, test).
 
-    Training and validation get at least one sample each where their share is above 0; a missing share is 0. Deterministic in
-    the arguments. Raises ConfigError for a malformed split, DataError when a part with a share comes out empty.
+    Training and validation get at least one sample each if their share is above 0; a missing share is 0. Deterministic in the
+    arguments. Raises ConfigError for a malformed split, DataError if a part with a share is empty.
     """
     shares = _parse_split(split)
     bounds = np.rint(np.cumsum((0.0, *shares)) / sum(shares) * num_samples).astype(np.int64)

@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the special tokens that a conversation with images needs."""
+"""Text to token ids and back, with the special tokens of conversations with images."""
 
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Ids of the tokens that no text can contain."""
+    """Ids of the special tokens, which no text encodes to."""
 
     pad: int
     begin: int
@@ -28,7 +28,7 @@ class SpecialTokens:
     audio_start: int
     audio_end: int
     audio: int
-    """The three of sound: those of images in vocabularies that have none of their own."""
+    """The three tokens of sound: the tokens of images in vocabularies without separate ones."""
 
 
 class Tokenizer(Protocol):
@@ -43,11 +43,11 @@ class Tokenizer(Protocol):
 
     @property
     def num_own_tokens(self) -> int:
-        """The same, without the special tokens that had to be added."""
+        """One more than the largest id without added special tokens."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text; never a special one, whatever the text says."""
+        """Return the ids of a text; never special ones, whatever the text."""
         ...
 
     def decode(self, token_ids: Iterable[int]) -> str:
@@ -80,7 +80,7 @@ class ByteTokenizer:
 
 
 MISSING = -1
-"""The id of a special token that a vocabulary lacks, where none is added."""
+"""The id of a special token that the vocabulary lacks, if none is added."""
 _MAX_VOCABULARY = 2**24
 """Fifty times the largest vocabulary that models have."""
 _SPELLINGS: dict[str, tuple[str, ...]] = {
@@ -94,25 +94,25 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "vision_end": ("<|vision_end|>", "<|vision_eos|>"),
     "image": ("<|image_pad|>", "<|IMAGE|>", "<image>"),
 }
-"""Spellings under which known vocabularies hold a special token, the first being the one that is added to others."""
+"""Spellings of special tokens in known vocabularies; the first is the one that is added to others."""
 _AUDIO_SPELLINGS = {
     "audio_start": ("vision_start", ("<|audio_bos|>",)),
     "audio_end": ("vision_end", ("<|audio_eos|>",)),
     "audio": ("image", ("<|AUDIO|>", "<|audio_pad|>")),
 }
-"""Of the tokens around sound, and which of those of images are taken where a vocabulary has none of these."""
+"""Spellings of the tokens around sound, and the tokens of images that are used if a vocabulary has none of these."""
 
 
 class HuggingFaceTokenizer:
-    """A local tokenizer.json, read by the `tokenizers` package; special tokens it lacks are added behind its vocabulary."""
+    """A local tokenizer.json, read by the `tokenizers` package; missing special tokens are added behind its vocabulary."""
 
     def __init__(self, path: str | Path, *, adds_tokens: bool = True) -> None:
-        """Load `path`, a tokenizer.json or the folder that holds one; raises ConfigError when that is impossible.
+        """Load `path`, a tokenizer.json or the folder that contains one; raises ConfigError if that is impossible.
 
-        adds_tokens: False where a chat template writes the special tokens: none is added, and those that lack are MISSING.
+        adds_tokens: False if a chat template writes the special tokens: none is added, and missing ones are MISSING.
         """
         self._file, self._tokenizer = _load(Path(path))
-        self._tokenizer.no_truncation()  # the file may ask for both; lengths are the data set's business
+        self._tokenizer.no_truncation()  # the file may enable both; the data set decides on lengths
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self._num_own_tokens = max(vocabulary.values(), default=-1) + 1
@@ -142,7 +142,7 @@ class HuggingFaceTokenizer:
 
     @property
     def num_own_tokens(self) -> int:
-        """One more than the largest id of the file."""
+        """One more than the largest id in the file."""
         return self._num_own_tokens
 
     def encode(self, text: str) -> list[int]:
@@ -162,17 +162,17 @@ class HuggingFaceTokenizer:
 
     @property
     def special_spellings(self) -> dict[str, int]:
-        """The special tokens of the file, and their ids."""
+        """The spellings of the file's special tokens, with their ids."""
         added = self._tokenizer.get_added_tokens_decoder()
         return {token.content: token_id for token_id, token in added.items() if token.special}
 
     def id_of(self, token: str) -> int:
-        """Return the id of a token; MISSING where the vocabulary lacks it."""
+        """Return the id of a token; MISSING if the vocabulary lacks it."""
         found = self._tokenizer.token_to_id(token)
         return MISSING if found is None else int(found)
 
     def encode_rendered(self, text: str, *, adds_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the ids of a text in which special tokens are spelled out, and where in the text each (starts, ends).
+        """Return the ids of a text with spelled special tokens, and the position (start, end) of each in the text.
 
         adds_special_tokens: as the file's post-processor adds them at the beginning and the end.
         """

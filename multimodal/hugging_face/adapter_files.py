@@ -1,7 +1,7 @@
-"""Adapters as Hugging Face's PEFT saves them: what a folder adds to which linear layers of a model, without reading its numbers.
+"""Adapters in the format of Hugging Face's PEFT: the linear layers that a folder adapts, without reading its numbers.
 
-Matrices here are several of theirs (queries, keys and values), whose adapters each have an A of their own. Where these are equal,
-as Braid writes them, they are the A here; else they are laid one below the other, so that the rank is their sum.
+One matrix here may be several of theirs (queries, keys and values), whose adapters each have their own A. If these are equal, as
+Braid writes them, they are the A here; otherwise they are stacked by rows, so that the rank is their sum.
 """
 
 import json
@@ -21,7 +21,7 @@ from multimodal.values.model_graph import ModelGraph
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Of all names in the file."""
+"""Prefix of all names in the file."""
 DOWN_ENDING, UP_ENDING = ".lora_A.weight", ".lora_B.weight"
 _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -35,18 +35,18 @@ _LARGEST_HEADER = 2**27
 
 
 class PeftModule(NamedTuple):
-    """The adapter of one of their linear layers."""
+    """The adapter of one of Hugging Face's linear layers."""
 
     key: str
     """Its name in the family's table of names."""
     name: str
-    """In the file, without what all names begin with."""
+    """Its name in the file, without the prefix."""
     rank: int
     scale: float
 
 
 class OwnModule(NamedTuple):
-    """A linear layer here."""
+    """A linear layer in Braid."""
 
     unit: str
     layer: int
@@ -62,21 +62,21 @@ class OwnModule(NamedTuple):
 
 @dataclass(frozen=True)
 class PeftAdapter:
-    """A folder's adapters, for a model here."""
+    """A folder's adapters, for a model in Braid."""
 
     folder: Path
     rank: int
-    """That all adapters here have: the largest that one needs."""
+    """The rank of all adapters here: the largest that one of them needs."""
     scale: float
     targets: tuple[str, ...]
     modules: Mapping[OwnModule, tuple[PeftModule, ...]]
-    """Their parts of each, in the order in which they are stacked."""
+    """The PEFT adapters that make up each linear layer's, in the order in which they are stacked."""
     shares_down: Mapping[OwnModule, bool]
-    """True where all parts have the same A."""
+    """True if all parts have the same A."""
     others: tuple[str, ...]
-    """Names in the file of tensors that are no adapter's, such as a projector's."""
+    """Names in the file of tensors of no adapter, such as a projector's."""
     graph: ModelGraph
-    """The units that the folder is of."""
+    """The graph of the units that the folder describes."""
     architecture: Architecture
 
     @property
@@ -85,11 +85,11 @@ class PeftAdapter:
         return self.scale * self.rank
 
     def names(self, unit: str) -> UnitNames:
-        """Return the names that a unit's weights have."""
+        """Return the names of a unit's weights."""
         return self.architecture.names_of(self.graph)[self.graph.unit_names.index(unit)]
 
     def columns(self, own: OwnModule) -> Iterator[tuple[PeftModule, int]]:
-        """Yield the parts of a linear layer, and the first of the rows of A here that are theirs."""
+        """Yield the parts of a linear layer's adapter, each with its first row of A here."""
         start = 0
         for part in self.modules.get(own, ()):
             yield part, start
@@ -97,10 +97,10 @@ class PeftAdapter:
 
 
 def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path | None) -> PeftAdapter:
-    """Return what a folder adds to a model; base: the folder that the model's weights are from, if they are from one.
+    """Return a folder's adapters for a model; base: the folder of the model's weights, if they come from one.
 
-    Of a model that is composed of several folders: of the adapters of its LLM, where --save-adapter writes them. Raises
-    ConfigError for what is no such folder, or is computed otherwise, and for adapters of layers that the model does not have.
+    For a model that is composed of several folders: the adapters of its LLM, in the folder where --save-adapter writes them.
+    Raises ConfigError for other folders, for unsupported options, and for adapters of layers that the model does not have.
     """
     folder, graph, architecture = _adapted_part(Path(folder), graph, base)
     config = _read_config(folder)
@@ -132,7 +132,7 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
 
 
 def _adapted_part(folder: Path, graph: ModelGraph, base: str | Path | None) -> tuple[Path, ModelGraph, Architecture]:
-    """Return the folder, model and family that adapters are of."""
+    """Return the folder, graph and family of the adapted model."""
     weights = graph.backbone.weights
     if weights is not None:
         inner = folder / graph.backbone.name
@@ -162,19 +162,19 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
 
 
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return what B A is multiplied by; patterns are of the end of a module's name."""
+    """Return the factor of B A; patterns match the end of a module's name."""
     patterns = config.get("alpha_pattern") or {}
     alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), config["lora_alpha"])
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def all_spellings(architecture: Architecture) -> Iterable[Spelling]:
-    """Return the ways in which versions of transformers may call a family's modules."""
+    """Return the spellings of a family's modules in different versions of transformers."""
     return dict.fromkeys((architecture.module_spelling, (), *architecture.spellings))
 
 
 def _own_modules(graph: ModelGraph, architecture: Architecture) -> Iterator[tuple[str, tuple[OwnModule, int, str]]]:
-    """Yield their names of linear layers, in every spelling, with ours, the place among those that make it up, and the key."""
+    """Yield their names of linear layers, in every spelling, with our layer, the index among its parts, and the key."""
     for unit, names in zip(graph.units, architecture.names_of(graph), strict=True):
         for index, kind in enumerate(unit.layers):
             is_end = index in (0, len(unit.layers) - 1)
@@ -194,7 +194,7 @@ class _Stored(NamedTuple):
 
 
 def _read_header(path: Path) -> Mapping[str, _Stored]:
-    """Return the matrices of a safetensors file, and where their bytes are."""
+    """Return the matrices of a safetensors file, and the positions of their bytes."""
     try:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
@@ -210,7 +210,7 @@ def _read_header(path: Path) -> Mapping[str, _Stored]:
 
 
 def _are_equal(folder: Path, tensors: Mapping[str, _Stored], parts: Sequence[PeftModule]) -> bool:
-    """Return whether all parts have the same A and scale."""
+    """Return True if all parts have the same A and scale."""
     stored = [tensors[f"{PREFIX}{part.name}{DOWN_ENDING}"] for part in parts]
     if len({(each.shape, part.scale) for each, part in zip(stored, parts, strict=True)}) > 1:
         return False

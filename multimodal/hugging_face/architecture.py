@@ -1,4 +1,4 @@
-"""A family of Hugging Face's models: what its config.json says, as a model graph and back, and how its weights are called."""
+"""A family of Hugging Face's models: the model graph of its config.json and back, and the names of its weights."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -13,12 +13,12 @@ Config = Mapping[str, Any]
 
 
 class Key(NamedTuple):
-    """One number or word that a config.json and a unit both have."""
+    """One number or word that config.json and a unit have in common."""
 
     theirs: str
     ours: str
     default: Any = None
-    """The value where config.json lacks the key; None: Braid's own default."""
+    """The value if config.json lacks the key; None: Braid's own default."""
 
 
 VIT_KEYS = (
@@ -29,7 +29,7 @@ VIT_KEYS = (
     Key("layer_norm_eps", "layernorm_epsilon"),
     Key("initializer_range", "init_method_std"),
 )
-"""The shape of a ViT with learned positions, in its vision_config and here."""
+"""The shape of a ViT with learned positions: keys in vision_config, and fields here."""
 
 
 @dataclass(frozen=True)
@@ -40,30 +40,30 @@ class Architecture:
     """Its name in `architectures` of config.json."""
     model_type: str
     to_graph: Callable[[Config], dict[str, Any]]
-    """From a config.json to the plain form of a model graph; raises ModelError for what cannot be computed here."""
+    """From a config.json to the plain form of a model graph; raises ModelError for unsupported values."""
     to_config: Callable[[ModelGraph], dict[str, Any]] | None
-    """From a model graph of the right roles to a config.json; which graphs it describes shows on the way back. None for models
-    that are written like another folder only, with parts that are not trained here."""
+    """From a model graph with the right roles to a config.json; reading that back shows if the family describes the graph. None
+    for models that are only written like an existing folder, with parts that are not trained here."""
     names: tuple[UnitNames | Callable[[Unit], UnitNames], ...]
-    """Of every unit, in the order of the model graph; a function where they follow from the unit."""
+    """Names of every unit's weights, in the order of the model graph; a function if they depend on the unit."""
     is_unused: Callable[[str, ModelGraph], bool] = lambda key, graph: key.endswith("rotary_emb.inv_freq")
-    """True for tensors that no parameter here is made of, and which are copied: older versions saved some that follow from the
+    """True for tensors that are part of no parameter here, and are copied: older versions saved some that follow from
     config.json."""
     spellings: tuple[Spelling, ...] = ((),)
-    """Ways in which the names are spelled: each replaces beginnings of names by others, the first being (none)."""
+    """Spellings of the names: each replaces prefixes of names by others; the first one replaces none."""
     written_spelling: Spelling = ()
-    """The one of what is written without a folder to follow: that of transformers."""
+    """The spelling that is written without a folder to follow: that of transformers."""
     module_spelling: Spelling = ()
-    """The one of modules inside transformers."""
+    """The spelling of modules inside transformers."""
     names_modules: Callable[[Unit], bool] = lambda unit: True
-    """False for units whose modules have other names than their weights in files, whatever the spelling."""
+    """False for units whose modules and weights have different names in every spelling."""
     tied_copies: tuple[tuple[str, str], ...] = (("lm_head.weight", "model.embed_tokens.weight"),)
-    """Tensors that some files have beside those that they are copies of, where word embeddings are tied."""
+    """Tensors that some files contain in addition to those that they duplicate, if word embeddings are tied."""
     to_processor: Callable[[ModelGraph], dict[str, Any]] = lambda graph: {}
     """From a model graph to a preprocessor_config.json; empty where there is none."""
     shapes: Callable[[ModelGraph], Mapping[str, tuple[int, ...]]] = lambda graph: {}
-    """Shapes of the tensors that are neither vectors nor matrices, and of those that transformers has and computes nothing with:
-    these are zero where there is no folder to copy them from."""
+    """Shapes of the tensors that are neither vectors nor matrices, and of those that transformers has but does not use: these are
+    zero if there is no folder to copy them from."""
     placeholders: Mapping[str, str] = field(default_factory=dict)
     """Tokens that stand for images and sound, and some around them: the tokenizer's name -> the key of config.json."""
 
@@ -80,17 +80,17 @@ class Architecture:
 
 @dataclass(frozen=True)
 class Encoder:
-    """One family of encoders that an LLM of another folder may be composed with, and of what it has beside."""
+    """One family of encoders that can be composed with an LLM of another folder, and the other tensors of its folders."""
 
     name: str
     """Its name in `architectures` of config.json."""
     to_unit: Callable[[Config], dict[str, Any]]
-    """From a config.json to the plain form of an encoder; raises ModelError for what cannot be computed here."""
+    """From a config.json to the plain form of an encoder; raises ModelError for unsupported values."""
     names: UnitNames
     is_unused: Callable[[str, Unit], bool]
-    """True for tensors that are no part of the encoder, and are copied."""
+    """True for tensors that are not part of the encoder, and are copied."""
     spellings: tuple[Spelling, ...] = ((),)
-    """Ways in which the names are spelled, as above."""
+    """Spellings of the names, as above."""
 
 
 def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def read_keys(keys: tuple[Key, ...], config: Config) -> dict[str, Any]:
 
 
 def write_keys(keys: tuple[Key, ...], unit: Unit) -> dict[str, Any]:
-    """Return what a config.json has of a unit's own fields and of those of its shape and its items."""
+    """Return the entries of config.json for a unit's own fields and those of its shape and its items."""
     fields = {**asdict(unit.transformer), "vocab_size": unit.vocab_size}
     fields |= {"num_query_groups": unit.transformer.query_groups, "kv_channels": unit.transformer.head_channels}
     fields |= asdict(unit.item_input) if unit.item_input is not None else {}
@@ -108,12 +108,12 @@ def write_keys(keys: tuple[Key, ...], unit: Unit) -> dict[str, Any]:
 
 
 def with_defaults(given: Config, defaults: Config) -> dict[str, Any]:
-    """Return what a part of config.json says, with transformers' values for keys that it lacks or leaves null."""
+    """Return a part of config.json, with transformers' values for keys that are missing or null."""
     return {**defaults, **{key: value for key, value in given.items() if value is not None}}
 
 
 def require(config: Config, allowed: Mapping[str, tuple[Any, ...]], *, where: str = "") -> None:
-    """Raise ModelError where a config.json has a value that is not computed here; a key that it lacks is right."""
+    """Raise ModelError if a config.json has an unsupported value; a missing key is accepted."""
     for key, values in allowed.items():
         if key in config and config[key] not in values:
             raise ModelError(

@@ -1,7 +1,7 @@
-"""Composes a multimodal model of unimodal ones: an LLM and encoders from folders of Hugging Face, with new projectors.
+"""Composes a multimodal model from unimodal ones: an LLM and encoders from Hugging Face folders, with new projectors.
 
-Cornstarch, section 5.1: modules stay as they are, and what they need of each other is said between them. The result is a model
-file, which pretrain_mllm.py and all tools read.
+Cornstarch, section 5.1: modules stay unchanged; adaptations go between them. The result is a model file for pretrain_mllm.py and
+all tools.
 """
 
 import math
@@ -17,19 +17,19 @@ from multimodal.values.file_form import read_mapping, write_mapping
 from multimodal.values.model_graph import ModelGraph, Role
 
 CALLBACKS = ("before_encoder", "after_encoder", "after_projector")
-"""Places between modules where a function of the user's runs, in the order of a forward."""
+"""Places between modules where a user's function runs, in the order of a forward."""
 
 
 class _Projector(NamedTuple):
     norm: str
     has_llm_width: bool
-    """True if its inner width is the LLM's, False if it is that of the patches that are merged."""
+    """True if its inner width is the LLM's, False if it is that of the merged patches."""
 
 
 PROJECTORS: Mapping[str, _Projector] = {"mlp": _Projector("none", True), "merger": _Projector("patches", False)}
 """Two products with a GELU between them (LLaVA), or the same behind a norm (Qwen2-VL)."""
 _TOWERS = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel", "chinese_clip": "ChineseCLIPVisionModel"}
-"""Classes of the part of a model that sees, by the model_type of a model that reads, too."""
+"""Model type of a vision-language model -> class of its vision part."""
 _OF_PROJECTOR = ".projector"
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "encoder_layers"),
@@ -37,11 +37,11 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "num_attention_heads": ("num_attention_heads", "encoder_attention_heads"),
     "ffn_hidden_size": ("intermediate_size", "encoder_ffn_dim"),
 }
-"""The shape of a unit, by the names that a config.json may have for it."""
+"""Fields of a unit's shape, with the keys that a config.json may have for each."""
 _MOST_TOKENS = 6000
-"""Tokens of the longest clip of a module that takes any: two minutes."""
+"""Tokens of the longest clip for a module without a limit: two minutes."""
 _PARTS = {"whisper": "encoder"}
-"""The part of a model that hears, by its model_type."""
+"""Model type -> the part of the model that encodes sound."""
 
 
 def compose(
@@ -56,15 +56,15 @@ def compose(
     callbacks: Mapping[str, Mapping[str, str]] | None = None,
     output: str | Path = "model.yaml",
 ) -> ModelGraph:
-    """Write a model file of an LLM behind encoders, and return its graph. Weights stay in their folders, which runs read.
+    """Write a model file of an LLM behind encoders, and return its graph. Weights stay in their folders; runs read them there.
 
-    llm: the folder of a text model that can be trained here; encoders: a unit's name -> the folder of a CLIP, SigLIP, DINOv2 or
-    Whisper, whose layers become Braid's, or of another encoder of images of one size or of sound, which is taken as it is;
-    projector: one of `PROJECTORS`; merge_size: merge_size x merge_size patches become one token, and so many neighbours of sound;
-    feature_layer: the layer whose output is taken, where layers are Braid's and see images: -1 for what the encoder gives, -2 for
-    the one before the last (LLaVA); both of all encoders, or by unit; freeze: units whose module is not trained, or
-    `<unit>.projector`; as_modules: units that are taken as they are nevertheless, as are those with callbacks; callbacks: unit ->
-    one of `CALLBACKS` -> the function, as `package.module:function`. Raises ModelError where the parts do not fit.
+    llm: the folder of a supported text model; encoders: a unit's name -> the folder of a CLIP, SigLIP, DINOv2 or Whisper, whose
+    layers become Braid's, or of another encoder of images of one size or of sound, which is used as a module; projector: one of
+    `PROJECTORS`; merge_size: merge_size x merge_size patches become one token, or that many neighbours of sound; feature_layer:
+    the layer whose output is used, for image encoders with Braid's layers: -1 for the encoder's output, -2 for the layer before
+    the last (LLaVA); both for all encoders, or by unit; freeze: units whose module is not trained, or `<unit>.projector`;
+    as_modules: further units that are used as modules, as are those with callbacks; callbacks: unit -> one of `CALLBACKS` -> the
+    function, as `package.module:function`. Raises ModelError if the parts do not fit.
     """
     if projector not in PROJECTORS:
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
@@ -100,7 +100,7 @@ class _Shared(NamedTuple):
     projector: str
     language: ModelGraph
     modules: frozenset[str]
-    """Units that are taken as they are."""
+    """Units that are used as modules."""
 
 
 def _by_unit(value: int | Mapping[str, int], names: Iterable[str], *, default: int) -> dict[str, int]:
@@ -139,7 +139,7 @@ def _with_merging(unit: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
 
 
 def _of_layer(unit: Mapping[str, Any], layer: int) -> dict[str, Any]:
-    """Return an encoder that ends with one of its layers, whose output goes through no norm."""
+    """Return an encoder that ends with one of its layers, whose output passes no norm."""
     num_layers = unit["num_layers"] + 1 + layer
     if "image" not in unit or "module" in unit or not 1 <= num_layers < unit["num_layers"]:
         raise ModelError(
@@ -150,7 +150,7 @@ def _of_layer(unit: Mapping[str, Any], layer: int) -> dict[str, Any]:
 
 
 def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: str) -> dict[str, Any]:
-    """Return an encoder of images or sound that is taken as it is."""
+    """Return an encoder of images or sound that is used as a module."""
     config = whole.get("vision_config", whole)
     item = _item(config, merge_size)
     shape = {ours: next((config[key] for key in keys if key in config), None) for ours, keys in _NAMES.items()}
@@ -187,7 +187,7 @@ def _module(whole: Mapping[str, Any], folder: Path, *, merge_size: int, where: s
 
 
 def _item(config: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
-    """Return what an encoder takes: samples where convolutions make tokens of them, a spectrogram, or else images."""
+    """Return the description of an encoder's items: samples if convolutions make tokens of them, a spectrogram, or images."""
     widths, steps, channels = (_whole_numbers(config, key) for key in ("conv_kernel", "conv_stride", "conv_dim"))
     if widths and steps and channels:
         waveform = {"widths": widths, "steps": steps, "channels": max(channels), "is_normalised": True}
@@ -202,7 +202,7 @@ def _item(config: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
 
 
 def _whole_numbers(config: Mapping[str, Any], key: str) -> list[int]:
-    """Return a list of integers; an empty one where config.json has something else."""
+    """Return a list of integers; an empty one if config.json has another value."""
     value = config.get(key)
     return value if isinstance(value, list) and all(isinstance(each, int) for each in value) else []
 

@@ -1,4 +1,4 @@
-"""DINOv2 as a vision tower: the names of its weights, and what its config.json says of the MLP."""
+"""DINOv2 as a vision tower: the names of its weights, and the MLP of its config.json."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from multimodal.values.model_graph import Unit
 
 
 def _mlp_or_swiglu(ours: str) -> Weight:
-    """Return the names of a matrix of an MLP that may have a gate: gate and up are one tensor there, too."""
+    """Return the names of a matrix of an MLP that may have a gate; gate and up are one tensor in the file, too."""
     theirs = {"mlp.linear_fc1": ("mlp.fc1", "mlp.weights_in"), "mlp.linear_fc2": ("mlp.fc2", "mlp.weights_out")}[ours]
     return Weight(ours, theirs, lambda unit, keys, count: iter([Rows(keys[unit.transformer.is_gated], 0, 0, count)]))
 
@@ -58,7 +58,7 @@ DINOV2_COMPUTED: Mapping[str, tuple[Any, ...]] = {
 
 
 def _dinov2_width(hidden_size: int, mlp_ratio: float, *, is_gated: bool) -> int:
-    """Return the inner width of DINOv2's MLP; with a gate it has two thirds, a multiple of 8."""
+    """Return the inner width of DINOv2's MLP; with a gate it is two thirds of that, rounded to a multiple of 8."""
     width = int(hidden_size * mlp_ratio)
     return (int(width * 2 / 3) + 7) // 8 * 8 if is_gated else width
 
@@ -74,7 +74,7 @@ def read_dinov2_ffn(config: Config) -> dict[str, Any]:
 
 
 def write_dinov2_ffn(unit: Unit) -> dict[str, Any]:
-    """Return what config.json has of it, and of registers; whether it says as much shows on the way back."""
+    """Return config.json's entries for the MLP and registers; reading them back shows if they describe the unit."""
     shape = unit.transformer
     is_gated = shape.is_gated
     widths = {_dinov2_width(shape.hidden_size, ratio, is_gated=is_gated): ratio for ratio in range(16, 0, -1)}

@@ -1,4 +1,4 @@
-"""InternVL3: an InternViT of 300 million parameters, four patches of which become one token, before a Qwen2, Qwen3 or Llama."""
+"""InternVL3: an InternViT of 300 million parameters, which merges four patches into a token, and a Qwen2, Qwen3 or Llama."""
 
 from functools import partial
 from typing import Any
@@ -71,7 +71,7 @@ VISION = UnitNames(
 
 
 def read_internvl(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    """Return the plain form of the model graph; raises ModelError for unsupported values."""
     require(config, _COMPUTED_OUTSIDE)
     text = {"model_type": "qwen2", **(config.get("text_config") or {})}
     if config.get("tie_word_embeddings") is not None:
@@ -134,7 +134,7 @@ def write_internvl(graph: ModelGraph) -> dict[str, Any]:
 
 
 def internvl_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return those of patches, class token and positions."""
+    """Return the shapes of patch embedding, class token and positions."""
     (vision,) = graph.encoders
     assert vision.image is not None
     size, place = vision.transformer.hidden_size, "vision_tower.embeddings."

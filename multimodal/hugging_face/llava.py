@@ -41,7 +41,7 @@ SPELLINGS = (
 
 
 def read_llava(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    """Return the plain form of the model graph; raises ModelError for unsupported values."""
     require(config, _COMPUTED)
     text = {"model_type": "llama", **(config.get("text_config") or {})}
     if config.get("tie_word_embeddings") is not None:
@@ -75,7 +75,7 @@ def _num_layers_used(config: Config, tower: Tower, num_layers: int) -> int:
 
 
 def _class_token(config: Config, tower: Tower) -> str | None:
-    """Return what becomes of it: "default" would leave registers among the patches, so these are kept with it or not at all."""
+    """Return `Image.class_token`: "default" would leave registers among the patches, so they are kept with it or not at all."""
     strategy = config.get("vision_feature_select_strategy", "default")
     keeps_all = not tower.has_class_token or "num_register_tokens" in tower.defaults
     allowed = ("full",) if keeps_all else ("default", "full")
@@ -84,7 +84,7 @@ def _class_token(config: Config, tower: Tower) -> str | None:
 
 
 def write_llava(graph: ModelGraph) -> dict[str, Any]:
-    """Return a config.json of towers all of whose layers are used, but for a last one that has a norm behind it."""
+    """Return a config.json for towers all of whose layers are used, without the last one if a norm follows it."""
     (vision,), image = graph.encoders, graph.encoders[0].image
     assert image is not None
     tower = tower_of(vision)
@@ -107,7 +107,7 @@ def write_llava(graph: ModelGraph) -> dict[str, Any]:
 
 
 def llava_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return those of what embeds patches, and of what transformers has beside, such as what follows the last layer used."""
+    """Return the shapes of the patch embedding and of unused tensors, such as those behind the last used layer."""
     vision, tower = graph.encoders[0], tower_of(graph.encoders[0])
     size, inner = vision.transformer.hidden_size, vision.transformer.ffn_hidden_size
     if tower.is_scaled:
@@ -138,7 +138,7 @@ def _dinov2_shapes(vision: Unit) -> dict[str, tuple[int, ...]]:
 
 
 def patch_shape(vision: Unit) -> tuple[int, ...]:
-    """Return the shape of what embeds patches: of pixels, or of pixels in frames."""
+    """Return the shape of the patch embedding: over pixels, or over pixels in frames."""
     image = vision.image
     assert image is not None
     frames = (image.num_frames,) if image.num_frames > 1 else ()
@@ -146,7 +146,7 @@ def patch_shape(vision: Unit) -> tuple[int, ...]:
 
 
 def is_unused(key: str, graph: ModelGraph) -> bool:
-    """True for layers behind the one whose output is taken, and for what follows the last one."""
+    """True for layers behind the one whose output is used, and for tensors behind the last layer."""
     _, _, inside = key.partition(_TOWER)
     return key.endswith("rotary_emb.inv_freq") or is_unused_in_tower(inside, graph.encoders[0])
 

@@ -1,4 +1,4 @@
-"""The image processor and the feature extractor of a Hugging Face folder: how pixels and sound are treated."""
+"""The image processor and the feature extractor of a Hugging Face folder: the processing of pixels and sound."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,26 +36,26 @@ class Processors(NamedTuple):
 
 
 def read_processors(folder: str | Path) -> Processors:
-    """Return what a folder says of its image processor and its feature extractor, in one file or in two."""
+    """Return the image processor and the feature extractor of a folder, from one file or two."""
     files = [read_mapping(path, error=ModelError) for name in _NAMES if (path := Path(folder) / name).is_file()]
     return processors_of(*files)
 
 
 def processors_of(*files: Mapping[str, Any]) -> Processors:
-    """Return what the contents of such files say."""
+    """Return the processors that these files' contents describe."""
     return Processors(_find(files, "image_processor", "image_mean"), _find(files, "feature_extractor", "feature_size"))
 
 
 def _find(files: Sequence[Mapping[str, Any]], name: str, key: str) -> Mapping[str, Any] | None:
-    """Return the first description with a key, which stands by itself or under a name."""
+    """Return the first description with this key, at the top level or under a name."""
     inner = (found.get(name, found) for found in files)
     return next((each for each in inner if isinstance(each, Mapping) and key in each), None)
 
 
 def with_processors(plain: dict[str, Any], processors: Processors) -> dict[str, Any]:
-    """Return the plain form of a model graph in which images and sound are treated as processors do.
+    """Return the plain form of a model graph with the processing of images and sound that processors describe.
 
-    Raises ModelError for processors that do something else, such as padding images.
+    Raises ModelError for unsupported processing, such as padding of images.
     """
 
     def treated(unit: dict[str, Any]) -> dict[str, Any]:
@@ -84,9 +84,9 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[
 
 
 def _one_size(unit: Mapping[str, Any], processor: Mapping[str, Any], *, side: Any) -> dict[str, Any]:
-    """Return how images get the one size that they have; side: what the processor scales the shorter one to, or both.
+    """Return the fields for images of one size; side: to which the processor scales the shorter side, or both.
 
-    Raises ModelError where that is not the encoder's, and its positions are not stretched to others.
+    Raises ModelError if the size is not the encoder's, and its positions are not interpolated.
     """
     image, is_cut = unit["image"], bool(processor.get("do_center_crop"))
     crop = processor.get("crop_size") if is_cut else None
@@ -106,9 +106,9 @@ def _one_size(unit: Mapping[str, Any], processor: Mapping[str, Any], *, side: An
 
 
 def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[str, Any]:
-    """Return a preprocessor_config.json that treats the images of a graph's encoder as it does; empty for sound.
+    """Return a preprocessor_config.json with the processing of images in a graph's encoder; empty for sound.
 
-    kind: the class of transformers; None: that of CLIP where images are cut, else that of SigLIP.
+    kind: the class of transformers; None: that of CLIP if images are cropped, else that of SigLIP.
     """
     image = next((unit.image for unit in graph.encoders if unit.image is not None), None)
     if image is None:
@@ -132,7 +132,7 @@ def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[st
 
 
 def write_feature_extractor(graph: ModelGraph) -> dict[str, Any]:
-    """Return the same of a graph with sound."""
+    """Return a preprocessor_config.json for a graph with sound."""
     audio = next(unit.audio for unit in graph.encoders if unit.audio is not None)
     written = {key: values[0] for key, values in FEATURES.items() if key != "do_normalize"} | {"feature_size": audio.num_mel_bins}
     seconds = audio.max_tokens // 50

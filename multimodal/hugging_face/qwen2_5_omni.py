@@ -1,4 +1,4 @@
-"""Qwen2.5-Omni's thinker: Qwen2.5-VL with Whisper's encoder in chunks of 2 s; alone, or in a folder with what makes speech."""
+"""Qwen2.5-Omni's thinker: Qwen2.5-VL with Whisper's encoder in chunks of 2 s; alone, or in a folder with the talker."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ _TEXT_DEFAULTS = {
 }
 _CHUNK_TOKENS = 100
 _MAX_TOKENS = 15000
-"""Of 5 minutes, as the published feature extractor has it."""
+"""Tokens of 5 minutes, as in the published feature extractor."""
 _PARTS = ("audio_tower.", "visual.", "model.", "lm_head.")
 _INSIDE = (
     ("audio_tower.", "model.audio_tower."),
@@ -37,7 +37,7 @@ _INSIDE = (
     ("model.", "model.language_model."),
 )
 SPELLINGS = ((), tuple((part, f"thinker.{part}") for part in _PARTS), _INSIDE)
-"""The thinker alone, and in a whole model; what transformers calls it inside."""
+"""The thinker alone, and in a whole model; then the spelling of its modules."""
 
 _TOKENS = {
     "image": "image_token_index",
@@ -48,7 +48,7 @@ _TOKENS = {
 
 
 def read_thinker(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    """Return the plain form of the model graph; raises ModelError for unsupported values."""
     config = config.get("thinker_config") or config
     llm = read_placed_text({"tie_word_embeddings": False, **config}, defaults=_TEXT_DEFAULTS)
     given = config.get("audio_config") or {}
@@ -83,19 +83,19 @@ def write_thinker(graph: ModelGraph) -> dict[str, Any]:
 
 
 def thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return those of patches and convolutions, and of the embeddings of the ends of sound, which nothing uses."""
+    """Return the shapes of patch embedding and convolutions, and of the unused embeddings of the ends of sound."""
     ends = {"audio_tower.audio_bos_eos_token.weight": (2, graph.backbone.transformer.hidden_size)}
     return {**patch_shapes(graph), **convolution_shapes(graph.encoders[1], "audio_tower."), **ends}
 
 
 def write_processor(graph: ModelGraph) -> dict[str, Any]:
-    """Return what says both how images and how sound are treated, without the key that means another thing of each."""
+    """Return the description of both image and sound processing, without the key that means something else in each."""
     both = {**write_image_processor(graph), **write_feature_extractor(graph)}
     return {key: value for key, value in both.items() if key != "do_normalize"}
 
 
 def _is_unused(key: str, graph: ModelGraph) -> bool:
-    """True for the embeddings of the ends of sound, which nothing uses, and for what makes speech."""
+    """True for the unused embeddings of the ends of sound, and for tensors of the talker."""
     return key.endswith("audio_tower.audio_bos_eos_token.weight") or key.startswith(("talker.", "token2wav."))
 
 

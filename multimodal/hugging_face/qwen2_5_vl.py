@@ -59,7 +59,7 @@ _SECTIONS = (16, 24, 24)
 
 
 def vision_names(qkv: Weight) -> UnitNames:
-    """Return the names of the encoder; qkv: of queries, keys and values."""
+    """Return the names of the encoder's weights; qkv: those of queries, keys and values."""
     return UnitNames(
         first=(Tensor("weight", "visual.patch_embed.proj.weight"),),
         body=(
@@ -87,7 +87,7 @@ IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_i
 
 
 def read_qwen2_5_vl(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    """Return the plain form of the model graph; raises ModelError for unsupported values."""
     llm = read_placed_text(config, defaults=_TEXT_DEFAULTS)
     return {"units": {"vision": read_native_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
 
@@ -97,8 +97,8 @@ def read_placed_text(
 ) -> dict[str, Any]:
     """Return an LLM whose tokens have a time, rows and columns.
 
-    Its configuration stands beside the encoder's, or, in earlier versions, around it. defaults: what a key that it lacks means;
-    family: the model_type of the text model that it is; sections: where it names none.
+    Its configuration is beside the encoder's or, in earlier versions, around it. defaults: values of missing keys; family: the
+    model_type of the text model; sections: used if the configuration has none.
     """
     given = config.get("text_config") or config
     text = {**with_defaults(given, defaults), "model_type": family}
@@ -146,14 +146,14 @@ def write_native_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
 
 
 def patch_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return that of the patches' embedding, a convolution over frames, too, be they one."""
+    """Return the shape of the patch embedding: a convolution over frames, even if there is one frame."""
     vision = next(unit for unit in graph.encoders if unit.image is not None)
     size, channels, *sides = patch_shape(vision)
     return {"visual.patch_embed.proj.weight": (size, channels, *([1] if len(sides) == 2 else []), *sides)}
 
 
 def check_output_size(found: int, text_size: int) -> None:
-    """Raise ModelError where an encoder says that it speaks to another LLM."""
+    """Raise ModelError if an encoder's output size is not the LLM's."""
     if found != text_size:
         raise ModelError(f"vision_config: out_hidden_size is {found}, but the LLM's hidden_size {text_size}; correct one of them")
 

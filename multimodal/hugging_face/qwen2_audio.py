@@ -21,9 +21,9 @@ _SPELLINGS = (
 
 
 def read_qwen2_audio(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    """Return the plain form of the model graph; raises ModelError for unsupported values."""
     text = {"model_type": "qwen2", **(config.get("text_config") or {})}
-    require(text, {"tie_word_embeddings": (False, None)}, where="text_config: ")  # transformers ignore it here
+    require(text, {"tie_word_embeddings": (False, None)}, where="text_config: ")  # transformers ignores it here
     llm = read_text_unit(text, where="text_config: ")
     return {"units": {"audio": read_audio_unit(config.get("audio_config") or {}), "llm": llm}}
 

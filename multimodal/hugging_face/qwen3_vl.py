@@ -1,4 +1,4 @@
-"""Qwen3-VL: a vision encoder with learned and rotary positions, layers of which go to the LLM's first ones, and a Qwen3."""
+"""Qwen3-VL: a vision encoder with learned and rotary positions, some layers of which feed the LLM's first ones, and a Qwen3."""
 
 import math
 from typing import Any
@@ -87,7 +87,7 @@ VISION = UnitNames(
 
 
 def read_qwen3_vl(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for what cannot be computed here."""
+    """Return the plain form of the model graph; raises ModelError for unsupported values."""
     llm = read_placed_text({"tie_word_embeddings": False, **config}, defaults=_TEXT_DEFAULTS, family="qwen3", sections=_SECTIONS)
     vision = _read_vision(config.get("vision_config") or {}, llm["hidden_size"])
     return {"units": {"vision": vision, "llm": {**llm, "has_interleaved_sections": True}}}

@@ -1,4 +1,4 @@
-"""All families of Hugging Face's models that can be trained here, and which of them a folder or a model graph is of."""
+"""All families of Hugging Face's models that can be trained here, and the family of a folder or a model graph."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, replace
@@ -34,9 +34,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         *QWEN2_5_OMNI,
     )
 }
-"""By the name that `architectures` in config.json has."""
+"""Families by their name in `architectures` of config.json."""
 ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in (*WHISPERS, *VISION_ENCODERS)}
-"""Likewise."""
+"""Families of encoders by their name in `architectures` of config.json."""
 _FREE = frozenset(
     ("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels", "max_tiles")
 )
@@ -44,21 +44,21 @@ _FREE = frozenset(
 
 
 _OF_CHANNELS = ("mean", "std")
-"""Numbers of every channel, or one of all."""
+"""Fields with one number for every channel, or one for all."""
 
 
 def read_config(folder: str | Path) -> tuple[Architecture, dict[str, Any]]:
-    """Return the family and the config.json of a folder; raises ModelError for a family that is not known."""
+    """Return the family and the config.json of a folder; raises ModelError for an unknown family."""
     return _find(folder, ARCHITECTURES)
 
 
 def read_encoder(folder: str | Path) -> tuple[Encoder, dict[str, Any]]:
-    """Return the family and the config.json of an encoder's folder; raises ModelError for a family that is not known."""
+    """Return the family and the config.json of an encoder's folder; raises ModelError for an unknown family."""
     return _find(folder, ENCODERS)
 
 
 def is_known_encoder(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is of an encoder whose layers can be trained here."""
+    """Return True if a config.json describes an encoder whose layers can be trained here."""
     return _name_of(config) in ENCODERS
 
 
@@ -93,7 +93,7 @@ def read_graph(folder: str | Path) -> ModelGraph:
 
 
 def check_same_model(folder: str | Path, graph: ModelGraph) -> ModelGraph:
-    """Return the model graph of a folder; raises ModelError where that is another model than `graph`."""
+    """Return the model graph of a folder; raises ModelError if it differs from `graph`."""
     described = read_graph(folder)
     difference = _first_difference(graph, described)
     if difference is not None:
@@ -105,7 +105,7 @@ def check_same_model(folder: str | Path, graph: ModelGraph) -> ModelGraph:
 
 
 def check_same_unit(graph: ModelGraph, unit: Unit) -> None:
-    """Raise ModelError where the folder of a composed model's unit is of another one."""
+    """Raise ModelError if the folder of a composed model's unit describes another unit."""
     assert unit.weights is not None
     if unit.role is Role.BACKBONE:
         check_same_model(unit.weights, ModelGraph((replace(unit, weights=None),)))
@@ -114,7 +114,7 @@ def check_same_unit(graph: ModelGraph, unit: Unit) -> None:
     plain = {unit.name: encoder.to_unit(config), graph.backbone.name: {**graph.to_dict()["units"][graph.backbone.name]}}
     theirs = _comparable(ModelGraph.from_dict({"units": plain}).unit(unit.name))
     for key, value in _comparable(unit).items():
-        is_earlier = key == "num_layers" and value < theirs[key]  # whose output may be taken
+        is_earlier = key == "num_layers" and value < theirs[key]  # the output of an earlier layer may be used
         if key in asdict(unit.transformer) and value != theirs[key] and not is_earlier:
             raise ModelError(
                 f"{Path(unit.weights) / CONFIG_NAME} is of another model: unit '{unit.name}' would need {key} {theirs[key]}, "
@@ -123,9 +123,9 @@ def check_same_unit(graph: ModelGraph, unit: Unit) -> None:
 
 
 def architecture_of(graph: ModelGraph) -> Architecture:
-    """Return the family that describes a model graph, wherever its weights are from.
+    """Return the family that describes a model graph, wherever its weights come from.
 
-    Raises ModelError, with what would have to change, when none does.
+    Raises ModelError, with the necessary changes, if none does.
     """
     graph = replace(graph, units=tuple(replace(unit, weights=None) for unit in graph.units))
     differences = []
@@ -143,7 +143,7 @@ def architecture_of(graph: ModelGraph) -> Architecture:
 
 
 def _difference_from(architecture: Architecture, graph: ModelGraph) -> str | None:
-    """Return in what a model graph is not of a family that can be written; None if it is."""
+    """Return the difference between a model graph and a family that can be written; None if there is none."""
     if architecture.to_config is None:
         return "a folder must be named, like which it is written: --load-hf, or --like"
     expected, found = architecture.items, ["image" if unit.audio is None else "audio" for unit in graph.encoders]
@@ -160,7 +160,7 @@ def _difference_from(architecture: Architecture, graph: ModelGraph) -> str | Non
 
 
 def with_vocab_size(config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Return a config.json with another vocabulary size, wherever it has one."""
+    """Return a config.json with another vocabulary size, everywhere it occurs."""
     if "thinker_config" in config:
         return {**config, "thinker_config": with_vocab_size(config["thinker_config"], vocab_size)}
     inner = {"text_config": {**config["text_config"], "vocab_size": vocab_size}} if "text_config" in config else {}
@@ -181,7 +181,7 @@ def _first_difference(graph: ModelGraph, described: ModelGraph) -> str | None:
 
 
 def _comparable(unit: Unit) -> dict[str, Any]:
-    """Return what a unit says, without what is free, and with what is implied spelled out."""
+    """Return a unit's fields without the free ones, and with implied values spelled out."""
     found: dict[str, Any] = {}
     for key, value in asdict(replace(unit, lora=None)).items():
         found |= value if isinstance(value, dict) else {key: value}
@@ -189,7 +189,7 @@ def _comparable(unit: Unit) -> dict[str, Any]:
     found["add_qkv_bias"] |= found["add_bias_linear"]
     if unit.image is not None:
         found |= {key: value * (unit.image.in_channels // len(value)) for key in _OF_CHANNELS if (value := found[key])}
-    if found["experts"] is not None:  # how they are balanced is the run's choice
+    if found["experts"] is not None:  # their balancing is up to the run
         width = found["experts"]["ffn_hidden_size"] or unit.transformer.ffn_hidden_size
         found["experts"] = {**found["experts"], "ffn_hidden_size": width, "aux_loss_coeff": 0.0}
     return {key: value for key, value in found.items() if key not in _FREE}

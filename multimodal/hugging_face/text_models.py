@@ -1,4 +1,4 @@
-"""Llama, Qwen2, Qwen3 and Mixtral: RMSNorm, SwiGLU, rotary positions, grouped queries; what they differ in is one row each."""
+"""Llama, Qwen2, Qwen3 and Mixtral: RMSNorm, SwiGLU, rotary positions, grouped queries; one row for the differences of each."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -25,7 +25,7 @@ DECODER_LAYER = (
 
 
 def _expert_names(block: str, gate: str, up: str, down: str) -> tuple[Weight, ...]:
-    """Return the names of a router and its experts."""
+    """Return the names of the weights of a router and its experts."""
     return (
         Weight("mlp.router", (f"{block}.gate",)),
         Weight("mlp.experts.{}.linear_fc1", (f"{block}.experts.{{}}.{gate}", f"{block}.experts.{{}}.{up}"), stacked),
@@ -39,7 +39,7 @@ class ExpertKeys(NamedTuple):
     keys: tuple[Key, ...]
     names: tuple[Weight, ...]
     always_among_chosen: bool
-    """True if the weights of chosen experts add up to 1 in every model; else where norm_topk_prob says so."""
+    """True if the weights of chosen experts add up to 1 in every model; else norm_topk_prob says so."""
 
 
 _MIXTRAL = ExpertKeys(
@@ -59,7 +59,7 @@ _QWEN3_MOE = ExpertKeys(
 
 
 def decoder_names(prefix: str = "", *, experts: ExpertKeys | None = None) -> UnitNames:
-    """Return the names of an LLM, all of which begin with `prefix`."""
+    """Return the names of an LLM's weights, all of which begin with `prefix`."""
     return UnitNames(
         first=(Weight("word_embeddings", (f"{prefix}model.embed_tokens",), vocabulary),),
         body=(*DECODER_LAYER, *(experts.names if experts is not None else ())),
@@ -74,13 +74,13 @@ class TextFamily(NamedTuple):
     name: str
     model_type: str
     defaults: Mapping[str, Any]
-    """Values of keys that a config.json lacks, as transformers has them."""
+    """Values of keys that a config.json lacks, as in transformers."""
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     may_have_biases: bool = False
     """True if attention_bias and mlp_bias together give every matrix a bias."""
     experts: ExpertKeys | None = None
-    """Of families whose layers have experts."""
+    """For families whose layers have experts."""
 
 
 TEXT_FAMILIES = {
@@ -148,7 +148,7 @@ _FIELDS = {"llama3": "rotary_scaling", "dynamic": "rotary_dynamic_scaling"}
 
 
 def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
-    """Return the plain form of an LLM; raises ModelError for what cannot be computed here.
+    """Return the plain form of an LLM; raises ModelError for unsupported values.
 
     where: the place of the configuration in a config.json, for messages.
     """
@@ -174,7 +174,7 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
 
 
 def _read_experts(experts: ExpertKeys, config: Config) -> dict[str, Any]:
-    """Return the experts of a config.json; newer ones of Qwen3 call their number as Mixtral's do."""
+    """Return the experts of a config.json; newer versions of Qwen3 name their number as Mixtral does."""
     given = {**config, "num_experts": config.get("num_experts") or config.get("num_local_experts")}
     is_among_chosen = experts.always_among_chosen or bool(config.get("norm_topk_prob"))
     balances = bool(config.get("output_router_logits"))
@@ -187,7 +187,7 @@ def _read_experts(experts: ExpertKeys, config: Config) -> dict[str, Any]:
 
 def _write_experts(experts: ExpertKeys, unit: Unit) -> dict[str, Any]:
     described = unit.transformer.experts
-    if described is None:  # which the way back shows: it has some
+    if described is None:  # reading back shows that it has some
         return {}
     fields = {**asdict(described), "ffn_hidden_size": unit.transformer.expert_hidden_size}
     config = {key.theirs: fields[key.ours] for key in experts.keys}
@@ -198,9 +198,9 @@ def _write_experts(experts: ExpertKeys, unit: Unit) -> dict[str, Any]:
 
 
 def _has_biases(family: TextFamily, config: Config, *, where: str) -> bool:
-    """Return whether all matrices have a bias; raises ModelError where only some have, beside queries, keys and values."""
+    """Return whether all matrices have a bias; raises ModelError if only some have one, besides queries, keys and values."""
     attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
-    if family.add_qkv_bias:  # the family has these and no others, whatever its config.json says
+    if family.add_qkv_bias:  # the family has these biases and no others, whatever its config.json says
         return False
     if attention != mlp or (attention and not family.may_have_biases):
         raise ModelError(
@@ -211,7 +211,7 @@ def _has_biases(family: TextFamily, config: Config, *, where: str) -> bool:
 
 
 def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
-    """Return how positions turn, wherever a version of transformers put it; raises ModelError for what is not computed here."""
+    """Return the rotary positions, wherever a version of transformers put them; raises ModelError for unsupported ones."""
     parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind not in _ROTARY_TYPES:
@@ -234,7 +234,7 @@ def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
 
 
 def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
-    """Return the configuration of an LLM, as a config.json has it."""
+    """Return the configuration of an LLM in the form of config.json."""
     config = write_keys(_KEYS, unit)
     if unit.transformer.rotary_scaling:
         values = dict(zip(_SCALING, unit.transformer.rotary_scaling, strict=True))
@@ -256,13 +256,13 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
 
 
 def write_inner_text(unit: Unit) -> dict[str, Any]:
-    """Return the configuration of an LLM inside of another model, of the one family that it can be of."""
+    """Return the configuration of an LLM inside another model, by the only family that can describe it."""
     name = "qwen3" if unit.transformer.qk_layernorm else "qwen2" if unit.transformer.add_qkv_bias else "llama"
     return write_text_unit(TEXT_FAMILIES[name], unit)
 
 
 def write_placed_text(unit: Unit, model_type: str) -> dict[str, Any]:
-    """Return that of an LLM whose tokens have a time, rows and columns."""
+    """Return the configuration of an LLM whose tokens have a time, rows and columns."""
     rotary = {"rope_type": "default", "rope_theta": unit.transformer.rotary_base}
     rotary |= {"mrope_section": list(unit.transformer.rotary_sections)}
     if unit.transformer.has_interleaved_sections:
@@ -272,7 +272,7 @@ def write_placed_text(unit: Unit, model_type: str) -> dict[str, Any]:
 
 
 def text_architecture(family: TextFamily) -> Architecture:
-    """Return the architecture of a text model alone."""
+    """Return the architecture of a text model on its own."""
 
     def to_graph(config: Config) -> dict[str, Any]:
         return {"units": {"llm": read_text_unit(config)}}

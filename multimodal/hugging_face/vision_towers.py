@@ -23,24 +23,24 @@ class Tower(NamedTuple):
 
     model_type: str
     classes: Mapping[str, str | None]
-    """Classes whose folders have such a tower -> the key of config.json that describes it; None: all of it does."""
+    """Classes whose folders contain such a tower -> the key of config.json that describes it; None: all of config.json."""
     defaults: Mapping[str, Any]
-    """Values of keys that a vision_config lacks, as transformers has them."""
+    """Values of keys that a vision_config lacks, as in transformers."""
     image: Mapping[str, Any]
     """Fields of the unit that say how images are processed and embedded."""
     names: UnitNames
-    """Of its weights, as they are called inside of it; last: the norm that its last_hidden_state has gone through, if any."""
+    """Names of its weights inside the tower; last: the norm before its last_hidden_state, if any."""
     has_class_token: bool
     has_last_norm: bool
-    """True if what transformers calls the output of the last layer has gone through a norm."""
+    """True if transformers' output of the last layer has passed a norm."""
     is_scaled: bool = False
-    """True if its layers scale what they add, and its positions are stretched to images of another size."""
+    """True if its layers scale their branches, and its positions are interpolated to images of another size."""
     computed: Mapping[str, tuple[Any, ...]] = {}
-    """Values that keys may have, beside those of all towers."""
+    """Supported values of keys, in addition to those of all towers."""
     read_ffn: Callable[[Config], dict[str, Any]] = lambda config: {}
     """From a vision_config that lacks the MLP's width to the fields of the unit that give it."""
     write_ffn: Callable[[Unit], dict[str, Any]] = lambda unit: {}
-    """The way back."""
+    """The inverse of `read_ffn`."""
 
 
 def _clip_names(last: tuple[Weight, ...]) -> UnitNames:
@@ -115,16 +115,16 @@ TOWERS = {
         _dinov2("dinov2_with_registers", "Dinov2WithRegistersModel", patch_size=16, num_register_tokens=4),
     )
 }
-"""By the model_type of what config.json says of them."""
+"""Towers by their model_type in config.json."""
 _ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 _IMAGE_KEYS = (Key("image_size", "image_size"), Key("patch_size", "patch_size"), Key("num_channels", "in_channels"))
 _REGISTERS = Key("num_register_tokens", "num_registers")
 
 
 def read_tower(given: Config, *, class_token: str | None, where: str = "") -> dict[str, Any]:
-    """Return the plain form of an encoder with all layers of a tower, but for its projector.
+    """Return the plain form of an encoder with all layers of a tower, without its projector.
 
-    class_token: what becomes of it, in towers that have one. Raises ModelError for what cannot be computed here.
+    class_token: `Image.class_token`, for towers that have one. Raises ModelError for unsupported values.
     """
     tower = tower_named(given.get("model_type"), where=where)
     vision = with_defaults(given, tower.defaults)
@@ -146,7 +146,7 @@ def read_tower(given: Config, *, class_token: str | None, where: str = "") -> di
 
 
 def tower_named(model_type: Any, *, where: str = "") -> Tower:
-    """Return the tower of that name; raises ModelError."""
+    """Return the tower with this model_type; raises ModelError."""
     tower = TOWERS.get(model_type if isinstance(model_type, str) else "")
     if tower is None:
         raise ModelError(f"{where}model_type is {model_type!r}, expected one of {', '.join(TOWERS)}")
@@ -154,7 +154,7 @@ def tower_named(model_type: Any, *, where: str = "") -> Tower:
 
 
 def write_tower(vision: Unit) -> dict[str, Any]:
-    """Return the configuration of the tower that an encoder is, whose layers are all used."""
+    """Return the configuration of the tower that an encoder corresponds to, all of whose layers are used."""
     tower, image = tower_of(vision), vision.image
     assert image is not None
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
@@ -167,7 +167,7 @@ def write_tower(vision: Unit) -> dict[str, Any]:
 
 
 def tower_of(vision: Unit) -> Tower:
-    """Return the tower that an encoder may be; whether it is shows in its config.json."""
+    """Return the tower that an encoder may be; reading back its config.json shows if it is."""
     image = vision.image
     if image is not None and image.has_pre_norm:
         return TOWERS["clip_vision_model"]
@@ -177,7 +177,7 @@ def tower_of(vision: Unit) -> Tower:
 
 
 def names_inside(tower: Tower, prefix: str, *, last: tuple[Weight, ...] | None = None) -> UnitNames:
-    """Return the names of a tower inside another model, where all begin with `prefix`; last: of the projector's weights."""
+    """Return the names of a tower inside another model, all of which begin with `prefix`; last: of the projector's weights."""
     first = (
         each._replace(theirs=prefix + each.theirs)
         if isinstance(each, Tensor)
@@ -193,14 +193,14 @@ _TEXT = ("text_model.", "text_projection.", "visual_projection.", "logit_scale",
 
 
 def is_unused_in_tower(key: str, unit: Unit) -> bool:
-    """True for what is behind the layer whose output is taken, and for tokens of pretraining; key: as called inside the tower."""
+    """True for tensors behind the used layer, and for tokens of pretraining; key: the name inside the tower."""
     key = key.removeprefix("vision_model.")
     layer = _LAYER.match(key)
     return int(layer[1]) >= unit.transformer.num_layers if layer else _UNUSED.match(key) is not None
 
 
 def _encoder(name: str, key: str | None, tower: Tower) -> Encoder:
-    """Return what a folder of a class has: a tower all of whose layers are used, and what its last_hidden_state is."""
+    """Return the family of encoders of a class: a tower all of whose layers are used, with its last_hidden_state as output."""
 
     def to_unit(config: Config) -> dict[str, Any]:
         given = {"model_type": tower.model_type, **(config if key is None else config.get(key) or {})}

@@ -1,7 +1,7 @@
 """The rows of a Hugging Face checkpoint's tensors that make up each parameter of a unit.
 
-A parameter here is one or several of their tensors, stacked by rows and otherwise alike: that is all that merging queries, keys
-and values, or gate and up, comes to. So a table of names serves reading and writing, whole tensors and parts of them.
+A parameter here is one or several of their tensors, stacked by rows and otherwise unchanged; that covers the merging of queries,
+keys and values, or of gate and up. So one table of names serves reading and writing, for whole tensors and parts of them.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,29 +12,29 @@ from multimodal.values.model_graph import Unit
 
 
 class Rows(NamedTuple):
-    """Rows of one of their tensors, and their place in a parameter."""
+    """Rows of one of Hugging Face's tensors, and their place in a parameter."""
 
     key: str
     start: int
-    """The first row in their tensor."""
+    """The first row in Hugging Face's tensor."""
     target: int
     """The first row in the parameter."""
     num_rows: int
 
 
 Spelling = tuple[tuple[str, str], ...]
-"""Each pair replaces the beginning of a name by another, the first that fits being the one."""
+"""Pairs that replace the prefix of a name by another; the first pair that matches applies."""
 Merge = Callable[[Unit, Sequence[str], int], Iterator[Rows]]
-"""From a unit, the names of their tensors and the parameter's number of rows to what makes up the parameter."""
+"""From a unit, the names of their tensors and the parameter's number of rows to the rows that make up the parameter."""
 
 
 def same(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
-    """One tensor, as it is."""
+    """One tensor, unchanged."""
     yield Rows(keys[0], 0, 0, num_rows)
 
 
 def stacked(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
-    """Tensors of as many rows each, one below the other: [gate; up]."""
+    """Tensors with equal numbers of rows, stacked: [gate; up]."""
     count = num_rows // len(keys)
     for index, key in enumerate(keys):
         yield Rows(key, 0, index * count, count)
@@ -57,12 +57,12 @@ def grouped_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows
 
 
 def grouped_qkv_without_key_bias(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
-    """The same where keys have no bias, which would change nothing where positions do not turn them: here it is zero."""
+    """The same without a bias of keys, which has no effect without rotary positions: here it is zero."""
     return (rows for rows in grouped_qkv(unit, keys, num_rows) if rows.key != keys[1] or not rows.key.endswith(".bias"))
 
 
 def fused_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
-    """The same in one tensor of theirs: all queries, then all keys, then all values."""
+    """The same from one tensor: all queries, then all keys, then all values."""
     shape = unit.transformer
     size = shape.num_attention_heads * shape.head_channels, shape.query_groups * shape.head_channels
     starts = {"q": 0, "k": size[0], "v": size[0] + size[1]}
@@ -71,9 +71,9 @@ def fused_qkv(unit: Unit, keys: Sequence[str], num_rows: int) -> Iterator[Rows]:
 
 
 class Weight(NamedTuple):
-    """A module of ours and the modules of theirs that make it up; weight and bias go by the same names on both sides.
+    """A module of ours and the modules of theirs that make it up; weight and bias have the same names on both sides.
 
-    `{}` in their names is the number of one of several alike inside a layer.
+    `{}` in their names is the number of one of several equal modules inside a layer.
     """
 
     ours: str
@@ -82,7 +82,7 @@ class Weight(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A parameter of ours that is no module's `weight` or `bias`, or has another name there."""
+    """A parameter of ours that is no module's `weight` or `bias`, or has another name in the file."""
 
     ours: str
     theirs: str
@@ -90,19 +90,19 @@ class Tensor(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitNames:
-    """The names of a unit's weights: of its first and its last layer in full, of the layers between after their prefix."""
+    """The names of a unit's weights: full names in its first and its last layer, names behind a prefix in the layers between."""
 
     first: tuple[Weight | Tensor, ...]
     body: tuple[Weight | Tensor, ...]
     last: tuple[Weight | Tensor, ...]
     prefix: str
-    """Prefix of the layers between; `{}` is their number from 0."""
+    """Prefix of the layers between; `{}` is their number, counted from 0."""
 
 
 def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> tuple[Rows, ...]:
-    """Return what makes up a parameter (`layers.<index>. ...`); none if they have no such tensor.
+    """Return the rows that make up a parameter (`layers.<index>. ...`); none if there is no such tensor in the file.
 
-    num_rows: of the whole parameter. What no rows fill is zero there, such as a bias that they do not have, or pads.
+    num_rows: of the whole parameter. Rows that nothing fills are zero, such as a missing bias, or padding.
     """
     _, index_text, name = parameter.split(".", 2)
     index = int(index_text)

@@ -1,4 +1,4 @@
-"""Whisper's encoder, as Qwen2-Audio and Qwen2.5-Omni have it: two convolutions, a ViT's layers, and an average of tokens."""
+"""Whisper's encoder, also in Qwen2-Audio and Qwen2.5-Omni: two convolutions, a ViT's layers, and an average of tokens."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +31,7 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("dropout", "attention_dropout", "activation_dropout", "encoder_layerdrop"), (0, 0.0, None)),
 }
 SAMPLING_RATE = 16000
-"""Samples a second that encoders of sound are given."""
+"""Samples per second of the sound that encoders receive."""
 FEATURES: Mapping[str, tuple[Any, ...]] = {
     "sampling_rate": (SAMPLING_RATE,),
     "hop_length": (160,),
@@ -41,13 +41,13 @@ FEATURES: Mapping[str, tuple[Any, ...]] = {
 }
 """Values that a feature extractor's keys may have here."""
 _SAMPLES: Mapping[str, tuple[Any, ...]] = {"sampling_rate": (SAMPLING_RATE,), "feature_size": (1,)}
-"""The same of one that leaves samples as they are."""
+"""The same for a feature extractor that leaves samples unchanged."""
 
 
 def audio_names(prefix: str, *, last_norm: str, product: str | None = None) -> UnitNames:
-    """Return the names of an encoder, all of which begin with `prefix`; last_norm: what follows its layers.
+    """Return the names of an encoder's weights, all of which begin with `prefix`; last_norm: the norm behind its layers.
 
-    product: the matrix behind that, where there is one.
+    product: the matrix behind that norm, if there is one.
     """
     product_names = (Tensor("weight", f"{product}.weight"), Tensor("bias", f"{product}.bias")) if product else ()
     return UnitNames(
@@ -74,9 +74,9 @@ def audio_names(prefix: str, *, last_norm: str, product: str | None = None) -> U
 
 
 def read_audio_unit(given: Config, *, audio: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the plain form of an encoder whose tokens are averaged by two; raises ModelError for what cannot be computed here.
+    """Return the plain form of an encoder that averages pairs of tokens; raises ModelError for unsupported values.
 
-    audio: what else is said of the sound.
+    audio: further fields of the audio description.
     """
     config = with_defaults(given, _DEFAULTS)
     require(config, _COMPUTED, where="audio_config: ")
@@ -101,7 +101,7 @@ def read_audio_unit(given: Config, *, audio: Mapping[str, Any] | None = None) ->
 
 
 def write_audio_unit(unit: Unit) -> dict[str, Any]:
-    """Return the configuration of an encoder, as a config.json has it."""
+    """Return the configuration of an encoder in the form of config.json."""
     assert unit.audio is not None
     num_positions = unit.audio.num_positions or _DEFAULTS["max_source_positions"]
     sizes = {"num_mel_bins": unit.audio.num_mel_bins, "max_source_positions": num_positions}
@@ -115,7 +115,7 @@ def convolution_shapes(unit: Unit, prefix: str) -> dict[str, tuple[int, ...]]:
 
 
 def read_whisper(config: Config) -> dict[str, Any]:
-    """Return the plain form of an encoder of a Whisper, with a projector that is to be said; raises ModelError likewise."""
+    """Return the plain form of a Whisper's encoder, without a projector; raises ModelError for unsupported values."""
     return {**read_audio_unit(config), "has_linear_projector": False, "projector_norm": "patches"}
 
 
@@ -128,9 +128,9 @@ WHISPERS = (_whisper("WhisperForConditionalGeneration", "model."), _whisper("Whi
 
 
 def with_features(unit: dict[str, Any], features: Config) -> dict[str, Any]:
-    """Return an encoder whose sound is treated as a feature extractor does.
+    """Return an encoder with the sound processing of a feature extractor.
 
-    Raises ModelError for one that does something else.
+    Raises ModelError for unsupported processing.
     """
     audio = unit["audio"]
     if audio.get("waveform") is not None:

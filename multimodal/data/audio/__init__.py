@@ -1,1 +1,1 @@
-"""Sound: from WAV files to the frames of which encoders make tokens."""
+"""Sound: from audio files to the frames from which encoders make tokens."""

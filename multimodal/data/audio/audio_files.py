@@ -1,6 +1,6 @@
-"""Opens sound files that others made, as one channel at 16 kHz; every fault is a DataError.
+"""Opens sound files as one channel at 16 kHz; every fault is a DataError.
 
-WAV files need scipy alone; FLAC, OGG and MP3 the package soundfile.
+WAV files only need scipy; FLAC, OGG and MP3 need the package soundfile.
 """
 
 import math
@@ -15,7 +15,7 @@ from scipy.io import wavfile
 from multimodal.values.errors import DataError
 
 SAMPLING_RATE = 16000
-"""Samples a second of everything that encoders are given."""
+"""Samples per second of all sound that encoders receive."""
 _MAX_RATE = 2**20
 
 
@@ -27,7 +27,7 @@ class _Sound(NamedTuple):
 
 
 def read_audio_length(path: str, *, where: str) -> int:
-    """Return the samples of a file at 16 kHz, from its header; raises DataError naming the file and `where` it is asked for."""
+    """Return the samples of a file at 16 kHz, from its header; raises DataError naming the file and the sample (`where`)."""
     sound = _open(path, where=where)
     return -(-sound.num_samples * SAMPLING_RATE // sound.rate)
 
@@ -35,8 +35,8 @@ def read_audio_length(path: str, *, where: str) -> int:
 def read_audio(path: str, *, num_samples: int, where: str) -> npt.NDArray[np.float32]:
     """Return [num_samples] from -1 to 1, the mean of all channels.
 
-    num_samples: at 16 kHz, as the lengths were computed from. Raises DataError when the file is missing, damaged or of another
-    length.
+    num_samples: at 16 kHz, the number that the lengths were computed from. Raises DataError if the file is missing, damaged or of
+    another length.
     """
     sound = _open(path, where=where)
     try:
@@ -81,7 +81,7 @@ def _open(path: str, *, where: str) -> _Sound:
 
 
 def _open_wav(path: str) -> _Sound:
-    """Samples are not read from the disk before they are asked for, where that is possible."""
+    """Open a WAV file; if possible, samples are only read from the disk when they are used."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that ends too early
         warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)

@@ -1,10 +1,10 @@
-"""Turns sound into the frames that each token of an audio encoder is made of, by Whisper's rule, without padding.
+"""Turns sound into the frames from which each token of an audio encoder is made, by Whisper's rule, without padding.
 
 A clip of n samples at 16 kHz has ceil(n / 160) frames: logarithms of the energy in bands of the mel scale, every 10 ms. Two
-convolutions make a token of two frames; it depends on five. Those before a clip are zero; behind it comes silence, of which the
-last token sees one or two frames, as it does where clips are padded to 30 s. At the ends of chunks everything is zero.
+convolutions make a token for every two frames; it depends on five. Frames before a clip are zero; frames behind it are silence,
+of which the last token reads one or two, as if clips were padded to 30 s. Outside of chunks everything is zero.
 
-Modules that take samples (wav2vec 2.0) get, for every token, those that it is made of.
+Modules that take samples (wav2vec 2.0) get, for every token, the samples from which it is made.
 """
 
 from functools import lru_cache
@@ -25,17 +25,17 @@ _WINDOW = 400
 _FRAMES_BEFORE = 2
 """Frames of a token before its own two."""
 SILENCE = -1.5
-"""All bands of a frame of a clip that has no sound."""
+"""Value of all bands of a frame without sound."""
 _SMALLEST_VARIANCE = 1e-7
 NOT_IN_OUTPUT = -1
-"""In place of a token's place in the output, where it is left over by merging."""
+"""Place in the output of a token that merging leaves out."""
 _Frames = npt.NDArray[np.float32]
 
 
 def audio_grid(num_samples: int, *, audio: AudioInput) -> tuple[int, int]:
-    """Return (frames, 1) of a clip of so many samples at 16 kHz.
+    """Return (frames, 1) for a clip of this many samples at 16 kHz.
 
-    Raises DataError for a clip of which no token would be left, or of more tokens than the encoder takes.
+    Raises DataError for a clip without any token, or with more tokens than the encoder takes.
     """
     grid = (-(-num_samples // HOP) if audio.waveform is None else num_samples), 1
     if audio.num_output_tokens(grid) < 1:
@@ -52,7 +52,7 @@ def audio_grid(num_samples: int, *, audio: AudioInput) -> tuple[int, int]:
 
 
 def audio_to_patches(samples: npt.NDArray[np.float32], *, audio: AudioInput) -> ItemPixels:
-    """Return what every token of a clip is made of; samples: [num_samples] at 16 kHz, from -1 to 1."""
+    """Return the input values of every token of a clip; samples: [num_samples] at 16 kHz, from -1 to 1."""
     grid = audio_grid(len(samples), audio=audio)
     if audio.waveform is not None:
         return samples_to_patches(samples, audio=audio)
@@ -73,12 +73,12 @@ def samples_to_patches(samples: npt.NDArray[np.float32], *, audio: AudioInput) -
 
 
 def silence_of(audio: AudioInput) -> float:
-    """Return the value of all numbers of a clip that has no sound."""
+    """Return the value that all numbers of a silent clip have."""
     return SILENCE if audio.waveform is None else 0.0
 
 
 def frames_to_patches(frames: _Frames, grid: tuple[int, int], *, audio: AudioInput) -> ItemPixels:
-    """Return the same of a spectrogram; frames: [at least grid[0], num_mel_bins], with what follows the clip."""
+    """Return the input values of every token; frames: [at least grid[0], num_mel_bins], including those behind the clip."""
     num_frames = grid[0]
     if audio.chunk_tokens is None:
         return ItemPixels(_frames_of_tokens(frames, audio.num_tokens(grid)), grid)
@@ -88,9 +88,9 @@ def frames_to_patches(frames: _Frames, grid: tuple[int, int], *, audio: AudioInp
 
 
 def audio_positions(grid: tuple[int, int], *, audio: AudioInput) -> npt.NDArray[np.int64]:
-    """Return [num_tokens, 3]: of every token of a clip its place, its frames, and its place in the output, or NOT_IN_OUTPUT.
+    """Return [num_tokens, 3]: for every token of a clip its place, its frames, and its place in the output, or NOT_IN_OUTPUT.
 
-    A token has two frames, and one where a chunk ends behind it.
+    A token has two frames; one if a chunk ends behind it.
     """
     num_frames, num_tokens = grid[0], audio.num_tokens(grid)
     places = np.arange(num_tokens)
@@ -103,9 +103,9 @@ def audio_positions(grid: tuple[int, int], *, audio: AudioInput) -> npt.NDArray[
 
 
 def log_mel(samples: npt.NDArray[np.float32], *, num_frames: int, most_samples: int, num_mel_bins: int) -> _Frames:
-    """Return [num_frames, num_mel_bins] of a clip that is followed by silence, as Whisper's feature extractor does.
+    """Return [num_frames, num_mel_bins] for a clip followed by silence, as Whisper's feature extractor computes them.
 
-    most_samples: of the longest clip, behind which there is no silence: a frame that reaches beyond it sees it mirrored.
+    most_samples: of the longest clip, which has no silence behind it: a frame that extends beyond it reads it mirrored.
     """
     num_needed = min((num_frames - 1) * HOP + _WINDOW // 2 + 1, most_samples)
     padded = np.pad(samples, (0, max(0, num_needed - len(samples))))
@@ -119,7 +119,7 @@ def log_mel(samples: npt.NDArray[np.float32], *, num_frames: int, most_samples: 
 
 
 def _frames_of_tokens(frames: _Frames, num_tokens: int) -> _Frames:
-    """Return [num_tokens, 5 * num_mel_bins]; frames that are not given are zero."""
+    """Return [num_tokens, 5 * num_mel_bins]; missing frames are zero."""
     missing = 2 * num_tokens + 1 - len(frames)
     padded = np.pad(frames, ((_FRAMES_BEFORE, max(0, missing)), (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, FRAMES_PER_TOKEN, axis=0)[::2][:num_tokens]
@@ -138,7 +138,7 @@ def _mel_filters(num_mel_bins: int) -> _Frames:
 
 
 def _hertz_to_mel(hertz: float) -> float:
-    """Linear below 1000 Hz, which are 15 mel, and logarithmic above."""
+    """Linear below 1000 Hz, which is 15 mel, and logarithmic above."""
     return 15 + np.log(hertz / 1000) * 27 / np.log(6.4) if hertz >= 1000 else 3 * hertz / 200
 
 

@@ -1,1 +1,1 @@
-"""Conversations in the words of a model's own chat template."""
+"""Conversations in the format of a model's own chat template."""

@@ -1,7 +1,7 @@
-"""A conversation as a model's chat template and tokenizer write it: tokens, targets, and the places of its images and clips.
+"""A conversation in a model's chat template and tokenizer: tokens, targets, and the places of its images and clips.
 
-Text that spells a special token stays text. Every placeholder that the template writes for an image, or a clip of sound,
-becomes as many as that has output tokens; templates write them in the order of a message's items.
+Text that contains the spelling of a special token stays text. Every placeholder that the template writes for an image or a clip
+is repeated to its number of output tokens; templates write them in the order of a message's items.
 """
 
 import re
@@ -22,7 +22,7 @@ from multimodal.data.tokenizer import HuggingFaceTokenizer
 from multimodal.values.errors import ConfigError, DataError
 
 _HIDDEN = "\U0010fffd"
-"""A letter of private use, which stands around the number of a special token that a text spells."""
+"""A private-use character that encloses the number of a special token whose spelling a text contains."""
 _HIDDEN_TOKEN = re.compile(f"{_HIDDEN}(\\d+){_HIDDEN}")
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 
@@ -31,9 +31,9 @@ class ChatFormat:
     """Builds conversations by a template."""
 
     def __init__(self, template: ChatTemplate, *, tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
-        """folder: the model's, whose config.json says how images and sound are written, if there is one.
+        """folder: the model's, whose config.json gives the placeholders of images and sound, if there is one.
 
-        Raises ConfigError for a template that cannot be rendered, or does not show what the assistant says.
+        Raises ConfigError for a template that cannot be rendered, or in which the assistant's text cannot be located.
         """
         template.check()
         self._template, self._tokenizer = template, tokenizer
@@ -46,9 +46,9 @@ class ChatFormat:
         return {kind: placeholder.token_id for kind, placeholder in self._placeholders.items()}
 
     def build(self, segments: Sequence[Segment], *, seq_length: int, where: str) -> Conversation:
-        """Tokenise segments, at most `seq_length` tokens of them, as `build_conversation` cuts them.
+        """Tokenise segments, at most `seq_length` tokens of them, cut as by `build_conversation`.
 
-        Raises DataError, which names `where`, for what a template cannot render.
+        Raises DataError, which names `where`, for content that a template cannot render.
         """
         if any(isinstance(segment, GeneratedSegment) for segment in segments):
             raise DataError(f"{where}: a chat template has no images that the assistant answers with; use --chat-template none")
@@ -71,7 +71,7 @@ class ChatFormat:
         return self._template.render(messages)
 
     def _joined(self, parts: Sequence[dict[str, Any]]) -> str:
-        """Return the content of a message as one text, for templates that know no parts; images at its ends have own lines."""
+        """Return the content of a message as one text, for templates without parts; images at its ends have their own lines."""
         is_text = [part["type"] == "text" for part in parts]
         content = ""
         for index, part in enumerate(parts):
@@ -112,7 +112,7 @@ class ChatFormat:
         return re.compile(spellings) if spellings else None
 
     def _hide(self, text: str) -> str:
-        """Replace special tokens that a text spells by their numbers between hidden letters."""
+        """Replace spellings of special tokens in a text by their numbers between private-use characters."""
         text = text.encode(errors="replace").decode()
         if self._spelled is None:
             return text
@@ -128,7 +128,7 @@ class ChatFormat:
         return self._with_literal(token_ids, trained, offsets, literal) if literal else (token_ids, trained)
 
     def _shown(self, text: str, spans: list[Span]) -> tuple[str, list[Span], dict[int, str]]:
-        """Spell hidden tokens again; returns text, spans, and the start of each such spelling."""
+        """Restore the spellings of hidden tokens; returns text, spans, and the start of each such spelling."""
         matches = list(_HIDDEN_TOKEN.finditer(text))
         if not matches:
             return text, spans, {}
@@ -147,7 +147,7 @@ class ChatFormat:
     def _with_literal(
         self, token_ids: list[int], trained: npt.NDArray[np.bool_], offsets: list[Span], literal: dict[int, str]
     ) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Replace special tokens that a text spells by the tokens of their letters."""
+        """Replace special tokens that come from spellings in a text by the tokens of their letters."""
         special = set(self._tokenizer.special_spellings.values())
         ids: list[int] = []
         flags: list[bool] = []
@@ -204,7 +204,7 @@ def _kind(segment: ItemSegment) -> str:
 
 
 def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:
-    """[num_tokens]: True from the first to the last token that lies in a span, if only in part."""
+    """[num_tokens]: True from the first to the last token that lies in a span, even if only in part."""
     trained = np.zeros(len(offsets), dtype=np.bool_)
     starts, ends = (np.array([offset[side] for offset in offsets], dtype=np.int64) for side in (0, 1))
     for start, end in spans:
@@ -215,7 +215,7 @@ def _trained(offsets: list[Span], spans: list[Span]) -> npt.NDArray[np.bool_]:
 
 
 def _messages(segments: Sequence[Segment], *, hide: Any) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Yield (role, parts) of every turn: an item belongs to the turn that it is in or before, but not to an answer behind it."""
+    """Yield (role, parts) of every turn: an item belongs to the turn around or behind it, but not to an answer behind it."""
     turns: list[tuple[str, list[dict[str, Any]]]] = []
     waiting: list[dict[str, Any]] = []
     for segment in segments:

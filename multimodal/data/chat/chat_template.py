@@ -1,9 +1,9 @@
-"""A model's chat template: where its folder keeps it, its rendering by transformers, and what in it the assistant says.
+"""A model's chat template: its file in the model's folder, its rendering by transformers, and the assistant's text in it.
 
-The assistant's spans are those that the template marks ({% generation %}). Where it marks none, they lie between what it renders
-of the messages before an answer, with the prompt for one, and of the messages up to it; both must begin the whole. Where the
-latter does not, since the template writes an answer otherwise once more follows it (Qwen3 leaves out its thoughts), the span is
-what stands in the whole for it.
+The assistant's spans are those that the template marks ({% generation %}). If it marks none, a span lies between its rendering of
+the messages before an answer, with the generation prompt, and its rendering of the messages up to the answer; both must be
+prefixes of the whole. If the latter is not, because the template writes an answer differently once more messages follow (Qwen3
+leaves out its thoughts), the span is the part of the whole that corresponds to the answer.
 """
 
 import json
@@ -23,27 +23,27 @@ _TEMPLATE_NAMES = ("chat_template.jinja", "chat_template.json", "tokenizer_confi
 _CONFIG_NAMES = ("special_tokens_map.json", "tokenizer_config.json")
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _FIXED_DATE = "{% macro strftime_now(format) %}26 Jul 2024{% endmacro %}"
-"""Some templates write today's date, which would make the same sample another one every day; theirs where they are told none."""
+"""Some templates write today's date, which would change samples from day to day; this is their date if they are told none."""
 _TOKEN_AT_END = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])$")
 _TOKEN_IN_FRONT = re.compile(r"<[^<>\s]+>|\[[^\[\]\s]+\]")
 _PROBE = "is it a list?"
 _MARK = "\U0010fffc"
-"""A letter of private use, which stands for an answer."""
+"""A private-use character that replaces an answer."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A template and the spelled special tokens that it is given."""
+    """A template and the spellings of the special tokens that it uses."""
 
     text: str
     source: str
-    """The file that it is from, for messages."""
+    """The file that it comes from, for messages."""
     tokens: Mapping[str, str] = field(default_factory=dict)
     """`bos_token`, `eos_token` and others -> spelling."""
 
     @property
     def marks_spans(self) -> bool:
-        """True if the template says itself what the assistant says."""
+        """True if the template itself marks the assistant's text."""
         return _GENERATION.search(self.text) is not None
 
     @cached_property
@@ -56,7 +56,7 @@ class ChatTemplate:
         return _PROBE in rendered and "'type'" not in rendered and '"type"' not in rendered
 
     def check(self) -> None:
-        """Raise ConfigError where one question and answer cannot be rendered, or not be told apart."""
+        """Raise ConfigError if one question and answer cannot be rendered, or the answer cannot be located."""
         content = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("question", "answer")]
         messages = [{"role": role, "content": part} for role, part in zip(("user", "assistant"), content, strict=True)]
         try:
@@ -67,9 +67,9 @@ class ChatTemplate:
             raise ConfigError(self._no_spans("the answer to one question is not found"))
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """Return the text of a conversation, and the (start, end) of what the assistant says in it.
+        """Return the text of a conversation, and the (start, end) of the assistant's texts in it.
 
-        Raises ConfigError where the template fails, DataError where spans cannot be told.
+        Raises ConfigError if the template fails, DataError if spans cannot be located.
         """
         text, spans = self._render(messages)
         return text, spans if self.marks_spans else self._spans_between_prefixes(text, messages)
@@ -90,9 +90,9 @@ class ChatTemplate:
         return spans
 
     def _span_in_whole(self, text: str, messages: Sequence[Message], index: int) -> Span | None:
-        """Return what the whole has of an answer that it writes otherwise than what ends with it: without its thoughts.
+        """Return the span of an answer that the whole writes differently from a conversation ending with it (no thoughts).
 
-        Another text in its place shows where it begins and ends. None where the whole is then not the same around it.
+        Another text in its place shows its beginning and end. None if the rest of the whole changes with it.
         """
         content = [{"type": "text", "text": _MARK}] if self.takes_parts else _MARK
         marked, _ = self._render([*messages[:index], {**messages[index], "content": content}, *messages[index + 1 :]])
@@ -105,7 +105,7 @@ class ChatTemplate:
         return len(before), end + self._token_in_front(behind)
 
     def _token_in_front(self, behind: str) -> int:
-        """Count the letters of the token that ends a turn, right behind an answer."""
+        """Return the number of letters of the token that ends a turn, right behind an answer."""
         eos_token = self.tokens.get("eos_token")
         if eos_token and behind.startswith(eos_token):
             return len(eos_token)
@@ -113,7 +113,7 @@ class ChatTemplate:
         return found.end() if found else 0
 
     def _space_behind_token(self, answer: str) -> int:
-        """Count the space that follows the token that ends a turn: no model is asked for it."""
+        """Return the number of spaces behind the token that ends a turn, which models are not trained to predict."""
         stripped = answer.rstrip()
         ends_turn = _TOKEN_AT_END.search(stripped) or stripped.endswith(self.tokens.get("eos_token") or "\0")
         return len(answer) - len(stripped) if ends_turn else 0
@@ -142,7 +142,7 @@ class ChatTemplate:
                 add_generation_prompt=with_prompt,
                 **self.tokens,
             )
-        except Exception as problem:  # of Jinja, and whatever the expressions of a template raise
+        except Exception as problem:  # Jinja's, or any error of a template's expressions
             raise ConfigError(
                 f"{self.source}: the chat template fails ({type(problem).__name__}: {problem}); correct it, or give another "
                 "--chat-template FILE"
@@ -156,7 +156,7 @@ def _text_of(message: Message) -> str:
 
 
 def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemplate | None:
-    """Return the template that lies beside a tokenizer, or the `chosen` file; None where there is none, or none is wanted.
+    """Return the template beside a tokenizer, or the `chosen` file; None if there is none, or none is wanted.
 
     tokenizer: its file or folder. Raises ConfigError for a file that is missing or cannot be read.
     """
@@ -175,7 +175,7 @@ def find_chat_template(tokenizer: str | Path, *, chosen: str | None) -> ChatTemp
 
 
 def _read_template(path: Path) -> str | None:
-    """Return the template of a file: all of it, or a JSON object's `chat_template`, or the one named default among several."""
+    """Return the template in a file: all of it, or a JSON object's `chat_template`, or the one named default among several."""
     if not path.is_file():
         raise ConfigError(f"--chat-template {path}: no such file; give a .jinja file, or {NO_TEMPLATE}")
     if path.suffix != ".json":

@@ -10,7 +10,7 @@ from multimodal.values.errors import ConfigError
 
 _CONFIG_KEYS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
 _WRAPPED = {"internvl": ("<img>", "</img>")}
-"""By model_type: tokens that the processor, and not the template, sets around an image."""
+"""Model type -> tokens that the processor, rather than the template, puts around an image."""
 
 
 @dataclass(frozen=True)
@@ -19,14 +19,14 @@ class Placeholder:
 
     token_id: int
     spelling: str
-    """The token as text, with those around it in documents."""
+    """The token as text, with the tokens around it in documents."""
     before: tuple[int, ...]
-    """Tokens that the processor, and not the template, sets before it."""
+    """Tokens that the processor, rather than the template, puts before it."""
     after: tuple[int, ...]
 
 
 def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str, Placeholder]:
-    """Return the placeholders by kind, image and audio; raises ConfigError where the tokenizer lacks what config.json says."""
+    """Return the placeholders by kind, image and audio; raises ConfigError if the tokenizer lacks those of config.json."""
     config: Any = {}
     if (folder / "config.json").is_file():
         try:
@@ -55,7 +55,7 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
 def _spelled_placeholder(
     kind: str, token_id: int, *, around: tuple[int, int], folder: Path, tokenizer: HuggingFaceTokenizer
 ) -> str:
-    """Return a placeholder as text, between the tokens that stand around it in documents, if there are any."""
+    """Return a placeholder as text, with the tokens around it in documents, if there are any."""
     spellings = {number: spelling for spelling, number in tokenizer.special_spellings.items()}
     if token_id not in spellings:
         raise ConfigError(

@@ -21,7 +21,7 @@ class TextSettings:
     chat_template: str | None = None
 
     def open(self) -> tuple[Tokenizer, ChatFormat | None]:
-        """Return the tokenizer, and the chat format where its folder, or --chat-template, has a template; raises ConfigError."""
+        """Return the tokenizer, and the chat format if its folder, or --chat-template, has a template; raises ConfigError."""
         model = self.tokenizer_model
         if self.tokenizer_type == "ByteTokenizer" or model is None or (template := self._template) is None:
             return build_tokenizer(self.tokenizer_type, model), None
@@ -41,7 +41,7 @@ class TextSettings:
 
     @property
     def identity(self) -> str:
-        """Differs where the same texts might become other tokens: digests, and the versions of what makes tokens of texts."""
+        """A text that differs if texts might be tokenised differently: digests, and the versions of the tokenizing packages."""
         return " ".join(map(str, (*self.digests.values(), *_versions())))
 
     @property
@@ -51,7 +51,7 @@ class TextSettings:
 
 
 def file_digest(path: Path, *, inside: str) -> str:
-    """The digest of a file, or of the file `inside` a folder."""
+    """Return the digest of a file, or of the file `inside` a folder."""
     with open(path / inside if path.is_dir() else path, "rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 

@@ -1,1 +1,1 @@
-"""The forms in which training data lies on disk, all read as the same segments of text, images and audio."""
+"""The forms of training data on disk, all of which are read as the same segments of text, images and audio."""

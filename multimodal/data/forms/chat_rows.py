@@ -1,4 +1,4 @@
-"""Chat samples as others write them: `messages` (role, content) and LLaVA's `conversations` (from, value).
+"""Chat samples in common formats: `messages` (role, content) and LLaVA's `conversations` (from, value).
 
 Images are named by parts of a message's content (`{"type": "image", "image": PATH}`), or stand in the sample's own `image` or
 `images`, in the order of the marks `<image>` in its texts (or of parts `{"type": "image"}` without a path).
@@ -37,8 +37,8 @@ _Images = Iterator[str]
 def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     """Return the sample of an object with `messages` or `conversations`.
 
-    Raises DataError, which names `where`, for roles that are unknown or out of order, an empty conversation, parts of other
-    kinds, and images that are not as many as the places for them.
+    Raises DataError, which names `where`, for roles that are unknown or out of order, an empty conversation, unknown kinds of
+    parts, and a number of images that differs from the number of places for them.
     """
     if isinstance(entry.get("id"), (str, int)):
         where = f"{where} (sample {shown(entry['id'])})"
@@ -63,7 +63,7 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
 
 
 def _listed_images(entry: dict[str, Any], *, where: str) -> list[str]:
-    """Return the paths of `image` and `images`, each one or several."""
+    """Return the paths in `image` and `images`, each of which has one or several."""
     listed: list[Any] = []
     for key in ("image", "images"):
         value = entry.get(key)
@@ -99,7 +99,7 @@ def _content(message: dict[str, Any], key: str, *, role: str, images: _Images, w
 
 
 def _marked_text(text: str, *, role: str, images: _Images, where: str) -> Iterator[Segment]:
-    """Cut a text at its marks; the line end that sets a mark at either end apart belongs to it."""
+    """Cut a text at its marks; a newline between the text and a mark at either end belongs to the mark."""
     pieces = text.split(MARK)
     for index, piece in enumerate(pieces):
         if index:

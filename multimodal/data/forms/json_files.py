@@ -1,4 +1,4 @@
-"""JSON on disk: objects one a line, or in one list; either way one after another, with the line where each begins."""
+"""JSON on disk: one object per line, or a list of objects, read one by one, with the line at which each begins."""
 
 import json
 from collections.abc import Iterator
@@ -14,9 +14,9 @@ _SPACE = " \t\r\n"
 
 
 def read_json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object); blank lines are passed over.
+    """Yield (line number, object); blank lines are skipped.
 
-    Raises DataError naming the line for what is no JSON, for other values than objects, and for a file that cannot be read.
+    Raises DataError naming the line for invalid JSON, for values that are no objects, and for a file that cannot be read.
     """
     try:
         with path.open("rb") as file:
@@ -45,14 +45,14 @@ def _line_values(path: Path) -> Iterator[tuple[int, Any]]:
 def _parse_line(raw: bytes, *, where: str) -> Any:
     try:
         return json.loads(raw)
-    except (ValueError, RecursionError) as problem:  # of JSON, of UTF-8, of what is nested too deeply
+    except (ValueError, RecursionError) as problem:  # from JSON, from UTF-8, or from deep nesting
         raise DataError(
             f"{where}: not a complete JSON object ({problem}); the line is cut off or damaged: restore it or remove it"
         ) from problem
 
 
 def _list_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Decode the entries of a list one by one, so that no more than the text and one of them is in memory."""
+    """Decode the entries of a list one by one, so that only the text and one entry are in memory."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as problem:

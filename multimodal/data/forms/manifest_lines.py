@@ -1,9 +1,9 @@
-"""The manifest format: one JSON object a line, `{"id": ..., "segments": [...]}`, checked as it is read.
+"""The manifest format: one JSON object per line, `{"id": ..., "segments": [...]}`, checked as it is read.
 
 A segment is `{"type": "text", "role": user | assistant | document | system, "text": ...}`, `{"type": "image", "path": ...,
 "width": ..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. An image with `"role": "assistant"`
-is an answer, which a generator learns to make. `"unit"` says which unit an image or a clip is for, where several might take it.
-Other keys are ignored.
+is an answer, which a generator learns to make. `"unit"` names the unit of an image or a clip, if several might take it. Other
+keys are ignored.
 """
 
 from typing import Any
@@ -24,9 +24,9 @@ SEGMENT_TYPES = ("text", "image", "audio")
 
 
 def parse_manifest_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: dict[str | int, int]) -> SegmentedSample:
-    """Return the sample of a line; line_of_id: the line of every id before it, which is added to.
+    """Return the sample of a line; line_of_id: the line of every earlier id, to which this one is added.
 
-    Raises DataError naming the line for anything but the format above, and for two samples of the same id.
+    Raises DataError naming the line for anything but the format above, and for two samples with the same id.
     """
     sample_id = required(entry, "id", (str, int), where=where)
     if line_of_id.setdefault(sample_id, number) != number:

@@ -25,7 +25,7 @@ class SampleFiles(Protocol):
     """The samples at a data path, in order."""
 
     path: Path
-    """The file or folder that messages name."""
+    """The file or folder, for messages."""
 
     @property
     def folder(self) -> Path:
@@ -34,7 +34,7 @@ class SampleFiles(Protocol):
 
     @property
     def digest(self) -> str:
-        """Differs where the data differs, wherever it lies."""
+        """A digest of the data's content, independent of its location."""
         ...
 
     def samples(self) -> Iterator[SegmentedSample]:
@@ -54,12 +54,12 @@ class JsonFile:
 
     @property
     def folder(self) -> Path:
-        """The file's."""
+        """The file's folder."""
         return self.path.parent
 
     @cached_property
     def digest(self) -> str:
-        """That of the whole content."""
+        """The digest of the whole content."""
         status = self.path.stat()
         return _content_digest(self.path, status.st_size, status.st_mtime_ns)
 
@@ -87,7 +87,7 @@ class Table:
 
     @cached_property
     def digest(self) -> str:
-        """That of the beginnings and ends of all files: their whole may be terabytes."""
+        """The digest of the beginnings and ends of all files, which may have terabytes."""
         return self._files.digest()
 
     def samples(self) -> Iterator[SegmentedSample]:
@@ -109,7 +109,7 @@ def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
 
 
 def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: dict[str | int, int]) -> SegmentedSample:
-    """Return the sample of one object, of whichever form it is; raises DataError."""
+    """Return the sample of one object in any form; raises DataError."""
     if entry.get("messages") is not None or entry.get("conversations") is not None:
         return parse_chat_entry(entry, where=where)
     if "segments" in entry or "id" in entry:
@@ -121,7 +121,7 @@ def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: d
 
 
 def open_sample_files(path: str | Path) -> SampleFiles:
-    """Find out what lies at a path; raises DataError for what is missing or of another form."""
+    """Open the data at a path in the form that it has; raises DataError if it is missing or in another form."""
     path = Path(path)
     if path.is_dir() and (path / MANIFEST_NAME).is_file():
         return JsonFile(path / MANIFEST_NAME)

@@ -7,7 +7,7 @@ from multimodal.data.conversation import TextSegment
 from multimodal.values.errors import DataError
 
 EMBEDDED = "\0"
-"""Begins the path of an image that is no file, but stands in the data itself."""
+"""Prefix of the path of an image that is not a file but part of the data itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,13 +15,13 @@ class ImageSegment:
     """An image file and its size in pixels, if the data gives it."""
 
     path: str
-    """The path in the data's spelling, relative to the folder of the data; or EMBEDDED and the place in the data."""
+    """The path as the data spells it, relative to the data's folder; or EMBEDDED and the place in the data."""
     size: tuple[int, int] | None = None
     """(width, height)."""
     is_answer: bool = False
-    """True if the assistant answers with it."""
+    """True if it is part of the assistant's answer."""
     unit: str | None = None
-    """The unit that it is for; None: the one that takes images, or makes them."""
+    """The unit that takes it; None: the only unit that takes images, or makes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class AudioSegment:
 
     path: str
     unit: str | None = None
-    """The unit that it is for; None: the one that takes sound."""
+    """The unit that takes it; None: the only unit that takes sound."""
 
 
 Segment = TextSegment | ImageSegment | AudioSegment
@@ -46,14 +46,14 @@ class SegmentedSample:
 
 
 def check_path(path: str, *, where: str) -> str:
-    """Return a path that a file can have; raises DataError for any other."""
+    """Return the path if a file can have it; raises DataError otherwise."""
     if not path or "\0" in path or any("\ud800" <= letter <= "\udfff" for letter in path):
         raise DataError(f"{where}: no file can be called {path!r}; correct 'path' or remove the segment")
     return path
 
 
 def required(entry: dict[str, Any], key: str, kinds: tuple[type, ...], *, where: str) -> Any:
-    """Return the value of a key; raises DataError where it is missing or of another kind."""
+    """Return the value of a key; raises DataError if it is missing or of another kind."""
     if key not in entry:
         raise DataError(f"{where}: the key '{key}' is missing; found {shown_keys(entry)}; add it, or remove the line")
     if not isinstance(entry[key], kinds) or isinstance(entry[key], bool):

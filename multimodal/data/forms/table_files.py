@@ -1,6 +1,6 @@
 """Data sets of Hugging Face on disk: folders of save_to_disk (Arrow) and Parquet files, read row by row by pyarrow.
 
-Images are never decoded here: where a row has their bytes, it is given the place of the bytes instead.
+Images are never decoded here: the bytes of an image in a row are replaced by their address.
 """
 
 import bisect
@@ -23,10 +23,10 @@ _Batch = Any
 
 
 class TableFiles:
-    """The rows of Arrow or Parquet files, one file after another."""
+    """The rows of Arrow or Parquet files, file after file."""
 
     def __init__(self, folder: Path, files: list[Path], *, is_arrow: bool) -> None:
-        """folder: what digests name files by; is_arrow: streams of record batches as `datasets` writes them, else Parquet."""
+        """folder: names of files in digests are relative to it; is_arrow: record batches as `datasets` writes them, else Parquet."""
         self._folder, self._paths, self._is_arrow = folder, files, is_arrow
         self._open_files: list[_ArrowFile | _ParquetFile] | None = None
         self._starts: list[int] = []
@@ -35,7 +35,7 @@ class TableFiles:
         return {**self.__dict__, "_open_files": None}
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows, with the addresses of images in the place of their bytes; raises DataError."""
+        """Yield all rows with addresses of images in place of their bytes; raises DataError."""
         number = 0
         for file in self._files():
             for index in range(file.num_batches):
@@ -44,7 +44,7 @@ class TableFiles:
                     number += 1
 
     def embedded(self, address: str) -> bytes:
-        """Return the bytes at an address that `rows` gave; O(log files) and one batch."""
+        """Return the bytes at an address from `rows`; O(log files) and one batch."""
         row, column, *steps = json.loads(address.removeprefix(EMBEDDED))
         files = self._files()
         index = bisect.bisect_right(self._starts, row) - 1
@@ -55,7 +55,7 @@ class TableFiles:
         return value
 
     def digest(self) -> str:
-        """Digest every file's name, length, beginning and end, where formats keep what tells contents apart."""
+        """Digest every file's name, length, beginning and end, where formats store what identifies their content."""
         digest = hashlib.blake2b(digest_size=16)
         for path in self._paths:
             size = path.stat().st_size
@@ -74,7 +74,7 @@ class TableFiles:
         return self._open_files
 
     def _guard(self, file: Any, action: Any) -> Any:
-        """Do something with a file; everything that pyarrow raises is a DataError that names it."""
+        """Run an action on a file; errors of pyarrow become a DataError that names the file."""
         path = getattr(file, "path", file)
         try:
             return action()
@@ -85,7 +85,7 @@ class TableFiles:
 
 
 class _ArrowFile:
-    """A stream of record batches, mapped into memory: a row costs no more than itself."""
+    """A stream of record batches, mapped into memory: reading a row costs only that row."""
 
     def __init__(self, path: Path) -> None:
         pyarrow = importlib.import_module("pyarrow")
@@ -107,7 +107,7 @@ class _ArrowFile:
 
 
 class _ParquetFile:
-    """Parquet is read by groups of rows; the last one stays, for reading in order."""
+    """Parquet is read by groups of rows; the last group is kept, for reading in order."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -130,7 +130,7 @@ class _ParquetFile:
 
 
 def find_table_files(path: Path) -> TableFiles | None:
-    """Return the tables at a path, or None where there are none; raises DataError where it holds several splits."""
+    """Return the tables at a path, or None if there are none; raises DataError if it holds several splits."""
     if path.is_file():
         with path.open("rb") as file:
             is_parquet = file.read(len(_PARQUET)) == _PARQUET
@@ -163,7 +163,7 @@ def _files_of_state(state: Path) -> list[Path]:
 
 
 def _without_bytes(value: Any, address: tuple[int | str, ...]) -> Any:
-    """Return a value with the address of bytes instead of them; an image without bytes is its path."""
+    """Return a value with the address of bytes in their place; an image without bytes is its path."""
     if isinstance(value, bytes):
         return EMBEDDED + json.dumps(address)
     if isinstance(value, dict):

@@ -13,17 +13,17 @@ FOLDER_NAME = ".braid-index"
 
 @dataclass(frozen=True)
 class IndexCache:
-    """Keeps indices under keys of all that they depend on, so that one that does not fit is never found."""
+    """Keeps indices under keys of everything that they depend on, so that an outdated index is never found."""
 
     text: str
-    """Says what tokens depend on: the tokenizer's and the chat template's digests, and the versions of the packages."""
+    """Describes everything that tokens depend on: digests of tokenizer and chat template, and versions of the packages."""
     fallback: Path | None = None
-    """The folder for indices of data that is in a folder of others; None: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
+    """The folder for indices of data in a read-only folder; None: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
 
     def get(self, folder: Path, *, depends_on: Iterable[str], build: Callable[[], SampleIndex]) -> SampleIndex:
-        """Return the index of the data in `folder`, read from where it was written, else built and written.
+        """Return the index of the data in `folder`: read if it has been written, else built and written.
 
-        depends_on: what it depends on beside `text`. An index that cannot be written anywhere is only returned.
+        depends_on: everything it depends on beside `text`. An index that cannot be written anywhere is only returned.
         """
         key = hashlib.blake2b("\0".join((str(FORMAT), self.text, *depends_on)).encode(errors="surrogatepass"), digest_size=16)
         places = [place / key.hexdigest() for place in (folder / FOLDER_NAME, self.fallback or user_cache("index"))]
@@ -36,11 +36,11 @@ class IndexCache:
                 index.write(place)
             except OSError:
                 continue
-            return read_index(place) or index  # mapped: what was built takes this process's memory alone
+            return read_index(place) or index  # mapped, so that ranks of a node share its memory
         return index
 
 
 def user_cache(room: str) -> Path:
-    """Return the folder for what a user's runs keep of one kind: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
+    """Return the user's cache folder for one kind of files: XDG_CACHE_HOME/braid, by default ~/.cache/braid."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path("~/.cache").expanduser()) / "braid" / room

@@ -1,4 +1,4 @@
-"""Decoding of single items: what a data set on disk knows of an item is all that this takes, wherever it happens."""
+"""Decodes single items, in any process, from the description that the index of a data set has of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -24,23 +24,23 @@ class ItemDecoder(Protocol):
     """Decodes items of one data set."""
 
     def expect(self, wanted: Sequence[WantedItem]) -> None:
-        """Be told what will be asked for next; what was expected before is not asked for any more."""
+        """Announce the items that will be read next; earlier announcements are void."""
         ...
 
     def read(self, wanted: WantedItem) -> ItemPixels:
-        """Decode one item; raises DataError when its file is damaged or not of the size that was indexed."""
+        """Decode one item; raises DataError if its file is damaged or not of the indexed size."""
         ...
 
 
 class ItemReader:
-    """Decodes items in this process, one when it is asked for."""
+    """Decodes items in this process, on request."""
 
     def __init__(self, inputs: Mapping[str, ItemInput], *, embedded: Callable[[str], bytes]) -> None:
-        """inputs: unit -> what it takes or makes; embedded: the bytes of an image in a data set, by its path."""
+        """inputs: unit -> description of its items; embedded: returns the bytes of an image in a data set, by its path."""
         self._inputs, self._embedded = inputs, embedded
 
     def expect(self, wanted: Sequence[WantedItem]) -> None:
-        """Do nothing: an item is decoded when it is asked for."""
+        """Do nothing: an item is decoded when it is read."""
 
     def read(self, wanted: WantedItem) -> ItemPixels:
         """Decode one item."""
@@ -54,13 +54,13 @@ class ItemReader:
 
 
 def item_inputs(graph: ModelGraph) -> dict[str, ItemInput]:
-    """Return unit -> what it takes or makes, of the units that have items."""
+    """Return unit -> description of its items, for units that have items."""
     return {unit.name: unit.item_input for unit in graph.units if unit.item_input is not None}
 
 
 @runtime_checkable
 class ExpectsItems(Protocol):
-    """A data set that gains by knowing which items will be asked for next."""
+    """A data set that benefits from knowing the items that will be read next."""
 
     def expect_items(self, items: Sequence[tuple[int, int]]) -> None:
         """items: (index of the sample, index of the item in it)."""
@@ -68,6 +68,6 @@ class ExpectsItems(Protocol):
 
 
 def expect_items(source: SampleSource, items: Sequence[tuple[int, int]]) -> None:
-    """Tell a data set which items will be asked for next, if that is of use to it."""
+    """Announce the items that will be read next to a data set, if it can use this."""
     if isinstance(source, ExpectsItems):
         source.expect_items(items)

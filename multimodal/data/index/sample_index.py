@@ -1,6 +1,6 @@
 """An index of samples: their tokens and the sizes of their items as arrays, in memory or in files that ranks share.
 
-Written once by one process, under a hidden name that is renamed when all is there, and then mapped into memory by all of a node.
+One process writes it, under a hidden name that is renamed when it is complete; then all processes of a node map it into memory.
 """
 
 import json
@@ -19,7 +19,7 @@ from multimodal.data.conversation import Conversation
 
 _SUMMARY = "index.json"
 FORMAT = 1
-"""Changes with what is written."""
+"""Version of the written format."""
 _ARRAYS = {
     "token_ids": "int32",
     "is_trained": "bool",
@@ -32,22 +32,22 @@ _ARRAYS = {
     "paths": "uint8",
     "path_starts": "int64",
 }
-"""Name -> type of the values."""
+"""Name -> type of its values."""
 _ITEM_NUMBERS = 8
 """Columns of `items`: unit, start, output tokens, width, height, rows, columns, tile."""
 
 
 @dataclass(frozen=True, slots=True)
 class IndexedItem:
-    """One item of a sample, which fits into seq_length."""
+    """One item of a sample that fits into seq_length."""
 
     unit: str
-    """The encoder that takes it, or the generator that is to make it."""
+    """The encoder that takes it, or the generator that makes it."""
     path: str
     size: tuple[int, int]
-    """(width, height) in pixels of its file; of sound (samples at 16 kHz, 1)."""
+    """(width, height) of its file in pixels; for sound (samples at 16 kHz, 1)."""
     grid: tuple[int, int]
-    """(rows, columns) of patches; of sound (frames, 1)."""
+    """(rows, columns) of patches; for sound (frames, 1)."""
     tile: int = 0
     """Index of the tile in its image."""
 
@@ -62,7 +62,7 @@ class IndexedSample(NamedTuple):
 
 
 class SampleIndex:
-    """Samples by number; O(1) each, and nothing of them is copied before it is asked for."""
+    """Samples by number, O(1) each; the values of a sample are only copied on request."""
 
     def __init__(self, arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any]) -> None:
         """Take the arrays and the summary that `build_index` made; raises ValueError if they are not such."""
@@ -71,7 +71,7 @@ class SampleIndex:
 
     @property
     def arrays(self) -> Mapping[str, npt.NDArray[Any]]:
-        """All that is known of the samples; with `summary` they make the same index."""
+        """The facts about all samples; together with `summary` they make the same index."""
         return self._arrays
 
     @property
@@ -91,13 +91,13 @@ class SampleIndex:
 
     @property
     def skipped(self) -> Mapping[str, int]:
-        """Reason for which samples were left out -> their number."""
+        """Reason for leaving samples out -> number of such samples."""
         found: Mapping[str, int] = self._summary["skipped"]
         return found
 
     @property
     def num_cut(self) -> int:
-        """Samples that lost their end."""
+        """Number of samples whose end was cut off."""
         return int(self._arrays["is_cut"].sum())
 
     def conversation(self, index: int) -> Conversation:
@@ -126,7 +126,7 @@ class SampleIndex:
         return self._text("places", index)
 
     def write(self, folder: Path) -> None:
-        """Write the index into a new folder, which appears complete; raises OSError."""
+        """Write the index into a new folder, which only appears when complete; raises OSError."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         hidden = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder.parent))
         try:
@@ -152,7 +152,7 @@ class SampleIndex:
 
 
 def build_index(samples: Iterable[IndexedSample], *, skipped: Mapping[str, int]) -> SampleIndex:
-    """Gather samples; skipped: is read when the last has come."""
+    """Build the index of these samples; skipped: read after the last sample."""
     conversations: list[Conversation] = []
     places, paths = [], []
     items: list[tuple[int, ...]] = []
@@ -179,7 +179,7 @@ def build_index(samples: Iterable[IndexedSample], *, skipped: Mapping[str, int])
 
 
 def read_index(folder: Path) -> SampleIndex | None:
-    """Map a written index into memory; None where there is none, or a damaged one."""
+    """Map a written index into memory; None if there is none, or it is damaged."""
     try:
         summary = json.loads((folder / _SUMMARY).read_bytes())
         return SampleIndex({name: _mapped(folder / f"{name}.npy") for name in _ARRAYS}, summary)
@@ -188,7 +188,7 @@ def read_index(folder: Path) -> SampleIndex | None:
 
 
 def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, Any]) -> None:
-    """Raise ValueError for arrays of which an index would not be whole; O(1)."""
+    """Raise ValueError for arrays that do not form an index; O(1)."""
     if not isinstance(summary, Mapping) or summary.get("format") != FORMAT:
         raise ValueError("an index of another format")
     if not isinstance(summary.get("units"), list) or not isinstance(summary.get("skipped"), Mapping):
@@ -206,7 +206,7 @@ def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, 
 
 
 def _mapped(path: Path) -> npt.NDArray[Any]:
-    """An empty file cannot be mapped; arrays that can be are no more than views of the file."""
+    """Map a file into memory; empty files cannot be mapped, and the arrays of others are only views of the file."""
     try:
         return np.asarray(np.load(path, mmap_mode="r", allow_pickle=False))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Indexing of single samples: what their texts and items become in the LLM, wherever it happens."""
+"""Indexes single samples, in any process: their tokens, and the tokens of their items in the LLM."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class IndexOptions:
     seq_length: int
     """Longer samples are cut at the end (`build_conversation`)."""
     needs_items_first: bool = False
-    """Images must come before the text of their sample, as --attention-mask prefix wants it."""
+    """Images must come before the text of their sample, as --attention-mask prefix requires."""
     allows_outside_paths: bool = False
     """Image files may lie outside the manifest's folder (`ManifestPaths`)."""
     max_image_pixels: int = DEFAULT_MAX_PIXELS
@@ -47,9 +47,9 @@ class SampleIndexing(Protocol):
     """Indexes samples somewhere."""
 
     def index_all(self, samples: Iterable[SegmentedSample], *, local: "SampleIndexer") -> Iterator[IndexedSample | str]:
-        """Yield the samples in their order, and for one that is left out the reason; local: indexes what nobody else does.
+        """Yield the samples in order, or the reason for leaving one out; local: indexes samples that nothing else can index.
 
-        Raises DataError for the first sample that is at fault.
+        Raises DataError for the first faulty sample.
         """
         ...
 
@@ -66,7 +66,7 @@ class SampleIndexer:
         chat: ChatFormat | None,
         options: IndexOptions,
     ) -> None:
-        """files: the data set, for images that stand in it; chat: writes conversations by a model's template."""
+        """files: the data set, for images that are part of it; chat: writes conversations by a model's template."""
         self._graph, self._files, self._tokenizer, self._chat, self._options = graph, files, tokenizer, chat, options
         self._paths = ManifestPaths(files.folder, allows_outside=options.allows_outside_paths)
 
@@ -77,7 +77,7 @@ class SampleIndexer:
         yield from map(self.index, samples)
 
     def index(self, sample: SegmentedSample) -> IndexedSample | str:
-        """Return the sample, or the reason for which it is left out; raises DataError for one that is at fault."""
+        """Return the sample, or the reason for leaving it out; raises DataError for a faulty one."""
         found: list[tuple[ImageSegment | AudioSegment, Unit]] = []
         for segment in sample.segments:
             if not isinstance(segment, TextSegment):
@@ -100,11 +100,11 @@ class SampleIndexer:
         return build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
 
     def _opened(self, path: str) -> tuple[str, bytes | None]:
-        """Return what messages call an image, and its bytes where it is no file."""
+        """Return the name of an image for messages, and its bytes if it is no file."""
         return ("its image", self._files.embedded(path)) if path.startswith(EMBEDDED) else (path, None)
 
     def _unit_of(self, segment: ImageSegment | AudioSegment, *, where: str) -> Unit | None:
-        """Return the unit that takes or makes an item; raises DataError where the item does not say which of several."""
+        """Return the unit that takes or makes an item; raises DataError if the item does not name one of several."""
         if isinstance(segment, AudioSegment):
             fitting = [unit for unit in self._graph.item_encoders if unit.audio is not None]
         else:
@@ -150,7 +150,7 @@ def _with_items(
     *,
     graph: ModelGraph,
 ) -> list[Segment]:
-    """Return the segments of a sample with what its items become in the LLM; tiles: of each; units: those that take them."""
+    """Return a sample's segments with the LLM tokens of its items; tiles: of each item; units: those that take the items."""
     remaining = zip(tiles, units, strict=True)
     return [segment if isinstance(segment, TextSegment) else _item_segment(*next(remaining), graph=graph) for segment in segments]
 
@@ -163,7 +163,7 @@ def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph
 
 
 def _reason_of(segment: ImageSegment | AudioSegment) -> str:
-    """Return why a sample is left out that has an item which no unit takes."""
+    """Return the reason for leaving out a sample with an item that no unit takes."""
     kind = "audio" if isinstance(segment, AudioSegment) else "images"
     return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
 
@@ -178,6 +178,6 @@ def _check_items_first(conversation: Conversation, items: Sequence[IndexedItem],
 
 
 def input_of(unit: Unit) -> ItemInput:
-    """Return what a unit takes or makes."""
+    """Return the description of a unit's items."""
     assert unit.item_input is not None
     return unit.item_input
