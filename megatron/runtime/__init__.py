@@ -1,1 +1,1 @@
-"""Braid's runtime on megatron-core: it executes what `multimodal` decided, and decides nothing itself."""
+"""Braid's runtime on megatron-core: it executes the decisions of `multimodal`, and decides nothing itself."""

@@ -1,4 +1,4 @@
-"""Puts the drop-in into Megatron: replaces the function that gives training loops their pipeline schedule."""
+"""Installs the drop-in in Megatron: replaces the function that gives training loops their pipeline schedule."""
 
 import inspect
 import sys
@@ -18,13 +18,13 @@ _installed: Callable[..., Any] = _ORIGINAL
 
 
 def apply(*, schedule: str = "1f1b") -> None:
-    """Make megatron-core's `get_forward_backward_func` return Braid's executor, so that a loop written for Megatron runs on it.
+    """Make megatron-core's `get_forward_backward_func` return Braid's executor, for loops written for Megatron.
 
-    The name is replaced in megatron-core and in every module that has imported it by now. Applying again changes the schedule
-    of whoever asks from then on. On a machine without CUDA the replacements of `platform` are installed, too.
+    The name is replaced in megatron-core and in every module that has imported it so far. Applying again changes the schedule for
+    all later calls. On a machine without CUDA the replacements of `platform` are installed, too.
 
     schedule: a name in `BUILDERS` whose actions are whole forwards and backwards.
-    Raises ConfigError when there is no such schedule. A schedule that splits backwards is refused in the first step.
+    Raises ConfigError if there is no such schedule. A schedule that splits backwards is refused in the first step.
     """
     names = sorted(name for name, row in BUILDERS.items() if row.can_train)
     if schedule not in names:
@@ -35,7 +35,7 @@ def apply(*, schedule: str = "1f1b") -> None:
     signature = inspect.signature(_ORIGINAL)
 
     def get_forward_backward_func(*args: Any, **kwargs: Any) -> Callable[..., Any]:
-        """Return Braid's function, which serves every size: it reads them from the process groups and the model it is given."""
+        """Return Braid's function, which works for all sizes: it reads them from the process groups and its model."""
         signature.bind(*args, **kwargs)
         return function
 
@@ -44,7 +44,7 @@ def apply(*, schedule: str = "1f1b") -> None:
 
 
 def revert() -> None:
-    """Give megatron-core, and whoever imported the name, its own function back."""
+    """Restore megatron-core's own function, also in modules that imported the name."""
     _install(_ORIGINAL)
 
 

@@ -1,7 +1,7 @@
-"""megatron-core without CUDA: one table of what is replaced, by what, and why.
+"""megatron-core without CUDA: one table of replaced attributes, with their replacements and the reasons.
 
-On a machine with CUDA nothing is touched. Without it, `install` replaces every target of `REPLACEMENTS` and fails loudly when a
-target no longer exists, so that a new megatron-core cannot silently leave an assumption in place.
+On a machine with CUDA nothing is changed. Without it, `install` replaces every target of `REPLACEMENTS` and raises if a target no
+longer exists, so that a new megatron-core cannot silently keep an assumption.
 """
 
 import functools
@@ -20,12 +20,12 @@ class Replacement(NamedTuple):
     target: str
     """`module:attribute` or `module:Class.attribute`."""
     wrap: Callable[[Any], Any]
-    """Takes the original, returns what stands in for it."""
+    """Takes the original, returns its replacement."""
     reason: str
 
 
 class CpuTorch:
-    """`torch` as one module sees it, with every tensor made for device "cuda" made on the CPU instead."""
+    """`torch` for one module, with every tensor for device "cuda" made on the CPU instead."""
 
     def __init__(self, original: Any) -> None:
         self._original = original
@@ -88,9 +88,9 @@ _installed = False
 
 
 def install() -> None:
-    """Make megatron-core usable on this machine; does nothing with CUDA, or when called again.
+    """Make megatron-core usable on this machine; does nothing with CUDA, or if called again.
 
-    Raises RuntimeError when a target is missing from the installed megatron-core.
+    Raises RuntimeError if a target is missing in the installed megatron-core.
     """
     global _installed
     if _installed or torch.cuda.is_available():

@@ -1,7 +1,7 @@
-"""Times real layers on the device at hand: forward, input gradient and weight gradient apart, for multimodal/cost to fit.
+"""Times real layers on the current device: forward, input gradient and weight gradient separately, for multimodal/cost to fit.
 
-Also what a step takes beside its layers (the executor's own work, and the optimizer's), and the peak that MFU is measured
-against: from the table of known accelerators, else measured by a matrix product.
+Also times the work of a step outside of its layers (the executor's, and the optimizer's), and finds the peak for MFU: from the
+table of known accelerators, else measured by a matrix product.
 """
 
 import time
@@ -48,7 +48,7 @@ class LayerInput(NamedTuple):
 
     @property
     def differentiable(self) -> Tensor | None:
-        """The tensor that an input gradient is taken of; None where only weights have gradients."""
+        """The tensor whose gradient is the input gradient; None if only weights have gradients."""
         return self.hidden if self.hidden is not None else self.item_embeddings
 
 
@@ -80,7 +80,7 @@ def synthetic_input(stage: UnitStage, *, num_tokens: int, num_sequences: int = 1
 
 
 _EVICTING = torch.zeros(4 * 2**20, dtype=torch.uint8)
-"""Replaces the contents of a core's own cache: more than it holds."""
+"""Larger than a core's own cache, whose contents it replaces."""
 
 
 class LayerTimes(NamedTuple):
@@ -88,10 +88,10 @@ class LayerTimes(NamedTuple):
 
     forward: float
     input_gradient: float
-    """0 where a layer's input has none (embeddings): there everything of the backward counts as weight gradient."""
+    """0 if a layer's input has no gradient (embeddings): then the whole backward counts as weight gradient."""
     weight_gradient: float
     attention: float
-    """Core attention's forward, a part of `forward`; 0 for layers without."""
+    """Core attention's forward, a part of `forward`; 0 for layers without attention."""
 
 
 def build_layer(
@@ -124,9 +124,8 @@ def time_layer(
 ) -> Mapping[PackedSize, LayerTimes]:
     """Time a stage of one layer on inputs of each size, in counted tokens (see `synthetic_input`).
 
-    All sizes take turns, so that a machine that is slow for a while is slow for all of them; num_repetitions turns, and more
-    until `min_seconds` have passed. As in training, gradients go to buffers, and a core comes to every call with its own cache
-    full of something else.
+    All sizes take turns, so that a temporary slowdown affects all of them; num_repetitions turns, and more until `min_seconds`
+    have passed. As in training, gradients go to buffers, and before every call a core's own cache is filled with other data.
     """
     wrap_in_gradient_buffers(stage, groups=stage.groups, is_sharded=False)
     runs = {size: _LayerRun(stage, size) for size in dict.fromkeys(sizes)}
@@ -150,8 +149,8 @@ class _LayerRun:
     def once(self) -> LayerTimes:
         """Run forward, input gradient, weight gradient and core attention.
 
-        A stage computes its rotary angles once for all of its layers, so their time counts with an embedding, which a unit's
-        first stage has, and is taken off any other layer's.
+        A stage computes its rotary angles once for all of its layers, so their time counts with an embedding (part of a unit's
+        first stage), and is subtracted from any other layer's.
         """
         forward, input_gradient, weight_gradient = _run_once(self._stage, self._given)
         if not self._stage.is_first:
@@ -183,7 +182,7 @@ def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]
 
 
 def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | None:
-    """Return a call of a layer's core attention alone, as often as its forward does; None where it has none."""
+    """Return a call of a layer's core attention alone, as often as its forward calls it; None if it has none."""
     (index,) = stage.layer_range
     attention = kind_of(stage.unit, index).core_attention(stage.layers[str(index)])
     if attention is None:
@@ -210,7 +209,7 @@ def _cold_seconds_of(run: Callable[[], None]) -> float:
 
 
 def seconds_of(run: Callable[[], None]) -> float:
-    """Time a call: until the device has done all of it, or, where one core computes alone, that core's own time."""
+    """Time a call: until the device has finished it or, if one core computes alone, by that core's own time."""
     _synchronize()
     start = _clock()
     run()
@@ -219,7 +218,7 @@ def seconds_of(run: Callable[[], None]) -> float:
 
 
 def _clock() -> float:
-    """Returns the time; where one core computes alone, without what else the machine does."""
+    """Return the time; if one core computes alone, without the machine's other work."""
     is_one_core = platform.device().type == "cpu" and torch.get_num_threads() == 1
     return time.process_time() if is_one_core else time.perf_counter()
 
@@ -234,7 +233,7 @@ _NUM_PRODUCTS = 8
 
 
 def find_peak_tflops(dtype: torch.dtype) -> float:
-    """TFLOP/s of this process's device; on a CPU what this process gets of it, other ranks computing at the same time."""
+    """Return the peak TFLOP/s of this process's device; on a CPU its share while other ranks compute at the same time."""
     if torch.cuda.is_available():
         known = peak_tflops(torch.cuda.get_device_name(), str(dtype).removeprefix("torch."))
         if known is not None:
@@ -255,7 +254,7 @@ def _measure_tflops(dtype: torch.dtype) -> float:
 
 
 _FEW, _MANY = 4, 20
-"""Microbatches of the two steps whose difference tells what one computation takes."""
+"""Microbatches of the two steps whose difference gives the time of one computation."""
 _NUM_TOKENS = 8
 
 
@@ -263,7 +262,7 @@ def time_runtime(graph: ModelGraph, *, num_repetitions: int) -> tuple[float, flo
     """Return the seconds of a step without computations, and those that each forward or backward adds.
 
     All units run on this one rank, with the real executor, broker and gradient buffers, and with stages that compute nothing.
-    Messages between ranks are the cluster's to say. torch.distributed must be up with one rank; any backend will do.
+    Messages between ranks are not measured. torch.distributed must be initialised with one rank and any backend.
     """
     session = emulated_session(graph, plan_colocated(graph, sizes={}, world_size=1), cost=lambda action: ComputeCost(0.0))
     steps = {count: _small_step(session, count) for count in (_FEW, _MANY)}
@@ -274,9 +273,9 @@ def time_runtime(graph: ModelGraph, *, num_repetitions: int) -> tuple[float, flo
 
 
 def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetitions: int) -> tuple[PackedSize, float]:
-    """Return how many weights a stage trains (as the size of a fit), and the seconds of updating them; no seconds for none.
+    """Return the number of weights that a stage trains (as the size of a fit), and the seconds of updating them.
 
-    As the trainer does: gradient norm, clipping, AdamW with its state in buffers.
+    The update is that of the trainer: gradient norm, clipping, AdamW with its state in buffers.
     """
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         return PackedSize(0), 0.0
@@ -308,7 +307,7 @@ def _run(session: Session, step: Step) -> float:
 
 
 def _small_step(session: Session, num_microbatches: int) -> Step:
-    """One sample per microbatch, with an item of every other unit."""
+    """Return a step with one sample per microbatch, and an item of every other unit."""
     graph = session.graph
     owners = [unit.name for unit in graph.item_encoders]
     encoders = {unit.name: owners.index(graph.item_units(unit.name)[0]) for unit in graph.encoders}

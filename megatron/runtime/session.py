@@ -1,4 +1,4 @@
-"""All of one rank's run that depends on the plan, as one object that can go on under another plan in the running process."""
+"""Everything of one rank's run that depends on the plan, as one object that can change its plan in the running process."""
 
 import gc
 import math
@@ -43,50 +43,50 @@ _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """All that a session is built from beside the plan; the same on every rank, and under every plan."""
+    """Everything that a session is built from besides the plan; the same on every rank, and under every plan."""
 
     graph: ModelGraph
     build: BuildOptions
     vocab_size: int
     """Padded."""
     seed: int = 0
-    """Draws the initial weights."""
+    """Seed of the initial weights."""
     timeout: timedelta = _DEFAULT_TIMEOUT
-    """The longest that a rank waits for its peers."""
+    """The longest time that a rank waits for its peers."""
     optimizer: OptimizerConfig | None = None
     """None: nothing is updated."""
     builder: Builder = BUILDERS["1f1b"]
     passes: Sequence[Pass] = ()
-    """Passes of the schedules, one after another."""
+    """Passes of the schedules, applied one after another."""
     reduces_by_layer: bool = False
-    """Have schedules (`reduce-by-layer`) that reduce gradients layer by layer."""
+    """True if schedules (`reduce-by-layer`) reduce gradients layer by layer."""
     shards_weights: bool = False
-    """Share weights and gradients, too, among the ranks that hold the same ones (ZeRO-3), not only optimizer state."""
+    """True if weights and gradients are sharded, too, over the ranks that hold the same ones (ZeRO-3)."""
     num_state_copies: int | None = None
-    """Copies of the optimizer state that replicas keep together, each shared among as many of them (`state_copies`); None: one
-    (ZeRO-1), which is Megatron's where replicas are alike, and in float64 one on every replica."""
+    """Copies of the optimizer state that replicas keep, each shared by equally many replicas (`state_copies`); None: one copy
+    (ZeRO-1), Megatron's if replicas are alike; in float64 one on every replica."""
     build_stage: Callable[..., UnitStage] | None = None
-    """Builds a stage that stands in for a real one (`EmulatedStage`); called with `stage_index` and what UnitStage takes."""
+    """Builds a stage in place of a real one (`EmulatedStage`); called with `stage_index` and the arguments of UnitStage."""
 
 
 class Session:
     """Process groups, stages, gradients, optimizers, schedules and the executor of one rank under the current plan.
 
-    torch.distributed must be up. Building one, every method and `change_plan` are collective over all ranks.
+    torch.distributed must be initialised. Construction, every method and `change_plan` are collective over all ranks.
     """
 
     plan: Plan
     memberships: Mapping[str, Membership]
-    """By unit, of those that this rank belongs to."""
+    """This rank's membership in each of its units."""
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
     gradients: Mapping[str, UnitGradients | ShardedUnit]
     optimizers: Mapping[OptimizerKey, MegatronOptimizer]
-    """Of what this rank trains."""
+    """Optimizers of the parameters that this rank trains."""
     executor: Executor
 
     def __init__(self, options: SessionOptions, *, plan: Plan) -> None:
-        """Build this rank's part, newly initialised; raises PlanError when plan, model and ranks do not fit."""
+        """Build this rank's part, newly initialised; raises PlanError if plan, model and ranks do not fit."""
         self.options = options
         self._check_plan(plan)
         self._build(plan)
@@ -110,13 +110,13 @@ class Session:
         return self._schedules[forward_only]
 
     def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
-        """Go on under another plan, with the same weights and optimizer state; between two steps.
+        """Continue under another plan, with the same weights and optimizer state; between two steps.
 
-        options: with other schedules, or otherwise built; of the same model, and with layers of the same implementation.
+        options: with other schedules, or other build options; for the same model, and with layers of the same implementation.
 
-        Nothing has changed when it raises PlanError, as plan, model and ranks do not fit. What was made of the old plan outside
-        (planners of steps, steps that they have prepared) is of no use afterwards. Until the new plan's part is built, the
-        state is in host memory, so a device never holds it twice.
+        If it raises PlanError because plan, model and ranks do not fit, nothing has changed. Objects made for the old plan
+        elsewhere (planners of steps, prepared steps) are invalid afterwards. Until the new plan's part is built, the state is in
+        host memory, so a device never holds it twice.
         """
         self._check_plan(plan)
         self.complete_parameters()
@@ -127,14 +127,14 @@ class Session:
         take_over(held, self.state)
 
     def close(self) -> None:
-        """Give up this rank's part, and its process groups."""
+        """Destroy this rank's part, and its process groups."""
         dist.barrier()
         self._drop()
         self._channel.close()
         self._groups.close()
 
     def abandon(self) -> None:
-        """Give up this rank's part, without the others, who may be lost; `enter` follows, in a new world of ranks."""
+        """Destroy this rank's part without the others, which may be lost; `enter` follows, in a new world of ranks."""
         self._drop("_groups", "_channel")
 
     def enter(self, plan: Plan) -> None:
@@ -144,19 +144,19 @@ class Session:
 
     def _drop(self, *names: str) -> None:
         self.stages, self.gradients, self.optimizers = {}, {}, {}
-        for name in ("executor", "memberships", *names):  # none is there where building was cut short
+        for name in ("executor", "memberships", *names):  # missing if building was interrupted
             self.__dict__.pop(name, None)
         gc.collect()  # hooks and buffers refer to each other
 
     def forward_backward(self, step: Step) -> StepResult:
-        """Run a step's schedule; gradients are what its global batch gives, once `finish_gradients` has been called."""
+        """Run a step's schedule; after `finish_gradients`, gradients are those of its global batch."""
         self.zero_gradients()
         if not step.cuts.gathers_parameters:
             self.complete_parameters()
         return self.executor.execute(step, is_training=True)
 
     def take_expert_losses(self) -> float:
-        """Return this rank's share of the loss that balances experts, summed over layers and tokens since it was taken."""
+        """Return this rank's share of the loss that balances experts, summed over layers and tokens since the last call."""
         modules = (module for stage in self.stages.values() for module in stage.modules())
         return sum(module.take_losses() for module in modules if isinstance(module, ExpertMLP))
 
@@ -165,37 +165,37 @@ class Session:
         for unit in self.gradients.values():
             unit.zero()
         for optimizer in self.optimizers.values():
-            # In an unsharded optimizer `grad` is the gradient buffer itself: left there, a backward would add it twice.
+            # In an unsharded optimizer `grad` is the gradient buffer itself: if it stayed, a backward would add it twice.
             optimizer.zero_grad()
 
     def finish_gradients(self) -> None:
-        """Do what follows the schedule's own reductions, in one order on every rank."""
+        """Make the reductions that follow the schedule's own, in one order on every rank."""
         for unit in self.gradients.values():
             unit.sum_shared_embeddings()
 
     def complete_parameters(self) -> None:
-        """Gather what a sharded optimizer updated and no schedule has gathered since."""
+        """Gather the parameters that a sharded optimizer updated and no schedule has gathered since."""
         for unit in self.gradients.values():
             unit.complete_parameters()
 
     def update(self, *, gathers_later: bool) -> float:
-        """Clip gradients and step; returns their global norm. A norm that is not finite changes nothing.
+        """Clip gradients and step; returns their global norm. If the norm is not finite, nothing changes.
 
-        gathers_later: the next schedule gathers what a sharded optimizer updates.
+        gathers_later: True if the next schedule gathers the parameters that a sharded optimizer updates.
         """
         norm = self.gradient_norm()
         self.step_optimizers(norm, gathers_later=gathers_later)
         return norm
 
     def gradient_norm(self) -> float:
-        """Return the global norm of the gradients, ready to be stepped with; once one rank knows it, all have all gradients."""
+        """Return the global norm of the gradients, ready for the step; once one rank knows it, all ranks have all gradients."""
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
         counted = [(optimizer, self._counts_in_norm(key)) for key, optimizer in self.optimizers.items()]
         return global_gradient_norm(counted, device=platform.device())
 
     def step_optimizers(self, norm: float, *, gathers_later: bool) -> None:
-        """Clip by the global norm and step; needs no other rank where what sharded optimizers update is gathered later."""
+        """Clip by the global norm and step; needs no other rank if updated parameters are gathered later."""
         if math.isfinite(norm):
             for key, optimizer in self.optimizers.items():
                 if optimizer.config.clip_grad > 0:
@@ -296,7 +296,7 @@ def _build_stages(
 
 
 def check_vocabulary(vocab_size: int, *, graph: ModelGraph, plan: Plan) -> None:
-    """Raise PlanError when the padded vocabulary cannot be split over the LLM's tensor parallel ranks."""
+    """Raise PlanError if the padded vocabulary cannot be split over the LLM's tensor parallel ranks."""
     tensor_parallel_size = math.lcm(*plan.units[graph.backbone.name].tensor_sizes)
     if vocab_size % tensor_parallel_size:
         raise PlanError(

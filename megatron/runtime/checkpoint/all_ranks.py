@@ -1,4 +1,4 @@
-"""Steps that all ranks take together, such that what fails on one becomes the same CheckpointError on all."""
+"""Steps that all ranks take together; a failure on one rank becomes the same CheckpointError on all."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -14,10 +14,10 @@ _Result = TypeVar("_Result")
 
 
 def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> list[_Result]:
-    """Run `action` on every rank and return the results of all of them, in rank order; for small ones.
+    """Run `action` on every rank and return the results of all of them, in rank order; for small results.
 
-    what: names the step in the error; group: a gloo group of all ranks, which a thread needs for itself; by default the run's.
-    Raises CheckpointError on every rank when the action failed on any.
+    what: names the step in the error; group: a gloo group of all ranks, for threads of their own; by default the run's. Raises
+    CheckpointError on every rank if the action failed on any.
     """
     result = on_this_rank(action, what=what, group=group)
     results: list[Any] = [None] * dist.get_world_size()
@@ -26,9 +26,9 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGrou
 
 
 def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
-    """Run `action` on every rank and return this rank's result alone; errors as in `on_all_ranks`.
+    """Run `action` on every rank and return only this rank's result; errors as in `on_all_ranks`.
 
-    Ranks tell each other in one number whether all went well, and more only if not.
+    Ranks exchange one number that says if all went well, and more only if not.
     """
     found: list[_Result] = []
     problem = None
@@ -57,7 +57,7 @@ def _raise_together(problem: str | None, group: ProcessGroup | None) -> None:
 
 
 def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
-    """Run `action` on rank 0 alone and return its result on every rank; errors as in `on_all_ranks`."""
+    """Run `action` on rank 0 only and return its result on every rank; errors as in `on_all_ranks`."""
     result = on_this_rank(lambda: action() if dist.get_rank() == 0 else None, what=what, group=group)
     told: list[Any] = [result]
     dist.broadcast_object_list(told, src=0, group=group)
@@ -70,5 +70,5 @@ def _describe(error: BaseException) -> str:
 
 
 def _printable(message: str) -> str:
-    """Return a text without control characters: a message may quote a stranger's text from a checkpoint."""
+    """Return a text without control characters: a message may quote untrusted text from a checkpoint."""
     return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message)

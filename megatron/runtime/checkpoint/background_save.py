@@ -1,7 +1,7 @@
-"""A checkpoint is written while training goes on: from a copy in host memory, by a thread, one at a time.
+"""Writes a checkpoint while training continues: a thread writes it from a copy in host memory, one checkpoint at a time.
 
-The thread of every rank does what a save without it does, in the same order, but over a process group of its own: so it is as
-atomic, what fails on one rank fails on all, and training stands still only for the copy.
+The thread of every rank does the same as a save in the foreground, in the same order, but over a process group of its own: so it
+is equally atomic, a failure on one rank fails on all, and training stops only for the copy.
 """
 
 import threading
@@ -18,25 +18,25 @@ from megatron.runtime.checkpoint.all_ranks import on_this_rank
 from megatron.runtime.state.held_tensors import HeldTensor
 
 _ALIGNMENT = 16
-"""Bytes at a multiple of which every piece of the copy starts, so that it can be read as numbers of any type."""
+"""Alignment in bytes of every piece of the copy, so that it can be read as numbers of any type."""
 
 Write = Callable[[Sequence[HeldTensor], ProcessGroup | None], None]
 
 
 class BackgroundSave:
-    """This rank's part of the save that is under way, if any; all ranks call its methods alike."""
+    """This rank's part of the current save, if any; all ranks call its methods alike."""
 
     def __init__(self, timeout: timedelta) -> None:
-        """timeout: how long ranks wait for each other, the slowest one's writing included; collective."""
+        """timeout: time that ranks wait for each other, including the slowest one's writing; collective."""
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._room = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None
 
     def start(self, write: Write, tensors: Sequence[HeldTensor], *, what: str) -> None:
-        """Copy what the tensors hold, and let a thread write the copies; nothing may be under way.
+        """Copy the tensors' values, and let a thread write the copies; there must be no current save.
 
-        what: names the save in the CheckpointError that all ranks raise where one has no memory for the copy.
+        what: names the save in the CheckpointError that all ranks raise if one has no memory for the copy.
         """
         assert self._thread is None, "a save is under way; finish it first"
         copies = on_this_rank(lambda: self._copy(tensors), what=what)
@@ -44,12 +44,12 @@ class BackgroundSave:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise what the save under way has failed with, if it has by now; returns at once."""
+        """Raise the error of the current save, if it has failed by now; returns at once."""
         if self._problem is not None:
             self.finish()
 
     def finish(self) -> None:
-        """Wait until the save under way is complete; raises what it failed with, CheckpointError on every rank."""
+        """Wait until the current save is complete; raises its error, CheckpointError on every rank."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -64,7 +64,7 @@ class BackgroundSave:
             self._problem = problem
 
     def _copy(self, tensors: Sequence[HeldTensor]) -> list[HeldTensor]:
-        """Copy what this rank may have to write into one buffer, which is pinned for GPUs and kept for the next save."""
+        """Copy everything that this rank may have to write into one buffer, pinned for GPUs and kept for the next save."""
         held = [tensor for tensor in tensors if not tensor.is_copy]
         num_bytes = sum(_room_for(piece.values) for tensor in held for piece in tensor.pieces)
         if len(self._room) < num_bytes:

@@ -1,7 +1,7 @@
 """Checkpoints: sharded, atomic, and independent of the plan.
 
 Every rank writes the pieces it holds (`storage`) into a hidden folder that gets its final name when all of it is on the disk
-(`folder`): a complete checkpoint is one that has its name. What fails on one rank becomes the same CheckpointError on all
+(`folder`): a checkpoint is complete if it has its name. A failure on one rank becomes the same CheckpointError on all
 (`all_ranks`).
 """
 
@@ -47,14 +47,14 @@ __all__ = ["LoadedCheckpoint", "find_newest_checkpoint", "load_checkpoint", "sav
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """The contents of a checkpoint beside the values that went into the session."""
+    """The contents of a checkpoint besides the values that were loaded into the session."""
 
     step: int
     run_state: Mapping[str, Any]
     schedulers_state: Mapping[str, Any]
     path: Path
     units_with_fresh_optimizer: tuple[str, ...] = ()
-    """Units with trained parameters that the checkpoint has no optimizer state of (they were frozen): it starts at zero."""
+    """Units with trained parameters without optimizer state in the checkpoint (they were frozen): their state starts at zero."""
 
 
 def save_checkpoint(
@@ -75,12 +75,13 @@ def save_checkpoint(
 
     schedulers_state and run_state are rank 0's and must fit into JSON. A checkpoint of the same step is replaced.
 
-    check_right: called on rank 0 before anything is written, and again before it gets its name; may raise CheckpointError.
+    check_right: called on rank 0 before anything is written, and again before the checkpoint gets its name; may raise
+    CheckpointError.
 
-    background: writes it while training goes on, once the save before it is done; this returns when the state is copied, and what
-    fails is raised by its `check` and `finish`.
+    background: writes it while training continues, once its previous save is done; this function then returns when the state is
+    copied, and `check` and `finish` of the background save raise errors.
 
-    Raises CheckpointError on every rank when it fails on any; earlier checkpoints are then untouched.
+    Raises CheckpointError on every rank if it fails on any; earlier checkpoints are then untouched.
     """
     if background is not None:
         background.finish()
@@ -114,7 +115,7 @@ def _write(
     prune: Callable[[], None],
     check_right: Callable[[], None],
 ) -> None:
-    """Write a checkpoint of all ranks, whose manifest lacks its files; collective over `group`, by default the run's."""
+    """Write a checkpoint of all ranks; manifest: without its files; collective over `group`, by default the run's."""
     step, what = manifest.step, f"saving step {manifest.step} to {folder}"
 
     def begin() -> Path:
@@ -149,13 +150,13 @@ def load_checkpoint(
 ) -> LoadedCheckpoint:
     """Fill parameters, and on wish optimizers and random generators, from the newest complete checkpoint in `folder`; collective.
 
-    The plan may be another than the one it was saved under. Learning rate and weight decay are left to the schedulers, the other
-    hyperparameters to the run's flags. Adapters (LoRA) of units that had none start as they were initialised. Nothing that the
-    files hold is executed, and every value that is read is held against its checksum.
+    The plan may differ from the one it was saved under. Learning rate and weight decay are left to the schedulers, the other
+    hyperparameters to the run's flags. New adapters (LoRA) keep their initial values. Nothing in the files is executed, and every
+    value that is read is compared with its checksum.
 
     check_run: called on rank 0 with the checkpoint and its run_state, before anything is loaded; may raise CheckpointError.
 
-    Raises CheckpointError on every rank when nothing is there, a file is damaged, or it is of another model or (with
+    Raises CheckpointError on every rank if nothing is there, a file is damaged, or it is of another model or (with
     `load_optimizer`) precision.
     """
     dtype = _dtype(session) if load_optimizer else None
@@ -197,7 +198,7 @@ def _find(
 
 
 def _is_new_adapter(tensor: HeldTensor, manifest: Manifest) -> bool:
-    """Return whether a tensor is of an adapter whose unit had none; such start as they were initialised."""
+    """Return True if a tensor is of an adapter whose unit had none; such adapters keep their initial values."""
     return is_adapter(tensor.key) and manifest.model["units"][tensor.key.split(".")[1]].get("lora") is None
 
 
@@ -221,7 +222,7 @@ def _check_shapes(path: Path, tensors: Sequence[HeldTensor], *, index: TensorInd
 def _restore_random_state(path: Path, manifest: Manifest) -> None:
     try:
         restore_random_state(manifest.random_state)
-    except Exception as problem:  # of whatever a stranger may have written there
+    except Exception as problem:  # the content may be anything
         raise damaged(path, f"its random_state cannot be restored ({problem})") from problem
 
 

@@ -1,4 +1,4 @@
-"""One run at a time writes into a folder of checkpoints: its mark there names it, and shows that it is alive.
+"""Ensures that one run at a time writes into a folder of checkpoints: its mark there names it, and shows that it is alive.
 
 The mark is the file `.writer.json`, which rank 0 touches every few seconds. A mark is taken over when its run is gone:
 
@@ -6,7 +6,7 @@ The mark is the file `.writer.json`, which rank 0 touches every few seconds. A m
 - it is an earlier attempt of the same job, which Slurm requeued or torchrun started again, wherever that ran;
 - the mark has not been touched for a minute: its machine failed, or it hangs.
 
-Where none of this can be known at once (the mark is of another machine and young), it is watched: a touch proves that the run
+If none of this is certain at once (the mark is recent and from another machine), it is watched: a touch proves that the run
 lives, a minute of silence that it does not. Times are the file system's own, so clocks need not agree.
 """
 
@@ -26,26 +26,26 @@ from multimodal.values.errors import CheckpointError
 
 MARK_NAME = ".writer.json"
 _LOOK_SECONDS = 1.0
-"""Between two looks at another's mark; ranks meet after each, so that none waits long for another."""
+"""Seconds between two looks at another run's mark; ranks meet after each, so that none waits long for another."""
 
 
 @dataclass(frozen=True)
 class Writer:
-    """A run that writes, as its mark tells."""
+    """A run that writes, as described in its mark."""
 
     token: str
-    """Names this start of the run; no two share it."""
+    """Identifies this start of the run; no two starts share it."""
     host: str
     process: int
-    """The process of rank 0."""
+    """Number of rank 0's process."""
     process_start: str
-    """Tells it from a later process of the same number."""
+    """Distinguishes it from a later process with the same number."""
     machine: str
-    """The scope of process numbers: a boot of a host, and a container's process table."""
+    """Scope of process numbers: a boot of a host, and a container's process table."""
     job: str
-    """The job that is started again after a failure; empty if no launcher says."""
+    """The job, which is started again after a failure; empty if no launcher names it."""
     attempt: tuple[int, ...]
-    """Numbers of times that it has been started again."""
+    """Numbers of restarts."""
     started: str
 
     @classmethod
@@ -77,7 +77,7 @@ class _Mark(NamedTuple):
 
 
 class FolderClaim:
-    """The right to write into a folder; on rank 0 only, except for construction."""
+    """The right to write into a folder; used on rank 0 only, except for construction."""
 
     def __init__(
         self,
@@ -88,10 +88,10 @@ class FolderClaim:
         silent_seconds: float = 60.0,
         ending_seconds: float = 5.0,
     ) -> None:
-        """Nothing is claimed yet.
+        """Claim nothing yet.
 
-        touch_seconds: between signs of life. silent_seconds: without one, the other run is gone. ending_seconds: how long a
-        process of this machine may take to end.
+        touch_seconds: between signs of life. silent_seconds: without a sign for this time, the other run is gone. ending_seconds:
+        time that a process of this machine may take to end.
         """
         self._folder, self._path = folder, folder / MARK_NAME
         self._writer = Writer.of_this_process(environ)
@@ -100,9 +100,9 @@ class FolderClaim:
         self._is_released = threading.Event()
 
     def try_to_take(self) -> bool:
-        """Take the folder if no run writes there; False: it is not known yet, ask again.
+        """Take the folder if no run writes there; returns False if that is not certain yet: call it again.
 
-        Returns within seconds. Raises CheckpointError when another run is alive, OSError when the folder cannot be written to.
+        Returns within seconds. Raises CheckpointError if another run is alive, OSError if the folder cannot be written to.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
         if not self._create():
@@ -115,7 +115,7 @@ class FolderClaim:
         return True
 
     def check(self) -> None:
-        """Raise CheckpointError when another run has taken the folder, which it does when this one was silent for long."""
+        """Raise CheckpointError if another run has taken the folder, which it does when this run was silent for long."""
         mark = _read(self._path)
         if mark is None and self._create():
             return
@@ -131,7 +131,7 @@ class FolderClaim:
                 self._path.unlink()
 
     def _is_gone(self, mark: _Mark) -> bool:
-        """True if the run of a mark has ended; False: not known yet. Raises CheckpointError when it is alive."""
+        """Return True if the run of a mark has ended; False: uncertain yet. Raises CheckpointError if it is alive."""
         now = time.monotonic()
         self._first_look = first_time, first_mark = self._first_look or (now, mark)
         writer = mark.writer
@@ -184,9 +184,9 @@ class FolderClaim:
 
 
 def _read(path: Path) -> _Mark | None:
-    """None when there is no mark."""
+    """Return None if there is no mark."""
     try:
-        with open(path, "rb") as file:  # opening makes network file systems ask for the times anew
+        with open(path, "rb") as file:  # opening makes network file systems refresh the times
             return _Mark(_writer(file.read()), os.fstat(file.fileno()).st_mtime)
     except FileNotFoundError:
         return None

@@ -6,8 +6,8 @@
     .step_00000060.partial-HOST-PID     being written, or left by a save that died
     .step_00000030.removed-HOST-PID     being removed
 
-Names change by rename alone, which is atomic, and a removed folder is first renamed out of sight. So whatever moment a process
-dies at, every complete checkpoint is whole.
+Names change only by renaming, which is atomic, and a removed folder is first renamed to a hidden name. So whenever a process
+dies, every complete checkpoint is whole.
 """
 
 import os
@@ -23,7 +23,7 @@ from multimodal.values.errors import CheckpointError
 _COMPLETE = re.compile(r"step_(\d{8,})(\.new)?")
 _HIDDEN = re.compile(r"\.(?P<name>.+)\.(?:partial|removed)-(?P<host>.+)-(?P<process>\d+)")
 _STALE_SECONDS = 3600.0
-"""Unfinished saves of another host count as dead when nothing in them has changed for this long."""
+"""Unfinished saves of another host count as dead if nothing in them has changed for this long."""
 
 
 class _Complete(NamedTuple):
@@ -34,27 +34,27 @@ class _Complete(NamedTuple):
 
 
 def find_newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in `folder`, or `folder` itself when it is one; None when there is none."""
+    """Return the newest complete checkpoint in `folder`, or `folder` itself if it is one; None if there is none."""
     complete = list_checkpoints(folder)
     return complete[-1] if complete else None
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Return all complete checkpoints, oldest step first; a folder that is a checkpoint itself holds just that one."""
+    """Return all complete checkpoints, oldest step first; for a folder that is itself a checkpoint, only that one."""
     if _COMPLETE.fullmatch(folder.name) and (folder / "braid.json").exists():
         return [folder]
     return [entry.path for entry in _list_complete(folder)]
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the step that a complete checkpoint's name tells."""
+    """Return the step in a complete checkpoint's name."""
     match = _COMPLETE.fullmatch(checkpoint.name)
     assert match is not None, f"{checkpoint} is not the name of a complete checkpoint"
     return int(match[1])
 
 
 def folder_of_run(path: Path) -> Path:
-    """The folder that a path given to --load stands for: that of the run which a checkpoint belongs to, else the path itself."""
+    """Return the folder for a path given to --load: that of the run if the path is a checkpoint, else the path itself."""
     return path.parent if _COMPLETE.fullmatch(path.name) else path
 
 
@@ -71,7 +71,7 @@ def damaged(checkpoint: Path, found: str) -> CheckpointError:
 
 
 def open_partial(folder: Path, *, step: int) -> Path:
-    """Make the folder that a save writes into, after tidying up what dead saves left; raises OSError."""
+    """Make the folder that a save writes into, after removing the remains of dead saves; raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     for entry in _list_complete(folder):
         if entry.is_replacement:
@@ -83,12 +83,12 @@ def open_partial(folder: Path, *, step: int) -> Path:
 
 
 def hidden_folder(folder: Path, state: str) -> Path:
-    """Return where something of this process is while it is being made or removed; state: `partial` or `removed`."""
+    """Return the hidden path of this process for something being made or removed; state: `partial` or `removed`."""
     return folder.parent / f".{folder.name}.{state}-{_owner()}"
 
 
 def remove_dead_folders(folder: Path, *, name: str) -> None:
-    """Remove what dead processes left unfinished in a folder; name: a pattern of what they were making."""
+    """Remove the unfinished results of dead processes in a folder; name: a pattern of the intended names."""
     for path in folder.iterdir():
         match = _HIDDEN.fullmatch(path.name)
         if match and re.fullmatch(name, match["name"]) and _is_dead(path, host=match["host"], process=int(match["process"])):
@@ -96,7 +96,7 @@ def remove_dead_folders(folder: Path, *, name: str) -> None:
 
 
 def complete_partial(partial: Path, *, step: int) -> Path:
-    """Give a finished save its final name, in the place of an older save of the same step; raises OSError."""
+    """Give a finished save its final name, replacing an older save of the same step; raises OSError."""
     folder = partial.parent
     final = folder / _name(step)
     sync_folder(partial)
@@ -123,7 +123,7 @@ def prune_checkpoints(folder: Path, *, step: int, keep_last: int, retain_interva
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint or partial folder so that it is never seen half removed; raises OSError when it cannot be renamed."""
+    """Remove a checkpoint or partial folder so that it is never visible half removed; raises OSError if it cannot be renamed."""
     hidden = hidden_folder(path.with_name(path.name.removesuffix(".new").lstrip(".").split(".")[0]), "removed")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -168,7 +168,7 @@ def _is_alive(process: int) -> bool:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk; raises OSError."""
+    """Make sure that the names in a folder are on the disk; raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""`tensors.json`: where the values of a checkpoint's tensors lie, and their checksums; plain numbers and names only."""
+"""`tensors.json`: the positions of a checkpoint's tensor values and their checksums; only plain numbers and names."""
 
 import json
 import math
@@ -20,7 +20,7 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 
 
 class SavedPiece(NamedTuple):
-    """A rectangle of a tensor, and where its bytes lie."""
+    """A rectangle of a tensor, and the position of its bytes."""
 
     file: str
     start: int
@@ -32,7 +32,7 @@ class SavedPiece(NamedTuple):
     """The checksum of its bytes."""
 
     def size_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes that the rectangle takes."""
+        """Return the number of bytes of the rectangle."""
         return math.prod(self.sizes) * dtype.itemsize
 
 
@@ -59,7 +59,7 @@ def index_to_json(index: TensorIndex) -> bytes:
 
 
 def read_index(checkpoint: Path, *, files: Mapping[str, int], crc32: int) -> TensorIndex:
-    """Read `tensors.json` of a checkpoint; raises CheckpointError when it is not what was written, or says what cannot be.
+    """Read `tensors.json` of a checkpoint; raises CheckpointError if it is not as written, or describes impossible pieces.
 
     files: name -> bytes of the checkpoint's files. crc32: of `tensors.json`.
     """

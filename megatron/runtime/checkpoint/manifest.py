@@ -21,22 +21,22 @@ from multimodal.values.model_graph import ModelGraph
 FORMAT_VERSION = 2
 _FILE_NAME = "braid.json"
 _CHECKSUM = "crc32"
-"""Key of the checksum over everything else in the file."""
+"""Key of the checksum over the rest of the file."""
 _LAST_STEP = 10**15
 _CHANGEABLE = {"freeze_module", "freeze_projector", "init_method_std", "min_pixels", "max_pixels", "weights", "directory"}
-"""Fields in which a checkpoint's model and the run's may differ: that changes neither a weight's shape nor its meaning.
+"""Fields in which a checkpoint's model and the run's may differ, because they change neither a weight's shape nor its meaning.
 Folders may have been moved."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Plain values only."""
+    """The content of the file: only plain values."""
 
     step: int
     dtype: str
     model: dict[str, Any]
     plan: dict[str, Any]
-    """The plan, for information; a checkpoint loads under any."""
+    """The plan, for information; a checkpoint can be loaded under any plan."""
     run_state: dict[str, Any]
     schedulers_state: dict[str, Any]
     random_state: dict[str, Any]
@@ -48,7 +48,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it, after checking that the files of all ranks are there; raises CheckpointError or OSError."""
+    """Write the file after checking that the files of all ranks are there; raises CheckpointError or OSError."""
     for name, size_bytes in manifest.files.items():
         if not (folder / name).is_file() or (folder / name).stat().st_size != size_bytes:
             raise CheckpointError(
@@ -63,7 +63,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_newest(folder: Path) -> tuple[Path, Manifest]:
-    """Return the newest complete checkpoint in `folder` and its manifest; raises CheckpointError for none or a damaged one."""
+    """Return the newest complete checkpoint in `folder` and its manifest; raises CheckpointError if none or damaged."""
     path = find_newest_checkpoint(folder)
     if path is None:
         found = "no such folder" if not folder.exists() else "no complete checkpoint there (no folder step_<number>)"
@@ -79,15 +79,15 @@ def read_newest(folder: Path) -> tuple[Path, Manifest]:
 
 
 def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
-    """Raise CheckpointError with the first difference when the checkpoint is of another model than `graph`."""
+    """Raise CheckpointError with the first difference if the checkpoint is of another model than `graph`."""
     try:
         saved = ModelGraph.from_dict(manifest.model)
-    except Exception as problem:  # of whatever a stranger may have written there
+    except Exception as problem:  # the content may be anything
         raise CheckpointError(f"{path}: its model cannot be read ({problem}); load it with the Braid that wrote it") from problem
     before, now = saved.to_dict(), graph.to_dict()
     for name, unit in now["units"].items():
         if "lora" not in before["units"].get(name, {}):
-            unit.pop("lora", None)  # adapters that it lacks start afresh
+            unit.pop("lora", None)  # adapters that it lacks keep their initial values
     if difference := _first_difference(before, now, where="model"):
         raise CheckpointError(
             f"{path} is of another model: {difference}; pass the model file that it was trained with, or another folder to --load"
@@ -95,7 +95,7 @@ def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
 
 
 def check_dtype(path: Path, manifest: Manifest, *, dtype: str) -> None:
-    """Raise CheckpointError when optimizer state would be loaded into a run of another precision."""
+    """Raise CheckpointError if optimizer state would be loaded into a run of another precision."""
     if manifest.dtype != dtype:
         raise CheckpointError(
             f"{path}: it was trained with --dtype {manifest.dtype}, this run has {dtype}, whose optimizer keeps other numbers; "
@@ -150,7 +150,7 @@ def _check_types(value: Mapping[str, Any]) -> None:
 
 
 def _checksum(value: Mapping[str, Any]) -> int:
-    """The checksum of the content, however it is laid out."""
+    """Return the checksum of the content, independent of its layout."""
     return zlib.crc32(json.dumps(value, sort_keys=True).encode())
 
 
@@ -168,7 +168,7 @@ def _first_difference(saved: Any, current: Any, *, where: str) -> str | None:
 
 
 def capture_random_state() -> dict[str, Any]:
-    """The generators of this process; CUDA's where there is one."""
+    """Return the state of this process's generators, including CUDA's if there is one."""
     version, values, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state = {
@@ -180,7 +180,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to what `capture_random_state` returned; CUDA's stays where the state has none, or the process."""
+    """Set the generators to a result of `capture_random_state`; CUDA's is unchanged if the state or the process has none."""
     version, values, gauss = state["python"]
     random.setstate((version, tuple(values), gauss))
     name, keys, *rest = state["numpy"]

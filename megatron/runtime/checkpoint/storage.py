@@ -1,9 +1,9 @@
-"""Pieces of tensors to files and back: every rank writes what it holds and reads what it needs.
+"""Pieces of tensors to files and back: every rank writes the pieces it holds and reads the pieces it needs.
 
-torch.distributed.checkpoint plans both on rank 0 (who writes values of several holders, which saved rectangles a wanted one
-overlaps) and checks that the written rectangles fill every tensor without overlap; this module names the rectangles. Files are
-Braid's own, where torch's would be pickles: one per writing rank, the bytes of its pieces one after another and nothing else, and
-`tensors.json` (`index`), which describes them. Neither holds anything that could be executed.
+torch.distributed.checkpoint plans both on rank 0 (which of several holders writes a value, which saved rectangles overlap a
+wanted one) and checks that the written rectangles fill every tensor without overlap; this module names the rectangles. The file
+format is Braid's own, since torch's files would be pickles: each writing rank has one file with the bytes of its pieces, and
+`tensors.json` (`index`) describes them. Neither can contain anything executable.
 """
 
 import os
@@ -52,7 +52,7 @@ class PieceWriter(StorageWriter):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.sizes: dict[str, int] = {}
-        """File name -> bytes, of what this rank wrote."""
+        """File name -> bytes that this rank wrote."""
         self.index_crc32 = 0
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
@@ -89,27 +89,27 @@ class PieceWriter(StorageWriter):
         self.sizes[INDEX_NAME], self.index_crc32 = len(content), zlib.crc32(content)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from save to save."""
+        """Do nothing: no state is kept between saves."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The folder is there."""
+        """Do nothing: the folder exists."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Torch's plan will do."""
+        """Return torch's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Torch's plans will do."""
+        """Return torch's plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Checkpoints are found by `folder`."""
+        """Return True: `folder` finds checkpoints."""
         return True
 
 
 class PieceReader(StorageReader):
-    """Reads from the files of all ranks the pieces that this rank needs something of."""
+    """Reads, from the files of all ranks, the pieces of which this rank needs a part."""
 
     def __init__(self, folder: Path, *, index: TensorIndex) -> None:
         self._folder = folder
@@ -119,11 +119,11 @@ class PieceReader(StorageReader):
         }
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # torch asks for ranks' own metadata where more is taken
-        """`tensors.json`, in torch's form."""
+        """Return `tensors.json` in torch's form."""
         return Metadata({key: _describe(tensor) for key, tensor in self._index.items()})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Fill what torch's plan asks for; raises CheckpointError for bytes that are not those written, and OSError."""
+        """Fill the tensors of torch's plan; raises CheckpointError for bytes that differ from those written, and OSError."""
         wanted: dict[tuple[SavedPiece, str], list[ReadItem]] = {}
         for item in plan.items:
             wanted.setdefault((self._pieces[item.storage_index], item.storage_index.fqn), []).append(item)
@@ -145,22 +145,22 @@ class PieceReader(StorageReader):
         return content.view(dtype).view(piece.sizes)
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept from load to load."""
+        """Do nothing: no state is kept between loads."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """The index is there."""
+        """Do nothing: the index is already read."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Torch's plan will do."""
+        """Return torch's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Torch's plans will do."""
+        """Return torch's plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Checkpoints are found by `folder`."""
+        """Return True: `folder` finds checkpoints."""
         return True
 
 
@@ -206,7 +206,7 @@ def write_tensors(folder: Path, tensors: Sequence[HeldTensor], *, group: Process
 
     Collective over `group`, by default the run's.
 
-    Raises torch's CheckpointException on every rank when any failed.
+    Raises torch's CheckpointException on every rank if any rank failed.
     """
     writer = PieceWriter(folder)
     save({}, storage_writer=writer, planner=_PieceSavePlanner(tensors), process_group=group)
@@ -216,7 +216,7 @@ def write_tensors(folder: Path, tensors: Sequence[HeldTensor], *, group: Process
 def read_tensors(folder: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
     """Fill the pieces of all ranks from `folder`, whose `tensors.json` is `index`; collective.
 
-    Every piece that is read is held against its checksum. Raises CheckpointException on every rank when any failed.
+    Every piece that is read is compared with its checksum. Raises CheckpointException on every rank if any rank failed.
     """
     load({}, storage_reader=PieceReader(folder, index=index), planner=_PieceLoadPlanner(tensors))
 

@@ -1,10 +1,10 @@
-"""The communication broker: carries activations and gradients between stages, whatever TP and DP either side has.
+"""The communication broker: carries activations and gradients between stages with any TP and DP sizes on either side.
 
-DistTrain 4.1 bridges units by brokers, gcd(DP, DP) many; here every tensor parallel rank is a broker of its own share. Between
-units the rows are the same on all tensor parallel ranks of a stage, so rank i of the source sends only what overlaps with its
-1/tp of the rows, and the target's ranks gather their shares. Where a unit spreads tokens over context parallel ranks, each of
-these gives and takes rows of its own (`RowShares`), and the same holds for its tensor parallel ranks. Between stages of one
-unit, where all ranks may hold different rows, each passes on its own.
+DistTrain 4.1 connects units by gcd(DP, DP) brokers; here every tensor parallel rank is a broker of its own share. Between units
+the rows are the same on all tensor parallel ranks of a stage, so rank i of the source sends only the rows that overlap with its
+1/tp of them, and the target's ranks gather their shares. If a unit spreads tokens over context parallel ranks, each of these
+sends and receives its own rows (`RowShares`), and so do its tensor parallel ranks. Between stages of one unit, where all ranks
+may hold different rows, each rank passes on its own.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,8 +30,8 @@ Rows = NDArray[np.int64]
 class RowShares:
     """Rows of one route, by context parallel rank of either end; all of them ascending.
 
-    Every row that an encoder hands to the LLM is given by one rank and taken by one. A row that the LLM hands to a generator may
-    be taken by several, whose gradients add up on the giving rank. A rank is sent only the rows that it takes.
+    Every row that an encoder hands to the LLM is sent by one rank and received by one. A row that the LLM hands to a generator
+    may be received by several, whose gradients add up on the sending rank. A rank is sent only the rows that it needs.
     """
 
     def __init__(self, *, given: tuple[Rows, ...], taken: tuple[Rows, ...]) -> None:
@@ -40,11 +40,11 @@ class RowShares:
 
     @cached_property
     def reversed(self) -> "RowShares":
-        """The shares of the gradients, which travel the other way."""
+        """The shares of the gradients, which travel in the other direction."""
         return RowShares(given=self.taken, taken=self.given)
 
     def prepare(self, *, giver: int | None, taker: int | None) -> None:
-        """Derive, on the CPU, the rows that context parallel ranks give and take; None: of the other end only."""
+        """Derive, on the CPU, the rows that context parallel ranks send and receive; None: only of the other end."""
         if giver is not None:
             for target in range(len(self.taken)):
                 self.positions_given(giver, target, CPU)
@@ -64,19 +64,19 @@ class RowShares:
 
     @cached_property
     def common(self) -> tuple[tuple[Rows, ...], ...]:
-        """[taking rank][giving rank]: rows that travel between the two."""
+        """[receiving rank][sending rank]: rows that travel between the two."""
         return tuple(tuple(np.intersect1d(own, other, assume_unique=True) for other in self.given) for own in self.taken)
 
     def first_row(self, source: int, target: int) -> int:
-        """Return the first row of `source` among all rows that `target` receives, ordered by giving rank."""
+        """Return the first row of `source` among all rows that `target` receives, ordered by sending rank."""
         return sum(map(len, self.common[target][:source]))
 
     def num_received(self, target: int) -> int:
-        """Return the number of rows that a taking rank receives; more than it takes where gradients add up."""
+        """Return the number of rows that a rank receives; more than it needs if gradients add up."""
         return sum(map(len, self.common[target]))
 
     def positions_given(self, source: int, target: int, device: torch.device) -> Tensor:
-        """Return the positions, among all rows that `source` gives, of the rows that travel between the two."""
+        """Return the positions, among all rows that `source` sends, of the rows that travel to `target`."""
 
         def derive() -> Tensor:
             return torch.from_numpy(np.searchsorted(self.given[source], self.common[target][source]))
@@ -84,7 +84,7 @@ class RowShares:
         return self._derived.on(device, ("given", source, target), derive)
 
     def positions_taken(self, target: int, device: torch.device) -> Tensor | None:
-        """Return the position of each received row among the rows that the rank takes; None where they are in order."""
+        """Return the position of each received row among the rows that the rank needs; None if they are in order."""
 
         def derive() -> Tensor | None:
             positions = np.searchsorted(self.taken[target], np.concatenate(self.common[target]))
@@ -111,11 +111,11 @@ class Link:
     source_ranks: tuple[int, ...]
     target_ranks: tuple[int, ...]
     shape: tuple[int, ...]
-    """Rows first: of a message between units all that travel, else those of this rank."""
+    """Rows first: all that travel for a message between units, else those of this rank."""
     is_replicated: bool
-    """True if tensor parallel ranks hold the same rows and need the same (between units); else rank i passes its own on to i."""
+    """True (between units) if tensor parallel ranks hold and need the same rows; else rank i sends its own rows to rank i."""
     rows: RowShares | None = None
-    """The rows of each rank where a unit at either end spreads tokens over context parallel ranks; None: all give all."""
+    """The rows of each rank if a unit at either end spreads tokens over context parallel ranks; None: all ranks have all rows."""
 
     @property
     def source_groups(self) -> tuple[tuple[int, ...], ...]:
@@ -128,12 +128,12 @@ class Link:
         return _groups(self.target_ranks, 1 if self.rows is None else len(self.rows.taken))
 
     def num_received(self, target: int) -> int:
-        """Rows that come to a context parallel rank of the target."""
+        """Number of rows that a context parallel rank of the target receives."""
         return self.shape[0] if self.rows is None else self.rows.num_received(target)
 
 
 class Piece(NamedTuple):
-    """Rows that travel from one rank to another, counted in what the target's context parallel rank receives."""
+    """Rows that travel from one rank to another, numbered among those that the target's context parallel rank receives."""
 
     source_rank: int
     target_rank: int
@@ -142,13 +142,13 @@ class Piece(NamedTuple):
 
 
 def share_of_rows(num_rows: int, *, num_shares: int, index: int) -> range:
-    """Rows of the index-th of `num_shares` shares: all ceil(num_rows / num_shares) long, but the last ones."""
+    """Return the rows of the index-th share: all shares have ceil(num_rows / num_shares) rows, except the last ones."""
     size = -(-num_rows // num_shares)
     return range(min(index * size, num_rows), min((index + 1) * size, num_rows))
 
 
 def pieces_of(link: Link) -> tuple[Piece, ...]:
-    """All pieces of a message: the overlaps of source shares with target shares."""
+    """Return all pieces of a message: the overlaps of source shares with target shares."""
     num_rows = link.shape[0]
     if not link.is_replicated:
         pairs = zip(link.source_ranks, link.target_ranks, strict=True)
@@ -178,7 +178,7 @@ def _pieces_from(
 
 
 def _payload_of(piece: Piece, link: Link, payload: Tensor) -> Tensor:
-    """Return the rows of a piece among those that its source rank gives."""
+    """Return the rows of a piece among those that its source rank sends."""
     if link.rows is None:
         return payload[piece.first_row : piece.last_row]
     source, target = _index_of(piece.source_rank, link.source_groups), _index_of(piece.target_rank, link.target_groups)
@@ -225,9 +225,9 @@ class Broker:
         self._unsent: dict[MessageKey, list[tuple[Tensor, int]]] = {}
 
     def send(self, key: MessageKey, link: Link, payload: Tensor) -> None:
-        """Start sending this rank's pieces of `payload`, all rows that it gives; pieces for this rank itself are kept.
+        """Start sending this rank's pieces of `payload`, all rows that it sends; pieces for this rank itself are kept.
 
-        A rank that also takes part of the message sends when it posts that receive, the next thing it does.
+        A rank that also receives a part of the message sends when it posts that receive, which is the next thing it does.
         """
         sends: list[tuple[Tensor, int]] = []
         for piece in pieces_of(link):
@@ -244,7 +244,7 @@ class Broker:
             self._start(key, sends=sends)
 
     def post_receive(self, key: MessageKey, link: Link) -> int:
-        """Start receiving; returns the bytes set aside for it."""
+        """Start receiving; returns the number of bytes allocated for it."""
         num_rows, width = link.shape[0], link.shape[1:]
         first_row, size = 0, num_rows
         if link.is_replicated:
@@ -280,9 +280,9 @@ class Broker:
         return incoming.buffer
 
     def complete(self, key: MessageKey, group: dist.ProcessGroup | None = None) -> Tensor:
-        """Return all rows that this rank takes, in the route's order.
+        """Return all rows that this rank needs, in the route's order.
 
-        group: between units, its tensor parallel peers, with whom it gathers shares.
+        group: between units, its tensor parallel peers, with which it gathers shares.
         """
         incoming = self._incoming.pop(key)
         link, received = incoming.link, incoming.buffer
@@ -295,7 +295,7 @@ class Broker:
         return _in_order(received[: link.num_received(target)], link.rows, target)
 
     def finish(self) -> None:
-        """Wait until everything sent has left; a step ends with nothing under way."""
+        """Wait until everything is sent; a step ends with no message under way."""
         if self._channel is not None:
             self._channel.finish_sends()
         assert not self._incoming and not self._kept and not self._unsent, "messages were left over at the end of a step"

@@ -15,10 +15,10 @@ MOST_CONNECTED_RANKS = 64
 
 
 class Arrival(Protocol):
-    """A receive that is under way: a dist.Work, or one with a copy behind it."""
+    """A pending receive: a dist.Work, or one followed by a copy."""
 
     def wait(self) -> object:
-        """Have what comes next on this stream, or without streams this thread, wait for it."""
+        """Let later work on this stream, or without streams this thread, wait for it."""
 
 
 class StagedReceive:
@@ -34,17 +34,17 @@ class StagedReceive:
 
 
 def needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
-    """True of a device's tensor on gloo, which reduces and gathers such tensors, but sends host memory alone."""
+    """Return True for a device's tensor with gloo, which reduces and gathers such tensors, but only sends host memory."""
     return tensor.is_cuda and dist.get_backend(group) == "gloo"
 
 
 class MessageChannel:
-    """One group over all ranks for each track of messages; on gloo one for all tracks, which are told apart by tags.
+    """One group over all ranks for each track of messages; with gloo one for all tracks, which tags distinguish.
 
-    The messages of a track follow each other on a rank, on a stream of their own; both ends come to them in the schedule's one
-    order. Every call is a group of sends and receives: NCCL runs these at once, on the track's communicator, where single ones
-    would make another communicator for each pair of ranks. On gloo, messages of GPUs travel through host memory, which is slow:
-    it lets several ranks share a GPU, as NCCL does not.
+    The messages of a track follow each other on a rank, on a stream of their own; both ends reach them in the schedule's single
+    order. Every call is a group of sends and receives: NCCL runs these at once, on the track's communicator, while single ones
+    would create another communicator for each pair of ranks. With gloo, messages of GPUs travel through host memory, which is
+    slow, but lets several ranks share a GPU, as NCCL does not.
     """
 
     def __init__(self, *, world_size: int, tracks: Iterable[Track], timeout: timedelta) -> None:
@@ -59,9 +59,9 @@ class MessageChannel:
     def start(
         self, track: Track, *, sends: Sequence[tuple[Tensor, int]] = (), receives: Sequence[tuple[Tensor, int]] = ()
     ) -> Sequence[Arrival]:
-        """Start one message: tensors and the ranks they go to, contiguous buffers and the ranks they are filled by.
+        """Start one message: tensors with their target ranks, and contiguous buffers with their source ranks.
 
-        What is sent is kept until it has left and must not be changed. Returns what to wait for before buffers are read.
+        Sent tensors are kept until they have left and must not be changed. Returns the works to wait for before buffers are read.
         """
         group, tag = self._groups[track], self._tags[track]
         kept = [(tensor.cpu() if needs_staging(tensor, group) else tensor.contiguous(), target) for tensor, target in sends]
@@ -85,22 +85,22 @@ class MessageChannel:
         ]
 
     def finish_sends(self) -> None:
-        """Wait until everything sent has left."""
+        """Wait until everything is sent."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
     def close(self) -> None:
-        """Give the groups up; collective, when no message is under way."""
+        """Destroy the groups; collective, when no message is under way."""
         for group in dict.fromkeys(self._groups.values()):
             dist.destroy_process_group(group)
 
     def connect(self, partners: Mapping[Track, Partners], *, device: torch.device) -> None:
-        """Make all communicators, and exchange a byte with partners, track by track; collective.
+        """Create all communicators, and exchange a byte with partners, track by track; collective.
 
-        NCCL sets up a communicator at the first collective and a pair of ranks at its first message, and holds the hosts until
-        then; done here, no step has to wait for it. In large worlds pairs between units are left to their first message: anybody
-        may send to anybody there, few do, and each pair takes memory.
+        NCCL sets up a communicator at the first collective and a pair of ranks at its first message, and blocks the hosts until
+        then; done here, no step has to wait for it. In large worlds pairs between units are left to their first message: any rank
+        may send to any other there, few do, and each pair takes memory.
         """
         for track, group in self._groups.items():
             dist.all_reduce(torch.zeros(1, device=device), group=group)

@@ -30,16 +30,16 @@ class Membership:
     context_parallel_rank: int
     groups: ProcessGroupCollection
     """tp, cp, tp_cp (the whole stage), dp (replicas), dp_cp (ranks that hold the same parameters: replicas and context parallel
-    ranks), ep (ranks that share experts), expt_dp (ranks that hold the same ones) and what megatron-core asks for beside; pp is
-    this rank alone, as the plan numbers layers and stages."""
+    ranks), ep (ranks that share experts), expt_dp (ranks that hold the same experts) and further groups that megatron-core
+    requires; pp is this rank alone, as the plan numbers layers and stages."""
     embedding_group: dist.ProcessGroup | None
-    """This rank and its counterpart with the same share of weights, when one is in the first stage and one in the last."""
+    """This rank and its counterpart with the same share of weights, if one is in the first stage and one in the last."""
     is_unlike: bool = False
     """True if the replicas are not alike: dp and dp_cp are this rank alone, and gradients are reduced by layer and part."""
 
     @property
     def is_first_holder(self) -> bool:
-        """True if this rank is the first of those that hold the same weights: it counts, or writes, what all of them have."""
+        """True if this rank is the first of those that hold the same weights: it counts, or writes, them for all."""
         if self.is_unlike:
             return self.replica_index == 0 and self.context_parallel_rank == 0
         is_first: bool = self.groups.dp_cp.rank() == 0
@@ -47,7 +47,7 @@ class Membership:
 
     @property
     def is_first_expert_holder(self) -> bool:
-        """The same of the experts that this rank holds."""
+        """The same for the experts that this rank holds."""
         if self.is_unlike:
             return self.is_first_holder
         is_first: bool = self.groups.expt_dp.rank() == 0
@@ -55,21 +55,21 @@ class Membership:
 
 
 class GroupBook:
-    """Process groups by their ranks, each made once, in one order on every rank (torch wants non-members to take part, too)."""
+    """Process groups by their ranks, each created once, in one order on every rank (torch requires non-members to take part)."""
 
     def __init__(self, *, rank: int, timeout: timedelta) -> None:
         self._rank, self._timeout = rank, timeout
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def create(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
-        """Make all groups and keep those that this rank belongs to; collective over all ranks."""
+        """Create all groups and keep those that this rank belongs to; collective over all ranks."""
         for ranks in sorted(set(rank_sets)):
             group = dist.new_group(list(ranks), timeout=self._timeout)
             if self._rank in ranks:
                 self._groups[ranks] = group
 
     def close(self) -> None:
-        """Give all groups up; collective, when no message is under way."""
+        """Destroy all groups; collective, when no message is under way."""
         for group in self._groups.values():
             dist.destroy_process_group(group)
         self._groups.clear()
@@ -81,11 +81,11 @@ class GroupBook:
 def build_memberships(
     graph: ModelGraph, plan: Plan, *, rank: int, book: GroupBook, num_state_copies: int | None = None
 ) -> dict[str, Membership]:
-    """Make all process groups of the plan in `book` and return this rank's place in each unit it belongs to; collective.
+    """Create all process groups of the plan in `book` and return this rank's place in each of its units; collective.
 
     num_state_copies: as for `group_ranks`.
     """
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # where sequence parallel layers gather their inputs
+    if parallel_state._GLOBAL_MEMORY_BUFFER is None:  # in which sequence parallel layers gather their inputs
         parallel_state._set_global_memory_buffer()
     book.create(group_ranks(graph, plan, num_state_copies=num_state_copies))
     memberships = {}
@@ -127,7 +127,7 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
 
 
 def _peers(unit: UnitPlan, stage: Stage, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The tensor and the context parallel group of a rank of a stage."""
+    """Return the tensor and the context parallel group of a rank of a stage."""
     groups = unit.tensor_parallel_groups(stage)
     context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
     return groups[context_rank], tuple(group[tensor_rank] for group in groups)

@@ -20,18 +20,18 @@ from multimodal.plan.communicators import Partners, Track
 from multimodal.values.errors import ConfigError
 
 MESSAGE_TIMEOUT = timedelta(minutes=10)
-"""Time that a stage waits for another before it gives up."""
+"""Time after which a stage gives up waiting for another."""
 _TRACKS = tuple(Track(direction, parity) for direction in ("backward", "forward") for parity in (0, 1))
-"""Tracks of one unit's messages; a loop may have any number of stages."""
+"""Tracks of one unit's messages; the loop's model may have any number of stages."""
 
 DataIterator = Iterator[Any] | None
 
 
 class ForwardBackward:
-    """Megatron's three forward-backward functions in one, with a schedule of Braid's.
+    """Megatron's three forward-backward functions in one, with a Braid schedule.
 
-    Holds the process groups that messages between stages use. They are made in the first step that has more than one stage, by
-    all ranks of the world together.
+    Holds the process groups for messages between stages. All ranks of the world create them together in the first step with more
+    than one stage.
     """
 
     def __init__(self, *, schedule: str) -> None:
@@ -61,10 +61,10 @@ class ForwardBackward:
         """Run a step: all forwards and, unless `forward_only`, all backwards and the finalizing of gradients.
 
         The arguments are those of megatron-core's functions of this kind (see `schedules.get_forward_backward_func`), and so is
-        the result: on the last stage what the loss function reported per microbatch, elsewhere an empty list. Of a
+        the result: on the last stage the reports of the loss function per microbatch, elsewhere an empty list. Of a
         `p2p_communicator` only the process group is used; messages go through Braid's own channel.
 
-        Raises ConfigError where an option would be ignored, before any message is sent.
+        Raises ConfigError if an option would be ignored, before any message is sent.
         """
         chunks = model if isinstance(model, list) else [model]
         iterators = data_iterator if isinstance(data_iterator, list) else [data_iterator]
@@ -92,7 +92,7 @@ class ForwardBackward:
         return step.forward_data
 
     def _open_channel(self, ranks: tuple[int, ...]) -> MessageChannel:
-        """Return this process's channel; a new one when torch.distributed was set up anew since the last step."""
+        """Return this process's channel; a new one if torch.distributed was set up anew since the last step."""
         if self._channel is None or self._world is not dist.group.WORLD:
             self._world = dist.group.WORLD
             self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=_TRACKS, timeout=MESSAGE_TIMEOUT)
@@ -202,7 +202,7 @@ REFUSALS = (
         "set it to 'none'",
     ),
 )
-"""Everything else either works, or (overlap_p2p_comm, batch_p2p_comm and the like) only says how Megatron sends its messages."""
+"""All other options either work, or (overlap_p2p_comm, batch_p2p_comm and the like) only say how Megatron sends its messages."""
 
 
 def check_options(config: Any, *, num_stages: int, num_chunks: int) -> None:

@@ -1,4 +1,4 @@
-"""The schedule of one of Megatron's pipelines: one unit, one replica, as many virtual stages as there are model chunks in all."""
+"""The schedule of one Megatron pipeline: one unit with one replica, and a virtual stage for each model chunk of each rank."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -47,10 +47,10 @@ class PipelineShape:
 def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
     """Build, lower and validate the schedule `name` for one pipeline; lane r is what its r-th rank executes.
 
-    Every rank of a pipeline (one rank per stage: the other tensor, context and data parallel ranks have pipelines of their own)
-    computes the same. The result is kept, as a training loop asks for the same shape in every step.
+    Every rank of a pipeline (one rank per stage: the other tensor, context and data parallel ranks have their own pipelines)
+    computes the same schedule. The result is cached, as a training loop asks for the same shape in every step.
 
-    Raises ConfigError when the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError when it cannot be built.
+    Raises ConfigError if the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
     """
     schedule = build_schedule(BUILDERS[name], pipeline_step(shape))
     for lane in schedule.lanes:
@@ -61,7 +61,7 @@ def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
 def pipeline_step(shape: PipelineShape) -> StepGraph:
     """Describe a pipeline: ranks count from 0 inside it, every virtual stage has one layer, every microbatch one sample.
 
-    The loop's own model keeps its layers and sizes to itself; all virtual stages count as equally long.
+    Layers and sizes of the loop's own model are unknown here; all virtual stages count as equally long.
     """
     transformer = Transformer(num_layers=shape.num_virtual_stages, hidden_size=2, num_attention_heads=1, ffn_hidden_size=1)
     unit = Unit(UNIT, Role.BACKBONE, transformer)

@@ -71,7 +71,7 @@ class PipelineStep(LaneRun):
         super().__init__(broker=broker, clock=StepClock(lane=0))
         self.inputs, self.messages, self.shape, self.lane = inputs, messages, shape, lane
         self.forward_data: list[Any] = []
-        """The loss function's reports, per microbatch; empty but on the last virtual stage."""
+        """The loss function's reports, per microbatch; empty except on the last virtual stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
         self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks)
         forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
@@ -142,27 +142,27 @@ class PipelineStep(LaneRun):
                 config=self.inputs.config,
             )
         if opened.input is not None:
-            # A microbatch that nothing trained has touched has no gradient, but the stage before waits for one.
+            # A microbatch without any trained parameters has no gradient, but the stage before waits for one.
             sent = torch.zeros_like(opened.input) if input_gradient is None else input_gradient
             self.publish(MessageKey("backward", place, place._replace(stage=action.stage - 1)), sent)
 
     def reduce_gradients(self, action: Action) -> None:
-        """Launch what the loop's grad_sync_func starts; the loop's finalizing waits for it."""
+        """Start the loop's grad_sync_func; the loop's finalizing waits for it."""
         self.gradient_sync.launch(self._chunk_index(action))
 
     def link(self, key: MessageKey) -> Link:
-        """Return the ranks and the shape of a message: each rank of a pipeline passes on its own data."""
+        """Return the ranks and the shape of a message: each rank of a pipeline sends its own data."""
         source, target = (self.messages.ranks[place.stage % self.shape.num_stages] for place in (key.source, key.target))
         is_like_input = (key.direction == "forward") == (target == dist.get_rank())
         shape = self.messages.receive_shape if is_like_input else self.messages.send_shape
         return Link((source,), (target,), shape, is_replicated=False)
 
     def must_travel(self, source: Place, target: Place) -> bool:
-        """True: neighbouring virtual stages are on different ranks."""
+        """Return True: neighbouring virtual stages are on different ranks."""
         return True
 
     def _chunk_index(self, action: Action) -> int:
-        """Return which of this rank's chunks an action belongs to."""
+        """Return the index of the action's chunk on this rank."""
         return action.stage // self.shape.num_stages
 
     def _is_last_stage(self, action: Action) -> bool:
@@ -170,7 +170,7 @@ class PipelineStep(LaneRun):
         return action.stage == self.shape.num_virtual_stages - 1
 
     def _checked_output(self, output: Any) -> Tensor:
-        """Check that the next stage can receive this: a message of another size would hang or crash it."""
+        """Check that the next stage can receive the output: a message of another size would hang or crash it."""
         shape, dtype = self.messages.send_shape, self.messages.dtype
         is_tensor = isinstance(output, Tensor)
         if not is_tensor or output.numel() != torch.Size(shape).numel() or output.dtype != dtype:
@@ -184,7 +184,7 @@ class PipelineStep(LaneRun):
 
 
 def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool | None]:
-    """Return, for each forward of a lane, True if all its layers recompute their activations; None: as the layers are configured.
+    """Return, for each forward of a lane, True if all its layers recompute their activations; None: as configured.
 
     Of the microbatches that are in flight at once, the first `num_keeping` (Megatron's
     num_microbatches_with_partial_activation_checkpoints) keep theirs.
@@ -198,7 +198,7 @@ def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool 
 
 
 def _backward_step(**arguments: Any) -> Tensor | None:
-    """Call megatron-core's backward step, which has dropped `model_type` in later versions."""
+    """Call megatron-core's backward step, whose later versions do not have `model_type`."""
     known = inspect.signature(schedules.backward_step).parameters
     gradient: Tensor | None = schedules.backward_step(**{name: value for name, value in arguments.items() if name in known})
     return gradient

@@ -1,4 +1,4 @@
-"""The reduction of a loop's gradients and gathering of its parameters: functions of Megatron's config, driven by a schedule."""
+"""Reduces a loop's gradients and gathers its parameters: functions of Megatron's config, called as a schedule says."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -11,7 +11,8 @@ class GradientSync:
     """Holds the reduction of gradients back until a chunk's last backward, as Megatron's own schedules do.
 
     Without grad_sync_func, a chunk's last backward reduces gradients as it computes them. With it, reductions are launched where
-    the schedule says; but for the first stage of a pipeline that is not interleaved, which has no bubble after its last backward.
+    the schedule says, except for the first stage of a pipeline that is not interleaved, which has no bubble after its last
+    backward.
     """
 
     def __init__(self, config: Any, *, chunks: Sequence[torch.nn.Module]) -> None:
@@ -26,7 +27,7 @@ class GradientSync:
 
     @contextmanager
     def holding(self) -> Iterator[None]:
-        """Hold reductions back for the duration of a step, but for what `last_backward` and `launch` let through."""
+        """Hold reductions back for the duration of a step, except those that `last_backward` and `launch` allow."""
         self._hold()
         try:
             yield
@@ -71,7 +72,7 @@ class GradientSync:
 class ParameterSync:
     """Launches the gathering of each chunk's parameters while the chunk before it in the lane starts.
 
-    As in Megatron, only interleaved training steps call param_sync_func; elsewhere the model's own hooks gather parameters.
+    As in Megatron, only interleaved training steps call param_sync_func; otherwise the model's own hooks gather parameters.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class ParameterSync:
         self._launch_next()
 
     def before_forward(self, chunk_index: int) -> None:
-        """Tell that a forward of a chunk is about to start."""
+        """Report that a forward of a chunk is about to start."""
         if chunk_index not in self._started:
             self._started.add(chunk_index)
             self._launch_next()

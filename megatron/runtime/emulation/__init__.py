@@ -1,1 +1,1 @@
-"""Schedules run with timed waits: stand-ins for data and computations."""
+"""Runs schedules with timed waits in place of data and computations."""

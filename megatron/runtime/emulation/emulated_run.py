@@ -1,7 +1,7 @@
 """Runs a schedule for real, with timed waits as computations: real processes, messages, broker and gradient reductions.
 
-A rank that only waits costs no core, so many ranks run on few, and what the executor adds to a schedule can be measured without
-an accelerator. The result is a measured Timeline that can be held against the simulated one of the same values.
+A rank that only waits needs no core, so many ranks run on few cores, and the executor's overhead over a schedule can be measured
+without an accelerator. The result is a measured Timeline that can be compared with the simulated one of the same values.
 """
 
 import os
@@ -49,20 +49,20 @@ class EmulatedRun:
     costs: StepCosts
     num_iterations: int = 5
     num_tokens: int = 8
-    """Tokens of every item and of every sample's text: what messages weigh."""
+    """Tokens of every item and of every sample's text, which determine message sizes."""
 
 
 def emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
-    """Run it in processes of this machine, one per rank of the plan; returns the measured timelines, without a first warm-up.
+    """Run it in processes of this machine, one per rank of the plan; returns the measured timelines after a warm-up.
 
-    Raises RuntimeError or torch's ProcessRaisedException, with the traceback, when a rank fails.
+    Raises RuntimeError or torch's ProcessRaisedException, with the traceback, if a rank fails.
     """
     timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.schedule.step.plan.num_ranks)
     return timelines
 
 
 def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> Any:
-    """Fork a gloo world, call `function(*args, rank=rank)` on every rank, and return what rank 0 returns (it must pickle)."""
+    """Fork a gloo world, call `function(*args, rank=rank)` on every rank, and return rank 0's result (it must pickle)."""
     if torch.cuda.is_initialized():
         raise RuntimeError("CUDA is in use in this process, so no ranks can be forked from it; emulate in a process of its own")
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +73,7 @@ def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> An
         assert processes is not None
         answer: Any = None
         is_running = True
-        while is_running:  # take the answer before the last process ends: a full pipe would hold rank 0
+        while is_running:  # read the answer before the last process ends: a full pipe would block rank 0
             is_running = not processes.join(timeout=0.05)
             if not answers.empty():
                 answer = answers.get()
@@ -97,7 +97,7 @@ def _serve_rank(
 
 
 def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
-    """This rank's part, where torch.distributed is up; collective. The timelines on rank 0, nothing elsewhere."""
+    """Run this rank's part in an initialised world; collective. Returns the timelines on rank 0, nothing elsewhere."""
     run = replace(run, schedule=settle_fillers(run.schedule, run.costs))
     graph, plan = run.schedule.step.graph, run.schedule.step.plan
     session = emulated_session(graph, plan, cost=cache(_Costs(run).compute))
@@ -107,15 +107,15 @@ def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
 
 
 class _Costs:
-    """The costs of a lane's computations as the simulator takes them: in a wait, or with waits that are filled."""
+    """The costs of a lane's computations in the simulator's form: inside a wait, or with filled waits."""
 
     def __init__(self, run: EmulatedRun) -> None:
         self._costs = run.costs
         self._inside: frozenset[Action] = frozenset()
         self._num_waits: dict[Action, int] = {}
-        """By carrier, the waits that are filled, and those before them."""
+        """Carrier -> number of its waits up to the last one that is filled."""
         self._late: dict[Action, float] = {}
-        """By carrier, the seconds that collectives of the work inside take beyond the intervals in which they run."""
+        """Carrier -> seconds by which collectives of the work inside outlast the intervals in which they run."""
         if run.schedule.has_inside:
             compiled = compile_schedule(run.schedule).with_costs(run.costs)
             inside, times, action = compiled.inside, compiled.carrier_times, run.schedule.work.action
@@ -126,7 +126,7 @@ class _Costs:
                 self._num_waits[action(piece)] = max(self._num_waits.get(action(piece), 0), wait + 1)
 
     def compute(self, action: Action) -> ComputeCost:
-        """Return the cost of a computation; a collective at the end of one inside another runs beside that."""
+        """Return the cost of a computation; a collective at the end of one that runs inside another runs beside that."""
         cost = self._costs.compute(action)
         if action in self._inside:
             return ComputeCost(cost.seconds - cost.tensor_parallel_seconds)
@@ -136,7 +136,7 @@ class _Costs:
 
 
 def emulated_session(graph: ModelGraph, plan: Plan, *, cost: Cost) -> Session:
-    """A session whose stages wait instead of computing; nothing is updated."""
+    """Return a session whose stages wait instead of computing; nothing is updated."""
     build = BuildOptions(Precision(torch.float32))
     options = SessionOptions(graph, build, _VOCAB_SIZE, timeout=TIMEOUT, build_stage=partial(EmulatedStage, cost=cost))
     return Session(options, plan=plan)
@@ -151,7 +151,7 @@ def _run_step(session: Session, step: Step) -> Timeline | None:
 
 
 def emulated_step(schedule: Schedule, *, num_tokens: int, rank: int) -> Step:
-    """A step without data: every sample has one target token, every item and text `num_tokens` tokens."""
+    """Return a step without data: every sample has one target token, every item and text `num_tokens` tokens."""
     lengths = _lengths(schedule.step.graph, schedule.step.assignment, num_tokens)
     step = Step(schedule=schedule, lengths={sample.sample_id: sample for sample in lengths}, inputs={})
     return with_emulated_inputs(step, rank=rank)

@@ -1,4 +1,4 @@
-"""A stage whose computations are timed waits, and its microbatches of the right sizes: all around it is the real runtime."""
+"""A stage whose computations are timed waits, and its microbatches with the right sizes; all else is the real runtime."""
 
 import time
 from collections import defaultdict
@@ -31,9 +31,9 @@ from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.step_graph import SegmentCut
 
 Cost = Callable[[Action], ComputeCost]
-"""Returns what a computation takes."""
+"""Returns the cost of a computation."""
 Spend = Callable[[ActionKind], None]
-"""Takes as long as the computation of this kind of one piece of work."""
+"""Takes as long as the computation of this kind on one piece of work."""
 
 
 @dataclass(frozen=True)
@@ -44,20 +44,20 @@ class EmulatedInput(PackedInput):
     num_output_rows: int = 0
     """Rows that leave the unit's last stage on this rank."""
     hands_on: bool = False
-    """True if anything leaves it; else it gives only a loss."""
+    """True if rows leave it; else it only gives a loss."""
     fraction: float = 1.0
-    """Its part of the microbatch's tokens, where that runs in sample subsets."""
+    """Its part of the microbatch's tokens, if the microbatch runs in sample subsets."""
     cuts: Mapping[int, SegmentCut] = field(default_factory=dict)
-    """Virtual stage -> how the microbatch is cut into ranges of segments there."""
+    """Virtual stage -> the microbatch's cut into ranges of segments there."""
 
 
 class EmulatedStage(UnitStage):
-    """Takes and gives tensors of the right shapes, waits as long as the real stage would compute, and trains one number a layer.
+    """Takes and returns tensors of the right shapes, waits as long as the real stage would, and trains one number a layer.
 
-    A computation inside of which others run computes in equal intervals, and between them waits for nothing real: there it lets
-    them run, and waits for what is left of its own wait.
+    A computation inside which others run computes in equal intervals; between them it emulates waits, in which it lets the others
+    run and then waits for the rest.
 
-    cost: what an action takes; stage_index: which virtual stage this is; stage: what UnitStage takes.
+    cost: returns the cost of an action; stage_index: of this virtual stage; stage: arguments of UnitStage.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class EmulatedStage(UnitStage):
 
     @property
     def shared_embedding_weight(self) -> Tensor | None:
-        """None: nothing is tied here."""
+        """None: no embeddings are tied here."""
         return None
 
     def sharding(self, name: str) -> ParameterSharding:
-        """Every rank has a number of its own."""
+        """Return the sharding of numbers that every rank has for itself."""
         return WHOLE_PARAMETER
 
     def forward(self, hidden: Tensor | None, batch: PackedInput, item_embeddings: Tensor | None = None) -> Tensor | HeadOutput:
-        """Wait; the same shapes in and out as a real stage."""
+        """Wait; inputs and outputs have the shapes of a real stage."""
         place = self._place(batch)
 
         def spend(kind: ActionKind) -> None:
@@ -91,7 +91,7 @@ class EmulatedStage(UnitStage):
         return self._finish(_TimedWait.apply(self._weight, hidden, item_embeddings, spend, self._output_shape(batch)), batch)  # type: ignore[no-untyped-call]
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
-        """Return what the segments read: sizes alone."""
+        """Return the inputs that segments read: only sizes."""
         return StagePass(batch, item_embeddings, torch.zeros(0), PackedLengths(lengths=batch.lengths), None)
 
     def segments(self) -> StageSegments:
@@ -101,7 +101,7 @@ class EmulatedStage(UnitStage):
         return StageSegments(parts, (self.layer_range.start,) * count, tuple(range(count + 1)))
 
     def _run_segment(self, number: int, state: State, given: StagePass, *, is_last: bool) -> State:
-        """Wait for a whole range in the forward of its last segment, and in the backward of its first."""
+        """Wait for a whole range: in the forward in its last segment, in the backward in its first."""
         place = self._place(given.batch)
         cut = given.batch.cuts[self._stage_index]  # type: ignore[attr-defined]
         ends = {covers.end - 1 if covers else -1: covers for covers in cut.forwards}
@@ -146,9 +146,9 @@ class EmulatedStage(UnitStage):
         return HeadOutput(output.sum(), is_correct, conditions=output if batch.hands_on else None)
 
     def _spend(self, action: Action, *, fraction: float = 1.0) -> None:
-        """Take as long as a computation does; what runs inside it runs in its waits.
+        """Take as long as a computation; work inside it runs in its waits.
 
-        Replicas that share experts begin together: they would wait for each other in every layer, and all take as long.
+        Replicas that share experts begin together: they would wait for each other in every layer, and all take equally long.
         """
         cost = self._cost(action)
         if self._meets_replicas and exchanges_tokens(action):
@@ -178,7 +178,7 @@ class _Number(Module):
 
 
 class _TimedWait(torch.autograd.Function):
-    """A computation that is only as long as one."""
+    """A computation that only takes time."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -207,14 +207,14 @@ class _TimedWait(torch.autograd.Function):
 
 
 class _PendingWait(NamedTuple):
-    """A weight gradient that is only as long as one."""
+    """A weight gradient that only takes time."""
 
     weight: Tensor
     spend: Spend
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """None are kept."""
+        """None: no tensors are kept."""
         return ()
 
     def compute(self) -> None:
@@ -224,19 +224,19 @@ class _PendingWait(NamedTuple):
 
 
 def wait(seconds: float) -> None:
-    """Sleep: a waiting rank costs no core, so many of them fit on few."""
+    """Sleep: a waiting rank needs no core, so many of them share a few."""
     if seconds > 0:
         time.sleep(seconds)
 
 
 def _wait_until(moment: float) -> float:
-    """Sleep up to a moment of the clock, so that what sleeps take too long does not add up; returns it."""
+    """Sleep until a moment of the clock, so that delays of sleeping do not add up; returns the moment."""
     wait(moment - time.perf_counter())
     return moment
 
 
 def with_emulated_inputs(step: Step, *, rank: int) -> Step:
-    """The same step with inputs that hold sizes alone, for the microbatches that pass through this rank."""
+    """Return the same step with inputs that only hold sizes, for the microbatches that pass through this rank."""
     cuts: dict[MicrobatchPlace, dict[int, SegmentCut]] = defaultdict(dict)
     for where, cut in step.cuts.segments.items():
         cuts[MicrobatchPlace(where.unit, where.replica, where.microbatch)][where.stage] = cut
@@ -258,7 +258,7 @@ def with_emulated_inputs(step: Step, *, rank: int) -> Step:
 
 
 def _input(step: Step, place: MicrobatchPlace, part: int, *, rank: int) -> EmulatedInput:
-    """Returns one context parallel rank's tokens and rows of a sample subset, or of the whole microbatch."""
+    """Return one context parallel rank's tokens and rows of a sample subset, or of the whole microbatch."""
     num_tokens, routes = step.num_tokens_of(place), step.routes.from_source.get(place, ())
     if part != WHOLE:
         num_tokens = step.num_tokens_of_subsets(place)[part]

@@ -1,1 +1,1 @@
-"""Builds what a rank needs to run steps, and runs its lane of a schedule, action by action."""
+"""Builds the resources that a rank needs to run steps, and runs its lane of a schedule, action by action."""

@@ -1,4 +1,4 @@
-"""The store of a rank between actions: activations and gradients on their way, and the autograd graphs of open microbatches."""
+"""A rank's store between actions: received and outgoing activations and gradients, and autograd graphs of open microbatches."""
 
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class ActivationStore:
-    """Puts and takes; every entry is taken exactly once, so that it is freed at its last use. Counts bytes and their peak."""
+    """Stores values; every entry is taken exactly once, so that it is freed at its last use. Counts bytes and their peak."""
 
     def __init__(self) -> None:
         self._entries: dict[Hashable, tuple[Any, int]] = {}
@@ -22,7 +22,7 @@ class ActivationStore:
         self.grow(size_bytes)
 
     def take(self, key: Hashable) -> Any:
-        """Hand `value` out and forget it."""
+        """Return `value` and forget it."""
         value, size_bytes = self._entries.pop(key)
         self.grow(-size_bytes)
         return value
@@ -33,14 +33,14 @@ class ActivationStore:
         self.peak_bytes = max(self.peak_bytes, self._size_bytes)
 
     def check_empty(self) -> None:
-        """A step ends with nothing stored."""
+        """Check that nothing is stored, as at the end of a step."""
         assert not self._entries, f"left over at the end of a step: {sorted(map(str, self._entries))[:3]}"
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Counts the bytes that autograd keeps for the backward of what runs inside; storages of parameters do not count.
+    """Counts the bytes that autograd keeps for the backward of the code inside; storages of parameters do not count.
 
-    Storages go by identity (`storage_identity`): where weights are sharded, their memory comes and goes.
+    Storages are identified by `storage_identity`: if weights are sharded, their memory is freed and allocated again.
     """
 
     def __init__(self, parameter_storages: frozenset[int]) -> None:
@@ -49,7 +49,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(self._pack, lambda tensor: tensor)
 
     def add(self, tensor: Tensor) -> None:
-        """Count a tensor that is kept beside; a storage counts once."""
+        """Count a tensor that is kept in addition; a storage counts once."""
         storage = tensor.untyped_storage()
         if (identity := storage_identity(tensor)) not in self._seen:
             self._seen.add(identity)
@@ -62,12 +62,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add(tensor)
-        # Detached: a hook that returned an operation's own output would tie the graph into a reference cycle.
+        # Detached: a hook that returned an operation's own output would create a reference cycle with the graph.
         return tensor if tensor.is_leaf else tensor.detach()
 
 
 def storage_identity(tensor: Tensor) -> int:
-    """Return the identity of a tensor's storage, the same as long as it exists, whether it has memory or not."""
+    """Return the identity of a tensor's storage, constant as long as it exists, with or without memory."""
     identity: int = tensor.untyped_storage()._cdata
     return identity
 

@@ -12,13 +12,13 @@ from multimodal.values.errors import ConfigError
 
 
 class Executor(RankResources):
-    """Executes steps with what a rank has for all of them."""
+    """Executes steps with a rank's resources, which are the same for all steps."""
 
     def execute(self, step: Step, *, is_training: bool) -> StepResult:
         """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters.
 
-        Raises ConfigError when the schedule splits backwards of layers of Transformer Engine that do not delay weight gradients,
-        or runs segments of such, and when work stands in waits that --tp-comm-overlap does away with.
+        Raises ConfigError if the schedule splits backwards of Transformer Engine layers that do not delay weight gradients, or
+        runs segments of such layers, and if work is placed in waits that --tp-comm-overlap removes.
         """
         self._check_implementation(step)
         for stage in self.stages.values():
@@ -53,7 +53,7 @@ class Executor(RankResources):
             )
 
     def _count_correct(self, running: RunningStep) -> tuple[int, dict[int, bool]]:
-        """(target tokens of this rank that greedy decoding gets right; sample id -> whether it gets all of them right)."""
+        """Return (target tokens of this rank that greedy decoding gets right; sample id -> True if all of its tokens are)."""
         step, num_correct = running.step, 0
         atoms = (atom for place, _ in running.correct for atom in step.assignment.atoms(place))
         flags = {atom.sample_id: True for atom in atoms if step.lengths[atom.sample_id].num_target_tokens}
@@ -83,7 +83,7 @@ class Executor(RankResources):
 
 
 def _all_correct(flags: Mapping[int, bool], group: dist.ProcessGroup, device: torch.device) -> dict[int, bool]:
-    """Return what is correct on all ranks that share a sample; told by the first of them."""
+    """Return the samples that are correct on all ranks that share them, as reported by the first of these ranks."""
     if not flags or group.size() == 1:
         return dict(flags)
     whole = torch.tensor(list(flags.values()), dtype=torch.uint8, device=device)
@@ -92,7 +92,7 @@ def _all_correct(flags: Mapping[int, bool], group: dist.ProcessGroup, device: to
 
 
 def _start_counting_cuda_memory() -> int:
-    """Bytes allocated now; CUDA's allocator knows what autograd keeps, so nothing needs to be counted there."""
+    """Return the bytes allocated now; CUDA's allocator counts the memory that autograd keeps, so nothing else is needed there."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.reset_peak_memory_stats()

@@ -1,4 +1,4 @@
-"""The run of one lane: one loop over its actions and one set of handlers, whoever computes."""
+"""The run of one lane: one loop over its actions and one set of handlers, for any kind of stage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -17,27 +17,27 @@ from multimodal.values.schedule import Lane
 
 
 class LaneRun(ABC):
-    """One step of one rank: what is stored, posted, started and put off.
+    """One step of one rank: values that are stored, receives that are posted, collectives that are started.
 
-    Subclasses say how a microbatch is computed and how its messages look: `RunningStep` for Braid's own stages, the drop-in's
-    `PipelineStep` for the model of a loop written for Megatron.
+    Subclasses define the computation of a microbatch and the form of its messages: `RunningStep` for Braid's own stages, the
+    drop-in's `PipelineStep` for the model of a loop written for Megatron.
     """
 
     def __init__(self, *, broker: Broker, clock: StepClock) -> None:
         self.broker, self.clock = broker, clock
         self.store = ActivationStore()
         self.collectives: dict[Action, Callable[[], None]] = {}
-        """By action, what waits for a collective that is started and not finished."""
+        """Action -> function that waits for its collective, which has been started and not finished."""
         self.inside: dict[int, list[Action]] = {}
         """Pieces to run inside the next computation in line, by the number of the wait that they fill."""
         self.num_waits = 0
-        """Waits for tensor parallel collectives that the last computation came to with anything inside it."""
+        """Waits for tensor parallel collectives in the last computation that had work inside."""
         self.is_filling = False
-        """True while something runs in a wait of another computation."""
+        """True while work runs in a wait of another computation."""
         self.is_inside = False
-        """True while that computation is the one inside of which it stands, and waits for a collective."""
+        """True while that computation is the work's carrier, and waits for a collective."""
         self.held_back: list[Callable[[], None]] = []
-        """Collectives of what runs in a wait for another one, which start when that wait is over."""
+        """Collectives of work inside a wait, which start when that wait is over."""
 
     def run(self, lane: Lane) -> None:
         """Run the actions of a lane in order."""
@@ -65,11 +65,11 @@ class LaneRun(ABC):
         """Run a microbatch's backward: collect its output's gradient, compute, and publish its inputs' gradients."""
 
     def input_gradient(self, action: Action) -> None:
-        """Run a backward that leaves weight gradients to later."""
+        """Run a backward that defers weight gradients."""
         raise NotImplementedError(f"{action} should have been refused")
 
     def weight_gradient(self, action: Action) -> None:
-        """Compute the weight gradients that an input gradient left."""
+        """Compute the weight gradients that an input gradient deferred."""
         raise NotImplementedError(f"{action} should have been refused")
 
     def gather_parameters(self, action: Action) -> None:
@@ -86,14 +86,14 @@ class LaneRun(ABC):
 
     @abstractmethod
     def must_travel(self, source: Place, target: Place) -> bool:
-        """True if what is computed at `source` comes to `target` by messages."""
+        """Return True if the result of `source` reaches `target` by messages."""
 
     def before_action(self, position: int) -> None:
-        """Called before each action of the lane, and after the last."""
+        """Called before each action of the lane, and after the last one."""
         return
 
     def publish(self, key: MessageKey, tensor: Tensor) -> None:
-        """Keep a tensor for whoever consumes it: a send, or an action of these very ranks."""
+        """Keep a tensor for its consumer: a send, or an action of the same ranks."""
         self.store.put(key, tensor, size_bytes=size_of(tensor))
 
     def collect(self, key: MessageKey) -> Tensor:
@@ -109,11 +109,11 @@ class LaneRun(ABC):
         return received
 
     def complete(self, key: MessageKey) -> Tensor:
-        """Return what a message has brought."""
+        """Return the tensor that a message brought."""
         return self.broker.complete(key)
 
     def post_receive(self, action: Action) -> None:
-        """Start a receive action; whoever consumes the message waits for it."""
+        """Start a receive action; the consumer of the message waits for it."""
         assert action.peer is not None
         key = MessageKey(_DIRECTION_OF_RECEIVE[action.kind], action.peer, action.place, action.covers)
         size_bytes = self.broker.post_receive(key, self.link(key))
@@ -129,7 +129,7 @@ class LaneRun(ABC):
             self.broker.send(key, self.link(key), self.store.take(key))
 
     def fill_wait(self, number: int) -> None:
-        """Run what fills a wait of the computation that is running; it must not inherit anything of that."""
+        """Run the work that fills a wait of the running computation; it must not inherit any of its context."""
         self.num_waits = number + 1
         for action in self.inside.pop(number, ()):
             self.is_filling = self.is_inside = True
@@ -138,29 +138,29 @@ class LaneRun(ABC):
             self.is_filling = self.is_inside = False
 
     def end_wait(self) -> None:
-        """Start the collectives of what has run in a wait, now that the wait is over and the links are free."""
+        """Start the collectives of the work in a wait, now that the wait is over and the links are free."""
         for start in self.held_back:
             start()
         self.held_back.clear()
 
     def fill_waits_left(self) -> None:
-        """Run all that is left inside a computation that turned out to have less to compute, and so fewer waits."""
+        """Run the remaining work inside a computation that had fewer waits than planned, because it had less to compute."""
         for number in sorted(self.inside):
             self.fill_wait(number)
             self.end_wait()
 
     def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
-        """Start a collective action of a stage; what `start` returns waits for it where it is needed, or at the step's end."""
+        """Start a collective action of a stage; `start` returns a wait for it, called when needed or at the step's end."""
         self.collectives[action] = start(action.stage)
 
     def finish_collective(self, action: Action) -> None:
-        """Wait for a collective action, if it is under way; its event is the time the lane stood still for it."""
+        """Wait for a collective action, if it is under way; its event is the time for which the lane waited."""
         if action in self.collectives:
             with self.clock.span(action):
                 self.collectives.pop(action)()
 
     def _check_inside(self, carrier: Action) -> None:
-        """Raise where something was to run in a wait that the computation did not come to."""
+        """Raise an error if work was to run in a wait that the computation did not have."""
         if not self.inside:
             return
         wait, (action, *_) = min(self.inside.items())
@@ -172,7 +172,7 @@ class LaneRun(ABC):
 
 
 def _detached(tensor: Tensor) -> Tensor:
-    """Return what a graph keeps of a tensor: a hook that returned it as it is would tie the graph into a reference cycle."""
+    """Return a tensor for a graph to keep: a hook that returned the tensor itself would create a reference cycle."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 
@@ -188,6 +188,6 @@ HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {
     ActionKind.GATHER_PARAMETERS: lambda run, action: run.gather_parameters(action),
     ActionKind.REDUCE_GRADIENTS: lambda run, action: run.reduce_gradients(action),
 }
-"""Every kind of action, and what runs it."""
+"""The handler of every kind of action."""
 
 _DIRECTION_OF_RECEIVE = {ActionKind.RECEIVE_FORWARD: "forward", ActionKind.RECEIVE_BACKWARD: "backward"}

@@ -1,4 +1,4 @@
-"""One step as a rank's stages compute it: sample subset by sample subset or range of segments by range where it is cut."""
+"""One step as a rank's stages compute it; cut microbatches run by sample subset or by range of segments."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -28,7 +28,7 @@ class OpenSubset:
     """A forward's tensors that its backward needs."""
 
     loss: Tensor | None
-    """None where the stage gives none, or where it depends on nothing that is trained: text without items in a frozen LLM."""
+    """None if the stage has no loss, or the loss depends on nothing trained: text without items in a frozen LLM."""
     output: GradientEdge | None
     """The edge of the output into the graph, without the tensor, so that it can be freed; None as above."""
     output_shape: torch.Size | None
@@ -36,11 +36,11 @@ class OpenSubset:
     hidden: Tensor | None
     items: tuple[tuple[Route, Tensor], ...]
     queue: WeightGradientQueue | None
-    """The queue in which the backward leaves weight gradients; None if it is not split."""
+    """The queue to which the backward defers weight gradients; None if it is not split."""
 
 
 class OpenSegments(NamedTuple):
-    """A microbatch on its way through a stage in ranges of segments."""
+    """A microbatch that is passing through a stage in ranges of segments."""
 
     segments: SegmentPass
     items: tuple[tuple[Route, Tensor], ...]
@@ -57,7 +57,7 @@ class RunningStep(StepMessages):
         self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
 
     def before_action(self, position: int) -> None:
-        """Take part in what replicas compute whose weights this rank shares."""
+        """Join computations of replicas that share weights with this rank."""
         joins = self.step.joins[self.executor.lane] if self.step.joins else {}
         for join in joins.get(position, ()):
             for _ in range(join.num_passes):
@@ -65,7 +65,7 @@ class RunningStep(StepMessages):
                     pass
 
     def forward(self, action: Action) -> None:
-        """Collect what the stage needs, run it, hand on what it gives, and keep what the backwards need."""
+        """Collect the stage's inputs, run it, hand on its outputs, and keep what the backwards need."""
         if action.place in self.step.cuts.segments:
             self._forward_segments(action)
             return
@@ -83,7 +83,7 @@ class RunningStep(StepMessages):
                 self.publish_outputs(action, [output for output in outputs if output is not None])
 
     def backward(self, action: Action) -> None:
-        """Go from a stage's loss and the gradient of its output to that of its input; weight gradients on the way."""
+        """Compute gradients from a stage's loss and output gradient to its input, including weight gradients."""
         if action.place in self.step.cuts.segments:
             self._backward_segments(action)
             return
@@ -92,14 +92,14 @@ class RunningStep(StepMessages):
             queue.compute()
 
     def input_gradient(self, action: Action) -> None:
-        """Run the same backward; linear layers leave weight gradients to the queue that was active in the forward."""
+        """Run the same backward; linear layers defer weight gradients to the queue that was active in the forward."""
         queue = self._propagate(action)
         assert queue is not None, f"the forward of {action} did not know that its backward is split"
         if self._need(action).trains_weights:
             self.store.put(("weight gradients", action.place, action.subset), queue, size_bytes=queue.size_bytes)
 
     def weight_gradient(self, action: Action) -> None:
-        """Compute the weight gradients that an input gradient left."""
+        """Compute the weight gradients that an input gradient deferred."""
         queue: WeightGradientQueue = self.store.take(("weight gradients", action.place, action.subset))
         with self.clock.span(action), self._gathering_weights(action):
             queue.compute()
@@ -109,7 +109,7 @@ class RunningStep(StepMessages):
         self.start_collective(action, self.executor.gradients[action.unit].start_gathering)
 
     def reduce_gradients(self, action: Action) -> None:
-        """Start a reduction, or the last part of one after the backward that did the rest; before it, get ready for that."""
+        """Start a reduction, or finish one that a backward has begun; or, before that backward, prepare it."""
         unit, is_early = self.executor.gradients[action.unit], self.step.schedule.step.begins_early(action)
         start = unit.expect_last_backward if is_early else unit.start_reduction
         if isinstance(unit, UnlikeGradients) and not is_early:
@@ -118,7 +118,7 @@ class RunningStep(StepMessages):
         self.start_collective(action, start)
 
     def _forward_segments(self, action: Action) -> None:
-        """Run a range of segments; the first one collects, the last one hands on."""
+        """Run a range of segments; the first one collects inputs, the last one hands outputs on."""
         covered = self._segments_of(action)
         opened = self._open_segments(action) if covered.first == 0 else self._take_segments(action)
         running = opened.segments
@@ -132,7 +132,7 @@ class RunningStep(StepMessages):
             self._put_segments(action, opened)
 
     def _backward_segments(self, action: Action) -> None:
-        """Run the backward of a range of segments; the first one to run collects, the last one hands back."""
+        """Run the backward of a range of segments; the first one to run collects the gradient, the last one hands it back."""
         covered, whole = self._segments_of(action), action._replace(covers=None)
         opened = self._take_segments(action)
         running = opened.segments
@@ -148,7 +148,7 @@ class RunningStep(StepMessages):
             self._put_segments(action, opened)
 
     def _start_collective_behind(self, running: SegmentPass) -> None:
-        """Start the collective that ends a piece: at once, or when the wait is over in which the piece runs."""
+        """Start the collective that ends a piece: at once, or, for a piece inside a wait, when the wait is over."""
         if self.is_inside:
             self.held_back.append(running.start_collective)
         else:
@@ -186,13 +186,13 @@ class RunningStep(StepMessages):
         self.store.put(("open", action.place, -1), opened, size_bytes=opened.segments.size_bytes)
 
     def _close(self, action: Action, output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
-        """Return the loss that a stage's output means, and what is handed on."""
+        """Return the loss of a stage's output, and the tensor that is handed on."""
         if isinstance(output, HeadOutput):
             return self._record_loss(action, output), output.conditions
         return None, output
 
     def _collect(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...], tuple[PackedInput, ...]]:
-        """Take all that a forward needs: hidden states, upstream outputs, and its sample subsets' inputs."""
+        """Take all inputs of a forward: hidden states, upstream outputs, and the inputs of its sample subsets."""
         hidden, items = self.collect_inputs(action)
         self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
         has_backward = self.is_training and self._need(action).has_backward
@@ -205,7 +205,7 @@ class RunningStep(StepMessages):
         )
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
-        """Have what runs inside a computation run in its waits for tensor parallel collectives."""
+        """Let work inside a computation run in its waits for tensor parallel collectives."""
         if not self.inside or self.is_filling:
             return nullcontext()
         return self.stage(action.place).waits.filled_by(self.fill_wait, go_on=self.end_wait)
@@ -214,7 +214,7 @@ class RunningStep(StepMessages):
         return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage)
 
     def _gathering_weights(self, action: Action) -> AbstractContextManager[None]:
-        """Gather weights and reduce gradients while an action computes, where the stage's weights are sharded."""
+        """Gather weights and reduce gradients while an action computes, if the stage's weights are sharded."""
         sharded = self.executor.sharded.get((action.unit, action.stage))
         return nullcontext() if sharded is None else sharded.collectives(action.kind)
 
@@ -227,7 +227,7 @@ class RunningStep(StepMessages):
         *,
         has_backward: bool,
     ) -> Tensor | None:
-        """Run one sample subset; returns what the stage hands on, or None when it gives a loss alone."""
+        """Run one sample subset; returns the tensor that the stage hands on, or None if it only has a loss."""
         embeddings = stack_items(tensor for _, tensor in items)
         counts_memory = has_backward and self.executor.device.type == "cpu"
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
@@ -253,14 +253,14 @@ class RunningStep(StepMessages):
         return None if given is None else given.detach()
 
     def _split_rows(self, action: Action, hidden: Tensor | None, batches: Sequence[PackedInput]) -> list[Tensor | None]:
-        """Return each sample subset's hidden states, as leaves of graphs of their own."""
+        """Return each sample subset's hidden states, as leaves of separate graphs."""
         if hidden is None or len(batches) == 1:
             return [hidden] * len(batches)
         sizes = [self.stage(action.place).num_rows(batch.num_tokens) for batch in batches]
         return [rows.detach() for rows in hidden.split(sizes)]
 
     def _record_loss(self, action: Action, output: HeadOutput) -> Tensor:
-        """Return the microbatch's share of the global loss: LLM tokens and a generator's values count by their own numbers."""
+        """Return the microbatch's share of the global loss: LLM tokens and a generator's values have separate counts."""
         self.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
         if output.is_correct is not None:
             self.correct.append((microbatch_of(action.place), output.is_correct))
@@ -281,6 +281,6 @@ class RunningStep(StepMessages):
         return opened.queue
 
     def _has_fewer_waits(self, action: Action, opened: OpenSubset) -> bool:
-        """Return whether a microbatch brings no item to a first stage with adapters: no gradient goes past the first of them."""
+        """Return True if a microbatch has no item for a first stage with adapters: then no gradient passes the first adapter."""
         is_first = opened.hidden is None and not opened.items
         return is_first and self.step.graph.unit(action.unit).lora is not None

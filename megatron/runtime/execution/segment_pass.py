@@ -1,8 +1,8 @@
-"""One microbatch's way through a stage in pieces: ranges of segments, forward and back, each with autograd graphs of its own.
+"""One microbatch in a stage in pieces: ranges of segments, forward and backward, each with autograd graphs of its own.
 
-A collective that ends a piece is started by `start_collective`, and waited for when the next piece begins: pieces that run inside
-the LLM's waits for its own collectives have theirs started when these are over, and so beside the LLM's next computation
-(Optimus, 4.2).
+`start_collective` starts a collective that ends a piece; the next piece waits for it when it begins. Collectives of pieces inside
+the LLM's waits for its own collectives start when these waits are over, and so run beside the LLM's next computation (Optimus,
+4.2).
 """
 
 from collections.abc import Callable, Iterable
@@ -22,31 +22,31 @@ from multimodal.model.unit_stage import UnitStage
 
 Tensors = tuple[Tensor | None, ...]
 Close = Callable[[Tensor | HeadOutput], tuple[Tensor | None, Tensor | None]]
-"""Makes (loss, what is handed on) of a stage's output."""
+"""Returns (loss, tensor that is handed on) for a stage's output."""
 
 
 class _Collective:
-    """A collective on the way from one part to the next, which starts when it is told to, or else when it is waited for."""
+    """A collective between one part and the next, which starts when requested, or else when it is waited for."""
 
     def __init__(self, exchange: Exchange, tensor: Tensor, link: RankLink, *, is_backward: bool = False) -> None:
         self._start = partial(exchange.start, tensor, link, is_backward=is_backward)
         self._arriving: Arriving | None = None
 
     def start(self) -> Arriving:
-        """Start it, once."""
+        """Start the collective, once."""
         if self._arriving is None:
             self._arriving = self._start()
         return self._arriving
 
 
 class _Point(NamedTuple):
-    """Tensors between two parts, without their graphs; of a forward, values, of a backward, gradients."""
+    """Tensors between two parts, without their graphs: values in a forward, gradients in a backward."""
 
     tensors: Tensors
     collective: _Collective | None = None
-    """The one that the last of them goes through."""
+    """The collective that the last of them goes through."""
     has_gradient: tuple[bool, ...] = ()
-    """[num_tensors] of values: True where a gradient comes back."""
+    """[num_tensors] for values: True if a gradient comes back."""
 
     def arrived(self) -> "_Point":
         """Wait for the last tensor."""
@@ -62,13 +62,13 @@ class _Graph(NamedTuple):
     last: int
     """The part behind them."""
     leaves: Tensors
-    """Inputs that get a gradient; None in place of others."""
+    """Inputs that get a gradient; None for others."""
     outputs: tuple[GradientEdge | None, ...]
     size_bytes: int
 
 
 class _Repeated(NamedTuple):
-    """A layer whose forward is computed again in the backward."""
+    """A layer whose forward the backward recomputes."""
 
     first: int
     last: int
@@ -77,11 +77,11 @@ class _Repeated(NamedTuple):
 
 
 class SegmentPass:
-    """Runs a stage's segments on one microbatch, in any ranges, and keeps between them what the next one needs.
+    """Runs a stage's segments on one microbatch, in any ranges, and keeps the values between them.
 
     bounds: the segments at which any forward or backward of the microbatch begins or ends; hidden: the stage's input, a leaf that
-    gets its gradient, None for a unit's first stage; close: as `Close`, called as part of the last piece's graph;
-    parameter_storages: as `SavedTensors` takes them, None where bytes are not counted.
+    gets its gradient, None for a unit's first stage; close: see `Close`, called as part of the last piece's graph;
+    parameter_storages: see `SavedTensors`, None if bytes are not counted.
     """
 
     def __init__(
@@ -97,20 +97,20 @@ class SegmentPass:
     ) -> None:
         self.hidden, self.has_backward = hidden, has_backward
         self.output_shape: torch.Size | None = None
-        """After the last forward; None if the stage hands nothing on."""
+        """Set by the last forward; None if the stage hands nothing on."""
         self._stage, self._given, self._segments, self._close = stage, given, stage.segments(), close
         self._bounds = {self._segments.starts[bound] for bound in bounds}
         self._saved = SavedTensors(parameter_storages) if parameter_storages is not None and has_backward else None
         self._open: list[_Graph | _Repeated] = []
         self._position = 0
         self._repeating: tuple[int, _Point] | None = None
-        """The first part of the layer under way and what it began with, where that is all that is kept of the layer."""
+        """The first part of the current layer and its input, if that is all that is kept of the layer."""
         inputs = () if hidden is None else (hidden,)
         self._point = _Point(inputs, has_gradient=tuple(tensor.requires_grad for tensor in inputs))
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are kept now."""
+        """Bytes that are currently kept."""
         points = [self._point, *([self._repeating[1]] if self._repeating else [])]
         between = [tensor for point in points for tensor in point.tensors if tensor is not None]
         under_way = sum(map(size_of, between)) if self._saved is None else self._saved.bytes_beside(between)
@@ -135,16 +135,16 @@ class SegmentPass:
             self._point.collective.start()
 
     def take_output(self) -> Tensor | None:
-        """Return what the stage hands on, after the last forward, and keep it no longer."""
+        """Return the tensor that the stage hands on, after the last forward, and drop the reference."""
         loss, output = self._point.tensors
         self._point = _Point((loss, None))
         self.output_shape = None if output is None else output.shape
         return output
 
     def start_backward(self, gradient: Tensor | None) -> None:
-        """Begin with the loss and the gradient of what was handed on; None where either has none."""
+        """Begin with the loss and the gradient of the output; None if either has none."""
         loss, _ = self._point.tensors
-        self._saved = None  # what was counted is freed from now on, and what comes may be where it was
+        self._saved = None  # counted tensors are freed from now on, and new ones may reuse their memory
         self._point = _Point((None if loss is None else torch.ones_like(loss), gradient))
 
     def backward(self, first: int) -> None:
@@ -163,7 +163,7 @@ class SegmentPass:
         return nullcontext() if self._saved is None else self._saved
 
     def _spans(self, first: int, last: int) -> Iterable[tuple[int, int]]:
-        """Cut parts where pieces begin or end, and around layers that are computed again."""
+        """Cut parts where pieces begin or end, and around recomputed layers."""
         cuts = [part for part in range(first + 1, last) if part in self._bounds or self._is_around_repeated(part)]
         return pairwise((first, *cuts, last)) if last > first else ()
 
@@ -189,16 +189,16 @@ class SegmentPass:
             self._repeating = None
 
     def _repeats(self, part: int, point: _Point) -> bool:
-        """Return whether the backward computes a layer's forward again (full recomputation)."""
+        """Return True if the backward recomputes a layer's forward (full recomputation)."""
         layer = self._segments.layers[part]
         if not self.has_backward or not self._stage.recomputes(layer):
             return False
         return any(point.has_gradient) or any(each.requires_grad for each in self._stage.layers[str(layer)].parameters())
 
     def _walk(self, first: int, last: int, point: _Point, *, counts: bool = True) -> tuple[list[_Graph], _Point]:
-        """Run parts; returns a graph for each stretch between collectives, where there are any, and what comes out.
+        """Run parts; returns a graph for each stretch between collectives, if graphs are kept, and the result.
 
-        A collective behind the last part is not started, and not at all where parts run once more.
+        A collective behind the last part is not started; in recomputation it is not needed at all.
         """
         graphs = []
         parts, link = self._segments.parts, self._stage.link

@@ -1,4 +1,4 @@
-"""Measures when each action of a step ran, by host time on CPU and by events on the stream on CUDA.
+"""Measures the times of each action of a step, by host time on CPU and by events on the stream on CUDA.
 
 One rank keeps the events of its own lane; together they are the measured timeline of a step.
 """
@@ -46,7 +46,7 @@ class StepClock:
 
     @contextmanager
     def span(self, action: Action) -> Iterator[None]:
-        """Record what runs inside as `action`."""
+        """Record the code inside as `action`."""
         start = self._mark()
         with self._named(action):
             yield
@@ -62,7 +62,7 @@ class StepClock:
             yield
 
     def events(self) -> tuple[TimelineEvent, ...]:
-        """Returns the events since `start_step`, in seconds."""
+        """Return the events since `start_step`, in seconds."""
         if self._is_cuda:
             torch.cuda.synchronize()
         return tuple(
@@ -85,9 +85,9 @@ class StepClock:
 
 
 def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
-    """Split a lane's events: compute; communication (sending, collectives); waiting for receives.
+    """Split a lane's events into compute, communication (sending, collectives) and waiting for receives.
 
-    What runs inside a computation, or is waited for there, is part of that.
+    Work and waits inside a computation are part of it.
     """
     split = {"compute": 0.0, "communication": 0.0, "waiting": 0.0}
     kinds = {
@@ -111,7 +111,7 @@ def _outermost(events: Iterable[TimelineEvent]) -> Iterator[TimelineEvent]:
 
 
 class _LaneEvents(NamedTuple):
-    """One rank's share of a timeline, with what aligns its clock."""
+    """One rank's share of a timeline, with the values that align its clock."""
 
     events: tuple[TimelineEvent, ...]
     host: str
@@ -120,7 +120,7 @@ class _LaneEvents(NamedTuple):
 
 
 def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float, plan: Plan, rank: int) -> Timeline | None:
-    """Collective; the timeline on rank 0, None elsewhere.
+    """Return the timeline on rank 0, None elsewhere; collective.
 
     events: this rank's, in seconds from `origin_seconds` on its host clock. Ranks of one host share that clock; the clocks of
     other hosts are aligned to rank 0's at a barrier, to about a network round trip. The first rank to start is at 0 seconds.

@@ -16,10 +16,10 @@ from multimodal.values.assignment import MicrobatchPlace, Route
 
 
 class StepInputs:
-    """Copies every parcel of a packed step once, from its start on, on a stream beside the computations.
+    """Copies every parcel of a packed step once, from the start of the step, on a stream beside the computations.
 
-    A computation's stream waits for the copy of what it takes; the host waits for nothing. A step that is not packed is copied
-    piece by piece.
+    A computation's stream waits for the copy of its inputs; the host waits for nothing. A step that is not packed is copied piece
+    by piece.
     """
 
     def __init__(self, step: Step, *, rank: int, device: torch.device) -> None:
@@ -38,13 +38,13 @@ class StepInputs:
         return opened
 
     def output_rows(self, route: Route) -> Tensor:
-        """[num_rows]: where the rows that this rank gives to a route lie in what it computes of the sample subset."""
+        """[num_rows]: for each row that this rank sends on a route, its index in the result of the sample subset."""
         rows = self._rows(route).output
         assert rows is not None, f"rank {self._rank} gives nothing to {route.target}"
         return rows
 
     def row_shares(self, route: Route) -> RowShares | None:
-        """Return the rows that ranks give and take; None where neither end spreads tokens."""
+        """Return the rows that ranks send and receive; None if neither end spreads tokens."""
         return self._rows(route).shares
 
     def _rows(self, route: Route) -> RouteRows:
@@ -75,7 +75,7 @@ class StepInputs:
     def _arrived(self, key: Hashable) -> Parcel:
         if key not in self._coming:
             parcel = self._step.parcels[key]
-            # A buffer of its own, as on a device: what is kept of a microbatch is counted by storages.
+            # A buffer of its own, as on a device: the tensors of a microbatch are counted by storages.
             return parcel._replace(buffer=parcel.buffer.clone())
         parcel, copied = self._coming.pop(key)
         computing = torch.cuda.current_stream()

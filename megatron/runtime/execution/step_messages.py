@@ -1,6 +1,6 @@
-"""A rank's resources for all its steps, and the messages of its computations in one of them.
+"""A rank's resources for all its steps, and the messages of its computations in one step.
 
-Activations go forward and gradients back, wherever the other end runs.
+Activations go forward and gradients go back, wherever the other end runs.
 """
 
 from collections.abc import Mapping
@@ -28,11 +28,11 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 _FAR_APART = 2**40
-"""More rows than a sample subset has."""
+"""More than the number of rows of a sample subset."""
 
 
 class RankResources:
-    """Holds what outlives a step: this rank's stages, the broker, the clock.
+    """Resources that are the same for all steps: this rank's stages, the broker, the clock.
 
     stages: (unit, virtual stage) -> module; groups: unit -> this rank's groups there (tp, cp and tp_cp); gradients: by unit.
     """
@@ -69,7 +69,7 @@ class RankResources:
         return self.plan.virtual_stage(place.unit, place.replica, place.stage).ranks
 
     def any_stage(self, unit: str) -> UnitStage:
-        """Some stage of this rank in a unit (they share configuration)."""
+        """Return any stage of this rank in a unit (they share their configuration)."""
         return next(stage for (name, _), stage in self.stages.items() if name == unit)
 
     def tensor_parallel_group(self, unit: str) -> dist.ProcessGroup:
@@ -78,13 +78,13 @@ class RankResources:
         return group
 
     def context_parallel_rank(self, unit: str) -> int:
-        """The index of the share of the tokens that this rank holds in a unit."""
+        """The index of this rank's share of the tokens in a unit."""
         rank: int = self._groups[unit].cp.rank()
         return rank
 
 
 class StepMessages(LaneRun):
-    """The messages of a step between stages and between units, as plan, assignment and lengths give them."""
+    """The messages of a step between stages and between units, derived from plan, assignment and lengths."""
 
     def __init__(self, executor: RankResources, step: Step) -> None:
         super().__init__(broker=executor.broker, clock=executor.clock)
@@ -96,11 +96,11 @@ class StepMessages(LaneRun):
         return self.executor.stages[(place.unit, place.stage)]
 
     def must_travel(self, source: Place, target: Place) -> bool:
-        """True if what is computed at `source` comes to `target` by messages."""
+        """Return True if the result of `source` reaches `target` by messages."""
         return must_travel(source, target, self.executor.plan)
 
     def complete(self, key: MessageKey) -> Tensor:
-        """Return what a message has brought to this rank and its tensor parallel peers."""
+        """Return the tensor that a message brought to this rank and its tensor parallel peers."""
         return self.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))
 
     def link(self, key: MessageKey) -> Link:
@@ -120,7 +120,7 @@ class StepMessages(LaneRun):
         return Link(*ranks, (self.step.num_rows_of_route(route), width), is_replicated=True, rows=rows)
 
     def collect_inputs(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...]]:
-        """Take what a forward needs: hidden states of the stage before, or upstream outputs by route at a unit's first stage."""
+        """Take the inputs of a forward: the hidden states of the stage before, or in a unit's first stage upstream outputs."""
         place = action.place
         if action.stage > 0:
             return self.collect(MessageKey("forward", place._replace(stage=action.stage - 1), place)), ()
@@ -130,7 +130,7 @@ class StepMessages(LaneRun):
         )
 
     def publish_outputs(self, action: Action, outputs: list[Tensor]) -> None:
-        """Hand on a forward's outputs (one per sample subset): to the next stage in one piece, or to each consumer its rows."""
+        """Hand on a forward's outputs (one per sample subset): all to the next stage, or to each consumer its rows."""
         place = action.place
         if not self.stage(place).is_last:
             whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -142,7 +142,7 @@ class StepMessages(LaneRun):
             self.publish(MessageKey("forward", place, _first_place(route.target)), rows)
 
     def collect_output_gradient(self, action: Action, shape: torch.Size) -> Tensor:
-        """Take the gradient of what a forward handed on (of one sample subset: `action.subset`)."""
+        """Take the gradient of a forward's output (of one sample subset: `action.subset`)."""
         place = action.place
         if not self.stage(place).is_last:
             return self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place, action.covers))
@@ -157,7 +157,7 @@ class StepMessages(LaneRun):
         return gradient
 
     def publish_input_gradients(self, action: Action, hidden: Tensor | None, items: tuple[tuple[Route, Tensor], ...]) -> None:
-        """Hand back the gradients of what a forward collected."""
+        """Hand back the gradients of a forward's inputs."""
         if hidden is not None and hidden.requires_grad:
             before = action.place._replace(stage=action.stage - 1)
             self.publish(MessageKey("backward", action.place, before, action.covers), _gradient_of(hidden))
@@ -166,14 +166,15 @@ class StepMessages(LaneRun):
                 self.publish(MessageKey("backward", action.place, self._last_place(route.source)), _gradient_of(tensor))
 
     def _last_place(self, source: MicrobatchPlace) -> Place:
-        """A microbatch in its unit's last stage."""
+        """Return the place of a microbatch in its unit's last stage."""
         last = self.executor.plan.units[source.unit].num_stages_of(source.replica) - 1
         return Place(source.unit, source.replica, last, source.microbatch)
 
     def _resized_link(self, key: MessageKey, source_ranks: tuple[int, ...], target_ranks: tuple[int, ...]) -> Link:
         """Return the link of hidden states between stages of different tensor parallel sizes, for one context parallel rank.
 
-        Under sequence parallelism each rank has rows of its own, and stages pad to different numbers: what one end lacks is zero.
+        Under sequence parallelism each rank has its own rows, and stages pad to different numbers: rows that one end lacks are
+        zero.
         """
         unit, context_rank = key.source.unit, self.executor.context_parallel_rank(key.source.unit)
         plan = self.executor.plan.units[unit]
@@ -190,7 +191,7 @@ class StepMessages(LaneRun):
         return Link(source, target, (sum(map(len, given)), 1, width), is_replicated=True, rows=shares)
 
     def _rows_by_rank(self, place: Place, covers: Coverage, *, size: int) -> tuple[NDArray[np.int64], ...]:
-        """Return the rows of each tensor parallel rank of a stage of this size; sample subsets are far apart in their numbers."""
+        """Return the rows of each tensor parallel rank of a stage of this size; sample subsets have distant row numbers."""
         rank, context = self.executor.context_parallel_rank(place.unit), self.executor.any_stage(place.unit).context.input_context
         num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
         of_subsets = [
@@ -204,12 +205,12 @@ class StepMessages(LaneRun):
         )
 
     def _width_behind(self, place: Place) -> int:
-        """Channels of what a virtual stage hands on."""
+        """Return the channels of a virtual stage's output."""
         layers = self.executor.plan.virtual_stage(place.unit, place.replica, place.stage).layers
         return self.step.graph.width_behind(place.unit, layers.stop - 1)
 
     def _hidden_shape(self, place: Place, covers: Coverage, *, width: int) -> tuple[int, ...]:
-        """Hidden states of this rank's tokens, of one sample subset or all."""
+        """Return the shape of hidden states of this rank's tokens, of one sample subset or all."""
         rank = self.executor.context_parallel_rank(place.unit)
         num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
         num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)

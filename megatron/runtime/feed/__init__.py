@@ -1,1 +1,1 @@
-"""From a step's number to what a rank needs to run it, prepared ahead of training."""
+"""Prepares everything that a rank needs to run a step, given its number, ahead of training."""

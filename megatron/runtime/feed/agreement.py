@@ -1,6 +1,6 @@
-"""Every rank decides for itself, so every rank must decide the same: checked before each step, or the run would hang.
+"""Every rank decides for itself, so all must decide the same: this is checked before each step, or the run would hang.
 
-A digest of the assignment is compared in one small reduction; only when it differs are assignments exchanged, to say where.
+A digest of the assignment is compared in one small reduction; only if it differs are assignments exchanged, to find the place.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ def assignment_digest(assignment: Assignment) -> int:
 
 
 def decision_digest(schedule: Schedule) -> int:
-    """Return such a number for an assignment and the order of its work, where that follows from more than the assignment."""
+    """Return such a number for an assignment and the order of its work, if the order depends on more than the assignment."""
     digest = hashlib.blake2b(assignment_digest(schedule.step.assignment).to_bytes(8), digest_size=8)
     for array in (schedule.lane_starts, schedule.pieces, schedule.modes, schedule.waits):
         digest.update(array.tobytes())
@@ -51,8 +51,8 @@ class Agreed(NamedTuple):
 def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopReason, device: torch.device) -> Agreed:
     """Compare this step's assignment on all ranks; collective.
 
-    wait_seconds: what this rank waited for the step; stop: what it wants. Raises AssignmentError, on every rank, with the first
-    difference.
+    wait_seconds: time that this rank waited for the step; stop: this rank's wish. Raises AssignmentError, on every rank, with the
+    first difference.
     """
     told = torch.tensor([step.digest, -step.digest, round(1e6 * wait_seconds), stop], dtype=torch.int64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
@@ -63,7 +63,7 @@ def check_agreement(step: Step, *, number: int, wait_seconds: float, stop: StopR
 
 
 def agree_to_stop(stop: StopReason, *, device: torch.device) -> StopReason:
-    """Return the strongest reason to stop that any rank has; collective."""
+    """Return the strongest reason to stop of any rank; collective."""
     told = torch.tensor([stop], dtype=torch.int64, device=device)
     dist.all_reduce(told, op=dist.ReduceOp.MAX)
     return StopReason(int(told.item()))
@@ -86,7 +86,7 @@ def _raise_difference(assignment: Assignment, *, number: int) -> None:
 
 
 _Positions = Mapping[tuple[str, int, int], tuple[int, int, int]]
-"""(unit, sample, item) -> (replica, microbatch, place in it)."""
+"""(unit, sample, item) -> (replica, microbatch, index within it)."""
 
 
 def _positions(assignment: Assignment) -> _Positions:
@@ -100,7 +100,7 @@ def _positions(assignment: Assignment) -> _Positions:
 
 
 def _difference(first: _Positions, other: _Positions) -> str:
-    """Say what two ranks placed differently, by the first unit, sample and item; nothing when they agree."""
+    """Describe the difference between two ranks' placements, by the first unit, sample and item; empty if there is none."""
     for key in sorted({*first, *other}):
         if first.get(key) != other.get(key):
             unit, sample, item = key

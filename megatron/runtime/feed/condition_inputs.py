@@ -1,4 +1,4 @@
-"""The tokens that encoders give a generator, in front of the patches of every image that it makes."""
+"""Puts the tokens that encoders give a generator in front of the patches of every image that it makes."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,8 +19,8 @@ def put_conditions_before(
 ) -> PackedInput:
     """Return a generator's input with the tokens of the items before each image in front of its patches.
 
-    packed: the patches of all images that are made of a microbatch; lengths: of its samples. An item's tokens have places in a
-    line of their own: rows count down from -1, item by item.
+    packed: the patches of all images of a microbatch; lengths: of its samples. An item's tokens have positions on a line of their
+    own: rows count down from -1, item by item.
     """
     first_row, sources = _rows_handed_over(place, step, lengths)
     rows, positions, is_patch, counts = [], [], [], []
@@ -47,7 +47,7 @@ def put_conditions_before(
 def _rows_handed_over(
     place: MicrobatchPlace, step: StepGraph, lengths: Mapping[int, SampleLengths]
 ) -> tuple[dict[Atom, int], Tensor]:
-    """Return the first row of every item among those that come, route by route, and which unit gives each row."""
+    """Return the first row of every item among the received ones, route by route, and the source unit of each row."""
     graph, first_row, sources = step.graph, dict[Atom, int](), list[int]()
     for route in step.routes.to_target[place]:
         number = graph.upstream(place.unit).index(route.source.unit)

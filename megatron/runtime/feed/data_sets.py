@@ -1,6 +1,6 @@
-"""The training and the validation set that the flags name, and what checkpoints remember of them.
+"""The training and validation sets that the flags name, and their description in checkpoints.
 
-A resumed run must go on with the same data, in the same order.
+A resumed run must continue with the same data, in the same order.
 """
 
 import hashlib
@@ -45,14 +45,14 @@ class DataSets:
     valid: SampleSource
     tokenizer: Tokenizer
     train_parts: tuple[DataPart, ...] = ()
-    """The data sets of a mixture, in the order in which `train` has their samples; none: all of it is one."""
+    """The data sets of a mixture, in the order of their samples in `train`; empty: a single data set."""
     valid_parts: tuple[DataPart, ...] = ()
 
 
 def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
-    """Open `--data-path`; raises DataError or ConfigError when it, or a producer, cannot be used.
+    """Open `--data-path`; raises DataError or ConfigError if it, or a producer, cannot be used.
 
-    in_turn: lets one rank of a node index the data, and then the others, who find its index; None: nobody waits.
+    in_turn: lets one rank of a node index the data first, whose index the others then read; None: ranks do not wait.
     """
     found = _open_data_sets(config, graph, in_turn=in_turn)
     if not graph.passes_items_on:
@@ -113,7 +113,7 @@ def _manifest(
 def _find_producers(
     path: str, config: RunConfig, graph: ModelGraph, *, texts: TextSettings, options: IndexOptions
 ) -> ProducedItems | None:
-    """Return what decodes and tokenises in a run with producers, all of which are there."""
+    """Return the client of the run's producers, after checking that all of them are there; None without producers."""
     token_path = config.data.producer_token
     if not config.data.producers or token_path is None:
         return None
@@ -128,14 +128,14 @@ def _find_producers(
 
 
 def text_settings(config: RunConfig) -> TextSettings:
-    """Return how the run's texts become tokens."""
+    """Return the settings by which the run's texts become tokens."""
     return TextSettings(config.data.tokenizer_type, config.data.tokenizer_model, config.data.chat_template)
 
 
 def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
-    """Let an LLM with an exact vocabulary have the tokenizer's if that is larger: for special tokens that it lacks.
+    """Enlarge an LLM's exact vocabulary to the tokenizer's if that is larger, for special tokens that it lacks.
 
-    Raises ConfigError for a tokenizer that already has more tokens without these, which must be another model's.
+    Raises ConfigError for a tokenizer that has more tokens even without these, which must belong to another model.
     """
     backbone = graph.backbone
     if not backbone.has_exact_vocabulary or (backbone.vocab_size or 0) >= tokenizer.vocab_size:
@@ -150,10 +150,10 @@ def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
 
 
 def check_placeholders(model: Path, tokenizer: Tokenizer, chat: ChatFormat | None) -> None:
-    """Raise ConfigError for a tokenizer that writes items otherwise than the config.json of a model's folder says.
+    """Raise ConfigError if the tokenizer's placeholders differ from those in the config.json of a model's folder.
 
-    It is another model's, and the folder that --save-hf writes would have placeholders that stand for nothing. Bytes
-    are nobody's.
+    Such a tokenizer belongs to another model, and the folder that --save-hf writes would have placeholders without a meaning.
+    Byte tokenizers are exempt.
     """
     if not model.is_dir() or not isinstance(tokenizer, HuggingFaceTokenizer):
         return
@@ -172,7 +172,7 @@ def check_placeholders(model: Path, tokenizer: Tokenizer, chat: ChatFormat | Non
 
 
 def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig, *, graph: ModelGraph) -> int:
-    """Vocabulary padded to a multiple of --make-vocab-size-divisible-by, whatever the plan."""
+    """Return the vocabulary size padded to a multiple of --make-vocab-size-divisible-by, whatever the plan."""
     multiple = config.model.make_vocab_size_divisible_by
     exact = graph.backbone.vocab_size if graph.backbone.has_exact_vocabulary else None
     return -(-(exact or tokenizer.vocab_size) // multiple) * multiple
@@ -217,16 +217,16 @@ def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataS
 
 
 RunData = Mapping[str, Any]
-"""Plain values, as they stand in a checkpoint."""
+"""Plain values, as stored in a checkpoint."""
 
 
 class _Compared(NamedTuple):
-    """One thing that must be the same."""
+    """One value that must be the same."""
 
     name: str
     flag: str
     shown: str = ""
-    """The entry that messages show instead; empty: itself."""
+    """The entry that messages show instead; empty: this entry."""
     unit: str = ""
     may_change: bool = False
     """True if --new-phase may change it."""
@@ -245,13 +245,13 @@ _COMPARED = (
     _Compared("attention_mask", "--attention-mask"),
     _Compared("num_train_samples", "--data-path", unit="training samples", may_change=True),
 )
-"""In the order in which differences are told: the last follows from those before it, unless image files changed."""
+"""In the order in which differences are reported: the last follows from those before it, unless image files changed."""
 
 
 def describe_data(config: RunConfig, data: DataSets) -> RunData:
-    """Return what checkpoints remember; O(bytes of the manifest). Raises OSError.
+    """Return the description that checkpoints store; O(bytes of the manifest). Raises OSError.
 
-    Files count by their content, so that they may move.
+    Files are identified by their content, so they may be moved.
     """
     is_digits = config.data.is_digits
     digests = [DIGITS] if is_digits else [open_sample_files(named.path).digest for named in config.data.mixture]
@@ -278,7 +278,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
 
 
 def data_set_name(digest: str, split: str | None, num_samples: int) -> str:
-    """Return the name of a data set whose order of samples is the same wherever the name is."""
+    """Return the name of a data set; data sets with the same name have the same order of samples."""
     return f"{digest} {split} {num_samples}"
 
 
@@ -288,10 +288,10 @@ def _joined_digest(digests: Sequence[str], parts: Sequence[DataPart]) -> str:
 
 
 def check_same_data(where: str, *, saved: RunData, current: RunData, is_new_phase: bool = False) -> None:
-    """Raise CheckpointError with the first difference that would make a resumed run go on otherwise than it was.
+    """Raise CheckpointError with the first difference that would make a resumed run continue differently.
 
-    where: names the checkpoint; is_new_phase: let that change which --new-phase may. What only one of the two knows is not
-    compared.
+    where: names the checkpoint; is_new_phase: allow the differences that --new-phase allows. Values that only one of the two has
+    are not compared.
     """
     for name, flag, shown, unit, may_change in _COMPARED:
         if name not in saved or saved[name] == current[name] or (is_new_phase and may_change):

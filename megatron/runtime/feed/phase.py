@@ -1,4 +1,4 @@
-"""Phases of a training: from which step on, and from which sample of every data set, a run has its batches and learning rate."""
+"""Phases of a training run: the step, and the sample of every data set, at which its batches and learning rate begin."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -13,14 +13,14 @@ _OF_LEARNING_RATE = ("learning_rate", "trained")
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Steps of one kind: their batches go on where those of the phase before ended."""
+    """Steps of one kind: their batches continue where those of the phase before ended."""
 
     first_step: int = 0
-    """Steps done before."""
+    """Steps done before this phase."""
     first_sample: int = 0
-    """Samples consumed before."""
+    """Samples consumed before this phase."""
     positions: Mapping[str, int] = field(default_factory=dict)
-    """Data set (`data_set_name`) -> samples of it consumed before, of all that were ever trained on."""
+    """Data set (`data_set_name`) -> its samples consumed before this phase, for all data sets that were ever trained on."""
     learning_rate_first_step: int = 0
     """The step at which the learning rate began its schedule."""
 
@@ -29,7 +29,7 @@ class Phase:
         return asdict(self)
 
     def go_on(self, batches: GlobalBatches, run_data: RunData) -> GlobalBatches:
-        """Return the global batches of a run of this description, each data set from where it was left."""
+        """Return the global batches of a run of this description, with each data set continued from where it was left."""
         if not self.first_step:
             return batches
         names = [name for name, _ in _data_sets(run_data)]
@@ -38,9 +38,9 @@ class Phase:
 
 
 def find_phase(saved: RunData, current: RunData, *, step: int, may_change: bool) -> Phase:
-    """Return the phase of a run that goes on after `step` from a checkpoint of `saved`: that of the checkpoint, or a new one.
+    """Return the phase of a run that continues after `step` from a checkpoint of `saved`: the checkpoint's, or a new one.
 
-    may_change: whether a new phase may begin; it does if the batches, the learning rate's schedule or what is trained differ.
+    may_change: True if a new phase may begin; it does if the batches, the learning rate's schedule or the trained parts differ.
     """
     phase = Phase(**saved.get("phase", {}))
     if not may_change:

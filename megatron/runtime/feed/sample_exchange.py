@@ -1,8 +1,8 @@
-"""An all-to-all of raw samples, for data whose lengths are known only once it is decoded (OrchMLLM's batch communicator).
+"""An all-to-all of raw samples, for data whose lengths are only known after decoding (OrchMLLM's batch communicator).
 
-Each rank decodes its share of the global batch, all ranks tell each other the lengths and decide the same assignment, and
-then each piece travels from the rank that decoded it to the ranks that need it, and to no other. Runs on a group of its own over
-gloo, so that it can work in a thread beside training.
+Each rank decodes its share of the global batch, all ranks exchange the lengths and compute the same assignment, and then each
+piece is sent from the rank that decoded it to the ranks that need it only. Uses its own gloo group, so that it can work in a
+thread beside training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,10 +32,10 @@ from multimodal.values.step_graph import StepGraph
 
 
 class ExchangedSamples:
-    """The part of a global batch that this rank was sent, as a `SampleSource` addressed by sample id."""
+    """The part of a global batch that this rank received, as a `SampleSource` addressed by sample id."""
 
     def __init__(self, described: Mapping[int, Described], pieces: Pieces, *, bytes_between_nodes: int = 0) -> None:
-        """bytes_between_nodes: that all ranks sent to other nodes in the exchange."""
+        """bytes_between_nodes: bytes that all ranks sent to other nodes in the exchange."""
         self._described, self._pieces, self.bytes_between_nodes = described, pieces, bytes_between_nodes
 
     def __len__(self) -> int:
@@ -65,10 +65,10 @@ class ExchangedSamples:
 
 @dataclass(frozen=True)
 class DecodedShare:
-    """A rank's decoded share of a global batch, and what all ranks know of the batch."""
+    """A rank's decoded share of a global batch, and the facts that all ranks know about the batch."""
 
     described: Mapping[int, Described]
-    """By sample id, of the whole batch in its order."""
+    """Sample id -> description, for the whole batch in its order."""
     texts: Mapping[int, SampleText]
     items: Mapping[Piece, ItemPixels]
 
@@ -82,14 +82,14 @@ class SampleExchange:
     """Collective over all ranks; they must call its methods in the same order, from one thread each."""
 
     def __init__(self, *, rank: int, world_size: int, timeout: timedelta, ranks_per_node: int | None = None) -> None:
-        """Make the group; collective. ranks_per_node: by which bytes between nodes are counted, by default one node of all."""
+        """Create the group; collective. ranks_per_node: for counting bytes between nodes; None: all ranks are on one node."""
         self._rank, self._world_size, self._ranks_per_node = rank, world_size, ranks_per_node or world_size
         self._group = dist.new_group(list(range(world_size)), backend="gloo", timeout=timeout)
 
     def decode(self, source: SampleSource, *, source_index: Mapping[int, int]) -> DecodedShare:
-        """Decode every world_size-th sample of the batch here, and tell all ranks its lengths.
+        """Decode every world_size-th sample of the batch here, and send all ranks its lengths.
 
-        source_index: sample id -> index in `source`, in the batch's order. Raises DataError on every rank where one fails.
+        source_index: sample id -> index in `source`, in the batch's order. Raises DataError on every rank if one fails.
         """
         texts: dict[int, SampleText] = {}
         items: dict[Piece, ItemPixels] = {}
@@ -114,7 +114,7 @@ class SampleExchange:
         return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, texts, items)
 
     def exchange(self, share: DecodedShare, step: StepGraph) -> ExchangedSamples:
-        """Send what was decoded here to whom the step's assignment gives it, and return what was sent here."""
+        """Send the decoded pieces to the ranks that the step's assignment gives them to, and return the received ones."""
         own: Pieces = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
         needs = needed_pieces(step, lengths)
@@ -133,7 +133,7 @@ class SampleExchange:
         return int(total)
 
     def _all_gather(self, own: bytes) -> list[bytes]:
-        """Return what each rank tells all; messages travel as long as the longest."""
+        """Return each rank's message to all; messages are padded to the longest."""
         size = torch.tensor([len(own)])
         sizes = [torch.empty_like(size) for _ in range(self._world_size)]
         dist.all_gather(sizes, size, group=self._group)
@@ -155,9 +155,9 @@ class SampleExchange:
 
 
 def needed_pieces(step: StepGraph, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:
-    """Return rank -> what it needs of the global batch, by the rules of `load_inputs`.
+    """Return rank -> pieces of the global batch that it needs, by the rules of `load_inputs`.
 
-    Texts go to the LLM; pixels where `StepGraph.item_ranks` says.
+    Texts go to the LLM; pixels to the ranks of `StepGraph.item_ranks`.
     """
     found: dict[int, dict[Piece, None]] = {}
     for name, replicas in step.assignment.units.items():

@@ -13,10 +13,10 @@ from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 WHOLE_TEXT = -1
-"""In place of an item's index: the text of the sample."""
+"""Item index of a sample's text."""
 _HEAD = struct.Struct("!Q")
 _ALIGNMENT = 8
-"""Bytes that every array starts at a multiple of."""
+"""Alignment of every array in bytes."""
 
 
 class Piece(NamedTuple):
@@ -38,7 +38,7 @@ Pieces = Mapping[Piece, SampleText | ItemPixels]
 
 
 def pack_pieces(pieces: Pieces) -> bytes:
-    """Return one message: JSON that says what follows, then the numbers of all pieces. O(bytes)."""
+    """Return one message: JSON that describes the pieces, then the numbers of all pieces. O(bytes)."""
     said: list[Any] = []
     arrays: list[npt.NDArray[Any]] = []
     for piece, content in pieces.items():
@@ -54,7 +54,7 @@ def pack_pieces(pieces: Pieces) -> bytes:
 
 
 def unpack_pieces(message: bytearray) -> dict[Piece, SampleText | ItemPixels]:
-    """Return what `pack_pieces` was given; arrays are views of the message."""
+    """Return the argument of `pack_pieces`; arrays are views of the message."""
     (length,) = _HEAD.unpack_from(message)
     place = _HEAD.size + length + -(_HEAD.size + length) % _ALIGNMENT
     found: dict[Piece, SampleText | ItemPixels] = {}
@@ -84,7 +84,7 @@ def _padded(part: bytes, *, after: int = 0) -> bytes:
 
 
 def pack_described(described: Mapping[int, Described], failure: str | None) -> bytes:
-    """Return what a rank tells all others of its share: lengths and grids, or why it failed."""
+    """Return a rank's message to all others about its share: lengths and grids, or the reason for its failure."""
     samples = [[*_plain(each.lengths), each.grids] for each in described.values()]
     return json.dumps([samples, failure], default=int).encode()
 
@@ -94,7 +94,7 @@ def _plain(lengths: SampleLengths) -> tuple[Any, ...]:
 
 
 def unpack_described(message: bytes | bytearray) -> tuple[dict[int, Described], str | None]:
-    """Return what `pack_described` was given."""
+    """Return the arguments of `pack_described`."""
     samples, failure = json.loads(message)
     return {sample[0]: _unpack_sample(*sample) for sample in samples}, failure
 

@@ -1,4 +1,4 @@
-"""Loads this rank's part of a global batch: packed inputs for the microbatches of its own stages, and nothing else."""
+"""Loads this rank's part of a global batch: packed inputs for the microbatches of its own stages only."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ class LoadedInputs:
     inputs: Mapping[MicrobatchPlace, PackedInput]
     target_samples: Mapping[MicrobatchPlace, tuple[int, ...]]
     subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]]
-    """One per sample subset, where a microbatch runs in several."""
+    """One input per sample subset, for microbatches that run in several."""
 
 
 def load_inputs(
@@ -43,13 +43,13 @@ def load_inputs(
     placement: TokenPlacement | None = None,
     options: BuildOptions | None = None,
 ) -> LoadedInputs:
-    """Load and pack every microbatch that passes through this rank, pixels only where they are needed (`StepGraph.item_ranks`).
+    """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`StepGraph.item_ranks`).
 
     Microbatches that run in sample subsets (`StepGraph.cuts`) are packed subset by subset.
     source_index: sample id -> index in `source`;
-    placement: which tokens each rank holds where a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
-    options: of the run's stages, for which masks and their kin are prepared; None: stages derive them when they run.
-    Raises DataError when an item cannot be decoded, or a sample's lengths do not say where its items begin.
+    placement: the tokens of each rank, if a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
+    options: of the run's stages, for which masks and other derived values are prepared; None: stages derive them when they run.
+    Raises DataError if an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
@@ -101,7 +101,7 @@ def load_inputs(
 
 
 def _needed_items(step: StepGraph, *, rank: int, source_index: Mapping[int, int], source: SampleSource) -> list[tuple[int, int]]:
-    """(index in the source, item) of everything that this rank will have decoded, in the order of its microbatches."""
+    """Return (index in the source, item) of everything that this rank needs decoded, in the order of its microbatches."""
     found: list[tuple[int, int]] = []
     for name, unit_plan in step.plan.units.items():
         for replica in range(len(unit_plan.replicas)):
@@ -121,7 +121,7 @@ def _items_of(samples: Microbatch, unit: str, *, source: SampleSource, source_in
 
 
 def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tuple[int, ...]:
-    """The samples of the targets that this rank holds."""
+    """Return the samples of the targets that this rank holds."""
     if own.share is None or whole.target_rows is None:
         return samples
     is_held = own.share.local_rows(whole.target_rows)[0].tolist()
@@ -146,7 +146,7 @@ def _encoder_input(
 def _joined_input(
     source: SampleSource, unit: Unit, place: MicrobatchPlace, step: StepGraph, source_index: Mapping[int, int]
 ) -> PackedInput:
-    """Every item is a sequence of what other encoders give of it, whose places are counted from its first token."""
+    """Make every item a sequence of the outputs of other encoders, whose places are counted from its first token."""
     atoms, graph = step.assignment.atoms(place), step.graph
     items = {atom: source.lengths(source_index[atom.sample_id]).items[atom.item_index] for atom in atoms}
     lengths = tuple(item.inside(unit.name).num_tokens for item in items.values())
@@ -173,7 +173,7 @@ def _generator_input(
     *,
     with_pixels: bool,
 ) -> PackedInput:
-    """Every image that the unit makes of the microbatch's samples is a sequence; the LLM hands over a row for each, by route."""
+    """Make every image of the microbatch's samples a sequence; the LLM hands over a row for each, by route."""
     items_of = partial(_items_of, unit=unit.name, source=source, source_index=source_index)
     items = items_of(step.assignment.atoms(place))
     packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
@@ -197,7 +197,7 @@ def _language_input(
         unit.name: unit.image.merge_size
         for unit in step.graph.encoders
         if unit.image is not None and unit.queries is None and step.graph.item_units(unit.name) == (unit.name,)
-    }  # what queries find, or other encoders make of it, has no rows and columns
+    }  # results of queries, and of other encoders' joins, have no rows and columns
     packed = pack_language_microbatch(
         step.assignment.atoms(place),
         source=source,

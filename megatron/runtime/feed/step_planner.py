@@ -1,8 +1,7 @@
-"""From a step's number to everything a rank needs to run it: samples, lengths, assignment, schedule, inputs.
+"""Makes a step from its number, with everything a rank needs to run it: samples, lengths, assignment, schedule, inputs.
 
-Every rank computes the same decisions from the same lengths and seed; only the inputs differ. As a torch Dataset indexed by
-step it runs ahead of training and off its critical path, in worker processes or a thread; failures are raised where the step is
-taken.
+Every rank computes the same decisions from the same lengths and seed; only the inputs differ. As a torch Dataset indexed by step
+it runs ahead of training and off its critical path, in worker processes or a thread; errors are raised where the step is taken.
 """
 
 import multiprocessing
@@ -67,7 +66,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         build: BuildOptions | None = None,
         arrangement: NodeArrangement | None = None,
     ) -> None:
-        """exchange: decode first, then send samples where they are needed; is_emulated: load no data (`with_emulated_inputs`).
+        """exchange: decode first, then send samples to the ranks that need them; is_emulated: load no data (see `plan_step`).
 
         costs_of, build: as `costs_of` and `options` of `plan_step`; arrangement: permutes encoders' batches over replicas.
         """
@@ -80,7 +79,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         self._balancer, self._options = balancer, options
 
     def __getitem__(self, step: int) -> Step:
-        """Decide and load step `step` (from 0)."""
+        """Plan and load step `step` (from 0)."""
         drawn = self._batches.batch(step)
         source, source_index = self._source, {sample.sample_id: sample.source_index for sample in drawn}
         share = self._exchange.decode(source, source_index=source_index) if self._exchange else None
@@ -135,10 +134,10 @@ def plan_step(
     costs_of: CostsOf | None = None,
     options: BuildOptions | None = None,
 ) -> Step:
-    """The step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
+    """Return the step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
 
-    is_emulated: with sizes alone instead of inputs; sharing: how tokens are spread, the same on every rank; shards_weights:
-    whether replicas share their weights, and so have to compute together; costs_of: asked where schedules need costs.
+    is_emulated: use sizes instead of inputs; sharing: the way in which tokens are spread, the same on every rank; shards_weights:
+    True if replicas share their weights, and so have to compute together; costs_of: called if schedules need costs.
     """
     asked = schedules.step(assignment)
     validate_assignment(asked, lengths)
@@ -146,7 +145,7 @@ def plan_step(
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
     built = schedules.find(assignment, costs)
     ordered = built.schedule
-    if not (built.computes_together or shards_weights or costs_of is None):  # these count on the order that was built
+    if not (built.computes_together or shards_weights or costs_of is None):  # these depend on the order as built
         ordered = built.to_run(lambda: costs_of(assignment, lengths))
     schedule = ordered.for_step(schedules.step(assignment))
     schedule.lane(schedule.step.plan.lane_of_rank[rank])  # made here, ahead of training
@@ -181,7 +180,7 @@ STEPS_AHEAD = 2
 
 
 class _ErrorsAsValues(Dataset[Step | BraidError]):
-    """torch wraps a worker's exception in a traceback; a wrong input should end with its own message instead."""
+    """Returns exceptions as values: torch wraps a worker's exception in a traceback, while wrong input needs only a message."""
 
     def __init__(self, planner: StepPlanner) -> None:
         self._planner = planner
@@ -194,7 +193,7 @@ class _ErrorsAsValues(Dataset[Step | BraidError]):
 
 
 def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Generator[Step, None, None]:
-    """The steps in order; with `num_workers` 0 each is prepared when it is taken. Raises what planning or loading raised."""
+    """Yield the steps in order; with `num_workers` 0 each is prepared when it is taken. Raises errors of planning and loading."""
     loader = DataLoader(
         _ErrorsAsValues(planner),
         batch_size=None,
@@ -211,10 +210,10 @@ def load_steps(planner: StepPlanner, steps: range, *, num_workers: int) -> Gener
 
 
 def load_steps_in_thread(planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
-    """The same in a thread of this process: for planners that talk to other ranks, as no forked worker can.
+    """Do the same in a thread of this process, for planners that communicate with other ranks, as no forked worker can.
 
-    Raises what planning or loading raised, at the step that failed. Decoding, the balancing kernels and messages release the
-    interpreter, so that training goes on meanwhile.
+    Raises errors of planning and loading at the step that failed. Decoding, balancing kernels and messages release the
+    interpreter lock, so training continues meanwhile.
     """
     prepared: queue.Queue[Step | BaseException] = queue.Queue(maxsize=STEPS_AHEAD)
 
@@ -242,10 +241,10 @@ def _start_worker(worker: int) -> None:
 
 
 def _report_unless_orphaned(*problem: Any) -> None:
-    """Report an exception of a worker's thread; not that its training process is gone, which others tell better."""
+    """Report an exception of a worker's thread, unless its training process is gone, which others report better."""
     parent = multiprocessing.parent_process()
     for _ in range(10):
         if parent is not None and os.getppid() != parent.pid:
             return
-        time.sleep(0.1)  # its connections close a little before a process is gone
+        time.sleep(0.1)  # its connections close slightly before a process is gone
     sys.__excepthook__(*problem)

@@ -1,6 +1,6 @@
-"""From the command line, a configuration file and the model file to a checked `RunConfig`, frozen units and the plan.
+"""Reads the command line, a configuration file and the model file into a checked `RunConfig`, frozen units and the plan.
 
-Neither torch nor megatron-core is imported on this path, so `--help` and every complaint are instant.
+Neither torch nor megatron-core is imported on this path, so `--help` and all errors are instant.
 """
 
 import argparse
@@ -37,10 +37,10 @@ from multimodal.values.typed_reader import shown
 
 
 def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunConfig:
-    """Read the flags and the configuration file, and check everything that can be known without loading anything.
+    """Read the flags and the configuration file, and check everything that can be checked without loading anything.
 
-    argv: the flags, without the program's name. environ: WORLD_SIZE is the number of processes (1 when absent).
-    `--help` prints and raises SystemExit. Raises a BraidError (ConfigError, ModelError or PlanError) for what is wrong.
+    argv: the flags, without the program's name. environ: WORLD_SIZE is the number of processes (1 if absent). `--help` prints and
+    raises SystemExit. Raises a BraidError (ConfigError, ModelError or PlanError) for invalid input.
     """
     first = _read_first(argv)
     config_path = Path(first["config"]) if "config" in first else None
@@ -51,7 +51,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     from_command_line.pop("config", None)
     from_file = parse_config_file(entries, parser=parser, path=config_path) if config_path else {}
     config = _merge(from_command_line, from_file=from_file, graph=graph)
-    assert graph is not None  # --model is required, so that _merge would have complained.
+    assert graph is not None  # --model is required, so _merge would have raised an error
     check_bounds(config)
     frozen_graph = choose_trained(graph, config.model)
     check_config(config, graph=frozen_graph)
@@ -81,7 +81,7 @@ def _read_first(argv: Sequence[str]) -> dict[str, str]:
 
 
 def _read_model(first: Mapping[str, str], *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
-    """Read the model that --model describes, or else the folder of --load-hf; the command line comes first for each."""
+    """Read the model of --model, or else of the folder of --load-hf; for each, the command line takes precedence."""
     for name, flag in (("model", "--model"), ("load_hf", "--load-hf")):
         if name in first:
             _check_model_place(flag, first[name])
@@ -93,7 +93,7 @@ def _read_model(first: Mapping[str, str], *, entries: Mapping[str, Any], config_
 
 
 def _check_model_place(flag: str, path: str) -> None:
-    """Raise ConfigError where neither a file nor a folder of Hugging Face is there."""
+    """Raise ConfigError if there is neither a file nor a folder of Hugging Face."""
     is_folder = Path(path).is_dir()
     if flag == "--load-hf" and not is_folder:
         found = "is a file" if Path(path).exists() else "no such folder"
@@ -112,7 +112,7 @@ def _check_input_file(flag: str, path: str | Path | None) -> None:
 
 
 def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any], graph: ModelGraph | None) -> RunConfig:
-    """Return one configuration of both; where they exclude each other, the command line wins."""
+    """Return one configuration from both; if they exclude each other, the command line wins."""
     values = {**from_file, **from_command_line}
     if "load_hf" in values:
         values = {**_taken_from(Path(values["load_hf"]), values), **values}
@@ -135,9 +135,9 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
 
 
 def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a folder of --load-hf gives beside weights: the model and, unless one is asked for, the tokenizer.
+    """Return the flags that a folder of --load-hf sets besides weights: the model and, unless one is given, the tokenizer.
 
-    Raises ConfigError where it has none: any other gives tokens that the weights do not know.
+    Raises ConfigError if the folder has no tokenizer: any other gives tokens that the weights do not know.
     """
     tokenizer = folder / "tokenizer.json"
     if "tokenizer_type" in values or "tokenizer_model" in values:
@@ -151,7 +151,7 @@ def _taken_from(folder: Path, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _adapters_of(folder: Path, values: Mapping[str, Any], graph: ModelGraph) -> dict[str, Any]:
-    """Return the flags of the adapters that a folder of --load-adapter has; raises ConfigError where others are asked for."""
+    """Return the flags of the adapters in a folder of --load-adapter; raises ConfigError if other adapters are requested."""
     if given := [name for name in ("lora_rank", "lora_alpha", "lora_targets") if name in values]:
         flag = "--" + given[0].replace("_", "-")
         raise ConfigError(
@@ -209,12 +209,12 @@ def build_plan(
     ranks_per_node: int | None = None,
     layer_seconds: LayerSeconds = EVEN,
 ) -> Plan:
-    """Build the plan that the flags ask for on `world_size` processes, `ranks_per_node` of them on a node where that is known.
+    """Build the plan of the flags for `world_size` processes, `ranks_per_node` of them per node if that is known.
 
-    A plan file is taken as it is; `--colocate-units` shares all ranks; else every unit gets ranks of its own. One process and
-    sizes of 1 throughout can only be colocated, so that needs no flag. Raises PlanError when the plan does not fit.
+    A plan file is used as it is; `--colocate-units` shares all ranks; otherwise every unit gets ranks of its own. One process and
+    sizes of 1 throughout can only be colocated, which needs no flag. Raises PlanError if the plan does not fit.
 
-    layer_seconds: by which sizes cut units into stages; known once there is data, and needed by no check.
+    layer_seconds: seconds by which size flags cut units into stages; known once there is data; checks do not need them.
     """
     parallelism = config.parallelism
     if parallelism.plan is not None and parallelism.elastic:
@@ -237,7 +237,7 @@ def build_plan(
 
 
 def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:
-    """Return the model as the flags train it: units frozen, adapters added; raises ConfigError for names that do not exist."""
+    """Return the model as the flags train it: units frozen, adapters added; raises ConfigError for unknown names."""
     frozen = freeze_units(graph, modules=model.freeze, projectors=model.freeze_projector)
     if model.lora_rank is None:
         return frozen
@@ -245,10 +245,10 @@ def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:
 
 
 def freeze_units(graph: ModelGraph, *, modules: Sequence[str], projectors: Sequence[str]) -> ModelGraph:
-    """Freeze the units of `--freeze` and `--freeze-projector` besides those that the model file freezes.
+    """Freeze the units of `--freeze` and `--freeze-projector`, in addition to those that the model file freezes.
 
-    The backbone may be called `llm` whatever its name. Raises ConfigError for a unit that does not exist, and for the projector
-    of the backbone, which has none.
+    `llm` stands for the backbone, whatever its name. Raises ConfigError for an unknown unit, and for the projector of the
+    backbone, which has none.
     """
     frozen_modules = {_unit_name(graph, name, flag="--freeze") for name in modules}
     frozen_projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in projectors}
@@ -281,7 +281,7 @@ def _unit_name(graph: ModelGraph, name: str, *, flag: str) -> str:
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """Return flag -> value as it stands in the file. Raises ConfigError when a key appears twice, or in two spellings."""
+    """Return flag -> value as written in the file. Raises ConfigError if a key appears twice, or in two spellings."""
     mapping = read_mapping(path, error=ConfigError)
     entries: dict[str, Any] = {}
     for key, value in mapping.items():
@@ -296,7 +296,7 @@ def _flag(key: str) -> str:
 
 
 def parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: Path) -> dict[str, Any]:
-    """Return destination -> value, by the same parser as the command line; input paths are found beside the file.
+    """Return destination -> value, parsed like the command line; input paths are looked up beside the file.
 
     Raises ConfigError that starts with the file's path.
     """
@@ -317,7 +317,7 @@ def _at_flag(path: Path, problem: ConfigError) -> BraidError:
 
 
 def beside(path: Path, value: str | Path | tuple[str, ...]) -> Any:
-    """Return the path, or each of several, relative to the configuration file's folder where that exists, else as it stands."""
+    """Return the path, or each of several, relative to the configuration file's folder if it exists there, else unchanged."""
     if isinstance(value, tuple):
         return tuple(beside(path, each) for each in value)
     candidate = path.parent / value

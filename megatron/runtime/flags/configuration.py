@@ -1,7 +1,7 @@
 """The configuration of a run: one frozen dataclass per group of flags; each field's docstring is the flag's help.
 
-A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default is the flag that turns it off
-(`load_optim` is `--no-load-optim`). `flag_rules.py`, `device_rules.py` and `ignored_flags.py` say which flags go together, and
+A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default is the flag that turns it off (`load_optim` is
+`--no-load-optim`). `flag_rules.py`, `device_rules.py` and `ignored_flags.py` define which flags go together, and
 `cross_checks.py` checks it.
 """
 
@@ -23,20 +23,20 @@ from multimodal.values.errors import ConfigError
 AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
 AT_LEAST_ZERO: Mapping[str, Any] = MappingProxyType({"minimum": 0})
 A_COUNT: Mapping[str, Any] = MappingProxyType({"minimum": 1, "maximum": 10**9})
-"""A number of steps, samples or tokens: more than the maximum is a typing error, and would only take memory and time."""
+"""A number of steps, samples or tokens: more than the maximum is a typing error that would only cost memory and time."""
 INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
-"""Inside a configuration file, such a path is looked up beside that file first."""
+"""Inside a configuration file, such a path is first looked up beside that file."""
 DEFAULT_SAVE_INTERVAL = 1000
 AUTO = Path("auto")
-"""In the place of a plan: the run plans by itself."""
+"""Value in place of a plan: the run plans by itself."""
 DIGITS = "digits"
-"""In the place of a path of data: handwritten digits."""
+"""Value in place of a path of data: handwritten digits."""
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
-"""Filled from the flags that carry a unit's name; has no flag of its own."""
+"""Filled from the flags that contain a unit's name; has no flag of its own."""
 
 
 def schedules_to_train() -> tuple[str, ...]:
-    """List the schedules that a run may have."""
+    """List the schedules that a run may use."""
     return tuple(name for name, row in BUILDERS.items() if row.can_train)
 
 
@@ -122,12 +122,12 @@ class ParallelismConfig:
 
     @property
     def plans_itself(self) -> bool:
-        """True if the run is to plan by itself."""
+        """True if the run makes its own plan."""
         return self.plan == AUTO
 
     @property
     def cuts_by_seconds(self) -> bool:
-        """True if predicted seconds of layers decide which of them pipeline stages have."""
+        """True if predicted seconds of layers determine the layers of pipeline stages."""
         is_cut = any(sizes.pipeline_parallel_size > 1 for sizes in self.units.values())
         return is_cut and self.plan is None and self.layer_partition == "frozen-aware"
 
@@ -219,7 +219,7 @@ class TrainingConfig:
 
     @property
     def declared_costs(self) -> dict[str, UnitCost]:
-        """Unit -> its declared cost, by the names that --unit-costs has; raises ConfigError."""
+        """Unit -> its declared cost, by the names in --unit-costs; raises ConfigError."""
         found: dict[str, UnitCost] = {}
         for words in self.unit_costs:
             name, _, text = words.partition("=")
@@ -368,7 +368,7 @@ class CheckpointConfig:
 
     @property
     def steps_between_saves(self) -> int | None:
-        """Steps between checkpoints; None where none is saved."""
+        """Steps between checkpoints; None if none are saved."""
         return (self.save_interval or DEFAULT_SAVE_INTERVAL) if self.save else None
 
 
@@ -425,7 +425,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
     given: frozenset[str] = frozenset()
-    """Names of the fields that were given rather than left at their default; a unit's as `vision.tensor_parallel_size`."""
+    """Names of the fields that were set rather than left at their default; a unit's as `vision.tensor_parallel_size`."""
 
 
 GROUPS: Mapping[str, type] = MappingProxyType(

@@ -1,4 +1,4 @@
-"""Checks of combinations: every rule about two or more flags, and the flags' demands on the model and the plan."""
+"""Checks combinations: every rule about two or more flags, and the flags' demands on the model and the plan."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,10 +29,10 @@ MAX_MICROBATCHES = 2**14
 
 
 def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str], bool], units: tuple[str, ...]) -> dict[str, Any]:
-    """Drop that one of two flags excluding each other which the command line overrules.
+    """Drop one of two mutually exclusive flags if the command line overrules it.
 
-    values: destination -> value; overruled(a, b): whether a stems from a file and b from the command line.
-    Raises ConfigError when both were given in the same place.
+    values: destination -> value; overruled(a, b): True if a is from a file and b from the command line. Raises ConfigError if
+    both were given in the same place.
     """
     kept = dict(values)
     sizes = [(f"{unit}.{size}", "plan", "a plan already has every unit's sizes") for unit in units for size in SIZE_SPELLINGS]
@@ -57,7 +57,7 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
 def _leave_to_the_plan(
     values: Mapping[str, Any], *, overruled: Callable[[str, str], bool], sizes: Sequence[str]
 ) -> dict[str, Any]:
-    """Drop what --plan auto on the command line overrules; other sizes are kept, and what a plan comes with is refused."""
+    """Drop the values that --plan auto on the command line overrules; sizes are kept, and settings of plans are refused."""
     kept = {name: value for name, value in values.items() if not overruled(name, "plan") or name not in _PLANNED | {*sizes}}
     for name in LEFT_TO_THE_PLAN:
         if kept.get(name) not in (None, False):
@@ -83,7 +83,7 @@ def check_bounds(config: RunConfig) -> None:
 
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
-    """Check combinations of a whole configuration; raises ConfigError for the first rule that is broken.
+    """Check combinations of a whole configuration; raises ConfigError for the first broken rule.
 
     Raises ModelError for a model that can be planned but not trained.
 
@@ -146,7 +146,7 @@ def _check_adapters(config: RunConfig, *, graph: ModelGraph) -> None:
 
 
 def _check_what_is_planned(config: RunConfig) -> None:
-    """Require that a run which plans by itself can keep the sizes that are given."""
+    """Require that a run which plans by itself can keep the given sizes."""
     if not config.parallelism.plans_itself:
         return
     for name, sizes in config.parallelism.units.items():
@@ -213,7 +213,7 @@ def _check_num_microbatches(config: RunConfig, *, num_replicas: int) -> None:
 
 
 def _check_unlike_replicas(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
-    """Refuse what replicas that differ, or that take unequal shares of the batch, cannot have."""
+    """Refuse features that replicas which differ, or take unequal shares of the batch, cannot have."""
     unlike = [name for name, unit in plan.units.items() if unit.is_unlike]
     if unlike and config.parallelism.shards_weights:
         raise ConfigError(

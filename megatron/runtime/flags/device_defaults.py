@@ -1,4 +1,4 @@
-"""Defaults that depend on the device: on CUDA, what was not asked for is the fastest that the rest of the run allows."""
+"""Defaults that depend on the device: on CUDA, options that were not given become the fastest that the run allows."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -14,7 +14,7 @@ from multimodal.values.plan import Plan
 def with_device_defaults(config: RunConfig, *, graph: ModelGraph, plan: Plan, has_cuda: bool) -> RunConfig:
     """Return the configuration with the defaults of this machine; flags that were given stay as they are.
 
-    Raises ConfigError where FP8 is asked for and Transformer Engine's layers cannot be had.
+    Raises ConfigError if FP8 is requested and Transformer Engine's layers cannot be used.
     """
     if not has_cuda or config.training.emulate is not None:
         return config
@@ -26,7 +26,7 @@ def with_device_defaults(config: RunConfig, *, graph: ModelGraph, plan: Plan, ha
 
 
 def with_layer_defaults(config: RunConfig, *, has_cuda: bool) -> RunConfig:
-    """Return the configuration with those of these defaults that no plan changes: what layers compute in, and whose they are."""
+    """Return the configuration with those defaults that depend on no plan: precision and implementation of layers."""
     return _with_engine(_with_dtype(config)) if has_cuda else config
 
 

@@ -1,4 +1,4 @@
-"""Combinations of flags that this machine, its packages or its layers cannot do, as a table of (condition, message)."""
+"""Combinations of flags that this machine, its packages or its layers do not support, as a table of (condition, message)."""
 
 import importlib.metadata
 import importlib.util
@@ -11,7 +11,7 @@ from multimodal.schedule.passes import PASSES, PassRow
 
 
 class Rule(NamedTuple):
-    """A combination that cannot be run."""
+    """An unsupported combination."""
 
     is_broken: Callable[[RunConfig], bool]
     message: str
@@ -28,7 +28,7 @@ def _splits_backwards(config: RunConfig) -> bool:
 
 
 def can_delay_weight_gradients() -> bool:
-    """Return whether the installed Transformer Engine has `delay_wgrad_compute`."""
+    """Return True if the installed Transformer Engine has `delay_wgrad_compute`."""
     try:
         found = importlib.metadata.version("transformer_engine").split(".")
     except importlib.metadata.PackageNotFoundError:
@@ -37,7 +37,7 @@ def can_delay_weight_gradients() -> bool:
 
 
 def _has_cuda() -> bool:
-    import torch  # only here: reading flags should not wait for it
+    import torch  # only here, so that reading flags does not wait for it
 
     return torch.cuda.is_available()
 

@@ -1,4 +1,4 @@
-"""The templates of an elastic run, held against its other flags."""
+"""Reads the templates of an elastic run, and checks them against its other flags."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from multimodal.values.plan import Plan
 
 
 def read_templates(config: RunConfig, graph: ModelGraph) -> TemplateSet:
-    """Read the templates of --plan; raises PlanError where there are none, ConfigError where the run is another than theirs."""
+    """Read the templates of --plan; raises PlanError if there are none, ConfigError if they are for another run."""
     path = config.parallelism.plan
     assert path is not None
     if "templates" not in read_mapping(path, error=PlanError):
@@ -72,7 +72,7 @@ def _with_fault_tolerance(path: Path, templates: TemplateSet, config: RunConfig)
 
 
 def plan_of_start(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:
-    """Return the plan that an elastic run begins with; raises ConfigError where it was started with other nodes."""
+    """Return the plan that an elastic run begins with; raises ConfigError if it was started with other nodes."""
     templates = read_templates(config, graph)
     planned = templates.num_nodes * templates.gpus_per_node
     if world_size != planned:

@@ -1,4 +1,4 @@
-"""From a configuration dataclass to its flags: name, value type, bounds and help of every field."""
+"""Makes flags of a configuration dataclass: name, value type, bounds and help of every field."""
 
 import argparse
 import ast
@@ -27,7 +27,7 @@ class FieldFlag:
     flag: str
     """The documented spelling."""
     opposite: str | None = None
-    """Booleans: the spelling that sets the default again, for overruling a configuration file."""
+    """For booleans: the spelling that sets the default again, to overrule a configuration file."""
     parse: Callable[[str], Any] | None = None
     """The parser of one value's text; None for booleans."""
     metavar: str = ""
@@ -45,12 +45,12 @@ class FieldFlag:
     is_input_path: bool = False
 
     def bounds(self) -> str:
-        """Say the allowed range in words; empty when every number will do."""
+        """Describe the allowed range in words; empty if every number is allowed."""
         parts = [("at least", self.minimum), ("above", self.above), ("below", self.below), ("at most", self.maximum)]
         return " and ".join(f"{word} {bound:.15g}" for word, bound in parts if bound is not None)
 
     def wanted_instead_of(self, number: float) -> str:
-        """Return the bounds to tell for a forbidden number: the upper one if it is too large, else the other bounds."""
+        """Return the bounds to report for a forbidden number: the upper one if it is too large, else the other bounds."""
         if self.maximum is not None and number > self.maximum:
             return f"at most {self.maximum:.15g}"
         return replace(self, maximum=None).bounds()
@@ -68,8 +68,8 @@ class FieldFlag:
 def field_flags(group: type) -> tuple[FieldFlag, ...]:
     """List the flags of a configuration dataclass, in the order of its fields; fields filled per unit have none.
 
-    A field whose metadata has `choices` chooses a name that is registered when this is called; one that has `names` takes
-    several such names. Names that `refused` returns are refused for its reasons.
+    A field whose metadata has `choices` takes a name that is registered when this is called; one with `names` takes several such
+    names. Names that `refused` returns are refused for its reasons.
     """
     hints = _field_hints(group)
     helps = field_docstrings(group)
@@ -81,7 +81,7 @@ _field_hints = cache(get_type_hints)
 
 @cache
 def field_docstrings(group: type) -> dict[str, str]:
-    """Read the string literal under each field of a dataclass, on one line."""
+    """Return the string literal under each field of a dataclass, on one line."""
     (body,) = ast.parse(textwrap.dedent(inspect.getsource(group))).body
     assert isinstance(body, ast.ClassDef)
     docstrings = {}
@@ -92,7 +92,7 @@ def field_docstrings(group: type) -> dict[str, str]:
 
 
 def whole_number(text: str) -> int:
-    """Parse an int; the error says what was expected."""
+    """Parse an int; the error names the expected value."""
     try:
         number = int(text)
     except ValueError:
@@ -103,7 +103,7 @@ def whole_number(text: str) -> int:
 
 
 def finite_number(text: str) -> float:
-    """Parse a finite float; the error says what was expected."""
+    """Parse a finite float; the error names the expected value."""
     try:
         number = float(text)
     except ValueError:

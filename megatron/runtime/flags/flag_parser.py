@@ -1,6 +1,6 @@
-"""The argparse parser of all flags: grouped like the configuration, and strict about what argparse lets pass.
+"""The argparse parser of all flags: grouped like the configuration, and stricter than argparse.
 
-An unknown flag is answered with Braid's counterpart of Megatron's flag, or with the spelling that was probably meant.
+For an unknown flag, the error names Braid's counterpart of Megatron's flag, or the most similar spelling.
 """
 
 import argparse
@@ -50,17 +50,17 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(message)
 
     def parse_given(self, tokens: Sequence[str]) -> dict[str, Any]:
-        """Destination -> value of the flags that were given, and of no others. Raises ConfigError for anything unknown."""
+        """Return destination -> value of the flags that were given, and of no others. Raises ConfigError for unknown flags."""
         namespace, rest = self.parse_known_args(list(tokens))
         for token in sorted(rest, key=lambda token: not token.startswith("--")):
             self.reject_unknown(token)
         return {name: value for name, value in vars(namespace).items() if name != _SPELLED}
 
     def reject_unknown(self, token: str) -> None:
-        """Raise ConfigError for an unknown flag, with what to write instead."""
+        """Raise ConfigError for an unknown flag, with the flag to use instead."""
         flag = token.split("=")[0]
         if self._graph is None and (names_a_unit(flag) or not flag.startswith("-")):
-            return  # Perhaps a flag of a unit, or its value; the missing --model is the error to report.
+            return  # Perhaps a unit's flag, or its value; the error to report is the missing --model.
         if not flag.startswith("-"):
             raise ConfigError(f"unexpected argument '{token}'; flags start with --, and one that takes a single value got two")
         raise ConfigError(f"unknown flag {flag}; {explain_unknown(flag, spellings=self.spellings(), graph=self._graph)}")
@@ -70,7 +70,7 @@ class FlagParser(argparse.ArgumentParser):
         return tuple(self._option_string_actions)
 
     def action_of(self, flag: str) -> argparse.Action | None:
-        """Look up the action behind a spelling; None when there is no such flag."""
+        """Return the action of a spelling; None if there is no such flag."""
         return self._option_string_actions.get(flag)
 
     def _add_units(self) -> None:
@@ -88,11 +88,11 @@ class FlagParser(argparse.ArgumentParser):
 
 
 _SPELLED = " spelled"
-"""Destination under which the namespace keeps the spelling of each given flag, for messages; no flag can have this name."""
+"""Destination of the spelling of each given flag in the namespace, for messages; no flag can have this name."""
 
 
 class _StoreOnce(argparse.Action):
-    """Store a value; a second, different value for the same thing is an error. A switch's value is in `const`, as a tuple."""
+    """Stores a value; a second, different value of the same flag is an error. A switch's value is in `const`, as a tuple."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option_string: str | None = None
@@ -107,7 +107,7 @@ class _StoreOnce(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Wide enough for Megatron's long names."""
+    """A formatter that is wide enough for Megatron's long names."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=34, width=110)
@@ -140,7 +140,7 @@ def _add_field(arguments: Any, flag: FieldFlag) -> None:
 
 
 def _add_switch(arguments: Any, *, spellings: tuple[str, str], dest: str, const: tuple[Any, Any], help_text: str) -> None:
-    """Add a switch; its opposite, for overruling a configuration file, is understood but not listed."""
+    """Add a switch; its opposite, which overrules a configuration file, is accepted but not listed."""
     arguments.add_argument(spellings[0], action=_StoreOnce, nargs=0, dest=dest, const=(const[0],), help=_escape(help_text))
     arguments.add_argument(spellings[1], action=_StoreOnce, nargs=0, dest=dest, const=(const[1],), help=argparse.SUPPRESS)
 
@@ -178,13 +178,13 @@ def _escape(text: str) -> str:
 ALIKE = 0.84
 """Ratio of difflib from which on a whole flag counts as misspelt."""
 WORDS_ALIKE = 0.65
-"""The same for each of its words, so that `--save-optim` is not taken for `--load-optim`."""
+"""The same ratio for each of its words, so that `--save-optim` is not taken for `--load-optim`."""
 
 
 def explain_unknown(flag: str, *, spellings: Collection[str], graph: ModelGraph | None) -> str:
-    """Say what to write instead of an unknown flag.
+    """Return the flag to use instead of an unknown one.
 
-    flag: with its dashes. spellings: of all flags that there are. graph: None where the model is not known.
+    flag: with its dashes. spellings: of all flags. graph: None if the model is not known.
     """
     name = flag.lstrip("-").replace("_", "-")
     if f"--{name}" in spellings:
@@ -210,7 +210,7 @@ def _split_unit(name: str, graph: ModelGraph | None) -> tuple[str, str]:
 
 
 def _guess(name: str, spellings: Iterable[str]) -> str:
-    """Return the flag that is spelt almost like this one."""
+    """Return the flag with the most similar spelling."""
     own = {spelling.lstrip("-") for spelling in spellings}
     close = max((_likeness(name, known), known) for known in sorted(own | megatron_flag_names()))
     if close[0] == 0.0:
@@ -220,7 +220,7 @@ def _guess(name: str, spellings: Iterable[str]) -> str:
 
 
 def _likeness(name: str, known: str) -> float:
-    """Return the likeness of two names: 1 if they differ in dashes only, 0 if they must mean different things."""
+    """Return the similarity of two names: 1 if only their dashes differ, 0 if they must mean different things."""
     words, known_words = name.split("-"), known.split("-")
     if "".join(words) == "".join(known_words):
         return 1.0

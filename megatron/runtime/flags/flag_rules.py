@@ -19,7 +19,7 @@ def _same_folder(first: Path, second: Path | None) -> bool:
 
 
 def _proportions(split: str) -> list[float]:
-    """Parse a split; empty when it is none."""
+    """Parse a split; empty if it is invalid."""
     try:
         proportions = [float(part) for part in split.split(",")]
     except ValueError:

@@ -14,13 +14,13 @@ class IgnoredFlag(NamedTuple):
     name: str
     """The field's name."""
     because_of: tuple[str, ...]
-    """Fields that decide it. When one of them was given on the command line, the flag of a configuration file just yields."""
+    """Fields that determine this. If one of them is on the command line, the flag in a configuration file is dropped."""
     is_ignored: Callable[[RunConfig], bool]
     reason: str
 
 
 def goes_by_durations(config: RunConfig) -> bool:
-    """Return True if predicted durations decide anything in a run."""
+    """Return True if predicted durations determine anything in a run."""
     balancer = BALANCERS[config.training.balance]
     is_predicted = balancer.defers and config.training.balance_num_microbatches == "predicted"
     return balancer.needs_costs or balancer.judges or is_predicted or BUILDERS[config.training.schedule].needs_costs
@@ -237,7 +237,7 @@ ENCODER_FLAGS = {
     "merge_encoders": "it balances them as one",
     "eval_blank_images": "it blanks what they take",
 }
-"""Fields that mean nothing without an encoder -> why."""
+"""Fields that have no meaning without an encoder -> the reason."""
 
 EXCLUSIVE_FLAGS: tuple[tuple[str, str, str], ...] = (
     ("lr_warmup_iters", "lr_warmup_fraction", "both set the length of the warm-up"),
@@ -255,4 +255,4 @@ LEFT_TO_THE_PLAN = ("schedule", "schedule_passes", "balance", "sequence_parallel
 EXCLUSIVE_SIZES: tuple[tuple[str, str, str], ...] = (
     ("virtual_pipeline_size", "layers_per_virtual_stage", "both say how many virtual stages a pipeline rank holds"),
 )
-"""The rules of one unit's flags."""
+"""Exclusive sizes of one unit: two fields, and the reason."""

@@ -1,6 +1,6 @@
 """Answers to Megatron-LM's flags that Braid does not have, for error messages: answer -> flags, without their dashes.
 
-`*` stands for any end or beginning of a name. Flags that Braid has under Megatron's name are not listed.
+`*` stands for any beginning or end of a name. Flags that Braid has under Megatron's name are not listed.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ IN_MODEL_FILE: Mapping[str, str] = MappingProxyType(
         "image": "img-h img-w num-channels patch-dim",
     }
 )
-"""Key of a unit there -> flags."""
+"""Key of a unit in the model file -> flags."""
 
 CALLED: Mapping[str, str] = MappingProxyType(
     {
@@ -69,7 +69,7 @@ CALLED: Mapping[str, str] = MappingProxyType(
         "--train-iters": "train-samples",
     }
 )
-"""Braid's flag that does it, or comes closest -> flags."""
+"""Braid's flag with the same or the closest effect -> flags."""
 
 ALWAYS_ON: Mapping[str, str] = MappingProxyType(
     {
@@ -236,11 +236,11 @@ KNOWN_ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "--data-parallel-sharding-strategy": "zero-stage",
     }
 )
-"""Braid's flag -> what other programs and the field call it."""
+"""Braid's flag -> its names in other programs and in the field."""
 
 
 def explain_megatron_flag(name: str) -> str:
-    """Say what became of a flag of Megatron's (or another program's); empty for a flag that is in no table.
+    """Explain a flag of Megatron (or another program); empty for a flag in no table.
 
     name: without dashes in front.
     """
@@ -260,7 +260,7 @@ def explain_megatron_flag(name: str) -> str:
 
 
 def megatron_flag_names() -> set[str]:
-    """Every name that the tables have in full."""
+    """Return every name that the tables list in full."""
     tables = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
     return {name for table in tables for names in table.values() for name in names.split() if "*" not in name}
 

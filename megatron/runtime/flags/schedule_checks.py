@@ -1,4 +1,4 @@
-"""Checks of the chosen schedule and passes against the plan: a schedule that would silently run as another is refused."""
+"""Checks the chosen schedule and passes against the plan; refuses a schedule that would silently run as another one."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,7 +23,7 @@ class _Choice(NamedTuple):
     graph: ModelGraph
     plan: Plan
     plan_file: str
-    """Empty where the plan was made from size flags."""
+    """Empty if the plan was made from size flags."""
 
 
 def check_schedule(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
@@ -37,7 +37,7 @@ def check_schedule(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
 
 
 def _check_virtual_stages(choice: _Choice) -> Iterator[str]:
-    """Require a schedule that makes use of the size flags' virtual stages; a plan file may cut layers as it likes."""
+    """Require a schedule that uses the size flags' virtual stages; a plan file may cut layers in any way."""
     if choice.plan_file:
         return
     schedule, others = choice.schedule, [name for name, row in BUILDERS.items() if row.can_train]
@@ -79,7 +79,7 @@ def _missing_shape(choice: _Choice, *, wanted: str, instead: str) -> str:
 
 
 def _check_units(choice: _Choice) -> Iterator[str]:
-    """Refuse schedules that equal a plainer one on this model and plan."""
+    """Refuse schedules that equal a simpler one for this model and plan."""
     row, num_encoders = choice.schedule, len(choice.graph.encoders)
     ignored, leave_out = f"--schedule {choice.name} would be ignored:", f"leave it out, which is --schedule {row.otherwise}"
     if num_encoders < row.fewest_encoders:
@@ -101,7 +101,7 @@ def _check_passes(choice: _Choice) -> Iterator[str]:
 
 
 def useful_passes(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> tuple[str, ...]:
-    """List the passes that cost nothing and change something on this plan, as every planned run has them."""
+    """List the passes that cost nothing and change something in this plan, as every planned run has them."""
     name = config.training.schedule
     choice = _Choice(name, BUILDERS[name], (), graph, plan, str(config.parallelism.plan or ""))
     zero_stage = 3 if config.parallelism.shards_weights else 0 if config.training.dtype == "float64" else 1
@@ -117,7 +117,7 @@ def useful_passes(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> tuple[
 
 
 def _why_useless(name: str, choice: _Choice) -> str:
-    """Say why a pass can change nothing on this plan, and what to change; empty where it can."""
+    """Explain why a pass can change nothing in this plan, and what to change; empty if it can."""
     need, backbone = PASSES[name].need, choice.graph.backbone.name
     if need is Need.COPIES and all(
         unit.data_parallel_size * unit.context_parallel_size == 1 for unit in choice.plan.units.values()

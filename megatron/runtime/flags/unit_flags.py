@@ -1,4 +1,4 @@
-"""The flags that carry a unit's name: known only once the model has been read."""
+"""The flags that contain a unit's name, known only once the model has been read."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
 
 LLM = "llm"
-"""The backbone answers to this name whatever the model calls it."""
+"""Name of the backbone in flags, in addition to its name in the model."""
 
 
 class SizeSpelling(NamedTuple):
@@ -28,7 +28,7 @@ class SizeSpelling(NamedTuple):
 
 
 EXPERT_PARALLEL_SIZE = "expert_parallel_size"
-"""The LLM's only."""
+"""For the LLM only."""
 SIZE_SPELLINGS = {
     "tensor_parallel_size": SizeSpelling("tensor-model-parallel-size", "tp"),
     "pipeline_parallel_size": SizeSpelling("pipeline-model-parallel-size", "pp"),
@@ -57,7 +57,7 @@ class UnitFlag:
 
     @property
     def default(self) -> int | None:
-        """The value when left out; None where it then follows from something else."""
+        """The value if left out; None if it then follows from something else."""
         default: int | None = getattr(UnitSizes(), self.name, None)
         return default
 
@@ -91,13 +91,13 @@ def unit_flags(graph: ModelGraph | None) -> tuple[UnitFlag, ...]:
 
 
 def names_a_unit(flag: str) -> bool:
-    """True if a flag has the form of a unit's flag, of whatever unit."""
+    """Return True if a flag has the form of a unit's flag, for any unit."""
     endings = [ending for spelling in SIZE_SPELLINGS.values() for ending in spelling.endings] + [MICRO_BATCH_ENDING]
     return any(flag.endswith(f"-{ending}") for ending in endings)
 
 
 def plain_endings(name: str) -> tuple[str, ...]:
-    """The endings that are flags of the backbone by themselves, as in Megatron; its data parallel size has none there."""
+    """Return the endings that are also flags of the backbone, as in Megatron; its data parallel size has none."""
     spelling = SIZE_SPELLINGS[name]
     return () if name == "data_parallel_size" else tuple(ending for ending in (spelling.long, spelling.also) if ending)
 

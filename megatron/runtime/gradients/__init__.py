@@ -1,1 +1,1 @@
-"""Gradients and weights over the replicas of a unit: reduced, sharded, clipped, stepped by optimizers."""
+"""Gradients and weights over the replicas of a unit: reduction, sharding, clipping, optimizers."""

@@ -1,4 +1,4 @@
-"""Gradients of one rank: reduced inside each unit, one norm over all units, clipped once (ZeRO-1 by Megatron's DDP)."""
+"""Gradients of one rank: reduced inside each unit, with one norm over all units, clipped once (ZeRO-1 by Megatron's DDP)."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,7 +46,7 @@ class UnitGradients:
         """stages: virtual stage -> module; is_sharded: reduce-scatter for Megatron's sharded optimizer (ZeRO-1), else all-reduce.
 
         reduces_by_layer: keep a buffer of about the size of a layer for each collective, so that a reduction can begin in its
-        stage's last backward. shares: what this rank steps, where that is not for Megatron's optimizers to say.
+        stage's last backward. shares: the ranges that this rank steps, if Megatron's optimizers do not determine them.
         """
         self.membership = membership
         self.stages = stages
@@ -73,10 +73,10 @@ class UnitGradients:
             wrapped.zero_grad_buffer()
 
     def start_reduction(self, stage_index: int) -> Callable[[], None]:
-        """Sum one stage's gradients over tensor parallel ranks where each saw its own tokens only, then start over replicas.
+        """Sum one stage's gradients over tensor parallel ranks that had different tokens, then start the sum over replicas.
 
-        So far as gradients go, context parallel ranks are replicas, too: they hold the same parameters and saw other tokens.
-        Returns what waits for it. Every rank must start the reductions of a group in one order.
+        For gradients, context parallel ranks count as replicas: they hold the same parameters and had other tokens. Returns a
+        function that waits for it. Every rank must start the reductions of a group in one order.
         """
         by_layer = self._by_layer.get(stage_index)
         if by_layer is not None and by_layer.is_expecting:
@@ -85,7 +85,7 @@ class UnitGradients:
         return start_gradient_reduction(self.wrapped[stage_index])
 
     def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
-        """Let the next backward of a stage start its reduction, layer by layer; `start_reduction` then starts what is left."""
+        """Let the next backward of a stage start its reduction, layer by layer; `start_reduction` then starts the rest."""
         if stage_index not in self._by_layer:
             wrapped = self.wrapped[stage_index]
             buckets = list(buckets_of_replicas(wrapped, prepare=self._sum_over_tensor_parallel))
@@ -103,12 +103,12 @@ class UnitGradients:
 
     @property
     def has_whole_parameters(self) -> bool:
-        """True if everything that an optimizer updated is gathered."""
+        """True if all updated parameters are gathered."""
         return not self._ungathered
 
     @contextmanager
     def updating(self, *, gathers_later: bool) -> Iterator[None]:
-        """Let an optimizer step inside; gathers_later: leave what others step to be gathered when it is needed."""
+        """Let an optimizer step inside; gathers_later: leave gathering of updated parameters until they are needed."""
         with ExitStack() as settings:
             for wrapped in self.wrapped.values() if self.is_sharded and gathers_later else ():
                 settings.enter_context(overlapping(wrapped, "overlap_param_gather"))
@@ -121,7 +121,7 @@ class UnitGradients:
             self._ungathered = set(self.wrapped)
 
     def partial_pieces(self) -> dict[Tensor, WeightPiece | None]:
-        """Return, by parameter, what is right of those that others step a part of, which is not gathered yet."""
+        """Return, for parameters of which others step a part that is not gathered yet, the piece that is up to date here."""
         stages = self._ungathered | self._gathering
         if self.shares is None:
             assert not stages, "Megatron's sharded optimizer must have gathered its parameters"
@@ -130,7 +130,7 @@ class UnitGradients:
         return found | {piece.parameter: piece for piece in self.shares.pieces(stages)}
 
     def start_gathering(self, stage_index: int) -> Callable[[], None]:
-        """Start gathering one stage's parameters, if an optimizer left that to do; returns what waits for it."""
+        """Start gathering one stage's parameters, if an optimizer left that; returns a function that waits for it."""
         if stage_index not in self._ungathered:
             return nothing_to_wait_for
         self._ungathered.remove(stage_index)
@@ -145,7 +145,7 @@ class UnitGradients:
         return finish
 
     def complete_parameters(self) -> None:
-        """Gather whatever is not gathered yet."""
+        """Gather all parameters that are not gathered yet."""
         for finish in [self.start_gathering(stage_index) for stage_index in sorted(self._ungathered)]:
             finish()
 
@@ -181,10 +181,10 @@ def main_gradient(parameter: Tensor) -> Tensor:
 
 
 def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *, device: torch.device) -> float:
-    """L2 norm of all gradients of all units; every parameter of the model counts once.
+    """Return the L2 norm of all gradients of all units; every parameter of the model counts once.
 
-    optimizers: (optimizer with prepared gradients, whether this rank's gradients are to be counted): replicas and context
-    parallel ranks hold the same gradients where the optimizer is unsharded, so only the first counts.
+    optimizers: (optimizer with prepared gradients, True if this rank's gradients are counted): replicas and context parallel
+    ranks hold the same gradients if the optimizer is unsharded, so only the first counts.
     """
     square = torch.zeros(1, dtype=torch.float64, device=device)
     for optimizer, counts in optimizers:
@@ -195,7 +195,7 @@ def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *
 
 
 def _gradients_to_count(optimizer: MegatronOptimizer) -> Iterable[Tensor]:
-    """Prepared gradients, but for copies: of tied embeddings, and of what all tensor parallel ranks hold whole."""
+    """Yield prepared gradients, without copies: of tied embeddings, and of parameters that tensor parallel ranks replicate."""
     for parameter in optimizer.get_parameters():
         is_own = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter, optimizer.tp_group)
         if parameter.grad is not None and is_own:

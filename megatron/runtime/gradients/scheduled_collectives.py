@@ -1,11 +1,11 @@
 """Megatron's collectives over replicas, started and finished when the schedule says so.
 
-Megatron ties both moments to hooks of modules and parameters, which its two `overlap_` settings turn on. Here they are on only
-while Megatron's own starting and finishing functions run.
+Megatron ties both to hooks of modules and parameters, which its two `overlap_` settings enable. Here they are enabled only while
+Megatron's own starting and finishing functions run.
 
 A reduction may also go bucket by bucket while the backward that completes the gradients still runs. Megatron starts a bucket as
-soon as it is full. Here buckets start in one fixed order, so that replicas make the same calls even where one of them has other
-microbatches, or none; and the schedule says in which backward.
+soon as it is full. Here buckets start in one fixed order, so that replicas make the same calls even if one of them has other
+microbatches, or none; and the schedule determines the backward in which they start.
 """
 
 import copy
@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
 
     parameters: Sequence[Parameter]
     start: Callable[[], None]
-    """Starts reducing them, once their gradients are complete; collective."""
+    """Starts reducing their gradients, once these are complete; collective."""
 
 
 class ReductionByLayer:
@@ -43,34 +43,34 @@ class ReductionByLayer:
         self._bucket_of = {each: index for index, parameters in enumerate(self._parameters) for each in parameters}
         self._missing: list[set[Parameter]] = []
         self.num_started = 0
-        """Buckets whose reduction is under way or over."""
+        """Buckets whose reduction has started."""
         self.is_expecting = False
-        """True if the reduction is begun and not all of it started."""
+        """True if the reduction has begun and some of it has not started."""
         trained = [each for each in wrapped.module.parameters() if each.requires_grad]
         for parameter, accumulator in zip(trained, wrapped.grad_accs, strict=True):
-            # Hooks run in the order in which they came: the gradient is in its buffer by then.
+            # Hooks run in the order of their registration: the gradient is in its buffer by then.
             accumulator.register_hook(partial(_note, weakref.ref(self), weakref.ref(parameter)))
 
     @property
     def num_buckets(self) -> int:
-        """Into how many collectives the reduction is cut."""
+        """Number of collectives into which the reduction is cut."""
         return len(self._buckets)
 
     def expect_last_backward(self) -> None:
-        """The next backward through this stage completes its gradients."""
+        """Announce that the next backward through this stage completes its gradients."""
         assert not self.is_expecting, "the last reduction of this stage was not completed"
         self._missing = [set(parameters) for parameters in self._parameters]
         self.num_started, self.is_expecting = 0, True
 
     def complete(self) -> Callable[[], None]:
-        """Start what that backward did not start, such as of parameters that it did not use; returns what waits for all."""
+        """Start the buckets that the backward did not start, such as those of unused parameters; returns a wait for all."""
         while self.num_started < self.num_buckets:
             self._start_next()
         self.is_expecting = False
         return self._finish
 
     def note(self, parameter: Parameter) -> None:
-        """A backward has added a parameter's gradient to its buffer."""
+        """Record that a backward has added a parameter's gradient to its buffer."""
         if not self.is_expecting or parameter not in self._bucket_of:
             return
         index = self._bucket_of[parameter]
@@ -106,9 +106,9 @@ def _note(
     _: object,
     gradients: tuple[Tensor | None, ...],
 ) -> None:
-    """Note a gradient that came; an input gradient that leaves a weight's to later has none for it.
+    """Record a gradient; an input gradient that defers a weight's has none for it.
 
-    Hooks of autograd's nodes are out of the garbage collector's sight, so they must keep nothing alive.
+    Hooks of autograd's nodes are invisible to the garbage collector, so they must keep nothing alive.
     """
     found, noted = watcher(), parameter()
     if found is not None and noted is not None and gradients[0] is not None:
@@ -120,8 +120,8 @@ def wrap_with_layer_buckets(
 ) -> DistributedDataParallel:
     """Give a stage gradient buffers that are cut into buckets of about one layer.
 
-    Megatron makes buckets where it overlaps by itself, and only in the first pipeline stage, so it is told that this is such a
-    case; afterwards nothing is overlapped but what a schedule says.
+    Megatron makes buckets only if it overlaps by itself, and only in the first pipeline stage, so both are simulated for it;
+    afterwards only what a schedule says is overlapped.
     """
     sizes = [sum(each.numel() for each in layer.parameters() if each.requires_grad) for layer in stage.layers.values()]
     config.overlap_grad_reduce = True
@@ -130,32 +130,32 @@ def wrap_with_layer_buckets(
     first.pp = _FirstStage()
     wrapped = DistributedDataParallel(stage.config, config, stage, pg_collection=first)
     wrapped.ddp_config.overlap_grad_reduce = False
-    wrapped.ddp_config.bucket_size = None  # of this stage; an optimizer wants all its stages configured alike
+    wrapped.ddp_config.bucket_size = None  # a stage's own; an optimizer requires all its stages to be configured alike
     return wrapped
 
 
 class _FirstStage:
-    """Stands for the group of a pipeline in which this rank is the first."""
+    """Replaces the group of a pipeline in which this rank is the first."""
 
     def rank(self) -> int:
         return 0
 
 
 def start_gradient_reduction(wrapped: DistributedDataParallel) -> Callable[[], None]:
-    """Start summing gradients over replicas (reduce-scatter under a sharded optimizer); returns what waits for it."""
+    """Start summing gradients over replicas (reduce-scatter with a sharded optimizer); returns a function that waits for it."""
     with overlapping(wrapped, "overlap_grad_reduce"):
         wrapped.start_grad_sync()
     return partial(finish_gradient_reduction, wrapped)
 
 
 def finish_gradient_reduction(wrapped: DistributedDataParallel) -> None:
-    """Wait for what was started of it."""
+    """Wait for the reductions that were started."""
     with overlapping(wrapped, "overlap_grad_reduce"):
         wrapped.finish_grad_sync()
 
 
 def start_parameter_gathering(wrapped: DistributedDataParallel) -> Callable[[], None]:
-    """Start gathering what each replica's optimizer updated; returns what waits for it."""
+    """Start gathering the parameters that replicas' optimizers updated; returns a function that waits for it."""
     with overlapping(wrapped, "overlap_param_gather"):
         wrapped.start_param_sync()
 
@@ -169,7 +169,7 @@ def start_parameter_gathering(wrapped: DistributedDataParallel) -> Callable[[], 
 
 @contextmanager
 def overlapping(wrapped: DistributedDataParallel, setting: str) -> Iterator[None]:
-    """Turn on one of Megatron's overlap settings for what runs inside."""
+    """Enable one of Megatron's overlap settings for the code inside."""
     setattr(wrapped.ddp_config, setting, True)
     try:
         yield
@@ -178,7 +178,7 @@ def overlapping(wrapped: DistributedDataParallel, setting: str) -> Iterator[None
 
 
 def sum_copies(copies: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Give all copies of a gradient, on this rank and in `group`, their sum; does nothing where this rank has none."""
+    """Give all copies of a gradient, on this rank and in `group`, their sum; does nothing if this rank has none."""
     if not copies:
         return
     total = torch.stack(list(copies)).sum(0)
@@ -190,4 +190,4 @@ def sum_copies(copies: Sequence[Tensor], group: dist.ProcessGroup | None) -> Non
 
 
 def nothing_to_wait_for() -> None:
-    """Stand for the wait of a collective that was not needed."""
+    """Do nothing, in place of the wait for a collective that was not needed."""

@@ -1,12 +1,12 @@
-"""One layer whose weights and gradients are shared out over the ranks that hold the same ones (ZeRO-3).
+"""One layer whose weights and gradients are sharded over the ranks that hold the same ones (ZeRO-3).
 
-All parameters of the layer are views of one flat buffer; where only some are trained, of two. Each rank keeps an equal share of
-its elements for good; the buffer itself has memory only from gathering to release, so what autograd saved of the weights is valid
-again in the backward.
+All parameters of the layer are views of one flat buffer, or of two if only some are trained. Each rank permanently keeps an equal
+share of its elements; the buffer itself has memory only between gathering and release, so the weights that autograd saved are
+valid again in the backward.
 
-Which collectives a pass through a stage's layers makes, and in which order, is settled beforehand and the same on every rank of
-the group, whatever the microbatch at hand computes: what asks for a layer makes all calls up to it, and the end of the pass makes
-the rest. A rank without a microbatch makes all calls at once.
+The collectives of a pass through a stage's layers, and their order, are fixed beforehand and the same on every rank of the group,
+whatever the current microbatch computes: a request for a layer makes all calls up to it, and the end of the pass makes the rest.
+A rank without a microbatch makes all calls at once.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -34,15 +34,15 @@ class WeightPiece(NamedTuple):
     gradient: Tensor | None
     """[len(elements)], a view of the layer's share of the gradient, float32 or wider; None where the parameter is frozen."""
     is_copy: bool = False
-    """The first replica has another copy: it counts once in the gradient norm, and is written once."""
+    """True if the first replica has another copy: it counts once in the gradient norm, and is written once."""
 
 
 class ShardedLayer:
     """Parameters of one layer of this rank; its collectives are called on all ranks of `group` in one order.
 
-    parameters: all that are trained, or all that are frozen; newly initialised, afterwards without memory for its parameters
-    until they are gathered; group: who holds the same parameters (replicas and context parallel ranks); tensor_parallel_group:
-    who holds the other parts of them.
+    parameters: all trained, or all frozen ones; newly initialised, afterwards without memory for its parameters until they are
+    gathered; group: the ranks that hold the same parameters (replicas and context parallel ranks); tensor_parallel_group: the
+    ranks that hold the other parts of them.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ShardedLayer:
 
     @property
     def pieces(self) -> tuple[WeightPiece, ...]:
-        """This rank's share, parameter by parameter; parameters without a share here are left out."""
+        """This rank's share, parameter by parameter, without parameters that have no share here."""
         found = []
         for parameter, start in zip(self.parameters, self._starts, strict=True):
             first, last = max(start, self._range.start), min(start + parameter.numel(), self._range.stop)
@@ -87,36 +87,36 @@ class ShardedLayer:
         return tuple(found)
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Views of a buffer of all elements, one shaped like each parameter."""
+        """Return views of a buffer of all elements, one in the shape of each parameter."""
         return tuple(
             flat[start : start + parameter.numel()].view(parameter.shape)
             for parameter, start in zip(self.parameters, self._starts, strict=True)
         )
 
     def start_gathering(self) -> None:
-        """Start bringing all shares together; every call is matched by one of `release`."""
+        """Start gathering all shares; every call is matched by one of `release`."""
         self._num_users += 1
         if self._num_users == 1:
             self._flat.untyped_storage().resize_(self._flat.numel() * self._flat.element_size())
             self._gathering = all_gather_single(self._flat, self.share, group=self.group, async_op=True)
 
     def finish_gathering(self) -> None:
-        """Wait until the parameters are there."""
+        """Wait until the parameters are gathered."""
         if self._gathering is not None:
             self._gathering.wait()
             self._gathering = None
 
     def release(self) -> None:
-        """Give the memory back, unless another user is left."""
+        """Free the memory, unless it has another user."""
         self._num_users -= 1
         if self._num_users == 0:
             self.finish_gathering()
             self._free()
 
     def start_reduction(self, *, is_joined: bool) -> None:
-        """Start adding what backwards left in the parameters' `grad` to the shares of all ranks, and forget it there.
+        """Start adding the gradients in the parameters' `grad` to the shares of all ranks, and clear them there.
 
-        is_joined: this rank, and with it its tensor parallel group, has computed nothing and adds zero.
+        is_joined: True if this rank and its tensor parallel group have computed nothing and add zero.
         """
         assert self.gradient_share is not None
         self.finish_reduction()
@@ -139,13 +139,13 @@ class ShardedLayer:
             self._finish_reduction = None
 
     def check_reduced(self) -> None:
-        """A step ends with no gradient left behind, and no memory held."""
+        """Check that no gradient is left and no memory is held, as at the end of a step."""
         assert self._num_users == 0 and self._finish_reduction is None, "a pass through the layers was not finished"
         assert all(parameter.grad is None for parameter in self.parameters), "a gradient came after its layer's reduction"
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Have the whole parameters inside, to read or to write them alike on all ranks; collective."""
+        """Hold the whole parameters inside, to read them or to write them alike on all ranks; collective."""
         self.start_gathering()
         self.finish_gathering()
         yield
@@ -164,7 +164,7 @@ class ShardedLayer:
         partial = [
             view for parameter, view in zip(self.parameters, views, strict=True) if getattr(parameter, "sequence_parallel", False)
         ]
-        if partial:  # each tensor parallel rank saw its own tokens only
+        if partial:  # each tensor parallel rank had only its own tokens
             total = torch.cat([view.flatten() for view in partial])
             dist.all_reduce(total, group=self._tensor_parallel_group)
             for view, values in zip(partial, total.split([view.numel() for view in partial]), strict=True):
@@ -194,7 +194,7 @@ class Visit(NamedTuple):
     gathers: tuple[Hashable, ...]
     """Keys of the `ShardedLayer`s that are gathered."""
     reduces: tuple[Hashable, ...]
-    """Keys of those whose gradients are reduced."""
+    """Keys of the `ShardedLayer`s whose gradients are reduced."""
 
 
 class LayerPass:
@@ -203,26 +203,26 @@ class LayerPass:
     def __init__(
         self, kind: ActionKind, visits: Sequence[Visit], layers: Mapping[Any, ShardedLayer], *, is_joined: bool = False
     ) -> None:
-        """is_joined: this rank computes nothing in it."""
+        """is_joined: True if this rank computes nothing in the pass."""
         self.kind, self._visits, self._layers, self._is_joined = kind, visits, layers, is_joined
         self._positions = {visit.layer: position for position, visit in enumerate(visits)}
         self._position = -1
         self._is_inside = False
 
     def enter(self, layer: int) -> None:
-        """Have a layer's weights; does nothing where the pass is at this layer already, or does not stop there."""
+        """Gather a layer's weights; does nothing if the pass is already at this layer, or does not stop there."""
         target = self._positions.get(layer, -1)
         while self._position < target:
             self._leave()
             self._enter_next()
 
     def leave(self, layer: int) -> None:
-        """Give a layer's weights back, and reduce its gradients."""
+        """Release a layer's weights, and reduce its gradients."""
         if self._positions.get(layer) == self._position:
             self._leave()
 
     def finish(self) -> None:
-        """Make all calls that are left, and wait for them."""
+        """Make all remaining calls, and wait for them."""
         if self._visits:
             self.enter(self._visits[-1].layer)
         self._leave()

@@ -29,7 +29,7 @@ class LayerKey(NamedTuple):
 
 
 class ShardedStage:
-    """Shards the parameters of `stage` and watches over its layers from then on."""
+    """Shards the parameters of `stage` and gathers and releases its layers' weights from then on."""
 
     def __init__(self, stage: UnitStage, *, graph: ModelGraph, membership: Membership) -> None:
         self.stage = stage
@@ -50,7 +50,7 @@ class ShardedStage:
 
     @contextmanager
     def collectives(self, kind: ActionKind, *, is_joined: bool = False) -> Iterator[None]:
-        """Give the computation that runs inside its weights, and take its gradients; nothing runs inside where `is_joined`."""
+        """Gather weights for the computation inside, and reduce its gradients; nothing runs inside if `is_joined`."""
         assert self._pass is None, "computations of a stage follow each other"
         self._pass = LayerPass(kind, self._visits[kind], self.layers, is_joined=is_joined)
         yield
@@ -76,12 +76,12 @@ class ShardedStage:
         return self._mark_beginning(layer, output)
 
     def enter(self, layer: int) -> None:
-        """Have a layer's weights."""
+        """Gather a layer's weights."""
         assert self._pass is not None, "a sharded stage computes only inside `collectives`"
         self._pass.enter(layer)
 
     def leave(self, layer: int) -> None:
-        """Give a layer's weights back, and reduce its gradients."""
+        """Release a layer's weights, and reduce its gradients."""
         assert self._pass is not None
         self._pass.leave(layer)
 
@@ -92,8 +92,8 @@ class ShardedStage:
         return marked
 
     def _reached(self, layer: int) -> Callable[[Tensor], None]:
-        """Returns the hook of a layer's gradients: in a weight gradient, layers come in the order of the backward."""
-        watcher = weakref.ref(self)  # what a parameter's hook refers to lives on, where the garbage collector cannot see it
+        """Return the hook of a layer's gradients: in a weight gradient, layers come in the order of the backward."""
+        watcher = weakref.ref(self)  # objects that a parameter's hook refers to are never garbage collected
 
         def reached(parameter: Tensor) -> None:
             current = watcher()
@@ -104,7 +104,7 @@ class ShardedStage:
 
 
 class _OnBackward(torch.autograd.Function):
-    """The identity; its backward calls a function first."""
+    """The identity; its backward first calls a function."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, call: Callable[[], None]) -> Tensor:  # type: ignore[override]
@@ -118,7 +118,7 @@ class _OnBackward(torch.autograd.Function):
 
 
 def _visits(stage: UnitStage, graph: ModelGraph, layers: Collection[LayerKey]) -> Mapping[ActionKind, tuple[Visit, ...]]:
-    """Returns the visits of every kind of computation to the stage's layers, alike on all replicas and for all microbatches."""
+    """Return the visits of each kind of computation to the stage's layers, alike on all replicas and for all microbatches."""
     forward, backward = [], []
     for index in stage.layer_range:
         is_tied = stage.unit.ties_embeddings and index == len(stage.unit.layers) - 1
@@ -138,14 +138,14 @@ def _visits(stage: UnitStage, graph: ModelGraph, layers: Collection[LayerKey]) -
 
 
 class ShardedUnit:
-    """This rank's stages of one unit; stands where `UnitGradients` stands when weights are not sharded.
+    """This rank's stages of one unit, in place of `UnitGradients` if weights are sharded.
 
-    Every microbatch's gradients are reduced with its backward, and every layer's weights gathered when it computes, so there is
-    nothing left for the actions that do so once a step.
+    Every microbatch's gradients are reduced with its backward, and every layer's weights gathered when it computes, so the
+    actions that do this once per step have nothing to do.
     """
 
     has_whole_parameters = True
-    """Nothing waits to be gathered: weights that an optimizer updated are complete as shares."""
+    """True: weights that an optimizer updated are complete as shares."""
 
     def __init__(self, stages: Mapping[int, UnitStage], *, graph: ModelGraph, membership: Membership) -> None:
         """stages: virtual stage -> module, newly initialised."""
@@ -175,11 +175,11 @@ class ShardedUnit:
                 layer.gradient_share.zero_()
 
     def start_reduction(self, stage_index: int) -> Callable[[], None]:
-        """Nothing: gradients are reduced microbatch by microbatch."""
+        """Do nothing: gradients are reduced microbatch by microbatch."""
         return nothing_to_wait_for
 
     def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
-        """Nothing, likewise."""
+        """Do nothing: gradients are reduced microbatch by microbatch."""
         return nothing_to_wait_for
 
     @contextmanager
@@ -188,16 +188,16 @@ class ShardedUnit:
         yield
 
     def partial_pieces(self) -> dict[Tensor, WeightPiece | None]:
-        """Return, by parameter, all that this rank keeps of it."""
+        """Return, by parameter, the piece that this rank keeps of it."""
         kept: dict[Tensor, WeightPiece | None] = {piece.parameter: piece for piece in self.pieces}
         return {each: kept.get(each) for stage in self.stages.values() for each in stage.parameters()}
 
     def start_gathering(self, stage_index: int) -> Callable[[], None]:
-        """Nothing, likewise."""
+        """Do nothing: weights are gathered layer by layer."""
         return nothing_to_wait_for
 
     def complete_parameters(self) -> None:
-        """Nothing, likewise."""
+        """Do nothing: weights are gathered layer by layer."""
 
     def sum_shared_embeddings(self) -> None:
         """Give both copies of tied word embeddings the sum of their gradients, share by share; checks that all are reduced."""

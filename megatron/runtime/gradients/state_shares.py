@@ -20,7 +20,7 @@ from multimodal.values.plan import UnitPlan
 
 
 class LayerShare:
-    """One layer's trained parameters, of each of which this rank steps a range; `gather` is collective over the sharers."""
+    """One layer's trained parameters; this rank steps a range of each. `gather` is collective over the sharers."""
 
     def __init__(self, parameters: Sequence[Parameter], *, ranks: tuple[int, ...], rank: int, is_copy: bool) -> None:
         """ranks: all sharers; is_copy: the first replica has another copy of the state."""
@@ -34,7 +34,7 @@ class LayerShare:
 
     @property
     def pieces(self) -> Iterator[WeightPiece]:
-        """This rank's ranges; parameters without one here are left out."""
+        """This rank's ranges, without parameters that have no range here."""
         for parameter in self.parameters:
             if elements := self._elements(parameter, self._index):
                 inside = slice(elements.start, elements.stop)
@@ -44,7 +44,7 @@ class LayerShare:
 
     @torch.no_grad()
     def start_gathering(self, book: GroupBook) -> Callable[[], None]:
-        """Start bringing all ranges together; returns what waits for that."""
+        """Start gathering all ranges; returns a function that waits for it."""
         sizes = [self._num_bytes(index) for index in range(len(self._ranks))]
         own = torch.cat([part.view(torch.uint8) for part in self._parts(self._index)])
         padded = own.new_zeros(max(sizes))
@@ -69,7 +69,7 @@ class LayerShare:
             start += size
 
     def _parts(self, index: int) -> Iterator[Tensor]:
-        """Yield the range of each parameter that one of the sharers steps."""
+        """Yield, for each parameter, the range that one of the sharers steps."""
         for parameter in self.parameters:
             elements = self._elements(parameter, index)
             yield parameter.detach().view(-1)[elements.start : elements.stop]
@@ -94,7 +94,7 @@ class StateShares:
         book: GroupBook,
         num_copies: int,
     ) -> None:
-        """stages: virtual stage -> module; book: with the groups of `sharing_groups`."""
+        """stages: virtual stage -> module; book: has the groups of `sharing_groups`."""
         self._member, self._unit, self._book = membership, unit, book
         self._replicas = next(each for each in replicas_of_copies(unit, num_copies) if membership.replica_index in each)
         self._first_ranks = set(unit.replicas[0].ranks)
@@ -108,7 +108,7 @@ class StateShares:
         return {index for index, layers in self._layers.items() if any(layer.is_shared for layer in layers)}
 
     def pieces(self, stages: Iterable[int] | None = None) -> list[WeightPiece]:
-        """Return what this rank steps; stages: of these only."""
+        """Return the pieces that this rank steps; stages: only of these."""
         chosen = self._layers if stages is None else stages
         return [piece for index in chosen for layer in self._layers[index] for piece in layer.pieces]
 
@@ -118,11 +118,11 @@ class StateShares:
             yield from layer.parameters if layer.is_shared else ()
 
     def is_copy(self, parameter: Tensor) -> bool:
-        """Return whether the first replica has another copy of the state of a trained parameter."""
+        """Return True if the first replica has another copy of the state of a trained parameter."""
         return self._share_of[parameter].is_copy
 
     def start_gathering(self, stage: int) -> Callable[[], None]:
-        """Start gathering a stage's parameters; returns what waits for it. All ranks go through layers in one order."""
+        """Start gathering a stage's parameters; returns a function that waits for it. All ranks take layers in one order."""
         waits = [layer.start_gathering(self._book) for layer in self._layers[stage] if layer.is_shared]
 
         def finish() -> None:

@@ -1,9 +1,9 @@
 """AdamW over one unit's parameters on this rank: Megatron's DistributedOptimizer (ZeRO-1), or its plain one in float64.
 
-Experts that ranks share have one of their own, as other ranks hold the same.
+Experts that ranks share have an optimizer of their own, since their replicas are other ranks.
 
-Where weights are sharded themselves (ZeRO-3), it is the plain one over this rank's pieces: each element is stepped by the rank
-that keeps it. So it is where replicas keep several copies of the state, or are not alike.
+If weights themselves are sharded (ZeRO-3), it is the plain optimizer over this rank's pieces: each element is stepped by the rank
+that keeps it. The same holds if replicas keep several copies of the state, or are not alike.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,14 +34,14 @@ class OptimizerKey(NamedTuple):
 
     @classmethod
     def of(cls, unit: str, parameter: Tensor) -> "OptimizerKey":
-        """Return that of one parameter."""
+        """Return the key of one parameter."""
         return cls(unit, not getattr(parameter, "allreduce", True))
 
 
 def build_unit_optimizers(
     gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig
 ) -> Iterator[tuple[OptimizerKey, MegatronOptimizer]]:
-    """Yield the optimizers of one unit; none when this rank trains nothing there.
+    """Yield the optimizers of one unit; none if this rank trains nothing there.
 
     megatron-core's own factory gathers parameter groups over the whole world, which ranks of different units cannot join; so the
     groups are made here: biases and norms without weight decay, all else with it, both present on every rank.
@@ -91,7 +91,7 @@ def _sharded_by_replicas(
 
 
 def _stepped_pieces(gradients: UnitGradients | ShardedUnit) -> Sequence[WeightPiece] | None:
-    """Return what this rank steps where that is not for Megatron to say."""
+    """Return the pieces that this rank steps, if Megatron's optimizer does not determine them."""
     if isinstance(gradients, ShardedUnit):
         return gradients.pieces
     return gradients.shares.pieces() if gradients.shares is not None else None
@@ -100,7 +100,7 @@ def _stepped_pieces(gradients: UnitGradients | ShardedUnit) -> Sequence[WeightPi
 def build_optimizer_config(
     *, lr: float, min_lr: float, weight_decay: float, betas: tuple[float, float], eps: float, clip_grad: float, dtype: torch.dtype
 ) -> OptimizerConfig:
-    """megatron-core's optimizer configuration; float64 runs keep their optimizer whole on every replica."""
+    """Return megatron-core's optimizer configuration; float64 runs keep their optimizer whole on every replica."""
     return OptimizerConfig(
         optimizer="adam",
         lr=lr,
@@ -117,7 +117,7 @@ def build_optimizer_config(
 
 
 def _build_adam(parameters: Iterable[tuple[Tensor, bool]], *, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """parameters: each with whether its weights decay."""
+    """Build AdamW; parameters: each with True if its weights decay."""
     adam: torch.optim.Optimizer = Adam(
         _parameter_groups(list(parameters), config),
         lr=config.lr,
@@ -165,16 +165,16 @@ class SteppedPiece(NamedTuple):
 
     piece: WeightPiece
     main: Parameter
-    """The piece itself, or in bf16 runs its float32 form."""
+    """The piece itself, or its float32 copy in bf16 runs."""
 
 
 class ShardedOptimizer(FP32Optimizer):
-    """Megatron's plain optimizer, of pieces whose gradients are already summed over everyone who saw their parameters."""
+    """Megatron's plain optimizer for pieces whose gradients are already summed over all ranks that use their parameters."""
 
     def __init__(
         self, pieces: Iterable[WeightPiece], *, config: OptimizerConfig, build_adam: BuildAdam, init_state: Callable[..., None]
     ) -> None:
-        """pieces: of trained layers; build_adam: makes the optimizer that this one drives."""
+        """pieces: of trained layers; build_adam: makes the inner optimizer."""
         self.stepped: dict[Tensor, SteppedPiece] = {piece.parameter: SteppedPiece(piece, _main(piece)) for piece in pieces}
         adam = build_adam((stepped.main, parameter.dim() > 1) for parameter, stepped in self.stepped.items())
         # Every rank counts its own pieces in the gradient norm, as with Megatron's sharded optimizer.
@@ -182,7 +182,7 @@ class ShardedOptimizer(FP32Optimizer):
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:
-        """Step, and round what was stepped to the weights' precision."""
+        """Step, and round updated weights to the weights' precision."""
         is_done: bool = super().step_with_ready_grads()
         for piece, main in self._rounded():
             piece.weight.copy_(main)

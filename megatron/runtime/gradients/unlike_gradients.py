@@ -1,7 +1,7 @@
-"""Gradients of a unit whose replicas are not alike: reduced layer by layer, part by part, over whoever holds each.
+"""Gradients of a unit whose replicas are not alike: reduced layer by layer, part by part, over the holders of each part.
 
-Parts are cut wherever a replica's tensor parallel ranks cut (`multimodal/plan/weight_parts`). All ranks go through layers from
-the last to the first, and through the parts of each in their order, so those of a group make the same calls in the same order.
+Parts are cut wherever a replica's tensor parallel ranks cut (`multimodal/plan/weight_parts`). All ranks take layers from the last
+to the first, and the parts of each in order, so those of a group make the same calls in the same order.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,10 +34,10 @@ class PartSum(NamedTuple):
     """Gradients that are reduced in one collective."""
 
     views: Sequence[Tensor]
-    """Of this rank's gradients, in the order of the parameters."""
+    """Views of this rank's gradients, in the order of the parameters."""
     group: dist.ProcessGroup
     is_counted: Sequence[bool]
-    """False for gradients of which another rank of this replica has the same ones: they are not added once more."""
+    """False for gradients that another rank of this replica has as well, and which are not added twice."""
 
 
 class UnlikeGradients(UnitGradients):
@@ -51,9 +51,9 @@ class UnlikeGradients(UnitGradients):
         self._running: dict[int, list[Callable[[], None]]] = {index: [] for index in stages}
 
     def start_reduction_of(self, stage_index: int, *, layers: LayerRange) -> Callable[[], None]:
-        """Start summing the gradients of some layers of a stage; returns what waits for them.
+        """Start summing the gradients of some layers of a stage; returns a function that waits for them.
 
-        After `expect_last_backward` these are the stage's last, and all is waited for that was started since.
+        After `expect_last_backward` these are the stage's last, and the function waits for all that has started since.
         """
         by_layer = self._by_layer.get(stage_index)
         if by_layer is not None and by_layer.is_expecting:
@@ -64,7 +64,7 @@ class UnlikeGradients(UnitGradients):
         return partial(self._finish, stage_index)
 
     def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
-        """Let the next backward of a stage start its reductions, layer by layer; `start_reduction_of` starts what is left."""
+        """Let the next backward of a stage start its reductions, layer by layer; `start_reduction_of` starts the rest."""
         if stage_index not in self._by_layer:
             layers = [each for each in reversed(self.stages[stage_index].layer_range) if self._parameters(stage_index, each)]
             buckets = [
@@ -107,7 +107,7 @@ class UnlikeGradients(UnitGradients):
         return part.first * self._tensor_size // part.num_parts == self._tensor_rank
 
     def _start_layer(self, stage_index: int, layer: int) -> None:
-        """Start summing one layer's gradients over all ranks that hold any of it."""
+        """Start summing one layer's gradients over all ranks that hold any part of it."""
         parameters = self._parameters(stage_index, layer)
         sums = part_sums(
             self.stages[stage_index], parameters, holders=holders_of_layer(self._unit, layer), unit=self._unit, book=self._book
@@ -134,10 +134,10 @@ def part_sums(
     unit: UnitPlan,
     book: GroupBook,
 ) -> Iterator[PartSum]:
-    """Yield the sums of one layer's gradients that this rank takes part in: part by part, then of what every rank has whole.
+    """Yield the sums of one layer's gradients that this rank takes part in: part by part, then of replicated parameters.
 
-    A gradient that each tensor parallel rank has of its own tokens (sequence parallelism) is added for all of them; one that all
-    of them have alike is added for the first.
+    A gradient that each tensor parallel rank computes from its own tokens (sequence parallelism) is added for all of them; one
+    that is equal on all of them is added for the first.
     """
     rank, size = stage.groups.tp.rank(), stage.groups.tp.size()
     shardings = [(each, stage.sharding(name)) for name, each in parameters]
@@ -153,7 +153,7 @@ def part_sums(
 
 
 def start_sum(part: PartSum) -> Callable[[], None]:
-    """Start adding up gradients over their group; returns what waits for the sums and puts them in place."""
+    """Start adding up gradients over their group; returns a function that waits for the sums and stores them."""
     flat = torch.cat(
         [
             (view if counts else torch.zeros_like(view)).reshape(-1)
@@ -171,7 +171,7 @@ def start_sum(part: PartSum) -> Callable[[], None]:
 
 
 def _part_of(shard: Tensor, sharding: ParameterSharding, part: WeightPart, *, rank: int, size: int) -> Tensor:
-    """Return the part of a shard, [num_blocks, ...]: of every block as much. A view.
+    """Return the part of a shard, [num_blocks, ...], with equally much of every block. A view.
 
     rank, size: of the shard, among tensor parallel ranks.
     """

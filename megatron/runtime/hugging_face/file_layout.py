@@ -13,14 +13,14 @@ from megatron.runtime.hugging_face.weight_files import DTYPES, SINGLE_NAME, Save
 from multimodal.hugging_face.adapter_files import ADAPTER_WEIGHTS
 
 MOST_BYTES = 5 * 10**9
-"""Of a file, where no other folder says how tensors are dealt out."""
+"""Most bytes of a file, if no other folder gives the distribution of tensors."""
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class PlacedWeight(NamedTuple):
-    """A tensor, and where its bytes begin."""
+    """A tensor, and the position of its bytes."""
 
     file: str
     start: int
@@ -45,7 +45,7 @@ class FileLayout:
 
     @property
     def index(self) -> dict[str, object] | None:
-        """The content of the index file; None where there is one file with the name that needs none."""
+        """Return the content of the index file; None if there is one file, whose name needs none."""
         if list(self.headers) in ([SINGLE_NAME], [ADAPTER_WEIGHTS]):
             return None
         size = sum(self.sizes.values()) - sum(map(len, self.headers.values()))
@@ -54,9 +54,9 @@ class FileLayout:
 
 
 def like_files(names: NamedWeights, found: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[str, str]]) -> FileLayout:
-    """Return the layout of other files: every tensor in the file, of the type and the shape that it has there.
+    """Return the layout of other files: every tensor in the same file, with the type and the shape that it has there.
 
-    found: what the other files hold, which has all that `names` does. Of a vocabulary that has grown there are more rows.
+    found: the tensors of the other files, a superset of `names`. If the vocabulary has grown, there are more rows of it.
     """
     grown = {
         key: found[key]._replace(shape=(shape.num_rows, *found[key].shape[1:]))
@@ -71,7 +71,7 @@ def cut_into_files(
 ) -> FileLayout:
     """Return a layout of files of at most MOST_BYTES, in the order of names.
 
-    is_vector: tensors with one dimension; given: shapes of tensors with more than two, and of some that `names` does not have.
+    is_vector: tensors with one dimension; given: shapes of tensors with more than two, and of some that `names` lacks.
     """
     shapes = {**_shapes(names, is_vector), **(given or {})}
     groups = list(_cut(shapes, dtype))
@@ -110,7 +110,7 @@ def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[s
     sizes: dict[str, int] = {}
     weights: dict[str, PlacedWeight] = {}
     for name in sorted({weight.file for weight in wanted.values()}):
-        # The widest types first, as safetensors has them, so that all are aligned.
+        # The widest types first, as in safetensors, so that all are aligned.
         keys = sorted((key for key in wanted if wanted[key].file == name), key=lambda key: (-wanted[key].dtype.itemsize, key))
         entries: dict[str, object] = {"__metadata__": dict(metadata[name])} if metadata.get(name) else {}
         end = 0

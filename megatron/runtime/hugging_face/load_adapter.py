@@ -1,4 +1,4 @@
-"""Starts adapters from a folder of Hugging Face's PEFT: every rank keeps its part of them."""
+"""Initialises adapters from a folder of Hugging Face's PEFT: every rank keeps its part of them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,11 +32,11 @@ _PROJECTORS = "projectors"
 
 
 def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
-    """Fill the adapters that a folder has, and the projectors beside them; collective.
+    """Fill the adapters in a folder, and the projectors beside them; collective.
 
-    base: the folder that the model's weights are from, if they are from one. Adapters that `folder` lacks, and rows of A beyond
-    its rank, stay as they were initialised; their B is zero. Raises CheckpointError on every rank when something is missing,
-    damaged or of another model.
+    base: the folder of the model's weights, if they come from one. Adapters that `folder` lacks, and rows of A beyond its rank,
+    keep their initial values; their B is zero. Raises CheckpointError on every rank if something is missing, damaged or of
+    another model.
     """
     what = f"loading {folder}"
     adapter = on_this_rank(lambda: _read(folder, session, base), what=what)
@@ -67,7 +67,7 @@ def _read(folder: Path, session: Session, base: Path | None) -> PeftAdapter:
 
 @torch.no_grad()
 def _fill_half(tensor: HeldTensor, files: WeightFiles, adapter: PeftAdapter, session: Session) -> None:
-    """Fill what this rank holds of A or of B."""
+    """Fill this rank's part of A or of B."""
     module, _, half = tensor.key.rpartition(".")
     _, name, _, layer, path = module.split(".", 4)
     unit = session.graph.unit(name)
@@ -116,7 +116,7 @@ def _copy(tensor: HeldTensor, offsets: tuple[int, int], values: Tensor) -> None:
 
 
 def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Session, *, what: str) -> None:
-    """Fill what was trained beside adapters (PEFT's `modules_to_save`); collective."""
+    """Fill the parameters that were trained beside adapters (PEFT's `modules_to_save`); collective."""
     others = set(adapter.others)
     own = [tensor for tensor in plain if tensor.key.split(".")[1] in adapter.graph.unit_names]
     names = name_weights(own, graph=adapter.graph, architecture=adapter.architecture, what=what)
@@ -137,7 +137,7 @@ def _fill_others(plain: Sequence[HeldTensor], adapter: PeftAdapter, session: Ses
 
 
 def _fill_projectors(plain: Sequence[HeldTensor], folder: Path, session: Session, *, what: str) -> None:
-    """Fill the projectors of a composed model, which stand in a folder of their own; collective."""
+    """Fill the projectors of a composed model, which are in a folder of their own; collective."""
     own = [tensor for tensor in plain if is_of_projector(session.graph, tensor.key)]
     names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix("model."), 0, 0, shape[0]),), what=what)
 

@@ -1,4 +1,4 @@
-"""Starts a model from the weights of a Hugging Face folder: every rank reads the rows and columns that it holds."""
+"""Initialises a model from the weights of a Hugging Face folder: every rank reads the rows and columns that it holds."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,10 +17,10 @@ from multimodal.values.model_graph import ModelGraph
 
 
 def load_hugging_face(folder: Path, *, session: Session) -> None:
-    """Fill all parameters from a folder that `save_pretrained` of transformers, or --save-hf, wrote; collective.
+    """Fill all parameters from a folder that transformers' `save_pretrained`, or --save-hf, wrote; collective.
 
-    Rows of the vocabulary that the folder lacks stay as they were initialised, and so do adapters. Raises CheckpointError on
-    every rank when something is missing, damaged or of another model; nothing that the files hold is executed.
+    Rows of the vocabulary that the folder lacks keep their initial values, and so do adapters. Raises CheckpointError on every
+    rank if something is missing, damaged or of another model; nothing in the files is executed.
     """
     what, graph = f"loading {folder}", session.graph
     described = on_this_rank(lambda: _described(folder, graph), what=what)
@@ -50,9 +50,9 @@ def _described(folder: Path, graph: ModelGraph) -> ModelGraph:
 
 @torch.no_grad()
 def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights) -> None:
-    """Fill what this rank holds. Vectors that the files lack in part are zero there: biases without effect.
+    """Fill this rank's parts. Parts of vectors that the files lack are zero: biases without effect.
 
-    Raises CheckpointError where a copy of tied embeddings differs from them: transformers would not tie the two.
+    Raises CheckpointError if a copy of tied embeddings differs from them: transformers would not tie the two.
     """
     for tensor in tensors:
         filled: dict[tuple[tuple[int, ...], int], str] = {}

@@ -1,4 +1,4 @@
-"""All parameters of the model under the names that a Hugging Face folder has for them, and what is expected to be there."""
+"""All parameters of the model under their names in a Hugging Face folder, and checks of the folder's tensors."""
 
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -45,7 +45,7 @@ class Part(NamedTuple):
     columns: range
     piece: Piece
     first_row: int
-    """The row of the piece where it begins."""
+    """The first row of the part in the piece."""
     row_size: int
     """The columns of the whole tensor as a matrix."""
 
@@ -61,7 +61,7 @@ def name_weights(tensors: Iterable[HeldTensor], *, graph: ModelGraph, architectu
 def name_tensors(
     tensors: Iterable[HeldTensor], rows_of: Callable[[str, tuple[int, ...]], tuple[Rows, ...]], *, what: str
 ) -> NamedWeights:
-    """Name the tensors that all ranks hold together; rows_of: what makes up one, by its key and shape; collective."""
+    """Name the tensors that all ranks hold together; rows_of: returns the rows of one, by its key and shape; collective."""
     held = {tensor.key: tensor.shape for tensor in tensors}
     shapes = {key: shape for found in on_all_ranks(lambda: held, what=what) for key, shape in found.items()}
     rows = {key: rows_of(key, shape) for key, shape in sorted(shapes.items())}
@@ -89,7 +89,7 @@ def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: 
 
 
 def _adapter_rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
-    """Return the halves of the adapters, in PEFT's names, of all of their matrices that make up one of ours: they share A."""
+    """Return the rows of an adapter's matrix under PEFT's names: of all matrices that make up one of ours, which share A."""
     module, _, half = key.rpartition(".")
     rows = _rows(f"{module}.weight", shape, graph=graph, architecture=architecture)
     if half == UP:
@@ -102,7 +102,7 @@ def _in_adapter(key: str, half: str) -> str:
 
 
 def as_spelled(names: NamedWeights, spelling: Spelling, *, prefix: str = "") -> NamedWeights:
-    """Return the same in another spelling, such as that of transformers' modules, after a prefix."""
+    """Return the same weights in another spelling, such as that of transformers' modules, after a prefix."""
 
     def named(key: str) -> str:
         return prefix + spelled(key, spelling)
@@ -112,12 +112,12 @@ def as_spelled(names: NamedWeights, spelling: Spelling, *, prefix: str = "") -> 
 
 
 def best_spelling(names: NamedWeights, spellings: Iterable[Spelling], *, found: Collection[str]) -> Spelling:
-    """Return the one in which most names are found."""
+    """Return the spelling in which most names are found."""
     return max(spellings, key=lambda each: sum(spelled(key, each) in found for key in names.shapes))
 
 
 def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Iterable[str]) -> NamedWeights:
-    """Return the same under the names that files have, with the copies of tied embeddings that they have; found: their names."""
+    """Return the weights under the names in files, including the files' copies of tied embeddings; found: the files' names."""
     known = set(found)
     spelling = best_spelling(names, architecture.spellings, found=known)
     in_files = as_spelled(names, spelling)
@@ -125,7 +125,7 @@ def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Itera
     for copy, original in ((spelled(copy, spelling), spelled(own, spelling)) for copy, own in architecture.tied_copies):
         if copy in known and copy not in shapes and original in shapes:
             shapes[copy] = shapes[original]
-            # Copies come first, so that reading ends with the original.
+            # Copies come first, so that the original is read last.
             rows = {key: (*_renamed(parts, original, copy), *parts) for key, parts in rows.items()}
     return NamedWeights(rows, shapes)
 
@@ -142,10 +142,10 @@ def check_weights(
     unused: Collection[str],
     grown_from: tuple[int, int],
 ) -> None:
-    """Raise CheckpointError where a folder lacks a tensor, has another shape of it, or has one that nothing is made of.
+    """Raise CheckpointError if a folder lacks a tensor, has another shape of it, or has an unknown one.
 
-    unused: tensors that no parameter is made of; grown_from: the vocabulary of this run and of the
-    folder; tensors of as many rows as the former have as many as the latter there.
+    unused: tensors that are part of no parameter; grown_from: the vocabulary of this run and of the folder; tensors with as many
+    rows as the former may have as many as the latter there.
     """
     for key, shape in names.shapes.items():
         weight = found.get(key)
@@ -169,7 +169,7 @@ def check_weights(
 
 
 def _as_matrix(piece: Piece, *, shape: tuple[int, ...]) -> Piece:
-    """Return a piece of a tensor of more dimensions as one of its matrix; such are whole rows, or runs within one."""
+    """Return a piece of a tensor of more dimensions as one of its matrix; such pieces are whole rows, or runs within one row."""
     if len(shape) < 3:
         return piece
     column = 0
@@ -179,7 +179,7 @@ def _as_matrix(piece: Piece, *, shape: tuple[int, ...]) -> Piece:
 
 
 def parts_of(tensor: HeldTensor, names: NamedWeights) -> Iterator[Part]:
-    """Cut what a rank holds of a parameter into parts of their tensors."""
+    """Cut this rank's part of a parameter into parts of the folder's tensors."""
     for piece in map(partial(_as_matrix, shape=tensor.shape), tensor.pieces):
         first = piece.offsets[0]
         columns = range(piece.offsets[1], piece.offsets[1] + piece.values.shape[1]) if len(piece.offsets) > 1 else range(1)

@@ -1,7 +1,7 @@
 """Writes adapters into a folder that Hugging Face's PEFT loads: adapter_model.safetensors, adapter_config.json.
 
-Adapters belong to matrices here that are several of theirs (queries, keys and values): each of these gets the rows of B that are
-its own, and all have the same A. Projectors that were trained go beside them, as PEFT's `modules_to_save`.
+Adapters here may belong to matrices that combine several of theirs (queries, keys and values): each of these gets its rows of B,
+and all have the same A. Trained projectors are stored beside them, as PEFT's `modules_to_save`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -25,7 +25,7 @@ from multimodal.values.model_graph import Lora, ModelGraph, Role
 
 
 def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) -> None:
-    """Raise CheckpointError or ModelError for what would only show after training: no place, or more trained than is written."""
+    """Raise CheckpointError or ModelError for errors that would only show after training: no place, or unsupported parts."""
     others = [unit.name for unit in graph.units if unit.lora is not None and unit.role is not Role.BACKBONE]
     if is_composed(graph) and others:
         raise CheckpointError(
@@ -51,8 +51,7 @@ def check_adapter_target(folder: Path, *, graph: ModelGraph, like: Path | None) 
 def save_adapter(folder: Path, *, session: Session, like: Path | None = None) -> None:
     """Write the adapters, and projectors that are trained; collective.
 
-    like: the folder that the base model is from. Raises CheckpointError on every rank when it fails on any; there is then no
-    folder.
+    like: the folder of the base model. Raises CheckpointError on every rank if it fails on any; there is then no folder.
     """
     what, graph = f"saving to {folder}", session.graph
     session.complete_parameters()
@@ -67,7 +66,7 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
 
 
 def _save_parts(folder: Path, *, session: Session, tensors: Sequence[HeldTensor], what: str) -> None:
-    """Write a composed model's adapters as of the LLM alone, and its projectors beside them."""
+    """Write a composed model's adapters like those of the LLM alone, and its projectors beside them."""
     unit = session.graph.backbone
     assert unit.weights is not None
     base, own = Path(unit.weights), [tensor for tensor in tensors if is_adapter(tensor.key)]

@@ -1,4 +1,4 @@
-"""Says what of the model goes into a Hugging Face folder, under which names and in which files, and has it written."""
+"""Determines the content of a Hugging Face folder (tensors, names and files), and writes it."""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,9 +28,9 @@ from multimodal.values.model_graph import ModelGraph
 
 
 def find_folder_to_follow(model: Path, *, load_hf: Path | None) -> Path | None:
-    """Return the folder that a model is written like: that of --load-hf, else the one that --model names, if it must be one.
+    """Return the folder whose form a written model follows: that of --load-hf, else the one that --model names, if needed.
 
-    Text models are written alone, unless --load-hf says otherwise; others with what lies beside their weights. Raises ModelError
+    Text models are written on their own, unless --load-hf is given; others with the files beside their weights. Raises ModelError
     for a folder of an unknown family.
     """
     if load_hf is not None or not model.is_dir():
@@ -39,7 +39,7 @@ def find_folder_to_follow(model: Path, *, load_hf: Path | None) -> Path | None:
 
 
 def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | None, flag: str = "--save-hf") -> None:
-    """Raise CheckpointError or ModelError for what would only show after training: no place, or no such family of models."""
+    """Raise CheckpointError or ModelError for errors that would only show after training: no place, or no such family."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{flag} {folder}: is there already; give another folder, or remove it")
     if like is not None:
@@ -53,11 +53,11 @@ def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | N
 def save_hugging_face(
     folder: Path, *, session: Session, like: Path | None = None, special_tokens: Mapping[str, int] | None = None
 ) -> None:
-    """Write a folder that `from_pretrained` of transformers loads, adapters added to the weights; collective.
+    """Write a folder that transformers' `from_pretrained` loads, with adapters added to the weights; collective.
 
-    like: a folder of the same model, whose names, types, files, config.json and tokenizer it gets; None: names and config.json as
-    the family of models has them, all of the run's type; special_tokens: the tokenizer's, by their names there, for that
-    config.json. Raises CheckpointError on every rank when it fails on any; there is then no folder.
+    like: a folder of the same model, which determines names, types, files, config.json and tokenizer; None: names and config.json
+    of the family, everything in the run's type; special_tokens: the tokenizer's, by their names there, for that config.json.
+    Raises CheckpointError on every rank if it fails on any; there is then no folder.
     """
     what = f"saving to {folder}"
     session.complete_parameters()
@@ -81,7 +81,7 @@ def _checked(folder: Path, graph: ModelGraph, like: Path | None) -> None:
 
 
 def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collection[str]]]:
-    """Yield the folders of a composed model: every unit like the one that it started from, and all projectors in one."""
+    """Yield the folders of a composed model: every unit in the form of its original folder, and all projectors in one."""
     tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     for unit in session.graph.units:
         theirs = name_unit(tensors, session.graph, unit, what=what)

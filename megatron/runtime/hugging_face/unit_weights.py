@@ -1,4 +1,4 @@
-"""Weights of composed models: every unit from a folder of its own, an LLM of a family that is known or a module as it is."""
+"""Weights of composed models: every unit has a folder of its own, of a known family or of an unchanged module."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -37,12 +37,12 @@ class UnitWeights(NamedTuple):
 
 
 def is_composed(graph: ModelGraph) -> bool:
-    """Return whether any unit has a folder of its own."""
+    """Return True if any unit has a folder of its own."""
     return any(unit.weights is not None for unit in graph.units)
 
 
 def is_written_in_parts(graph: ModelGraph) -> bool:
-    """Return whether a model becomes a folder like each that its units have, because no family describes all of it."""
+    """Return True if a model is written as one folder per unit, because no family describes the whole model."""
     try:
         return is_composed(graph) and not architecture_of(graph)
     except ModelError:
@@ -50,7 +50,7 @@ def is_written_in_parts(graph: ModelGraph) -> bool:
 
 
 def check_units(graph: ModelGraph) -> None:
-    """Raise ModelError where a unit has no folder like which it could be written."""
+    """Raise ModelError if a unit has no folder whose form it could be written in."""
     if strays := [unit.name for unit in graph.units if unit.weights is None]:
         raise ModelError(
             f"unit '{strays[0]}' started from no folder of Hugging Face, as the others did, so there is none that it could be "
@@ -59,9 +59,9 @@ def check_units(graph: ModelGraph) -> None:
 
 
 def load_units(session: Session) -> None:
-    """Fill every unit that has a folder, but for its projector and adapters; collective.
+    """Fill every unit that has a folder, except its projector and adapters; collective.
 
-    Raises CheckpointError on every rank when something is missing, damaged or of another model.
+    Raises CheckpointError on every rank if something is missing, damaged or of another model.
     """
     tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     for unit in session.graph.units:
@@ -90,7 +90,7 @@ def _check(graph: ModelGraph, unit: Unit) -> None:
 
 
 def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, what: str) -> UnitWeights:
-    """Name what all ranks hold of a unit, but for its projector, as its folder does; collective."""
+    """Name a unit's parameters on all ranks, except its projector's, as in its folder; collective."""
     assert unit.weights is not None
     folder = Path(unit.weights)
     own = [each for each in tensors if each.key.split(".")[1] == unit.name and not is_of_projector(graph, each.key)]
@@ -119,7 +119,7 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
 
 
 def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what: str) -> NamedWeights:
-    """Return the names of an encoder whose layers are Braid's, in a folder that may have more beside it."""
+    """Return the names of an encoder with Braid's layers, in a folder that may contain other tensors, too."""
     on_all_ranks(lambda: read_encoder(folder)[0].name, what=what)
     encoder, _ = read_encoder(folder)
 
@@ -142,10 +142,10 @@ def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what:
 
 
 def is_of_projector(graph: ModelGraph, key: str) -> bool:
-    """Return whether a tensor (`model.<unit>.layers.<layer>. ...`) is of an encoder's projector, and not of what is before it.
+    """Return True if a tensor (`model.<unit>.layers.<layer>. ...`) belongs to an encoder's projector.
 
-    The norm behind an encoder's layers comes from its folder, where that has one: the projector begins with it. One of merged
-    tokens is the projector's.
+    The norm behind an encoder's layers comes from its folder, if that has one: it is the projector's first operation. A norm of
+    merged tokens belongs to the projector.
     """
     _, name, _, layer, tensor = key.split(".", 4)
     unit = graph.unit(name)
@@ -160,7 +160,7 @@ def _module_key(key: str) -> str:
 
 
 def _found_in(folder: Path, names: NamedWeights, unit: Unit) -> NamedWeights:
-    """Return the names that a folder has: those of the module as files of transformers have them, perhaps inside a model."""
+    """Return the names in a folder: those of the module in transformers' files, possibly inside a larger model."""
     with WeightFiles(folder) as files:
         renamed = rename_keys(unit, files.weights)
         first = next(iter(names.shapes))

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder: what is in them, and parts of it."""
+"""Reads the safetensors files of a Hugging Face folder, as a whole or in parts."""
 
 import json
 import math
@@ -32,7 +32,7 @@ class SavedWeight(NamedTuple):
     shape: tuple[int, ...]
 
     def num_rows(self, row_size: int) -> int:
-        """Return the rows that it has as a matrix; dimensions of one in front of them do not count."""
+        """Return its number of rows as a matrix; leading dimensions of one do not count."""
         first, size = (self.shape[0] if self.shape else 1), math.prod(self.shape)
         return size // row_size if first == 1 and size % row_size == 0 else first
 
@@ -41,15 +41,15 @@ class WeightFiles:
     """All tensors of a folder, read in parts; closes its files at the end of a `with`."""
 
     weights: Mapping[str, SavedWeight]
-    """By name, as the files have it."""
+    """Tensors by their name in the files."""
     folder: Path
     metadata: Mapping[str, Mapping[str, str]]
-    """Entries of a file's header beside tensors, by file."""
+    """Entries of a file's header besides tensors, by file."""
 
     def __init__(self, folder: Path, *, single: str = SINGLE_NAME) -> None:
-        """Read all headers; raises CheckpointError when a file is missing or damaged, or holds what cannot be trained.
+        """Read all headers; raises CheckpointError if a file is missing or damaged, or contains unsupported types.
 
-        single: the name of the file where there is no index.
+        single: the name of the file if there is no index.
         """
         self.folder, self._files = folder, ExitStack()
         self._open: dict[str, safe_open] = {}
@@ -73,7 +73,7 @@ class WeightFiles:
         self._files.close()
 
     def read(self, key: str, rows: range, columns: range, *, row_size: int) -> Tensor:
-        """Return [len(rows), len(columns)] of a tensor as a matrix; row_size: the columns that it has as one."""
+        """Return [len(rows), len(columns)] of a tensor as a matrix; row_size: its columns as a matrix."""
         part = self._open[self.weights[key].file].get_slice(key)
         shape = self.weights[key].shape
         if len(shape) == 1:
@@ -121,7 +121,7 @@ class WeightFiles:
 
 
 def _list_files(folder: Path, *, single: str) -> dict[str, set[str]]:
-    """List the files with weights, and the tensors that an index says each has."""
+    """List the files with weights, and the tensors of each according to the index."""
     if (folder / single).is_file():
         return {single: set()}
     if not (folder / INDEX_NAME).is_file():

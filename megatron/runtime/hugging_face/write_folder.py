@@ -1,7 +1,7 @@
-"""Writes a Hugging Face folder: every rank its own rectangles, at once, into files of the final size.
+"""Writes a Hugging Face folder: all ranks write their rectangles at the same time, into files of the final size.
 
-The folder is written under a hidden name beside its own and then renamed, so whatever moment a process dies at, there is no
-folder that could be loaded by half.
+The folder is written under a hidden name beside its own and then renamed, so whenever a process dies, there is no folder that
+could be loaded in part.
 """
 
 import json
@@ -33,7 +33,7 @@ from multimodal.model.experts.expert_mlp import is_of_expert
 from multimodal.values.errors import CheckpointError
 
 _COPIED = (".json", ".txt", ".model", ".jinja", ".md")
-"""Endings of the files that go with weights: tokenizer, templates, image processor, licence. No programs."""
+"""Suffixes of the files that accompany weights: tokenizer, templates, image processor, licence. No programs."""
 _LARGEST_COPY = 256 * 2**20
 
 
@@ -47,16 +47,15 @@ class Export(NamedTuple):
     like: Path | None = None
     """The folder whose other files and tensors are copied."""
     beside: Path | None = None
-    """The folder whose other files are copied, where there is none of which tensors are, too."""
+    """The folder whose other files are copied, if `like` is None."""
     processor: Mapping[str, Any] = MappingProxyType({})
-    """The content of preprocessor_config.json, where there is no folder to copy it from."""
+    """The content of preprocessor_config.json, if there is no folder to copy it from."""
 
 
 def write_folder(folder: Path, export: Export, *, session: Session, tensors: Iterable[HeldTensor]) -> None:
     """Write all ranks' tensors into the files of a new folder; collective.
 
-    Raises CheckpointError on every rank when it fails on
-    any; there is then no folder.
+    Raises CheckpointError on every rank if it fails on any; there is then no folder.
     """
     what = f"saving to {folder}"
     partial = on_first_rank(lambda: _open_partial(folder, export.layout), what=what)
@@ -83,7 +82,7 @@ def _open_partial(folder: Path, layout: FileLayout) -> Path:
 
 
 def _write(partial: Path, tensors: Iterable[HeldTensor], export: Export) -> None:
-    """Write this rank's part. A failure waits for the end, since other ranks wait for this one's columns."""
+    """Write this rank's part. A failure is raised at the end, since other ranks wait for this one's columns."""
     problem: OSError | None = None
     with _OpenFiles(partial) as files:
         for tensor in tensors:
@@ -108,20 +107,20 @@ class _OpenFiles(ExitStack):
         self._descriptors: dict[str, int] = {}
 
     def descriptor(self, name: str) -> int:
-        """Return that of a file."""
+        """Return the descriptor of a file."""
         if name not in self._descriptors:
             self._descriptors[name] = os.open(self._folder / name, os.O_WRONLY)
             self.callback(os.close, self._descriptors[name])
         return self._descriptors[name]
 
     def sync(self) -> None:
-        """Have what was written on the disk."""
+        """Make sure that the written bytes are on the disk."""
         for descriptor in self._descriptors.values():
             os.fsync(descriptor)
 
 
 def _copy_unused(files: _OpenFiles, export: Export) -> None:
-    """Copy this rank's turn of the tensors that no parameter is made of."""
+    """Copy this rank's share of the tensors that belong to no parameter."""
     unused = sorted(export.layout.weights.keys() - export.names.shapes.keys())[dist.get_rank() :: dist.get_world_size()]
     if export.like is None or not unused:
         return
@@ -145,7 +144,7 @@ def _write_at(descriptor: int, content: memoryview, position: int) -> None:
 
 
 def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[HeldTensor]:
-    """Yield the tensors that this rank writes: its turn of what replicas hold alike; whole rows in place of columns."""
+    """Yield the tensors that this rank writes: its share of replicated ones; whole rows in place of columns."""
     for tensor in tensors:
         member = session.memberships[tensor.key.split(".")[1]]
         groups = member.groups
@@ -164,7 +163,7 @@ def _own_tensors(tensors: Iterable[HeldTensor], session: Session) -> Iterator[He
 
 
 def _rows_instead_of_columns(tensor: HeldTensor, group: dist.ProcessGroup) -> HeldTensor:
-    """Trade a block of columns for one of whole rows with the tensor parallel group, which writes in one stroke."""
+    """Exchange a block of columns for one of whole rows in the tensor parallel group, which can be written at once."""
     piece = tensor.pieces[0]
     if len(tensor.pieces) != 1 or piece.values.dim() != 2 or piece.values.shape[1] == tensor.shape[1]:
         return tensor

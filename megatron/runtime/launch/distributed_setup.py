@@ -1,8 +1,8 @@
 """Joins this process to the run: rank, device, process group; the same under torchrun and under srun.
 
-Ranks start only when all of them were told the same: before any process group exists, or a difference would be a hang. From then
-on a thread learns of failures elsewhere, so that no rank outlives the others, whatever it waits for: collectives end after
---distributed-timeout-minutes by themselves, but waiting for the store, for data or for a file system need not.
+Ranks start only if all of them have the same start values: this is checked before any process group exists, or a difference would
+be a hang. From then on a thread learns of failures elsewhere, so that no rank outlives the others, whatever it waits for:
+collectives end by themselves after --distributed-timeout-minutes, but waits for the store, for data or for a file system may not.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from megatron.runtime.launch.rank_place import find_rank_place
 from multimodal.values.errors import ConfigError
 
 StartValues = Mapping[str, Mapping[str, str]]
-"""Section -> name -> value, in the order in which differences are looked for."""
+"""Section -> name -> value, in the order in which they are compared."""
 
 _ADVICE: Mapping[str, str] = {
     "program": "rank {rank} runs with {name} {there}, rank 0 with {here}; install the same on every node",
@@ -40,7 +40,7 @@ _ADVICE: Mapping[str, str] = {
     "data": "rank {rank} sees other data: {name} is {there}, on rank 0 {here}; give --data-path the same content on every node",
     "costs": "rank {rank} has other costs: {name} is {there}, on rank 0 {here}; give every rank the same --emulate and --cluster",
 }
-"""The message of a difference, by section."""
+"""Section -> message about a difference in it."""
 _ABSENT = "missing"
 _VERDICT = "start"
 _AGREED = "agreed"
@@ -49,7 +49,7 @@ _LEARN_SECONDS = 15.0
 
 
 def digest_of(values: StartValues) -> str:
-    """A text that two ranks share if, with near certainty, all their values are the same."""
+    """Return a text that is the same on two ranks if and, with near certainty, only if all their values are."""
     digest = hashlib.blake2b(digest_size=16)
     for section, entries in values.items():
         for name, value in entries.items():
@@ -69,12 +69,12 @@ def describe_difference(here: StartValues, *, there: StartValues, rank: int) -> 
 
 
 def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: float, again: str = "") -> None:
-    """Wait until all ranks have brought the values of rank 0.
+    """Wait until all ranks have sent rank 0 the same values.
 
-    Rank 0 compares digests as they come; at the first that differs it shows its values, and the rank that brought it says what is
-    different: O(ranks) small messages. again: tells later agreements from the first.
+    Rank 0 compares digests as they arrive; for the first that differs it publishes its values, and the rank with that digest
+    reports the difference: O(ranks) small messages. again: distinguishes later agreements from the first.
 
-    Raises ConfigError on the rank that differs, RanksLostError when ranks do not come.
+    Raises ConfigError on the rank that differs, RanksLostError if ranks do not come.
     """
     deadline = time.monotonic() + timeout_seconds
     place, store, verdict_key = meeting.place, meeting.store, _VERDICT + again
@@ -110,13 +110,13 @@ def _compare_all(meeting: Meeting, values: StartValues, deadline: float, verdict
 
 
 def _wait_for_end(meeting: Meeting, deadline: float, *, rank: int) -> None:
-    """The rank that differs ends the run, as soon as it has learnt of it."""
+    """Wait for the end of the run, which the rank that differs causes as soon as it knows."""
     deadline = min(deadline, time.monotonic() + _LEARN_SECONDS)
     _wait(meeting, "never", deadline, missing=lambda: f"rank {rank} was started with other values than rank 0")
 
 
 def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], str]) -> None:
-    """Look until it is there, or another rank has failed."""
+    """Poll until the key is there, or another rank has failed."""
     pause_seconds = 0.01
     while not meeting.store.check([key]):
         if meeting.failure(meeting.store) is not None:
@@ -131,28 +131,28 @@ def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], 
 
 _POLL_SECONDS = 0.5
 _GRACE_SECONDS = 3.0
-"""The main thread mostly notices by itself, and may have files to close."""
+"""Seconds for the main thread to notice a failure by itself and close files."""
 _MARGIN_SECONDS = 5.0
 
 
 class RankWatch:
-    """Watches from `start` to `stop`."""
+    """Watches the other ranks from `start` to `stop`."""
 
     def __init__(self, meeting: Meeting, *, ending: Ending, timeout_seconds: float) -> None:
-        """timeout_seconds: time without an answer after which the store is taken for gone."""
+        """timeout_seconds: time without an answer after which the store is considered gone."""
         self._meeting, self._ending = meeting, ending
         self._patience_seconds = timeout_seconds + _MARGIN_SECONDS
         self._stopped = Event()
         self._num_answers = 0
 
     def start(self) -> None:
-        """Begin; ranks without peers have nothing to watch."""
+        """Begin to watch; ranks without peers have nothing to watch."""
         if self._meeting.place.size > 1:
             for watch in (self._watch_others, self._watch_store):
                 Thread(target=watch, daemon=True).start()
 
     def stop(self) -> None:
-        """The run is over: from now on others may leave."""
+        """End the watch at the end of the run: from now on others may leave."""
         self._stopped.set()
 
     def _watch_others(self) -> None:
@@ -171,7 +171,7 @@ class RankWatch:
             self._num_answers += 1
 
     def _watch_store(self) -> None:
-        """Counts ticks rather than looking at a clock, which runs on while this process itself is frozen."""
+        """Watch the store, counting ticks instead of reading a clock, which continues while this process itself is frozen."""
         seen, silent_seconds = -1, 0.0
         while not self._stopped.wait(1.0):
             silent_seconds = 0.0 if self._num_answers != seen else silent_seconds + 1.0
@@ -205,14 +205,14 @@ class World:
     watch: RankWatch = field(repr=False)
 
     def agree(self, values: StartValues, *, again: str = "") -> None:
-        """Compare this rank's start values with all others'; raises ConfigError for a rank that differs.
+        """Compare this rank's start values with all others'; raises ConfigError on a rank that differs.
 
-        again: a name for what is compared after the first time.
+        again: a name for later comparisons.
         """
         agree_on_start(self.meeting, values, timeout_seconds=self.timeout.total_seconds(), again=again)
 
     def from_first(self, name: str, build: Callable[[], str]) -> str:
-        """Return what rank 0 builds, which may take long; every name once. Raises RanksLostError where that fails."""
+        """Return a text that rank 0 builds, which may take long; each name once. Raises RanksLostError if that fails."""
         key = f"{_TOLD}/{name}"
         if self.rank == 0:
             self.meeting.store.set(key, build())
@@ -222,9 +222,9 @@ class World:
 
     @contextmanager
     def in_turn(self, name: str) -> Iterator[None]:
-        """Let rank 0 do something first, then the first rank of every other node, and then all others.
+        """Let rank 0 run the code inside first, then the first rank of every other node, then all others.
 
-        Raises RanksLostError when those before it fail.
+        Raises RanksLostError if an earlier rank fails.
         """
         node, before = f"{name}/{platform.node()}", "" if self.rank == 0 else f"{name}/0"
         if self.local_rank != 0:
@@ -238,7 +238,7 @@ class World:
             self.meeting.store.set(f"{name}/0", "done")
 
     def connect(self, *, backend: str | None, store: Store | None = None) -> None:
-        """Initialise torch.distributed, unless that was done; collective, so every rank must have agreed.
+        """Initialise torch.distributed if necessary; collective, so every rank must have agreed.
 
         store: by default that of the meeting.
         """
@@ -250,9 +250,9 @@ class World:
 
 
 def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> World:
-    """Meet the other ranks; alone when no launcher set RANK. Raises ConfigError for a backend that cannot work.
+    """Meet the other ranks; alone if no launcher set RANK. Raises ConfigError for a backend that cannot work.
 
-    ending: learns of the meeting, so that from now on a failure of any rank ends all.
+    ending: gets the meeting, so that from now on a failure of any rank ends all.
     """
     if backend == "nccl" and not torch.cuda.is_available():
         raise ConfigError("--distributed-backend nccl needs CUDA, which this machine lacks; use gloo or leave the flag out")
@@ -270,18 +270,18 @@ def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> Wo
 
 
 def choose_device(local_rank: int) -> None:
-    """Compute on the device that is this rank's."""
+    """Select this rank's device."""
     if torch.cuda.is_available():
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
 
 
 def leave_world(world: World) -> NoReturn:
-    """End this process, successfully, when all ranks have come here.
+    """End this process, successfully, when all ranks have called this.
 
-    Nothing is taken down first: destroying a group, or the interpreter, waits for threads, which may wait for peers.
+    Nothing is destroyed before: destroying a group, or the interpreter, waits for threads, which may wait for peers.
     """
     dist.barrier()
     world.watch.stop()
-    with suppress(RuntimeError):  # all have done their work
+    with suppress(RuntimeError):  # all ranks have finished their work
         world.meeting.wait_for_all(seconds=_LEAVE_SECONDS)
     end_process(0)

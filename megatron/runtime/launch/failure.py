@@ -1,4 +1,4 @@
-"""Ends a run that failed: one clear message, by the rank that failed first, and no rank left waiting."""
+"""Ends a failed run: one clear message, from the rank that failed first, and no rank left waiting."""
 
 import multiprocessing
 import os
@@ -16,23 +16,23 @@ if TYPE_CHECKING:  # a wrong flag ends the run before torch needs to be imported
 
 PROGRAM = "pretrain_mllm.py"
 _EARLY_SECONDS = 15.0
-"""Seconds that a rank which fails before the ranks have met looks for the others, and that rank 0 tells them."""
+"""Seconds for which a rank that fails before the meeting looks for the others, and rank 0 informs them."""
 _REPORT_SECONDS = 8.0
-"""Seconds that a rank which did not fail first waits for the message of the one that did."""
+"""Seconds for which other ranks wait for the message of the one that failed first."""
 _LEAVE_SECONDS = 4.0
 _ROLL_CALL_SECONDS = 2.5
 _LOST_PEER = (
     *("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused", "Socket closed"),
     "Transport endpoint is not connected",
 )
-"""Parts of torch.distributed's messages that tell that another rank is gone."""
+"""Parts of torch.distributed's messages that show that another rank is gone."""
 _WAITED_IN_VAIN = ("Timed out waiting", "wait timeout after", "timed out after", "Socket Timeout")
-"""Parts that tell that another rank did not come."""
+"""Parts of messages that show that another rank did not come."""
 FAULTS = "frozen, killed, out of memory, or its node failed? See how its log ends, and the kernel's log (dmesg) of its node"
 
 
 class RanksLostError(RuntimeError):
-    """Other ranks are gone, or do not come; the message says which and what to look at."""
+    """Other ranks are gone, or do not come; the message names them and what to check."""
 
 
 class InterruptedRunError(Exception):
@@ -50,14 +50,14 @@ class Ending:
         self.meeting: Meeting | None = None
         """Set once the ranks have met."""
         self.spares_others = False
-        """True in an elastic run: what a process alone suffers ends that process alone."""
+        """True in an elastic run: a failure of one process ends only that process."""
         self._lock = threading.Lock()
 
     def fail(self, problem: BaseException) -> NoReturn:
-        """Report and leave at once with exit code 1 (2 for bad input); without cleaning up, which could wait for peers.
+        """Report and exit at once with code 1 (2 for bad input), without cleaning up, which could wait for peers.
 
-        A wrong input shows its message alone, anything else its traceback. Only the rank that fails first says something; all
-        others learn of it and end with the same exit code. The thread that comes second waits here for the end of the process.
+        For wrong input only the message is shown, otherwise the traceback. Only the rank that fails first reports; all others are
+        informed and end with the same exit code. A second thread that calls this waits here for the end of the process.
         """
         self._lock.acquire()
         if self.spares_others and not isinstance(problem, (BraidError, InterruptedRunError)):
@@ -73,14 +73,14 @@ class Ending:
         end_process(exit_code)
 
     def follow(self, exit_code: int) -> NoReturn:
-        """Leave because another rank failed and has said so."""
+        """Exit because another rank failed and has reported it."""
         self._lock.acquire()
         _leave(self.meeting)
         end_process(exit_code)
 
 
 def end_process(exit_code: int) -> NoReturn:
-    """Leave at once, with the loader processes."""
+    """Exit at once, together with the loader processes."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError):  # a closed pipe
             stream.flush()
@@ -90,7 +90,7 @@ def end_process(exit_code: int) -> NoReturn:
 
 
 def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
-    """All ranks mostly see the same wrong flags; then rank 0 says so, at once. A rank alone with them finds the others."""
+    """Fail before the meeting: if all ranks see the same wrong flags, rank 0 reports them; a single rank finds the others."""
     place = _place_or_guess()
     has_no_store = type(problem).__name__ == "StoreGoneError"
     if place.rank == 0 or has_no_store:
@@ -100,14 +100,14 @@ def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
     sys.stderr.flush()
     try:
         return _tell_others(problem, exit_code, place)
-    except (RuntimeError, ImportError):  # nobody is there
+    except (RuntimeError, ImportError):  # no other rank is there
         if place.rank != 0:
             report(problem, place.rank)
     return exit_code
 
 
 def _place_or_guess() -> RankPlace:
-    """Return the place of this rank, so that it finds the others even if its environment names a wrong number of processes."""
+    """Return the place of this rank, which finds the others even if its environment has a wrong number of processes."""
     for environ in (os.environ, {**os.environ, "WORLD_SIZE": str(2**30)}):
         with suppress(ConfigError):
             return find_rank_place(environ)
@@ -129,7 +129,7 @@ def _tell_others(problem: BaseException, exit_code: int, place: RankPlace) -> in
 
 
 def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
-    """Report the failure if it is the first of the run, and tell all; returns the exit code of the rank that failed first."""
+    """Report the failure if it is the run's first, and inform all; returns the exit code of the rank that failed first."""
     from megatron.runtime.launch.meeting import StoreGoneError
 
     try:
@@ -138,7 +138,7 @@ def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
             meeting.announce_failure(exit_code)
         elif (first := meeting.wait_for_failure(seconds=_REPORT_SECONDS)) is not None:
             exit_code = first
-        else:  # it died before it could speak
+        else:  # it died before it could report
             report(problem, meeting.place.rank)
     except StoreGoneError:
         report(_without_store(problem, meeting.place), meeting.place.rank)
@@ -149,12 +149,12 @@ def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
 
 def _leave(meeting: "Meeting | None") -> None:
     if meeting is not None:
-        with suppress(RuntimeError):  # nobody keeps the store any more
+        with suppress(RuntimeError):  # the store's process may be gone
             meeting.leave(seconds=_LEAVE_SECONDS)
 
 
 def explain_lost_ranks(problem: BaseException, meeting: "Meeting", *, seconds: float = _ROLL_CALL_SECONDS) -> BaseException:
-    """Turn torch's error about a lost rank into one that names the rank; other errors stay."""
+    """Turn torch's error about a lost rank into one that names the rank; other errors are returned unchanged."""
     is_lost, is_late = _says(problem, _LOST_PEER), _says(problem, _WAITED_IN_VAIN)
     if not is_lost and not is_late:
         return problem
@@ -184,7 +184,7 @@ def _without_store(problem: BaseException, place: RankPlace) -> BaseException:
 
 
 def store_keeper(place: RankPlace) -> str:
-    """Return the keeper of the store in which the ranks meet, for messages about a store that does not answer."""
+    """Return the process that keeps the store, for messages about a store that does not answer."""
     where = f"the store at {place.address}:{place.port}"
     if place.launcher_keeps_store:
         return f"other ranks, and {where}, which torchrun keeps on the first node, does not answer:"
@@ -192,7 +192,7 @@ def store_keeper(place: RankPlace) -> str:
 
 
 def report(problem: BaseException, rank: int) -> None:
-    """Tell the person: a message where there is one, else a traceback."""
+    """Report to the user: a message if there is one, else a traceback."""
     if isinstance(problem, BraidError):
         print(f"{PROGRAM}: error: {problem} [{type(problem).__name__}, rank {rank}]", file=sys.stderr)
     elif isinstance(problem, (RanksLostError, InterruptedRunError)):
@@ -222,7 +222,7 @@ def _is_own(filename: str) -> bool:
 
 
 def is_of_lost_ranks(problem: BaseException) -> bool:
-    """True if an error may come of ranks that are gone or do not come."""
+    """Return True if lost or missing ranks may have caused the error."""
     return _says(problem, (*_LOST_PEER, *_WAITED_IN_VAIN)) or type(problem).__name__ in ("DistNetworkError", "DistStoreError")
 
 

@@ -1,7 +1,7 @@
-"""The store in which the ranks of a run meet before anything collective: all can reach it, and each can say that it failed.
+"""The store in which the ranks of a run meet before any collective: all can reach it, and any can report a failure there.
 
-torchrun keeps such a store; else rank 0 does, on MASTER_ADDR and MASTER_PORT. A store whose keeper is frozen answers nobody,
-so every question that must end is asked in a thread of its own (`ask_within`).
+torchrun keeps such a store; otherwise rank 0 does, on MASTER_ADDR and MASTER_PORT. A store in a frozen process answers nobody, so
+every request that must end runs in a thread of its own (`ask_within`).
 """
 
 import os
@@ -20,21 +20,21 @@ from megatron.runtime.launch.rank_place import RankPlace
 
 POLL_SECONDS = 0.2
 _NAME_SECONDS = 30.0
-"""Seconds after which a MASTER_ADDR that is no known name is a wrong one."""
+"""Seconds after which a MASTER_ADDR that cannot be resolved is considered wrong."""
 _LATE_SECONDS = 15.0
-"""Seconds that a failure is kept for ranks that have not come yet."""
+"""Seconds for which a failure is kept for ranks that have not come yet."""
 _CONNECT_SECONDS = 30.0
 _RETURN_SECONDS = 5.0
 """Seconds to wait for a store that vanishes while a rank connects to it."""
 _HERE, _FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "here", "first-is-here", "claimed", "failed", "done", "left"
 _ROLL_CALL = "roll-call"
 _TROUBLE = "trouble"
-"""Set with a failure and with a roll call, so that a rank need look for one key."""
+"""Key that is set with a failure and with a roll call, so that ranks only need to poll one key."""
 _Result = TypeVar("_Result")
 
 
 class StoreGoneError(RuntimeError):
-    """The store does not answer: the process that keeps it was killed or is frozen."""
+    """The store does not answer: its process was killed or is frozen."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +43,26 @@ class Meeting:
 
     place: RankPlace
     store: Store
-    """For common decisions of the ranks."""
+    """The connection for common decisions of the ranks."""
     opened_line: Future[Store]
-    """The same store over a second connection, which tells of a rank's failure while the first one waits."""
+    """A second connection to the same store, which reports a rank's failure while the first one waits."""
 
     @property
     def line(self) -> Store:
-        """The second connection, once it stands."""
+        """The second connection, once it is open."""
         return self.opened_line.result()
 
     def wait_for_line(self) -> None:
-        """Wait until the second connection stands, which it does from the first seconds on. Raises StoreGoneError."""
+        """Wait until the second connection is open, which takes a few seconds at most. Raises StoreGoneError."""
         ask_within(_LATE_SECONDS, lambda: self.line)
 
     def claim_failure(self, *, seconds: float = 3.0) -> bool:
-        """True if this rank is the first to fail, and so the one that tells the person. Raises StoreGoneError."""
+        """Return True if this rank is the first to fail, and so the one that reports to the user. Raises StoreGoneError."""
         self.wait_for_line()
         return ask_within(seconds, lambda: self.line.add(_CLAIMED, 1)) == 1
 
     def announce_failure(self, exit_code: int, *, seconds: float = 3.0) -> None:
-        """Tell all ranks to end, once the person has been told why. Raises StoreGoneError."""
+        """Ask all ranks to end, after the user has been informed. Raises StoreGoneError."""
 
         def announce() -> None:
             self.line.set(_FAILED, str(exit_code))
@@ -71,25 +71,25 @@ class Meeting:
         ask_within(seconds, announce)
 
     def failure(self, over: Store | None = None) -> int | None:
-        """The exit code of the rank that failed; None while none has said so. over: the connection to ask over."""
+        """Return the exit code of the rank that failed; None if none has. over: the connection to use."""
         store = over or self.line
         return int(store.get(_FAILED)) if store.check([_TROUBLE]) and store.check([_FAILED]) else None
 
     def wait_for_failure(self, *, seconds: float) -> int | None:
-        """Wait for the rank that failed first to have told why, and return its exit code, or None. Raises StoreGoneError."""
+        """Wait until the rank that failed first has reported, and return its exit code, or None. Raises StoreGoneError."""
         wait_until(lambda: ask_within(3.0, self.failure) is not None, seconds=seconds)
         return ask_within(3.0, self.failure)
 
     def say_first_is_here(self) -> None:
-        """Tell, on rank 0, that its flags are in order: a rank whose flags are not is alone with that."""
+        """Announce, on rank 0, that its flags are valid: a rank with invalid flags is then the only one."""
         self.store.set(_FIRST_IS_HERE, "1")
 
     def knows_of_first(self) -> bool:
-        """True if rank 0 has come, or failed."""
+        """Return True if rank 0 has come, or failed."""
         return self.line.check([_FIRST_IS_HERE]) or self.failure() is not None
 
     def call_roll(self, *, seconds: float) -> dict[int, str]:
-        """Ask all other ranks for their state; returns the answers that came in time. Raises StoreGoneError."""
+        """Ask all other ranks for their state; returns the answers that arrive in time. Raises StoreGoneError."""
 
         def call() -> None:
             self.line.set(_ROLL_CALL, "1")
@@ -108,15 +108,15 @@ class Meeting:
         return {rank: self.line.get(key).decode() for rank, key in keys.items() if self.line.check([key])}
 
     def roll_is_called(self) -> bool:
-        """True if some rank asks what the others are doing."""
+        """Return True if some rank asks for the state of the others."""
         return self.line.check([_TROUBLE]) and self.line.check([_ROLL_CALL])
 
     def answer_roll(self, doing: str) -> None:
-        """Tell what this rank is doing."""
+        """Answer with this rank's state."""
         self.line.set(f"{_ROLL_CALL}/{self.place.rank}", doing)
 
     def wait_for_all(self, *, seconds: float) -> None:
-        """Wait until every rank has come here: none sees a connection break, and the store outlives the ranks that use it."""
+        """Wait until every rank has called this, so that no rank sees a broken connection, and the store outlives its users."""
 
         def wait() -> None:
             if self.store.add(_DONE, 1) < self.place.size:
@@ -127,7 +127,7 @@ class Meeting:
         ask_within(2 * seconds + 1.0, wait)
 
     def leave(self, *, seconds: float) -> None:
-        """Tell that this process ends by a failure, and, if it keeps the store, wait until all others have told the same."""
+        """Report that this process ends by a failure and, if it keeps the store, wait until all others have reported the same."""
 
         def leave() -> None:
             if self.line.add(_LEFT, 1) < self.place.size and self.place.keeps_store:
@@ -171,7 +171,7 @@ def _first_line(problem: BaseException) -> str:
 
 
 def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> Future[Store]:
-    """Open the second connection, in a thread: torch asks for names of addresses, which can take seconds."""
+    """Open the second connection, in a thread: torch resolves names of addresses, which can take seconds."""
     opened: Future[Store] = Future()
 
     def connect() -> None:
@@ -185,7 +185,7 @@ def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> F
 
 
 def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:
-    """Keep the store, or connect to it: again when it vanishes meanwhile, as rank 0 may have failed and left."""
+    """Keep the store, or connect to it; retries if it vanishes meanwhile, since rank 0 may have failed and left."""
     if keeps:
         return _store(place, port=port, keeps=True, seconds=max(1.0, seconds))
     deadline, was_there = time.monotonic() + seconds, False
@@ -208,7 +208,7 @@ def _store(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPSt
 
 
 def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
-    """Wait until a process listens there; torch would wait as well, but complain with C++ stacks."""
+    """Wait until a process listens on the port; torch would also wait, but with C++ stacks in its errors."""
     start = time.monotonic()
     while True:
         try:
@@ -226,7 +226,7 @@ def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
 
 
 def wait_until(has_happened: Callable[[], bool], *, seconds: float) -> bool:
-    """Look again and again; returns True if it has happened within `seconds`."""
+    """Poll; returns True if it has happened within `seconds`."""
     deadline = time.monotonic() + seconds
     while not (found := has_happened()) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
@@ -234,7 +234,7 @@ def wait_until(has_happened: Callable[[], bool], *, seconds: float) -> bool:
 
 
 def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
-    """Return the store's answer to a question; raises StoreGoneError if there is none in time, or the connection is lost."""
+    """Return the store's answer to a request; raises StoreGoneError if there is none in time, or the connection is lost."""
     answers: list[_Result] = []
     problems: list[BaseException] = []
 

@@ -1,4 +1,4 @@
-"""The place of this process among those of its run, as its launcher says in environment variables."""
+"""The place of this process among those of its run, from the launcher's environment variables."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from multimodal.values.errors import ConfigError
 
 @dataclass(frozen=True)
 class RankPlace:
-    """This process among all others, and where they meet."""
+    """This process's place among all others, and the address at which they meet."""
 
     rank: int
     size: int
@@ -16,7 +16,7 @@ class RankPlace:
     address: str
     port: int
     launcher_keeps_store: bool
-    """torchrun keeps the store in which the ranks meet, else rank 0 does."""
+    """True if torchrun keeps the store in which the ranks meet, False if rank 0 does."""
 
     @property
     def keeps_store(self) -> bool:
@@ -27,7 +27,7 @@ class RankPlace:
 def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
     """Read RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT; without them the process is alone.
 
-    Raises ConfigError for a variable that cannot be.
+    Raises ConfigError for an invalid variable.
     """
     size = _whole_number(environ, "WORLD_SIZE", default=1)
     if size < 1:
@@ -54,7 +54,7 @@ def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
 
 
 def find_ranks_per_node(environ: Mapping[str, str]) -> int | None:
-    """Return the processes on a node, as torchrun says; None where a launcher does not."""
+    """Return the number of processes on a node according to torchrun; None with other launchers."""
     text = environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdecimal() and int(text[:9]) else None
 

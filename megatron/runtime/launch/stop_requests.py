@@ -1,7 +1,7 @@
 """Requests to stop a run early: SIGTERM or SIGUSR1 (a cluster's time limit or preemption), Ctrl-C, --exit-duration-in-mins.
 
-Both during training let all ranks finish the step, save, and end well; everything else ends the process at once. A thread
-takes the signals, as the main thread may wait inside a collective, where Python handles none.
+All of these, during training, let all ranks finish the step, save, and end normally; at other times signals end the process at
+once. A thread takes the signals, as the main thread may wait inside a collective, where Python handles none.
 """
 
 import os
@@ -13,7 +13,7 @@ from enum import IntEnum
 from megatron.runtime.launch.failure import Ending, InterruptedRunError
 
 _SAME_SIGNAL_SECONDS = 3.0
-"""srun and torchrun both send SIGTERM to the same rank; a signal that follows this soon is no second request."""
+"""srun and torchrun both send SIGTERM to the same rank; a signal that follows this soon is not a second request."""
 
 
 class StopReason(IntEnum):
@@ -21,7 +21,7 @@ class StopReason(IntEnum):
 
     NONE = 0
     JOIN = 1
-    """Only to go on with nodes that have joined an elastic run."""
+    """Only to continue with nodes that have joined an elastic run."""
     DURATION = 2
     SIGUSR1 = 3
     SIGTERM = 4
@@ -32,7 +32,7 @@ class StopReason(IntEnum):
 
     @property
     def is_signal(self) -> bool:
-        """True if somebody asked for the stop."""
+        """True if a signal requested the stop."""
         return self >= StopReason.SIGUSR1
 
 
@@ -60,11 +60,11 @@ class StopRequests:
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
 
     def begin_training(self) -> None:
-        """Stop after a step from now on, since there is something to save."""
+        """Stop after a step from now on, since there is a state to save."""
         self._is_training = True
 
     def reason(self, *, exit_duration_minutes: float | None) -> StopReason:
-        """Return this rank's reason to stop after the step that runs."""
+        """Return this rank's reason to stop after the current step."""
         if self._asked_by:
             return self._asked_by
         seconds = time.monotonic() - self._start_seconds
@@ -73,7 +73,7 @@ class StopRequests:
     def _listen(self, reader: int) -> None:
         while True:
             for number in os.read(reader, 16):
-                if number in _TAKEN:  # others have handlers of their own
+                if number in _TAKEN:  # other signals have their own handlers
                     self.take(signal.Signals(number))
 
     def take(self, number: signal.Signals) -> None:
@@ -90,11 +90,11 @@ class StopRequests:
 
 
 def ignore_in_worker() -> None:
-    """Ignore signals in a forked loader process, whose training process decides when it ends."""
+    """Ignore signals in a forked loader process, which its training process ends."""
     signal.set_wakeup_fd(-1)
     for number in _TAKEN:  # a launcher may send them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
 
 
 def _leave_it_to_the_thread(number: int, frame: object) -> None:
-    """Something must be installed for the signal to be written to the thread's pipe."""
+    """Do nothing: a handler must be installed for the signal to be written to the thread's pipe."""

@@ -1,1 +1,1 @@
-"""`--plan auto`: measures data and machine where a run starts, plans, and reviews the plan once it has been measured."""
+"""`--plan auto`: measures data and machine at the start of a run, plans, and reviews the plan after some measured steps."""

@@ -1,4 +1,4 @@
-"""Plans a run from what was measured: the request that its flags make, the planner's answer, and the flags that this becomes."""
+"""Plans a run from measurements: the request from its flags, the planner's answer, and the flags of that answer."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -41,13 +41,13 @@ _IN_CHOICES = [field.name for field in fields(PlannedRun) if field.compare and f
 
 @dataclass(frozen=True)
 class Choice:
-    """A plan with all that ranks must know of it."""
+    """A plan with everything that ranks must know of it."""
 
     run: PlannedRun
     cluster: Cluster
-    """Whose durations the run goes by."""
+    """The cluster whose durations the run uses."""
     seconds: float
-    """Of a step, predicted."""
+    """Predicted seconds of a step."""
     lines: tuple[str, ...]
     """The choice and the reasons for it, for the log."""
     text: str
@@ -84,9 +84,9 @@ def build_request(
     num_ranks: int,
     profile: LayerProfile | None = None,
 ) -> PlanningRequest:
-    """Return what a planner is asked; sizes and options that were given stay as they are. Raises PlanError.
+    """Return the request to a planner; given sizes and options are kept. Raises PlanError.
 
-    Weights are shared by replicas only where that is asked for, or nothing fits otherwise (`choose_plan`).
+    Replicas share weights only if that is requested, or if nothing fits otherwise (`choose_plan`).
     """
     given, is_given = config.given, config.given.__contains__
     fixed = {
@@ -114,7 +114,7 @@ def build_request(
 def choose_plan(request: PlanningRequest, *, may_share_weights: bool, made_for: Mapping[str, str], cluster_name: str) -> Choice:
     """Plan for all ranks of the request; raises PlanError.
 
-    may_share_weights: if nothing fits otherwise. made_for, cluster_name: for the plan file, as of `plan_text`.
+    may_share_weights: if nothing fits otherwise. made_for, cluster_name: for the plan file, as in `plan_text`.
     """
     planned = _plan(request, may_share_weights=may_share_weights)
     run, prediction = planned
@@ -133,7 +133,7 @@ def _plan(request: PlanningRequest, *, may_share_weights: bool) -> PredictedRun:
 
 
 def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun:
-    """Return the best plan of single planners that leaves no rank idle, as a run must have it; raises PlanError."""
+    """Return the best plan of single planners that leaves no rank idle, as runs require; raises PlanError."""
     found = []
     for row in PLANNERS.values():
         if row.searches_others:
@@ -179,7 +179,7 @@ def _sizes(run: PlannedRun) -> str:
 
 
 def planned_config(config: RunConfig, run: PlannedRun, *, plan: Path, cluster: Path) -> RunConfig:
-    """Return the configuration of a run by this plan; plan, cluster: their files."""
+    """Return the configuration of a run with this plan; plan, cluster: their files."""
     training = replace(
         config.training,
         schedule=run.schedule,

@@ -1,4 +1,4 @@
-"""Values that take long to find, kept in the user's cache under keys of all that they depend on."""
+"""A cache, in the user's cache folder, of values that take long to compute, under keys of everything they depend on."""
 
 import hashlib
 import importlib.metadata
@@ -16,7 +16,7 @@ _FORMAT = 1
 
 
 def key_of(depends_on: Iterable[object]) -> str:
-    """Return a name that two values share if they depend on the same, with near certainty; Braid's version is part of it."""
+    """Return a key that, with near certainty, only equal dependencies share; Braid's version is one of them."""
     try:
         version = importlib.metadata.version("braid")
     except importlib.metadata.PackageNotFoundError:
@@ -28,7 +28,7 @@ def key_of(depends_on: Iterable[object]) -> str:
 
 
 def find_value(room: str, key: str) -> dict[str, Any] | None:
-    """Return what was kept; None where nothing was, or where it cannot be read."""
+    """Return a cached value; None if there is none, or it cannot be read."""
     with suppress(OSError, ValueError):
         found = json.loads((user_cache(room) / f"{key}.json").read_text())
         return found if isinstance(found, dict) else None
@@ -36,13 +36,13 @@ def find_value(room: str, key: str) -> dict[str, Any] | None:
 
 
 def keep_value(room: str, key: str, value: Mapping[str, Any]) -> None:
-    """Keep a value for later runs, where the user's cache can be written."""
+    """Keep a value for later runs, if the user's cache can be written."""
     with suppress(OSError):
         write_whole(user_cache(room) / f"{key}.json", json.dumps(value))
 
 
 def place_file(room: str, name: str, text: str) -> Path:
-    """Return a file with this text: in the user's cache, or where that cannot be written, in a new folder for this process."""
+    """Return a file with this text: in the user's cache, or if that cannot be written, in a new folder of this process."""
     path = user_cache(room) / name
     with suppress(OSError, ValueError):
         if path.is_file() and path.read_text() == text:
@@ -56,7 +56,7 @@ def place_file(room: str, name: str, text: str) -> Path:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file such that nobody ever sees a part of it; raises OSError."""
+    """Write a file so that no reader ever sees a part of it; raises OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent)
     try:

@@ -1,4 +1,4 @@
-"""The machine that a run is on: described like ones that are known, or with its memory and its links as measured here."""
+"""Describes the machine of a run: as a known one of its kind, or with its memory and its links as measured here."""
 
 import os
 import time
@@ -18,18 +18,18 @@ from multimodal.cost.cluster import Cluster, Network, NodeLink, peak_tflops
 _GLOO = NodeLink(1.5, 70.0), Network(1.0, 100.0, 1)
 _NVLINK = NodeLink(450.0, 3.0), Network(50.0, 8.0, 1)
 _CPU_TFLOPS = 0.118
-"""One core's peak, as in examples/clusters/cpu.yaml, which says where these numbers come from."""
+"""One core's peak, from examples/clusters/cpu.yaml, which gives the source of these numbers."""
 _UNKNOWN_DEVICE_TFLOPS = 500.0
 
 
 _SMALL_BYTES = 4096
 _LARGE_BYTES = {"cpu": 4 * 2**20, "cuda": 64 * 2**20}
-"""Of what is gathered, to tell a link's latency and its bandwidth."""
+"""Sizes of gathered tensors by which a link's latency and bandwidth are distinguished."""
 _NUM_WARM_UPS, _NUM_REPETITIONS = 3, 10
 
 
 def assumed_cluster() -> Cluster:
-    """Return a machine like this one, by the accelerator's name: what matters is how computing and sending compare."""
+    """Return a machine like this one, by the accelerator's name: the ratio of computing to sending is what matters."""
     ranks_per_node = ranks_on_node()
     if not torch.cuda.is_available():
         return Cluster(
@@ -48,14 +48,14 @@ def assumed_cluster() -> Cluster:
 
 
 def ranks_on_node() -> int:
-    """Return the ranks of a node as the launcher says, else as many as there are accelerators, or all."""
+    """Return the ranks of a node according to the launcher, else the number of accelerators, or all ranks."""
     num_ranks = find_rank_place(os.environ).size
     most = torch.cuda.device_count() if torch.cuda.is_available() else num_ranks
     return find_ranks_per_node(os.environ) or min(num_ranks, most)
 
 
 def describe_device(*, dtype: str, ranks_per_node: int) -> Cluster:
-    """Return the machine with this rank's peak and memory as they are; its links are assumed."""
+    """Return the machine with the actual peak and memory of this rank; its links are assumed."""
     peak = find_peak_tflops(getattr(torch, dtype))
     return replace(
         assumed_cluster(), gpus_per_node=ranks_per_node, peak_tflops=peak, memory_gb=_memory_gb(ranks_per_node), dtype=dtype
@@ -63,7 +63,7 @@ def describe_device(*, dtype: str, ranks_per_node: int) -> Cluster:
 
 
 def _memory_gb(ranks_per_node: int) -> float:
-    """Return 10^9 bytes of one rank; ranks without accelerators share their node's, or what it leaves this process."""
+    """Return 10^9 bytes of one rank; ranks without accelerators share their node's memory, or the limit of this process."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e9
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -76,11 +76,11 @@ def _memory_gb(ranks_per_node: int) -> float:
 
 
 def measure_links(cluster: Cluster, *, rank: int, world_size: int) -> Cluster:
-    """Time collectives inside nodes, and between the ranks of the same place on every node; collective over all ranks.
+    """Time collectives inside nodes, and between corresponding ranks of all nodes; collective over all ranks.
 
-    The figures that `collective_seconds` takes are solved for: n ranks take t = (n - 1) (latency + bytes / n / bandwidth).
-    All ranks of a node measure at the same time, so a rank's share of the network is what it gets beside the others. What there
-    are too few ranks for stays as it is.
+    The parameters of `collective_seconds` are solved for: n ranks take t = (n - 1) (latency + bytes / n / bandwidth). All ranks
+    of a node measure at the same time, so a rank's share of the network is what it gets beside the others. Links with too few
+    ranks keep their values.
     """
     size = cluster.gpus_per_node
     nodes = [list(range(first, min(first + size, world_size))) for first in range(0, world_size, size)]
@@ -94,12 +94,12 @@ def measure_links(cluster: Cluster, *, rank: int, world_size: int) -> Cluster:
 
 
 def _time_link(groups: list[list[int]], rank: int) -> tuple[float, float]:
-    """Return this rank's bandwidth in 10^9 bytes/s and latency in us, as it sees them in its group."""
-    made = [dist.new_group(ranks) for ranks in groups]  # every rank takes part in making each
+    """Return this rank's bandwidth in 10^9 bytes/s and latency in us in its group."""
+    made = [dist.new_group(ranks) for ranks in groups]  # every rank must take part in creating each
     own, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if rank in ranks)
     num_ranks, device = len(own), platform.device()
     if num_ranks == 1:
-        return 1.0, 100.0  # a rank whose place other nodes lack; rank 0's figures count
+        return 1.0, 100.0  # a rank without counterparts on other nodes; rank 0's figures count
     large_bytes = _LARGE_BYTES[device.type] // num_ranks * num_ranks
     seconds = {}
     for num_bytes in (_SMALL_BYTES // num_ranks * num_ranks, large_bytes):

@@ -21,19 +21,19 @@ from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import Unit
 
 MOST_TOKENS, LEAST_TOKENS = 8192, 16
-"""Of a layer's largest and smallest profiled size."""
+"""Tokens of a layer's largest and smallest profiled size, at most and at least."""
 MOST_SECONDS = 0.25
-"""Of a layer's forward at its largest profiled size, by the machine's description."""
+"""Most seconds of a layer's forward at its largest profiled size, by the machine's description."""
 SAMPLES_AT_ONCE = 8
-"""Average samples of a layer's largest profiled size."""
+"""Number of average samples in a layer's largest profiled size."""
 NUM_SIZES, SEQUENCES = 4, (1, 8)
 NUM_REPETITIONS, SECONDS_PER_SIZE = 5, 0.03
 
 
 def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bool]:
-    """Return the machine of --cluster, or as it was measured before, and True; else its description with assumed links.
+    """Return the machine of --cluster, or as measured before, and True; else its description with assumed links, and False.
 
-    Raises ConfigError for a file that is none.
+    Raises ConfigError for an invalid file.
     """
     if config.training.cluster is not None:
         return Cluster.from_file(config.training.cluster), True
@@ -44,7 +44,7 @@ def describe_machine(config: RunConfig, *, world_size: int) -> tuple[Cluster, bo
 
 
 def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) -> Cluster:
-    """Measure the links, for this run and later ones; collective. cluster: on rank 0 what is known else."""
+    """Measure the links, for this run and later ones; collective. cluster: on rank 0, all else that is known."""
     world.connect(backend=config.training.distributed_backend)
     known = cluster or replace(assumed_cluster(), gpus_per_node=ranks_on_node())
     measured = measure_links(known, rank=world.rank, world_size=world.size)
@@ -54,7 +54,7 @@ def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) ->
 
 
 def _device() -> str:
-    """Return the name of what computes; processors of unlike machines may share one, so these count by their hosts."""
+    """Return the name of the device; different CPUs may have the same name, so they are distinguished by their hosts."""
     return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU of {host.node()}"
 
 
@@ -64,9 +64,9 @@ def _machine_key(config: RunConfig, world_size: int) -> str:
 
 
 def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerProfile, str]:
-    """Time all layers of a request's model at sizes that its lengths make likely, or find what was kept; and say which.
+    """Time all layers of a request's model at sizes that suit its lengths, or find a kept profile; also return which it was.
 
-    No process group may be up: layers are timed as those of a rank whose peers are not there.
+    There must be no process group: layers are timed as those of a rank whose peers are absent.
     """
     graph = request.graph
     sizes = {unit.name: profiled_sizes(request, unit) for unit in graph.units}
@@ -105,7 +105,7 @@ def _options(request: PlanningRequest, build: BuildOptions, sizes: tuple[int, ..
 
 
 def profiled_sizes(request: PlanningRequest, unit: Unit) -> tuple[int, ...]:
-    """Return tokens from a quarter of an average sample to some samples at once, as far as a layer then takes no long time."""
+    """Return tokens from a quarter of an average sample to several samples, as long as a layer does not take too long."""
     mean, longest = request.mean_loads[unit.name][0], int(request.sample_loads[unit.name][:, 0].max(initial=0))
     most = min(MOST_TOKENS, max(SAMPLES_AT_ONCE * mean, longest, 16 * LEAST_TOKENS))
     kind = next((kind for kind in unit.layers if LAYER_KINDS[kind].attends), unit.layers[0])

@@ -1,6 +1,6 @@
-"""Turns `--plan auto` into a plan: rank 0 measures and plans, and all ranks go on with what it tells them.
+"""Turns `--plan auto` into a plan: rank 0 measures and plans, and sends all ranks the result.
 
-What was measured is kept for later runs on this machine, and so is the plan, under all that it depends on.
+Measurements are kept for later runs on this machine, and so is the plan, under everything that it depends on.
 """
 
 import json
@@ -28,7 +28,7 @@ from multimodal.values.sample_lengths import SampleLengths
 
 logger = logging.getLogger(__name__)
 MOST_SAMPLES = 4096
-"""Samples whose lengths a plan is made from: the first that the run trains on."""
+"""Samples whose lengths a plan is made from: the first of the training."""
 CLUSTER_NAME = "cluster.yaml"
 _LINKS = {False: "links as measured now", True: "links as kept"}
 
@@ -44,7 +44,7 @@ class Inputs:
 
 
 class Planned(NamedTuple):
-    """The answer for one rank."""
+    """The result for one rank."""
 
     config: RunConfig
     choice: Choice
@@ -53,11 +53,11 @@ class Planned(NamedTuple):
 
 
 def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: BuildOptions) -> Planned:
-    """Measure what is not known yet, plan, and return the run's configuration under the plan; collective.
+    """Measure what is unknown, plan, and return the run's configuration under the plan; collective.
 
-    Layers are timed before ranks connect. Raises a BraidError on rank 0 where nothing can be planned, RanksLostError on others.
+    Layers are timed before ranks connect. Raises a BraidError on rank 0 if nothing can be planned, RanksLostError on others.
 
-    build: how the run builds its layers.
+    build: options with which the run builds its layers.
     """
     first = _FirstRank(config, world, inputs) if world.rank == 0 else None
     are_links_known = world.from_first("links", lambda: first.look_at_machine(build) if first else "") == "known"
@@ -74,7 +74,7 @@ def orchestrate(config: RunConfig, world: World, inputs: Inputs, *, build: Build
 
 
 def under_choice(config: RunConfig, choice: Choice) -> RunConfig:
-    """Return the configuration of the run under a plan, whose files are where this rank can read them."""
+    """Return the configuration of the run under a plan, with the plan's files at a place that this rank can read."""
     place = f"plans/{key_of((choice.text, choice.cluster))}"
     cluster = config.training.cluster or place_file(
         place, CLUSTER_NAME, yaml.safe_dump(choice.cluster.to_dict(), sort_keys=False)
@@ -106,13 +106,13 @@ class _FirstRank:
         )
 
     def look_at_machine(self, build: BuildOptions) -> str:
-        """Profile layers, and say whether links are known."""
+        """Profile layers, and return whether links are known."""
         profile, self._layers = profile_model(self.request, build)
         self.request = replace(self.request, profile=profile)
         return "known" if self._are_links_known or self._world_size == 1 else "measure"
 
     def choose(self) -> str:
-        """Plan, or find what was planned of the same."""
+        """Plan, or find the plan of an equal request."""
         self.request = request = replace(self.request, cluster=self.cluster)
         choice = find_choice(request)
         self._is_kept = choice is not None
@@ -126,7 +126,7 @@ class _FirstRank:
         return json.dumps(choice.to_dict())
 
     def tell(self, config: RunConfig) -> None:
-        """Say in five lines what was chosen and why."""
+        """Report the choice and its reasons in five lines."""
         cluster = self.cluster
         links = f"--cluster {self._config.training.cluster}" if self._config.training.cluster else _LINKS[self._are_links_known]
         machine = (
@@ -148,7 +148,7 @@ def find_choice(request: PlanningRequest) -> Choice | None:
 
 
 def keep_choice(request: PlanningRequest, choice: Choice) -> None:
-    """Keep a plan for runs that ask the same."""
+    """Keep a plan for runs with the same request."""
     keep_value("choices", _key(request), choice.to_dict())
 
 
@@ -157,7 +157,7 @@ def _key(request: PlanningRequest) -> str:
 
 
 def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES) -> Iterator[SampleLengths]:
-    """Yield the lengths of the samples that training sees first, as many as are told or there are."""
+    """Yield the lengths of the first samples of the training, up to the given number or all of them."""
     parts = data.train_parts or (DataPart(len(data.train)),)
     batches = GlobalBatches(parts, config.training.global_batch_size, config.training.seed, shuffle=not config.data.is_digits)
     drawn = (sample for step in count() for sample in batches.batch(step))

@@ -1,4 +1,4 @@
-"""Profiles the layers of a model on this device, one kind of layer at a time, and fits curves to what was measured."""
+"""Profiles the layers of a model on this device, one kind of layer at a time, and fits curves to the measurements."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -35,17 +35,17 @@ class ProfileOptions:
 
     build: BuildOptions
     sizes: tuple[int, ...]
-    """Tokens, ascending; three or more for quadratics."""
+    """Numbers of tokens, ascending; three or more for quadratics."""
     sequences: tuple[int, ...] = (1,)
-    """Numbers of sequences that the tokens of a layer that attends are packed in."""
+    """Numbers of sequences into which the tokens of an attending layer are packed."""
     vocab_size: int
     num_repetitions: int = 5
     seconds_per_size: float = 0.2
-    """Small sizes are repeated until then: the median of many runs is not disturbed by a few."""
+    """Seconds for which each size is repeated: the median of many runs is not disturbed by a few slow ones."""
     is_interpolated: bool = False
     """Curves are straight lines between the points, not quadratics."""
     checks_fit: bool = True
-    """Also time sizes in between, and hold the curves against them."""
+    """Also time sizes between the fitted ones, and compare the curves with them."""
 
 
 class ProfiledLayer(NamedTuple):
@@ -58,7 +58,7 @@ class ProfiledLayer(NamedTuple):
     """Name of a curve -> size -> seconds."""
     errors: dict[str, FitError]
     update: tuple[PackedSize, float]
-    """Weights, and the seconds of updating them."""
+    """Number of weights, and the seconds of updating them."""
 
 
 def layers_of(graph: ModelGraph, unit: Unit, *, tensor_parallel_sizes: Sequence[int]) -> Iterator[ProfileKey]:
@@ -69,7 +69,7 @@ def layers_of(graph: ModelGraph, unit: Unit, *, tensor_parallel_sizes: Sequence[
 
 
 def profile_layer(graph: ModelGraph, key: ProfileKey, options: ProfileOptions) -> ProfiledLayer:
-    """Time and fit one layer, as the first of as many ranks as share it."""
+    """Time and fit one layer, as the first of the ranks that share it."""
     unit, kind, size, _ = key
     sequences = options.sequences if LAYER_KINDS[kind].attends and not options.is_interpolated else (1,)
     fitted = packed_sizes(options.sizes, sequences)
@@ -94,7 +94,7 @@ def profile_layer(graph: ModelGraph, key: ProfileKey, options: ProfileOptions) -
 
 
 def join_profile(graph: ModelGraph, layers: Sequence[ProfiledLayer], options: ProfileOptions) -> LayerProfile:
-    """Time what a step takes beside its layers, too, and return all of it as planners read it."""
+    """Also time the work of a step outside of its layers, and return everything in the form that planners read."""
     is_cuda = platform.device().type == "cuda"
     name = torch.cuda.get_device_name() if is_cuda else "CPU"
     dtype = str(options.build.precision.params_dtype).removeprefix("torch.")
@@ -111,7 +111,7 @@ def _profile_step(graph: ModelGraph, layers: Sequence[ProfiledLayer], options: P
 
 @contextmanager
 def fake_ranks(count: int) -> Iterator[None]:
-    """Let this process be the first of `count` ranks, whose collectives send nothing."""
+    """Let this process act as the first of `count` ranks, whose collectives send nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)  # type: ignore[no-untyped-call]
     try:
         yield
@@ -126,7 +126,7 @@ def groups_of_one() -> ProcessGroupCollection:
 
 
 def packed_sizes(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
-    """Return all numbers of tokens in all numbers of sequences that leave these `SHORTEST` or more; rounded to equal lengths."""
+    """Return all combinations of tokens and sequences with `SHORTEST` or more tokens per sequence, rounded to equal lengths."""
     return tuple(
         dict.fromkeys(
             PackedSize(count * round(size / count), count)
@@ -138,7 +138,7 @@ def packed_sizes(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[Packed
 
 
 def sizes_between(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[PackedSize, ...]:
-    """Return the geometric means of neighbours, of tokens as well as of sequences, at which a fit to the others is checked."""
+    """Return the geometric means of neighbouring tokens and sequences, at which a fit to the others is checked."""
     counts = [round(math.sqrt(low * high)) for low, high in pairwise(sequences)]
     return packed_sizes([round(math.sqrt(low * high)) for low, high in pairwise(sizes)], (sequences[0], *counts))
 

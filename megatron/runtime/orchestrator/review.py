@@ -1,4 +1,4 @@
-"""Holds the prediction of a plan against measured steps, and plans again with layers as slow as they were measured to be."""
+"""Compares a plan's prediction with measured steps, and plans again with the measured slowness of layers."""
 
 import json
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from multimodal.values.action import ACTION_TABLE, Resource
 from multimodal.values.timeline import Timeline
 
 CLEARLY = 1.05
-"""A plan is told of if the current one's steps are predicted to be more than this many times as long."""
+"""Another plan is reported if the current one's steps are predicted to be more than this many times as long."""
 MOST_MEASURED = 8
-"""Steps before the review that are measured; the first one sets connections up, so it never is."""
+"""Most steps before the review that are measured; the first step sets connections up and is never measured."""
 
 
 class Verdict(NamedTuple):
@@ -26,22 +26,22 @@ class Verdict(NamedTuple):
 
     line: str
     choice: Choice | None
-    """The plan to go on under; None: the current one."""
+    """The plan to continue under; None: the current one."""
 
     def to_text(self) -> str:
-        """Return what `from_text` reads."""
+        """Return the text form, read by `from_text`."""
         return json.dumps([self.line, self.choice and self.choice.to_dict()])
 
     @classmethod
     def from_text(cls, text: str) -> "Verdict":
-        """Read."""
+        """Parse the text form."""
         line, choice = json.loads(text)
         return cls(line, choice and Choice.from_dict(choice))
 
 
 @dataclass
 class PlanReview:
-    """The steps of one plan up to its review. All ranks have one; rank 0 knows what was asked, and measures."""
+    """The steps of one plan up to its review. All ranks have one; rank 0 has the request, and measures."""
 
     planned: Planned
     num_steps: int
@@ -50,23 +50,23 @@ class PlanReview:
     first_step: int = 0
     """Steps that were done when the plan began."""
     seconds_before: float | None = None
-    """Of a step of the plan that this one took the place of: then the review only compares."""
+    """Seconds of a step of the previous plan, if there was one: then the review only compares."""
     _seconds: list[float] = field(default_factory=list)
     _measured: dict[str, float] = field(default_factory=dict)
     _predicted: dict[str, float] = field(default_factory=dict)
     """Unit -> seconds of its computations, over all lanes and measured steps."""
 
     def measures(self, number: int) -> bool:
-        """Return True for the steps whose timeline is looked at."""
+        """Return True for the steps that are measured."""
         last = self.first_step + self.num_steps
         return max(last - MOST_MEASURED, self.first_step + (self.num_steps > 1)) < number <= last
 
     def is_due(self, number: int) -> bool:
-        """Return True behind the last of these."""
+        """Return True after the last of these steps."""
         return number == self.first_step + self.num_steps
 
     def add(self, step: Step, timeline: Timeline, *, seconds: float) -> None:
-        """Take in a measured step, on rank 0."""
+        """Add a measured step, on rank 0."""
         self._seconds.append(seconds)
         costs = self._costs(step)
         for event in timeline.events:
@@ -93,11 +93,11 @@ class PlanReview:
 
     @property
     def factors(self) -> Mapping[str, float]:
-        """Unit -> how many times as long as profiled its computations take: in training, ranks share what one had alone."""
+        """Unit -> ratio of its measured computations to profiled ones: in training, ranks share resources that one had alone."""
         return {unit: self._measured[unit] / seconds for unit, seconds in self._predicted.items() if seconds > 0}
 
     def conclude(self, number: int) -> Verdict:
-        """Compare, and plan again with what was measured, on rank 0."""
+        """Compare, and plan again with the measurements, on rank 0."""
         measured = median(self._seconds)
         factors = ", ".join(f"{factor:.2f} times as long in {unit}" for unit, factor in self.factors.items())
         line = (
@@ -116,7 +116,7 @@ class PlanReview:
         return Verdict(f"{line}; going on under it", other)
 
     def _plan_again(self) -> tuple[float, Choice]:
-        """Return the current plan's step and the best plan, as layers were measured; what weights are called must stay."""
+        """Return the current plan's step and the best plan for measured layers; the names of weights must not change."""
         run, request = self.planned.choice.run, self._request
         assert request.profile is not None
         corrected = replace(request, profile=request.profile.times(self.factors), sharding=run.sharding)
@@ -126,6 +126,6 @@ class PlanReview:
         return current.iteration_seconds, other
 
     def after_change(self, planned: Planned, *, number: int) -> "PlanReview":
-        """Return the review of the plan that is gone on under."""
+        """Return the review of the plan under which the run continues."""
         before = median(self._seconds) if self._seconds else 0.0
         return PlanReview(planned, self.num_steps, may_change=False, first_step=number, seconds_before=before)

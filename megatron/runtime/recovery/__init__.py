@@ -1,1 +1,1 @@
-"""Processes come and go: who starts them, who decides which are in the run, and how a rank leaves and joins."""
+"""Processes of elastic runs come and go: their supervisors, the keeper of the list of nodes, and ranks that leave and join."""

@@ -1,11 +1,11 @@
-"""The connections of this process to other ranks, all of which can be cut at once, whatever a thread waits for on them.
+"""The connections of this process to other ranks, all of which can be cut at once, whatever threads wait for on them.
 
-gloo cannot be told to give up (`abort` of its process groups does nothing): a rank would wait for peers that are alive but have
-left, up to the timeout. Shutting the sockets makes every call on them fail at once, in this process and at their other ends.
-NCCL's communicators are aborted by torch.
+gloo cannot be made to give up (`abort` of its process groups does nothing): a rank would wait for peers that are alive but have
+left, until the timeout. Shutting the sockets down makes every call on them fail at once, in this process and at the other ends.
+torch aborts NCCL's communicators.
 
-While a group is made there may be nothing to shut: of two ranks one connects, and the other waits for it, with no socket yet,
-also when the first one has left. Such a wait is ended by a connection in the peer's name, which is closed at once.
+While a group is being created there may be nothing to shut down: of two ranks one connects, and the other waits for it without a
+socket, even if the first one has left. Such a wait is ended by a connection in the peer's name, which is closed at once.
 """
 
 import os
@@ -18,11 +18,11 @@ from threading import Lock, Thread
 import torch.distributed as dist
 
 _MOST_PAIRS = 128
-"""Pairs of a gloo group, up to which a wait for a peer's connection can be ended."""
+"""Most pairs of a gloo group for which a wait for a peer's connection can be ended."""
 
 
 class CutError(RuntimeError):
-    """The connections to other ranks were cut, since some of them are lost."""
+    """The connections to other ranks were cut, since some of the ranks are lost."""
 
 
 class Connections:
@@ -36,7 +36,7 @@ class Connections:
 
     @contextmanager
     def opening(self) -> Iterator[None]:
-        """Count the sockets that are opened inside as connections to ranks; raises CutError when they are cut meanwhile."""
+        """Count the sockets that are opened inside as connections to ranks; raises CutError if they are cut meanwhile."""
         with self._lock:
             self._before = before = _open_sockets()
         try:
@@ -44,7 +44,7 @@ class Connections:
             yield
         finally:
             with self._lock:
-                if self._before is before:  # else another thread opens those of a later generation
+                if self._before is before:  # else another thread opens sockets of a later generation
                     self._own |= _open_sockets() - before
                     self._before = None
         self.check()
@@ -56,16 +56,16 @@ class Connections:
             raise CutError("the connections to other ranks are cut")
 
     def cut(self) -> None:
-        """Cut them, and those that are being opened; from any thread."""
+        """Cut the connections, including those that are being opened; may be called from any thread."""
         self.is_cut = True
         self.cut_new()
         if dist.is_initialized() and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()
 
     def cut_new(self) -> None:
-        """Cut what is open; once is not enough, as a thread that opens connections does not know yet that it is in vain.
+        """Cut the open connections. This must be repeated, as a thread that opens connections does not know of the cut yet.
 
-        After `forget` nothing is cut: connections may be those of the next generation.
+        After `forget` nothing is cut: connections may belong to the next generation.
         """
         with self._lock:
             if not self.is_cut:
@@ -77,7 +77,7 @@ class Connections:
                 _end_waits(descriptor)
 
     def forget(self) -> None:
-        """Everything is closed, and new connections may be opened."""
+        """Reset the list after all connections are closed, so that new ones may be opened."""
         with self._lock:
             self._own.clear()
             self._before = None
@@ -85,9 +85,9 @@ class Connections:
 
 
 def forget_groups() -> list[object]:
-    """Forget all process groups of this process, without the other ranks, and return them: `drop` takes them down.
+    """Forget all process groups of this process, without the other ranks, and return them: `drop` destroys them.
 
-    torch names groups by a count; ranks that were cut short while they joined would go on with different ones.
+    torch names groups by a counter; ranks that were interrupted while joining would continue with different names.
     """
     groups: list[object] = list(dist.distributed_c10d._world.pg_map)
     if dist.is_initialized():
@@ -97,7 +97,7 @@ def forget_groups() -> list[object]:
 
 
 def drop(groups: list[object]) -> None:
-    """Take down what was forgotten, in a thread: gloo waits for its own threads, of which one may wait on until its timeout."""
+    """Destroy forgotten groups in a thread: gloo waits for its own threads, one of which may wait until its timeout."""
     Thread(target=groups.clear, daemon=True).start()
 
 
@@ -121,7 +121,7 @@ def _shut(descriptor: int, name: str) -> None:
 
 
 def _end_waits(descriptor: int) -> None:
-    """Connect to a socket of gloo's that listens, as each pair's peer would: by telling the pair's number."""
+    """Connect to a listening socket of gloo as each pair's peer would, by sending the pair's number."""
     with suppress(OSError):
         with socket.socket(fileno=os.dup(descriptor)) as own:
             if not own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

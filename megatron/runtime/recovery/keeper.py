@@ -1,8 +1,8 @@
-"""Decides which nodes are in an elastic run: one process beside the ranks, which hears of deaths, silence and arrivals.
+"""Decides which nodes are in an elastic run: one process beside the ranks, which is told of deaths, silence and arrivals.
 
-A generation is a time in which the same nodes are in the run. It ends when one of them is lost (its ranks are told to leave at
-once) or another one arrives (they leave after the step). All that are left then arrive for the next generation, and it begins
-when everybody has whom the keeper does not know to be lost. What is lost meanwhile is simply not waited for.
+A generation is a period in which the same nodes are in the run. It ends when one of them is lost (its ranks are told to leave at
+once) or another one arrives (they leave after the step). All remaining ranks then arrive for the next generation, which begins
+when all have arrived that the keeper does not know to be lost. Nodes lost meanwhile are not waited for.
 """
 
 import logging
@@ -17,9 +17,9 @@ from megatron.runtime.recovery.ledger import CUT, JOIN, OVER, Ledger, Report, Ve
 logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
 _START_SECONDS = 60.0
-"""Seconds after which it is said which nodes of the start are waited for."""
+"""Seconds after which the keeper reports which nodes of the start are missing."""
 _END_SECONDS = 30.0
-"""Seconds that supervisors have to leave once the run is over; those of nodes that were lost never do."""
+"""Seconds for supervisors to leave once the run is over; those of lost nodes never do."""
 
 
 @dataclass
@@ -30,9 +30,9 @@ class _Node:
     num_ranks: int
     is_alive: bool = True
     arrived: dict[int, Report] = field(default_factory=dict)
-    """By local rank: reports for the coming generation."""
+    """Local rank -> report for the coming generation."""
     beats: dict[int, tuple[str, float]] = field(default_factory=dict)
-    """By local rank: the last sign of life, and when it was new."""
+    """Local rank -> the last sign of life, and the time at which it was new."""
 
     @property
     def is_here(self) -> bool:
@@ -41,17 +41,17 @@ class _Node:
 
 
 class Keeper:
-    """Keeps the list of nodes; `step` handles what has happened since, and `run` does so until the run is over."""
+    """Keeps the list of nodes; `step` handles new events, and `run` repeats that until the run is over."""
 
     def __init__(self, ledger: Ledger, *, num_nodes: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """num_nodes: that the run starts with, numbered from 0."""
+        """num_nodes: nodes at the start, numbered from 0."""
         self._ledger, self._num_nodes, self._clock = ledger, num_nodes, clock
         self._nodes: dict[int, _Node] = {}
         self._members: tuple[int, ...] = ()
         self._generation = 0
-        """The last one with a verdict."""
+        """The last generation with a verdict."""
         self._is_ending = True
-        """The next generation is waited for."""
+        """True while the next generation is awaited."""
         self._is_cut = False
         self._num_signals = 0
         self._next_event = 0
@@ -66,12 +66,12 @@ class Keeper:
         self._has_said_who_is_missing = False
 
     def run(self, *, num_supervisors: int) -> None:
-        """Decide until the run is over and all supervisors have left, or have had the time to."""
+        """Decide until the run is over and all supervisors have left, or have had the time to leave."""
         while self._num_supervisors_left < num_supervisors and self._clock() - self._over_at < _END_SECONDS:
             self.step(seconds=_LOOK_SECONDS)
 
     def step(self, *, seconds: float = 0.0) -> None:
-        """Handle the next event, if it comes within `seconds`, and decide what follows."""
+        """Handle the next event, if it comes within `seconds`, and make the decisions that follow."""
         event = self._ledger.next_event(self._next_event, seconds=max(seconds, 0.001))
         if event is not None:
             self._next_event += 1
@@ -83,7 +83,7 @@ class Keeper:
 
     def _on_started(self, *, node: int, incarnation: int, num_ranks: int) -> None:
         if node in self._nodes and self._nodes[node].is_alive:
-            self._lose(node)  # with its supervisor, and before it was missed
+            self._lose(node)  # with its supervisor, before its absence was noticed
         self._nodes[node] = _Node(incarnation, num_ranks)
 
     def _on_died(self, *, node: int, incarnation: int) -> None:
@@ -91,7 +91,7 @@ class Keeper:
             self._lose(node)
 
     def _on_trouble(self, *, generation: int) -> None:
-        """Some rank lost a connection: whoever is lost will be known soon, and all others must leave in any case."""
+        """Handle a lost connection of some rank: the lost node will be known soon, and all others must leave in any case."""
         if generation == self._generation and not self._is_cut:
             self._end_generation(CUT)
 
@@ -110,7 +110,7 @@ class Keeper:
                 self._leave(node, waits=arrived.waits)
 
     def _leave(self, node: int, *, waits: bool) -> None:
-        """A member has left its generation by itself: all of them have where they wait for nodes, else they are told to."""
+        """Handle a member that left its generation: if it waits for nodes, so do all others; else they are told to leave."""
         if waits:
             self._is_ending, self._since = True, self._clock()
         else:
@@ -123,7 +123,7 @@ class Keeper:
         self._num_supervisors_left += 1
 
     def _on_recovered(self, **seconds: float) -> None:
-        """A figure for whoever reads the list later."""
+        """Ignore the event, which holds figures for later readers of the list."""
 
     def _lose(self, node: int) -> None:
         self._nodes[node].is_alive = False
@@ -146,7 +146,7 @@ class Keeper:
         self._num_signals += 1
 
     def _look_for_silence(self) -> None:
-        """Declare nodes dead whose ranks give no sign of life, or do not arrive, for as long as the person set."""
+        """Declare nodes dead whose ranks give no sign of life, or do not arrive, within the user's timeout."""
         now = self._clock()
         for node, known in self._nodes.items():
             if not known.is_alive:
@@ -204,7 +204,7 @@ class Keeper:
         return not missing
 
     def _begin(self, nodes: list[int]) -> None:
-        """Publish who is in the next generation."""
+        """Publish the members of the next generation."""
         by_node = {node: list(self._nodes[node].arrived.values()) for node in nodes}
         holding = [node for node in nodes if any(report.done_steps is not None for report in by_node[node])]
         states = [report for node in holding for report in by_node[node] if report.done_steps is not None]

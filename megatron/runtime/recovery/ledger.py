@@ -1,7 +1,7 @@
 """Messages between the supervisors, the ranks and the keeper of an elastic run, in a store outside of all ranks.
 
-Whoever has something to tell appends an event to one list, which the keeper alone reads; it answers by verdicts (who is in a
-generation of the run) and by signals to the ranks of a generation.
+Every sender appends its events to one list, which only the keeper reads; it answers by verdicts (the members of a generation of
+the run) and by signals to the ranks of a generation.
 """
 
 import json
@@ -23,16 +23,16 @@ _LOOK_SECONDS = 0.01
 
 
 class Identity(NamedTuple):
-    """A rank's process: it keeps this whatever its rank is."""
+    """A rank's process, which keeps its identity while its rank may change."""
 
     node: int
     incarnation: int
-    """Times that the node's processes have been started, from 0."""
+    """Number of times that the node's processes have been started, from 0."""
     local_rank: int
 
     @property
     def name(self) -> str:
-        """The same as a key."""
+        """The identity as a key."""
         return f"{self.node}/{self.incarnation}/{self.local_rank}"
 
 
@@ -41,33 +41,33 @@ class Report:
     """The state that a rank reports when it arrives for the next generation."""
 
     done_steps: int | None = None
-    """Steps that its weights have been updated by; None: it has none of the run's weights."""
+    """Number of steps in its weights; None: it has none of the run's weights."""
     outcome: Mapping[str, Any] | None = None
-    """Results of the last of them, by which others can finish it."""
+    """Results of the last of these steps, with which others can finish it."""
     formed: int = 0
-    """Generation whose plan says which part of the state it has."""
+    """Generation whose plan determines the part of the state that it has."""
     pipelines: tuple[Any, ...] = ()
     """The replicas of that plan."""
     waits: bool = False
-    """There were too few nodes for a plan."""
+    """True if there were too few nodes for a plan."""
     is_spare: bool = False
-    """The plan had no place for it."""
+    """True if the plan had no place for it."""
     timeout_seconds: float = 30.0
     """--elastic-timeout."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Who is in a generation, and what they start from."""
+    """The members of a generation, and the state that they start from."""
 
     generation: int
     nodes: tuple[int, ...] = ()
-    """In the order of their ranks: those that were there before, then those that join."""
+    """Nodes in the order of their ranks: those that were there before, then those that join."""
     incarnations: tuple[int, ...] = ()
     holding: tuple[int, ...] = ()
     """Nodes whose ranks have a part of the run's state."""
     done_steps: int | None = None
-    """The largest number of steps that any of them has done; None: nobody has a state."""
+    """The largest number of steps that any of them has done; None: no node has a state."""
     outcome: Mapping[str, Any] | None = None
     pipelines: tuple[Any, ...] = ()
     exit_code: int | None = None
@@ -88,7 +88,7 @@ class Ledger:
         self.store.set(f"event/{index}", json.dumps({"kind": kind, **values}))
 
     def next_event(self, index: int, *, seconds: float) -> dict[str, Any] | None:
-        """Look for event `index` for some time; None when it does not come."""
+        """Wait a limited time for event `index`; None if it does not come."""
         key, deadline = f"event/{index}", time.monotonic() + seconds
         while not self.store.check([key]):
             if time.monotonic() > deadline:
@@ -98,20 +98,20 @@ class Ledger:
         return found
 
     def signal(self, generation: int, index: int, what: str) -> None:
-        """Signal `index` (from 0) to a generation."""
+        """Send signal `index` (from 0) to a generation."""
         self.store.set(f"signal/{generation}/{index}", json.dumps(what))
 
     def next_signal(self, generation: int, index: int, *, seconds: float) -> str | None:
-        """Wait for signal `index`; None when it does not come in time."""
+        """Wait for signal `index`; None if it does not come in time."""
         found: str | None = self._get(f"signal/{generation}/{index}", seconds)
         return found
 
     def publish(self, verdict: Verdict) -> None:
-        """Tell who is in a generation."""
+        """Publish the members of a generation."""
         self.store.set(f"verdict/{verdict.generation}", json.dumps(asdict(verdict)))
 
     def verdict(self, generation: int, *, seconds: float) -> Verdict | None:
-        """Wait for the verdict on a generation; None when it does not come in time."""
+        """Wait for the verdict on a generation; None if it does not come in time."""
         found: dict[str, Any] | None = self._get(f"verdict/{generation}", seconds)
         if found is None:
             return None
@@ -125,7 +125,7 @@ class Ledger:
         return None
 
     def set_flag(self, name: str, value: str = "1") -> None:
-        """Set something for whoever looks."""
+        """Set a flag for any reader."""
         self.store.set(f"flag/{name}", value)
 
     def count(self, name: str, *, by: int = 1) -> int:
@@ -133,11 +133,11 @@ class Ledger:
         return int(self.store.add(f"count/{name}", by))
 
     def first_to_say(self, name: str, value: str) -> str:
-        """Set a flag unless somebody has, and return what it is then."""
+        """Set a flag unless it is set, and return its value."""
         return str(self.store.compare_set(f"flag/{name}", "", value).decode())
 
     def flag(self, name: str) -> str | None:
-        """Return what was set; None if nothing was."""
+        """Return a flag's value; None if it is not set."""
         key = f"flag/{name}"
         return self.store.get(key).decode() if self.store.check([key]) else None
 
@@ -149,5 +149,5 @@ def connect(address: str, port: int, *, keeps: bool = False, seconds: float = _C
 
 
 def open_ledger(address: str, port: int, *, seconds: float = _CONNECT_SECONDS) -> Ledger:
-    """Connect as one of those that tell and are told."""
+    """Connect to the store, and return a ledger."""
     return Ledger(PrefixStore("recovery", connect(address, port, seconds=seconds)))

@@ -1,4 +1,4 @@
-"""A rank's line to the keeper: it arrives, learns who is there, and leaves a generation at once when others are lost."""
+"""A rank's connection to the keeper: it arrives, learns of the members, and leaves a generation at once if others are lost."""
 
 import ctypes
 import threading
@@ -20,9 +20,9 @@ from megatron.runtime.recovery.waiting import Standstill, find_standstill, is_wa
 from multimodal.values.errors import BraidError
 
 _GRACE_SECONDS = 2.0
-"""Seconds within which a loss becomes known after it has made something fail."""
+"""Seconds within which a loss becomes known after it has caused a failure."""
 _STUCK_SECONDS = 1.0
-"""Seconds after which a wait on connections that are cut will not end before gloo's timeout."""
+"""Seconds after which a wait on cut connections is known to last until gloo's timeout."""
 _END_SECONDS = 3.0
 
 
@@ -38,7 +38,7 @@ class Member:
     """This process in an elastic run."""
 
     def __init__(self, environ: Mapping[str, str], *, timeout_seconds: float, ending: Ending) -> None:
-        """environ: as a supervisor sets it; timeout_seconds: without a sign of life after which this process is given up."""
+        """environ: as set by a supervisor; timeout_seconds: time without a sign of life after which this process is given up."""
         self.identity = Identity(
             int(environ["BRAID_NODE"]), int(environ["BRAID_INCARNATION"]), int(environ.get("LOCAL_RANK", "0"))
         )
@@ -54,10 +54,10 @@ class Member:
         self.place_in_step: Callable[[], object] = lambda: None
         """Returns the progress of the main thread within a step; None outside of steps."""
         self._trainer = threading.current_thread()
-        """The thread that trains: of it alone the others are to learn."""
+        """The thread that trains: only its failures concern the others."""
         self._lock = threading.Lock()
         self.go_on: Callable[[], object] | None = None
-        """Trains on, in another thread, from where this one has left a generation."""
+        """Continues training in another thread after this one has left a generation."""
         for work in (self._beat, self._listen):
             threading.Thread(target=work, args=(open_ledger(self._address, self._port),), daemon=True).start()
 
@@ -72,11 +72,11 @@ class Member:
         return Meeting(place, PrefixStore(FLAGS, self.open_store()), line)
 
     def finish(self) -> None:
-        """Training has ended: what happens to others no longer matters."""
+        """Record that training has ended: failures of other ranks no longer matter."""
         self._is_finished = True
 
     def arrive(self, report: Report) -> Verdict:
-        """Tell that this rank is ready for the next generation, and wait until it begins; ends the process if the run is over."""
+        """Report that this rank is ready for the next generation, and wait until it begins; ends the process after the run."""
         self.ledger.tell("arrived", **self.identity._asdict(), generation=self.generation + 1, report=asdict(report))
         wanted = self.generation + 1
         while True:
@@ -97,7 +97,7 @@ class Member:
         return verdict
 
     def leave(self, problem: Exception) -> None:
-        """Return if a problem is the loss of other ranks, with all connections cut; else raise it."""
+        """Return, with all connections cut, if a problem is the loss of other ranks; else raise it."""
         if not isinstance(problem, NodesJoinError):
             self._wait_for_cut(problem)
         with self._lock:
@@ -111,7 +111,7 @@ class Member:
             raise LeftBehindError
 
     def _wait_for_cut(self, problem: Exception) -> None:
-        """Return once the connections are cut, which a loss leads to; raise the problem if it is not one."""
+        """Return once the connections are cut, as they are after a loss; raise the problem if there is none."""
         if not self._is_cut_within(0.0 if isinstance(problem, BraidError) else _GRACE_SECONDS):
             if not is_of_lost_ranks(problem):
                 raise problem
@@ -126,11 +126,11 @@ class Member:
         return self.connections.is_cut
 
     def check(self) -> None:
-        """Raise CutError when ranks of this generation are lost."""
+        """Raise CutError if ranks of this generation are lost."""
         self.connections.check()
 
     def _listen(self, ledger: Ledger) -> None:
-        """Take the keeper's signals."""
+        """Handle the keeper's signals."""
         generation, index = 0, 0
         while True:
             if generation != self.generation:
@@ -155,13 +155,13 @@ class Member:
                 self._ending.follow(int(signal.partition(":")[2]))
 
     def _cut_until_left(self, generation: int) -> None:
-        """Cut all connections, and those that the training thread goes on to open, until it has noticed.
+        """Cut all connections, including those that the training thread still opens, until it has noticed.
 
-        gloo ends not all waits: of a message that is under way when its connection breaks, whoever sends or receives it is not
-        told (`Pair::signalException` passes over buffers whose transfer has begun), and waits until the timeout. A thread that
-        does so is left behind, and another one trains on. On a GPU torch aborts communicators, which may take longer.
+        gloo does not end all waits: when a connection breaks during a message, its sender or receiver is not informed
+        (`Pair::signalException` skips buffers whose transfer has begun), and waits until the timeout. A thread in such a wait is
+        left behind, and another one continues training. On a GPU torch aborts communicators, which may take longer.
         """
-        with self._lock:  # or what is cut may be the next generation's
+        with self._lock:  # otherwise the next generation's connections might be cut
             if generation != self.generation:
                 return
             self.connections.cut()
@@ -192,7 +192,7 @@ class Member:
         )
 
     def _beat(self, ledger: Ledger) -> None:
-        """Give signs of life; not while a step's work does not get on, though nobody is waited for."""
+        """Give signs of life, except while a step makes no progress although it does not wait for another process."""
         seen, since, count = None, time.monotonic(), 0
         while True:
             place = self.place_in_step()

@@ -7,13 +7,13 @@ import warnings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that has asked CUDA itself cannot be forked
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # a process that has initialised CUDA cannot be forked
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 
 _PR_SET_PDEATHSIG = 1
 _REQUESTS_TO_STOP = (signal.SIGTERM, signal.SIGUSR1)
 for _number in _REQUESTS_TO_STOP:
-    signal.signal(_number, signal.SIG_IGN)  # Slurm sends them to every process, and with the one that forks ranks these would end
+    signal.signal(_number, signal.SIG_IGN)  # Slurm signals every process, and the ranks would end with the one that forks them
 
 
 def die_with_supervisor() -> None:

@@ -1,7 +1,7 @@
-"""Starts the ranks of nodes, tells at once when one dies, and starts those of a lost node again, so that it can return.
+"""Starts the ranks of nodes, reports deaths at once, and restarts the ranks of a lost node, so that it can return.
 
-`python -m megatron.runtime.recovery.supervisor --nodes 4 --nproc-per-node 2 pretrain_mllm.py --elastic ...` plays four nodes on
-this machine and keeps the store; scripts/slurm/elastic.sh starts one supervisor on each node.
+`python -m megatron.runtime.recovery.supervisor --nodes 4 --nproc-per-node 2 pretrain_mllm.py --elastic ...` simulates four nodes
+on this machine and keeps the store; scripts/slurm/elastic.sh starts one supervisor on each node.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from megatron.runtime.recovery.ledger import Ledger, connect, open_ledger
 _LOOK_SECONDS = 0.2
 _WRONG_INPUT = 2
 _PRELOADED = (
-    "megatron.runtime.recovery.preloaded",  # first, as it says how much torch is to log
+    "megatron.runtime.recovery.preloaded",  # first, as it sets the amount of torch's logging
     "megatron.runtime.training.elastic",
 )
 """Modules that are imported once before ranks are forked, so that ranks do not wait for imports when a node starts or returns."""
@@ -38,11 +38,11 @@ _PRELOADED = (
 
 @dataclass
 class _Node:
-    """A node's ranks, as often as they are started."""
+    """A node's ranks, in one incarnation after another."""
 
     number: int
     incarnation: int
-    """Times that it has been started before, less one."""
+    """Number of starts so far, less one."""
     processes: list[BaseProcess] = field(default_factory=list)
     exit_code: int | None = None
     """Set once all of its ranks have ended."""
@@ -53,7 +53,7 @@ class Supervisor:
     """The nodes that one process looks after."""
 
     def __init__(self, flags: argparse.Namespace, command: Sequence[str], *, start_method: str = "forkserver") -> None:
-        """start_method: `fork`, of ranks from this process itself, where it has one thread and has imported what they need."""
+        """start_method: `fork`, directly from this process, if it has one thread and has imported the ranks' modules."""
         self._flags, self._command = flags, command
         first = flags.node
         self._ledger = open_ledger(flags.address, flags.port)
@@ -62,7 +62,7 @@ class Supervisor:
         self._context.set_forkserver_preload(list(_PRELOADED))
 
     def run(self) -> int:
-        """Start all ranks and return when none is left and none will return; returns the exit code."""
+        """Start all ranks and return when none is left and none will be restarted; returns the exit code."""
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
         try:
@@ -88,7 +88,7 @@ class Supervisor:
                 self._look_at(node)
 
     def _end_without_store(self, problem: RuntimeError) -> None:
-        """Ranks end by themselves, too, as soon as they miss it."""
+        """End after the store is lost; ranks also end by themselves as soon as they notice."""
         for process in (process for node in self._nodes for process in node.processes):
             process.kill()
         where = f"{self._flags.address}:{self._flags.port}"
@@ -99,7 +99,7 @@ class Supervisor:
         )
 
     def _last_incarnation(self, node: int) -> int:
-        """Return the incarnation that a node had under another supervisor, which its loss has ended; -1 if there was none."""
+        """Return the incarnation of a node under another supervisor, which has been lost; -1 if there was none."""
         told = self._ledger.flag(f"processes/{node}")
         return int(told.partition(":")[0]) if told else -1
 
@@ -151,7 +151,7 @@ class Supervisor:
             self._ledger.tell("finished", exit_code=0)
 
     def _lose(self, node: _Node, exit_code: int) -> None:
-        """A node is lost with any of its ranks."""
+        """Give a node up when any of its ranks is lost."""
         self._ledger.tell("died", node=node.number, incarnation=node.incarnation)
         for process in node.processes:
             process.kill()
@@ -176,7 +176,7 @@ def _run_rank(command: Sequence[str], environment: Mapping[str, str]) -> None:
     from megatron.runtime.recovery.preloaded import die_with_supervisor
 
     die_with_supervisor()
-    multiprocessing.set_start_method("fork", force=True)  # loader workers start as they do in a program of their own
+    multiprocessing.set_start_method("fork", force=True)  # loader workers start as in an ordinary program
     os.environ.update(environment)
     sys.argv = list(command)
     sys.path.insert(0, os.path.dirname(os.path.abspath(command[0])))
@@ -184,7 +184,7 @@ def _run_rank(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the supervisor's flags, and the program with its own."""
+    """Return the supervisor's flags, and the program with its own flags."""
     parser = argparse.ArgumentParser(prog="elastic.sh", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes that the run starts with")
     parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a node, one for each GPU (1)")
@@ -207,7 +207,7 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def keep_store(flags: argparse.Namespace) -> Thread:
-    """Keep the store in this process and decide in a thread, until the run is over and supervisors have left."""
+    """Keep the store in this process and run the keeper in a thread, until the run is over and supervisors have left."""
     store = connect(flags.address, flags.port, keeps=True)
     keeper = Keeper(Ledger(PrefixStore("recovery", store)), num_nodes=flags.nodes)
     thread = Thread(target=keeper.run, kwargs={"num_supervisors": flags.supervisors}, daemon=True)
@@ -219,7 +219,7 @@ def main(argv: Sequence[str]) -> int:
     """Run a supervisor; returns its exit code."""
     flags, command = read_flags(argv)
     if not command:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that are told to stop need the store while they save
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that are asked to stop need the store while they save
     keeper = keep_store(flags) if flags.keeps_store else None
     code = Supervisor(flags, command).run() if command else 0
     if keeper is not None:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 _SIGNS_OF_WAITING = (".wait(", "synchronize(")
 _ASLEEP = "S"
 _STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
-"""Places in /proc/self/task/N/stat after the thread's name."""
+"""Indices in /proc/self/task/N/stat after the thread's name."""
 
 
 class Standstill(NamedTuple):
@@ -22,8 +22,8 @@ class Standstill(NamedTuple):
 
 
 def is_waiting(thread: Thread) -> bool:
-    """True if a thread waits for another process, as the line says at which it stands."""
-    frame = sys._current_frames().get(thread.ident or 0)  # its callers are not looked at: Python 3.11 may crash over them
+    """Return True if a thread waits for another process, judging by its current line."""
+    frame = sys._current_frames().get(thread.ident or 0)  # without its callers: Python 3.11 may crash over them
     if frame is None:
         return False
     path = frame.f_code.co_filename
@@ -33,7 +33,7 @@ def is_waiting(thread: Thread) -> bool:
 
 
 def find_standstill(thread: Thread) -> Standstill | None:
-    """Return where a thread waits for another process; None if it does not, or computes, or waits for a disk."""
+    """Return the position of a thread that waits for another process; None if it computes, or waits for something else."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None or not is_waiting(thread):
         return None

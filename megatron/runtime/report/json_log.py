@@ -1,4 +1,4 @@
-"""The log for programs: one JSON object a step, in a file that a resumed run continues and a full disk cannot end training by."""
+"""The log for programs: one JSON object per step, continued by a resumed run; a full disk does not end training."""
 
 import json
 import os
@@ -14,9 +14,9 @@ class JsonLog:
     """Appends lines to --log-json."""
 
     def __init__(self, path: Path, *, keep_until: int) -> None:
-        """Open a file; a run that is resumed after step `keep_until` keeps the lines up to there, a new one (0) starts anew.
+        """Open a file; a run resumed after step `keep_until` keeps the lines up to there, a new run (0) starts an empty file.
 
-        Raises ConfigError when it cannot be written.
+        Raises ConfigError if it cannot be written.
         """
         self.kept: list[dict[str, Any]] = []
         """The entries of the earlier run."""
@@ -29,7 +29,7 @@ class JsonLog:
             self._size_bytes = os.fstat(self._file.fileno()).st_size
 
     def append(self, entry: Mapping[str, Any]) -> None:
-        """Write a line, whole or not at all; raises OSError."""
+        """Write a line as a whole or not at all; raises OSError."""
         line = (json.dumps(entry) + "\n").encode()
         written = 0
         try:
@@ -42,7 +42,7 @@ class JsonLog:
         self._size_bytes += len(line)
 
     def close(self) -> None:
-        """Every line is in the file already."""
+        """Close the file, which already has every line."""
         self._file.close()
 
 
@@ -62,7 +62,7 @@ def _named_in_errors(path: Path) -> Iterator[None]:
 
 
 def _entries(path: Path, keep_until: int) -> Iterator[dict[str, Any]]:
-    """Yields the readable entries of an earlier run; the last line of one that was killed may be torn."""
+    """Yield the readable entries of an earlier run; the last line of a killed run may be incomplete."""
     for line in path.read_bytes().splitlines():
         try:
             entry = json.loads(line)
@@ -77,7 +77,7 @@ def _has_loss(entry: Mapping[str, Any]) -> bool:
 
 
 def _replace(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Write anew beside it first, so that a run that is killed now loses nothing."""
+    """Replace the file by a new one written beside it, so that a run that is killed now loses nothing."""
     target = path.resolve()
     beside = target.with_name(f"{target.name}.new")
     beside.write_text("".join(json.dumps(entry) + "\n" for entry in entries))

@@ -1,6 +1,6 @@
-"""Tells the person and the files how training goes: progress bar or lines, JSON lines, TensorBoard, pictures. Rank 0 only.
+"""Reports the progress of training: progress bar or lines, JSON lines, TensorBoard, pictures. Rank 0 only.
 
-A file that cannot be written is an error before training, and a warning once it goes on: a full disk costs reports, not steps.
+A file that cannot be written is an error before training, and a warning during it: a full disk costs reports, not steps.
 """
 
 import errno
@@ -31,9 +31,9 @@ class StepReport:
     loss: float
     """The trained loss: the mean over the LLM's target tokens, plus every generator's mean over its values."""
     generator_loss: float
-    """The generators' part of it; 0 without one."""
+    """The generators' part of the loss; 0 without generators."""
     load_balancing_loss: float
-    """Of experts, beside `loss`: what `aux_loss_coeff` weighs, in the mean over sequences and layers; 1 is even, 0 none."""
+    """The loss that balances experts, in addition to `loss`: the mean over sequences and layers; 1 is even, 0 without experts."""
     grad_norm: float
     learning_rate: float
     num_samples: int
@@ -58,56 +58,56 @@ class EvaluationReport:
 
     loss: float
     generator_loss: float
-    """The generators' part of it; 0 without one."""
+    """The generators' part of the loss; 0 without generators."""
     token_accuracy: float
-    """Share of target tokens that greedy decoding gets right, given all before."""
+    """Share of target tokens that greedy decoding gets right, given all tokens before."""
     answer_accuracy: float
-    """Share of samples whose whole answer greedy decoding gives: each token is its first choice, after the right ones before.
+    """Share of samples whose whole answer greedy decoding gives: each token is its first choice, given the right ones before.
 
-    Of samples with answers in words alone, as tokens cannot tell whether an image is right; NaN without one.
+    For samples with answers in words only, as tokens cannot show if an image is right; NaN without such samples.
     """
 
 
 LINES_PER_BALANCE_LINE = 10
-"""Steps' lines per line that tells the balance of these steps."""
+"""Lines about steps for each line about the balance of these steps."""
 
 
 class Reporter(Protocol):
     """The places that a training loop reports to."""
 
     def say(self, message: str) -> None:
-        """One line for the person."""
+        """Print one line for the user."""
 
     def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
-        """A training step is done."""
+        """Report that a training step is done."""
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
-        """An evaluation is done; name: on what."""
+        """Report an evaluation; name: the evaluated data."""
 
     def timeline(self, number: int, timeline: Timeline) -> None:
-        """A step's measured timeline."""
+        """Report a step's measured timeline."""
 
     def close(self) -> None:
-        """Training is over."""
+        """End reporting after training."""
 
 
 class SilentReporter:
-    """Reports nothing: stands on all ranks but the first."""
+    """Reports nothing; used on all ranks but the first."""
 
     def say(self, message: str) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def timeline(self, number: int, timeline: Timeline) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class ConsoleReporter:
@@ -116,9 +116,9 @@ class ConsoleReporter:
     def __init__(
         self, logging: LoggingConfig, *, train_iters: int, first_step: int, run_config: Mapping[str, Any] | None = None
     ) -> None:
-        """first_step: steps that were done before this run, 0 for a new one; run_config: what Weights & Biases shows.
+        """first_step: steps that were done before this run, 0 for a new one; run_config: shown in Weights & Biases.
 
-        Raises ConfigError when a file cannot be written.
+        Raises ConfigError if a file cannot be written.
         """
         self._logging, self._train_iters = logging, train_iters
         self._console = Console()
@@ -137,7 +137,7 @@ class ConsoleReporter:
         self._smooth_seconds: float | None = None
 
     def say(self, message: str) -> None:
-        """Print a line (above the progress bar); where standard output is a file on a full disk, the line is lost."""
+        """Print a line (above the progress bar); if standard output is a file on a full disk, the line is lost."""
         try:
             self._console.print(message, highlight=False, markup=False, soft_wrap=True)
         except OSError as problem:
@@ -145,7 +145,7 @@ class ConsoleReporter:
                 raise
 
     def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
-        """Count a step everywhere."""
+        """Report a step to all places."""
         self._losses.append((number, report.loss))
         self._balance.add(number, balance)
         if (log := self._json_log) is not None:
@@ -220,7 +220,7 @@ class ConsoleReporter:
                 tensorboard.close()
 
     def _write(self, place: str, write: Callable[[], None]) -> bool:
-        """Write, where a failure must not end training; returns True on success, and warns of a place once."""
+        """Write, if that must not end training when it fails; returns True on success, and warns of each place once."""
         try:
             write()
         except OSError as problem:
@@ -259,11 +259,11 @@ class _Bar:
         self._progress.start()
 
     def advance(self, report: StepReport) -> None:
-        """One step more."""
+        """Advance by one step."""
         self._progress.update(self._task, advance=1, numbers=f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s")
 
     def stop(self) -> None:
-        """Leave the terminal as it was."""
+        """Remove the bar and restore the terminal."""
         self._progress.stop()
 
 
@@ -273,7 +273,7 @@ def _shown_loss(report: StepReport | EvaluationReport) -> str:
 
 
 def check_places(logging: LoggingConfig) -> None:
-    """Make the folders that reports go to; raises ConfigError where one cannot be made or written to."""
+    """Create the folders for reports; raises ConfigError if one cannot be created or written to."""
     folders = {"--tensorboard-dir": logging.tensorboard_dir, "--report-dir": logging.report_dir}
     for flag, folder in folders.items():
         try:
@@ -296,7 +296,7 @@ def _open_tensorboard(folder: Path) -> Any:
 
 
 def _open_wandb(logging: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
-    """Start a run of Weights & Biases; keys and servers are those of its own environment variables."""
+    """Start a run of Weights & Biases; its own environment variables give keys and servers."""
     import wandb  # type: ignore[import-not-found,unused-ignore]
 
     folder = None if logging.wandb_save_dir is None else str(logging.wandb_save_dir)
@@ -310,7 +310,7 @@ def _open_wandb(logging: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
 
 
 def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
-    """Loss by step as PNG, with its running mean."""
+    """Draw the loss by step as PNG, with its running mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Profiles of some steps: by torch's profiler into a file, or between the marks that Nsight Systems waits for."""
+"""Profiles some steps: by torch's profiler into a file, or between the marks that Nsight Systems waits for."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,14 +12,14 @@ class StepProfile:
     """Megatron's --profile of one rank: steps from --profile-step-start to the one before --profile-step-end."""
 
     def __init__(self, logging: LoggingConfig, *, rank: int, name_actions: Callable[[bool], None]) -> None:
-        """name_actions: called when the profiler is to be told what runs, and when no longer."""
+        """name_actions: called with True while profilers are to be given the names of actions, and with False afterwards."""
         self._logging, self._rank, self._name_actions = logging, rank, name_actions
         self._is_running = False
         self._profiler: torch.profiler.profile | None = None
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Profile what runs inside, if the step is one of those."""
+        """Profile the code inside if the step is one of those."""
         logging = self._logging
         is_wanted = logging.profile and self._rank in logging.profile_ranks
         if is_wanted and number == logging.profile_step_start:
@@ -38,7 +38,7 @@ class StepProfile:
             torch.cuda.cudart().cudaProfilerStart()  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Stop, if it runs: also where training ends before --profile-step-end."""
+        """Stop the profiler if it runs, even if training ends before --profile-step-end."""
         if not self._is_running:
             return
         self._is_running = False

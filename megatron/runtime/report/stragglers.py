@@ -1,4 +1,4 @@
-"""Ranks that compute longer than those that hold the same layers: slow devices, rather than long batches."""
+"""Finds ranks that compute longer than others with the same layers: because of slow devices rather than long batches."""
 
 import statistics
 from collections import defaultdict
@@ -18,11 +18,11 @@ class Stragglers:
         self._seconds: list[float] = []
 
     def add(self, seconds: Sequence[float]) -> None:
-        """Count a step; seconds: in which each rank computed."""
+        """Add a step; seconds: computing time of each rank."""
         self._seconds = [total + new for total, new in zip(self._seconds or [0.0] * len(seconds), seconds, strict=True)]
 
     def tell(self) -> str:
-        """Return one line about the steps since the last one, and forget them."""
+        """Return one line about the steps since the last call, and forget them."""
         found = [
             (self._seconds[rank] / median, rank) for peers in self._peers if (median := self._median(peers)) for rank in peers
         ]

@@ -1,1 +1,1 @@
-"""Weights and optimizer state by names that no plan changes: which of them a rank holds, and how others get them."""
+"""Weights and optimizer state by names that no plan changes: the parts that a rank holds, and their transfer to others."""

@@ -1,7 +1,7 @@
-"""Hands weights and optimizer state from the ranks that hold them to the ranks that need them, by names that no plan changes.
+"""Transfers weights and optimizer state from the ranks that hold them to those that need them, by plan-independent names.
 
-Every rank tells which rectangles of whole tensors it holds, and which it wants. What it holds itself it copies, the rest it gets
-from one rank that holds it; nothing is gathered whole, and nothing is sent to a rank that has it.
+Every rank announces which rectangles of whole tensors it holds and needs. It copies those that it holds itself, and receives the
+rest from one holder each; nothing is gathered as a whole, and nothing is sent to a rank that has it.
 """
 
 import math
@@ -31,7 +31,7 @@ _Boxes = Mapping[str, tuple[Box, ...]]
 
 
 class _Part(NamedTuple):
-    """Values that come to a rank from one holder."""
+    """Values that one holder sends to a rank."""
 
     key: str
     box: Box
@@ -40,7 +40,7 @@ class _Part(NamedTuple):
 
 
 def hold_state(state: TrainedState) -> list[HeldTensor]:
-    """Return all that this rank holds, in host memory, so that the device is free for what takes it over."""
+    """Return all state that this rank holds, in host memory, so that the device is free for the new owner."""
     return [
         replace(tensor, pieces=tuple(piece._replace(values=piece.values.cpu()) for piece in tensor.pieces))
         for tensor in (*model_tensors(state), *optimizer_tensors(state))
@@ -50,8 +50,8 @@ def hold_state(state: TrainedState) -> list[HeldTensor]:
 def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
     """Fill `state` on every rank from what all ranks hold; collective.
 
-    held: by `hold_state` of an earlier state of the same model; empty on a rank that had none. Optimizers that never stepped stay
-    so. Raises CheckpointError on every rank when no rank holds some part of what is needed.
+    held: the result of `hold_state` for an earlier state of the same model; empty on a rank that had none. Optimizers that never
+    stepped remain so. Raises CheckpointError on every rank if no rank holds some part of the needed state.
     """
     holders = _find_holders(held)
     _fill(model_tensors(state), held, holders=holders)
@@ -66,17 +66,17 @@ _Holders = Mapping[str, Mapping[Box, list[int]]]
 
 
 def _find_holders(held: Iterable[HeldTensor]) -> _Holders:
-    """Gather who holds what; collective."""
+    """Gather which ranks hold which rectangles; collective."""
     originals = _boxes_by_key(tensor for tensor in held if not tensor.is_copy)
     told: list[tuple[_Boxes, _Boxes]] = _gather((originals, _boxes_by_key(tensor for tensor in held if tensor.is_copy)))
     return _join_holders([own for own, _ in told], [copies for _, copies in told])
 
 
 def _join_holders(originals: Sequence[_Boxes], copies: Sequence[_Boxes]) -> _Holders:
-    """Join what each rank holds, originals before copies, into rectangles that do not overlap.
+    """Join the rectangles that ranks hold, originals before copies, into rectangles that do not overlap.
 
-    What is held may be cut otherwise than what others hold of the same, as where replicas differ or share copies of the state:
-    its rank then holds all rectangles inside of it, and what of it nobody else is left to hold makes more of them.
+    Ranks may hold differently cut rectangles of the same tensor, for example if replicas differ or share copies of the state: a
+    rank then counts as a holder of all rectangles inside its own, and the parts that nobody else holds become new ones.
     """
     found: dict[str, dict[Box, list[int]]] = {}
     for rank, boxes_by_key in (*enumerate(originals), *enumerate(copies)):
@@ -92,7 +92,7 @@ def _join_holders(originals: Sequence[_Boxes], copies: Sequence[_Boxes]) -> _Hol
 
 
 def _without(box: Box, others: Iterable[Box]) -> tuple[Box, ...]:
-    """Cut a rectangle up into what none of the others covers."""
+    """Return the parts of a rectangle that none of the others covers."""
     rest = [box]
     for other in others:
         rest = [part for each in rest for part in _outside(each, other)]
@@ -100,7 +100,7 @@ def _without(box: Box, others: Iterable[Box]) -> tuple[Box, ...]:
 
 
 def _outside(box: Box, other: Box) -> Iterator[Box]:
-    """Yield what of a rectangle another one does not cover, dimension by dimension."""
+    """Yield the parts of a rectangle that another one does not cover, dimension by dimension."""
     common = _intersection(box, other)
     if common is None:
         yield box
@@ -118,7 +118,7 @@ def _outside(box: Box, other: Box) -> Iterator[Box]:
 
 
 def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: _Holders) -> None:
-    """Fill the pieces of `wanted`, kind by kind so that little is under way at once; collective."""
+    """Fill the pieces of `wanted`, kind by kind so that little memory is in transit at once; collective."""
     rank = dist.get_rank()
     told: list[_Boxes] = _gather(_boxes_by_key(wanted))
     _check_held(told[rank], holders)
@@ -143,7 +143,7 @@ def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: 
 
 
 def _check_held(wanted: _Boxes, holders: _Holders) -> None:
-    """Agree that everything can be had; collective."""
+    """Agree that every needed part has a holder; collective."""
     missing = next(
         (
             f"{key}, elements {list(box.sizes)} at {list(box.offsets)}"
@@ -162,7 +162,7 @@ def _check_held(wanted: _Boxes, holders: _Holders) -> None:
 
 
 def _parts(boxes: _Boxes, holders: _Holders, *, kind: str, receiver: int) -> Iterator[_Part]:
-    """Yield what one rank gets, in an order that it and the holders share."""
+    """Yield the parts that one rank receives, in an order that it and the holders share."""
     for key, wanted in boxes.items():
         if _kind(key) != kind:
             continue
@@ -175,7 +175,7 @@ def _parts(boxes: _Boxes, holders: _Holders, *, kind: str, receiver: int) -> Ite
 def _exchange(
     outgoing: Sequence[Sequence[Tensor]], incoming: Sequence[_Part], *, dtypes: Mapping[str, torch.dtype]
 ) -> Iterator[tuple[_Part, Tensor]]:
-    """Send to every rank what it gets, as bytes, and yield what this rank gets; collective."""
+    """Send every rank its parts, as bytes, and yield the parts that this rank receives; collective."""
     device = platform.device()
     sent = [_bytes_of(values) for values in outgoing]
     sizes = [math.prod(part.box.sizes) * dtypes[part.key].itemsize for part in incoming]
@@ -197,7 +197,7 @@ def _bytes_of(values: Sequence[Tensor]) -> Tensor:
 
 
 def _boxes_by_key(tensors: Iterable[HeldTensor]) -> _Boxes:
-    """All rectangles, each once: a rank may hold a tensor and a copy of it."""
+    """Return all rectangles, each once: a rank may hold a tensor and a copy of it."""
     found: dict[str, dict[Box, None]] = {}
     for tensor in tensors:
         found.setdefault(tensor.key, {}).update((piece.box, None) for piece in tensor.pieces)
@@ -209,7 +209,7 @@ def _kind(key: str) -> str:
 
 
 def _intersection(first: Box, second: Box) -> Box | None:
-    """The rectangle that two rectangles of a tensor have in common."""
+    """Return the rectangle that two rectangles of a tensor have in common."""
     offsets = tuple(map(max, first.offsets, second.offsets))
     sizes = tuple(
         min(start + size, other_start + other_size) - offset
@@ -219,7 +219,7 @@ def _intersection(first: Box, second: Box) -> Box | None:
 
 
 def _view(values: Tensor, box: Box, inner: Box) -> Tensor:
-    """The part of a rectangle's values that an inner rectangle covers."""
+    """Return the part of a rectangle's values that an inner rectangle covers."""
     for dimension, (start, inner_start, size) in enumerate(zip(box.offsets, inner.offsets, inner.sizes, strict=True)):
         values = values.narrow(dimension, inner_start - start, size)
     return values

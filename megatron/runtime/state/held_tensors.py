@@ -1,8 +1,8 @@
 """Weights and optimizer state that this rank holds, under names that no plan changes: `model.<unit>.<parameter>` and so on.
 
 A rank holds a tensor parallel shard of a parameter, of which a sharded optimizer (ZeRO-1) keeps a range of flat elements. In the
-whole parameter such a range is a few rectangles (three for a matrix: rest of a row, whole rows, start of a row; twice that for a
-gated MLP's two blocks), each contiguous in the rank's memory: it is written, read and sent in place, and nothing is gathered.
+whole parameter such a range is a few rectangles (three for a matrix: rest of a row, whole rows, start of a row; twice as many for
+a gated MLP's two blocks), each contiguous in the rank's memory: it is written, read and sent in place, without gathering.
 """
 
 import math
@@ -31,13 +31,13 @@ class TrainedState(NamedTuple):
     stages: Mapping[tuple[str, int], UnitStage]
     """(unit, virtual stage) -> module."""
     gradients: Mapping[str, UnitGradients | ShardedUnit]
-    """By unit."""
+    """Unit -> its gradients."""
     optimizers: Mapping[OptimizerKey, MegatronOptimizer]
-    """Of what this rank trains; empty where nothing is updated."""
+    """Optimizers of the parameters that this rank trains; empty if nothing is updated."""
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor: where it starts in every dimension, and its sizes."""
+    """A rectangle of a tensor: its start in every dimension, and its sizes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -48,7 +48,7 @@ class Piece(NamedTuple):
 
     offsets: tuple[int, ...]
     values: Tensor
-    """Shaped like the rectangle; a view of what the rank trains with."""
+    """Values in the shape of the rectangle; a view of the tensor that the rank trains with."""
 
     @property
     def box(self) -> Box:
@@ -69,8 +69,8 @@ class HeldTensor:
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
     is_copy: bool
-    """Another holds the same and writes it: of tied embeddings the first stage, of what is not split tensor parallel rank 0, and
-    where replicas are not alike the first one."""
+    """True if another rank holds and writes the same: for tied embeddings the first stage, for replicated tensors tensor parallel
+    rank 0, and for unlike replicas the first one."""
 
 
 class _Parameter(NamedTuple):
@@ -80,7 +80,7 @@ class _Parameter(NamedTuple):
     sharding: ParameterSharding
     stage: UnitStage
     is_replica: bool
-    """True if replicas are not alike, or state is kept in several copies, and another replica holds and writes the same."""
+    """True if another replica holds and writes the same, because replicas are not alike, or state is kept in several copies."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -98,7 +98,7 @@ class _Parameter(NamedTuple):
         return f"{kind}.{self.unit}.{self.name}"
 
     def hold(self, kind: str, values: Tensor, elements: range) -> HeldTensor:
-        """values: [len(elements)], these flat elements of the shard."""
+        """Return a held tensor; values: [len(elements)], the values of these flat elements of the shard."""
         pieces = pieces_of_shard(
             values,
             elements=elements,
@@ -114,7 +114,7 @@ class _OptimizerPart(NamedTuple):
     """An optimizer's values on this rank for one parameter."""
 
     main: Tensor
-    """The tensor that it steps: flat elements of the parameter, or in bf16 runs their float32 form."""
+    """The tensor that it steps: flat elements of the parameter, or in bf16 runs their float32 copy."""
     elements: range
     group: dict[str, Any]
     state: dict[str, Any]
@@ -122,7 +122,7 @@ class _OptimizerPart(NamedTuple):
 
     @property
     def step_count(self) -> Tensor:
-        """[1]: a view where the optimizer counts per parameter, a copy where it counts per group."""
+        """[1]: a view if the optimizer counts per parameter, a copy if it counts per group."""
         if "step" in self.state:
             count: Tensor = self.state["step"].view(1)
             return count
@@ -130,17 +130,17 @@ class _OptimizerPart(NamedTuple):
 
 
 def model_tensors(state: TrainedState) -> list[HeldTensor]:
-    """All parameters of this rank's stages, frozen ones and adapters, too; the pieces are views of them.
+    """Return all parameters of this rank's stages, including frozen ones and adapters; the pieces are views of them.
 
-    Of sharded weights only what this rank keeps.
+    Of sharded weights only the part that this rank keeps.
     """
     return list(_held_weights(state, {}))
 
 
 def merged_tensors(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iterator[HeldTensor]:
-    """The same without adapters, which are added to the weights that have them, in at least float32; one copy at a time.
+    """Yield the same without adapters, which are added to their weights in at least float32; one copy at a time.
 
-    adapters: whole on this rank's side, by the key of the weight.
+    adapters: by the key of the weight; whole on this rank.
     """
     return (tensor for tensor in _held_weights(state, adapters) if not is_adapter(tensor.key))
 
@@ -160,7 +160,7 @@ def _held_weights(state: TrainedState, adapters: Mapping[str, Adapter]) -> Itera
 
 
 def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:
-    """Moments, step counts and float32 main parameters that this rank's optimizers keep; the pieces are views of them."""
+    """Return moments, step counts and float32 main parameters of this rank's optimizers; the pieces are views of them."""
     held = []
     for parameter, part in _optimizer_parts(state):
         if part.main.dtype != parameter.value.dtype:
@@ -175,7 +175,7 @@ def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:
 def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
     """Give optimizers that never stepped the state that the tensors named `saved` will fill.
 
-    Parameters without saved state start afresh; returns their units.
+    Parameters without saved state start with fresh state; returns their units.
     """
     fresh_units = set()
     for parameter, part in _optimizer_parts(state):
@@ -190,7 +190,7 @@ def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
 
 
 def adopt_group_steps(state: TrainedState, loaded: Iterable[HeldTensor]) -> None:
-    """Give loaded step counts back to optimizers that count per group (Transformer Engine's, Apex's)."""
+    """Write loaded step counts back to optimizers that count per group (Transformer Engine's, Apex's)."""
     counts = {tensor.key: tensor.pieces[0].values for tensor in loaded}
     for parameter, part in _optimizer_parts(state):
         if parameter.key("step") in counts and "step" not in part.state:
@@ -238,7 +238,7 @@ def _optimizer_part(optimizer: MegatronOptimizer | None, parameter: Tensor) -> _
 def pieces_of_shard(
     values: Tensor, *, elements: range, shape: tuple[int, ...], sharding: ParameterSharding, rank: int, tensor_parallel_size: int
 ) -> tuple[Piece, ...]:
-    """The rectangles of the whole parameter that `values` covers.
+    """Return the rectangles of the whole parameter that `values` covers.
 
     values: [len(elements)], contiguous: these flat elements of the shard; shape: of the shard; rank: tensor parallel rank.
     """
@@ -255,7 +255,7 @@ def pieces_of_shard(
 
 
 def boxes_of_flat_range(shape: tuple[int, ...], elements: range) -> tuple[Box, ...]:
-    """A range of a tensor's flat elements as rectangles, in the order of the elements."""
+    """Return a range of a tensor's flat elements as rectangles, in the order of the elements."""
     if len(shape) == 1:
         return (Box((elements.start,), (len(elements),)),) if elements else ()
     row_size = math.prod(shape[1:])

@@ -1,4 +1,4 @@
-"""The effect of balancing on a step: the spread of work before and after, and the time that ranks waited for it."""
+"""The effect of balancing on a step: the imbalance of work before and after, and the time that ranks waited for balancing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +20,16 @@ class BalanceReport:
     """The effect of balancing on one step."""
 
     imbalance_before: Mapping[str, Imbalance] = field(default_factory=dict)
-    """Unit -> imbalance of the data loader's order (--balance none)."""
+    """Unit -> imbalance in the data loader's order (--balance none)."""
     imbalance_after: Mapping[str, Imbalance] = field(default_factory=dict)
     balance_ms: float = 0.0
     """Milliseconds to compute the assignment, in the background."""
     assign_wait_ms: float = 0.0
     """Milliseconds that the step waited for its assignment and data, on the rank that waited longest."""
     node_bytes: NodeBytes | None = None
-    """Bytes between nodes, of what node-wise rearrangement weighs; None without it."""
+    """Bytes between nodes that node-wise rearrangement counts; None without it."""
     exchanged_node_bytes: int | None = None
-    """Bytes that ranks sent to other nodes when they exchanged raw samples, as sent; None where they exchange none."""
+    """Bytes that ranks sent to other nodes when they exchanged raw samples; None if they exchange none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, for the log."""
@@ -46,7 +46,7 @@ class BalanceReport:
 
 
 class BalanceMean:
-    """The mean of the steps since it was last told; a single step's balance says little."""
+    """The mean of the steps since the last report, since a single step's balance says little."""
 
     def __init__(self) -> None:
         self._start_anew()
@@ -58,7 +58,7 @@ class BalanceMean:
         self._sums: dict[str, NDArray[np.float64]] = {}
 
     def add(self, number: int, report: BalanceReport) -> None:
-        """Count a step."""
+        """Add a step."""
         if not report.imbalance_after:
             return
         self._first_step, self._last_step = self._first_step or number, number
@@ -71,7 +71,7 @@ class BalanceMean:
             self._sums[unit] = self._sums.get(unit, 0.0) + both
 
     def tell(self) -> str | None:
-        """Return one line in words and start anew; None when no step was counted."""
+        """Return one line in words and start again; None if no step was added."""
         if not self._num_steps:
             return None
         steps = "-".join(map(str, dict.fromkeys((self._first_step, self._last_step))))
@@ -87,7 +87,7 @@ class BalanceMean:
 
 
 def _describe(before: Imbalance, after: Imbalance) -> str:
-    """The busiest replica, where there are several, and the busiest microbatch; before balancing only where that differs."""
+    """Describe the busiest replica, if there are several, and the busiest microbatch; before balancing only if different."""
     parts = [("microbatch", before.microbatch, after.microbatch, after.microbatch_of_longest)]
     if not before.replica == after.replica == 1.0:
         parts = [("replica", before.replica, after.replica, after.replica_of_longest), *parts]
@@ -97,7 +97,7 @@ def _describe(before: Imbalance, after: Imbalance) -> str:
 
 
 def _explain(was: float, now: float, of_longest: float) -> str:
-    """Return the figure before balancing, where it differs, and the part that the longest item makes alone, if any."""
+    """Return the figure before balancing, if different, and the part that the longest item causes alone, if any."""
     printed_was, printed_now, printed_longest = (f"{value:.2f}x" for value in (was, now, of_longest))
     reasons = [f"before balancing {printed_was}"] if printed_was != printed_now else []
     reasons += [f"longest alone {printed_longest}"] if printed_longest != "1.00x" else []
@@ -105,7 +105,7 @@ def _explain(was: float, now: float, of_longest: float) -> str:
 
 
 def _named(imbalance: Imbalance) -> dict[str, float]:
-    """Return the values under names that a log's reader need not look up."""
+    """Return the values under names that are clear to a log's reader."""
     return {
         "busiest_replica_over_mean": imbalance.replica,
         "busiest_microbatch_over_mean": imbalance.microbatch,
@@ -123,7 +123,7 @@ def report_balance(
     balance_seconds: float,
     node_bytes: NodeBytes | None = None,
 ) -> BalanceReport:
-    """Hold an assignment against the data loader's order. O(atoms)."""
+    """Compare an assignment with the data loader's order. O(atoms)."""
     work = BatchWork(step.graph, lengths, options)
     before = balance_in_order(lengths, graph=step.graph, plan=step.plan, options=options)
     return BalanceReport(

@@ -1,4 +1,4 @@
-"""The decisions of a step: the place and time of every sample, and the facts that follow from it and from lengths alone."""
+"""The decisions of a step (the place and time of every sample), and facts that follow from these and from lengths alone."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -57,9 +57,9 @@ class StepDecision:
 
     @cached_property
     def num_generated_values(self) -> Mapping[str, int]:
-        """Generator -> pixel values that it makes of the whole global batch, by which its loss is divided.
+        """Generator -> pixel values that it makes in the whole global batch, by which its loss is divided.
 
-        One a token where the model does not describe the images (emulated runs).
+        One per token if the model does not describe the images (emulated runs).
         """
         num_tokens = {unit.name: 0 for unit in self.graph.generators}
         for item in (item for sample in self.lengths.values() for item in sample.items if item.unit in num_tokens):
@@ -84,19 +84,19 @@ class StepDecision:
         return sum(sample.num_tokens for sample in self.lengths.values())
 
     def subsets(self, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
-        """The sample subsets that a microbatch runs as; one where its backward is not cut."""
+        """Return the sample subsets that a microbatch runs as; a single one if its backward is not cut."""
         return self.schedule.step.sample_subsets(place)
 
     def part_of(self, route: Route) -> int:
-        """Index of the source's sample subset from which the route takes its rows."""
+        """Return the index of the source's sample subset from which the route takes its rows."""
         return next(index for index, atoms in enumerate(self.subsets(route.source)) if route.atoms[0] in atoms)
 
     def num_tokens_of(self, place: MicrobatchPlace) -> int:
-        """Tokens that a microbatch has inside its unit."""
+        """Return a microbatch's number of tokens inside its unit."""
         return self._num_tokens(place.unit, self.assignment.atoms(place))
 
     def num_tokens_of_subsets(self, place: MicrobatchPlace) -> tuple[int, ...]:
-        """Tokens that each sample subset of a microbatch has inside its unit."""
+        """Return the number of tokens inside its unit of each sample subset of a microbatch."""
         return tuple(self._num_tokens(place.unit, atoms) for atoms in self.subsets(place))
 
     def _num_tokens(self, unit: str, atoms: Microbatch) -> int:
@@ -108,7 +108,7 @@ class StepDecision:
         return sum(self.lengths[atom.sample_id].num_tokens for atom in atoms)
 
     def num_rows_of_route(self, route: Route) -> int:
-        """Rows that travel along a route."""
+        """Return the number of rows that travel along a route."""
         return sum(piece.num_rows for piece in self.pieces_of(route))
 
     def source_rows(self, route: Route) -> Tensor:
@@ -121,14 +121,14 @@ class StepDecision:
         return torch.cat([torch.arange(starts[piece], starts[piece] + piece.num_rows) for piece in self.pieces_of(route)])
 
     def pieces_of(self, route: Route) -> list["OutputPiece"]:
-        """Returns the pieces that travel along a route, in order."""
+        """Return the pieces that travel along a route, in order."""
         return [piece for atom in route.atoms for piece in self.output_of(route.source.unit, atom, route.target.unit)]
 
     def output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
-        """Returns the output of an atom in its unit, in order; target: only what this unit consumes.
+        """Return the output of an atom in its unit, in order; target: only the part that this unit consumes.
 
-        An encoder's item gives its tokens. The LLM gives one row, its hidden state, for each item that a generator makes of the
-        sample.
+        An encoder's item has its tokens as output. The LLM has one row, its hidden state, for each item that a generator makes
+        for the sample.
         """
         items = self.lengths[atom.sample_id].items
         if self.graph.unit(unit).role is Role.ENCODER:
@@ -145,7 +145,7 @@ class StepDecision:
 
 
 class OutputPiece(NamedTuple):
-    """Rows that belong together in a unit's output for a microbatch."""
+    """Consecutive rows in a unit's output for a microbatch."""
 
     item: Atom
     num_rows: int

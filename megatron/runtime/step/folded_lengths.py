@@ -1,4 +1,4 @@
-"""Lengths of a global batch as a training process takes them: its own at hand, the others folded up until somebody asks."""
+"""Lengths of a global batch for a training process: its own samples' unpickled, the others' only when they are read."""
 
 import pickle
 from collections.abc import Collection, Iterator, Mapping
@@ -7,7 +7,7 @@ from multimodal.values.sample_lengths import SampleLengths
 
 
 class FoldedLengths(Mapping[int, SampleLengths]):
-    """Sample id -> lengths. A process that takes it from a loader unpickles thousands of samples only where it reads them."""
+    """Sample id -> lengths. A process that receives it from a loader unpickles thousands of samples only if it reads them."""
 
     def __init__(self, lengths: Mapping[int, SampleLengths], *, own: Collection[int]) -> None:
         """own: the samples that this rank computes with."""

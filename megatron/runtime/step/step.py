@@ -16,7 +16,7 @@ from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.timeline import TimelineEvent
 
 TOTALS = ("num_target_tokens", "num_generated_values", "num_tokens")
-"""Facts of a whole global batch, which a training process should not add up anew."""
+"""Facts of a whole global batch, which a training process should not compute again."""
 NO_PARCELS = Parcels.pack({})
 ROUTES = "routes"
 """The parcel of `Step.route_rows`."""
@@ -24,24 +24,24 @@ ROUTES = "routes"
 
 @dataclass(frozen=True)
 class Step(StepDecision):
-    """One global batch: alike on every rank, but for `inputs`, which hold the samples that this rank loaded."""
+    """One global batch, the same on every rank except for `inputs`, which hold the samples that this rank loaded."""
 
     inputs: Mapping[MicrobatchPlace, PackedInput]
-    """Inputs of microbatches that run whole."""
+    """Inputs of microbatches that run as a whole."""
     target_samples: Mapping[MicrobatchPlace, tuple[int, ...]] = field(default_factory=dict)
     """Sample id of every target token, per LLM microbatch of this rank."""
     subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]] = field(default_factory=dict)
     """Inputs of microbatches that run in sample subsets, one per subset."""
     route_rows: Mapping[RouteKey, RouteRows] = field(default_factory=dict)
-    """The rows that this rank gives and takes on its routes."""
+    """The rows that this rank sends and receives on its routes."""
     parcels: Parcels = field(default_factory=lambda: NO_PARCELS)
-    """The inputs by microbatch, and ROUTES, of a step that is packed; it has none elsewhere."""
+    """The inputs of a packed step by microbatch, and ROUTES; `inputs` and `route_rows` are then empty."""
     joins: Joins = ()
-    """Computations of other replicas that each lane joins; empty where weights are not sharded."""
+    """Computations of other replicas that each lane joins; empty if weights are not sharded."""
     digest: int = 0
     """The digest of the assignment; ranks compare it before they run the step."""
     flops: float = 0.0
-    """Of the model in the whole step; 0: not counted."""
+    """FLOPs of the model in the whole step; 0: not counted."""
     balance: BalanceReport = field(default_factory=BalanceReport)
     """The effect of balancing."""
     sharing: ContextSharing = DEFAULT_SHARING
@@ -74,7 +74,7 @@ class Step(StepDecision):
         return self.changed(inputs={}, subset_inputs={}, route_rows={}, parcels=parcels, lengths=lengths)
 
     def _own_samples(self, places: Iterable[MicrobatchPlace]) -> set[int]:
-        """Return the samples of microbatches, and those on their routes."""
+        """Return the samples of these microbatches, and those on their routes."""
         own = {atom.sample_id for place in places for atom in self.assignment.atoms(place)}
         for place in places:
             for routes in (self.routes.from_source.get(place, ()), self.routes.to_target.get(place, ())):
@@ -82,22 +82,22 @@ class Step(StepDecision):
         return own
 
     def pin_memory(self) -> "Step":
-        """Return a packed step in memory that a device copies from while the host goes on; torch's loaders call this."""
+        """Return a packed step in pinned memory, for copies to a device while the host continues; called by torch's loaders."""
         return self.changed(parcels=self.parcels.pin_memory())
 
     def inputs_of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
-        """Returns this rank's inputs of a microbatch, one per sample subset, of a step that is not packed."""
+        """Return this rank's inputs of a microbatch, one per sample subset, of a step that is not packed."""
         return self.subset_inputs[place] if place in self.subset_inputs else (self.inputs[place],)
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One rank's results of a step; sums over ranks are the caller's."""
+    """One rank's results of a step; callers sum them over ranks."""
 
     loss_sum: float
     """Sum of the target tokens' losses on this rank's microbatches and tokens (tensor parallel rank 0 of the last stage only)."""
     generator_loss_sums: Mapping[str, float]
-    """The same of each generator: sum of the squared errors of all values."""
+    """Generator -> sum of the squared errors of all its values."""
     num_correct_tokens: int
     correct_samples: Mapping[int, bool]
     """Sample id -> True if greedy decoding gives the whole answer; evaluation only."""
@@ -112,7 +112,7 @@ class LossSums:
     backbone: str
     sums: Mapping[str, float] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Target tokens of the LLM, pixel values of each generator; of all ranks."""
+    """Target tokens of the LLM, and pixel values of each generator, over all ranks."""
 
     @classmethod
     def of_step(cls, step: Step, result: StepResult) -> "LossSums":
@@ -134,7 +134,7 @@ class LossSums:
         )
 
     def means(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> tuple[float, float]:
-        """(the LLM's mean, the sum of the generators' means); a generator that made nothing adds nothing. Collective."""
+        """Return (the LLM's mean, the sum of the generators' means); a generator without values adds nothing. Collective."""
         units = list(self.counts)
         totals = dict(zip(units, sum_over_ranks([self.sums.get(unit, 0.0) for unit in units]), strict=True))
         means = {unit: totals[unit] / count for unit, count in self.counts.items() if count}

@@ -1,6 +1,6 @@
-"""The context parallel rank that holds each token of a step's microbatches, and the tokens that ranks give and receive.
+"""The context parallel rank that holds each token of a step's microbatches, and the tokens that ranks send and receive.
 
-All of it follows from lengths, which every rank knows, so no rank asks another.
+All of it follows from lengths, which every rank knows, so no communication is needed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,14 +31,14 @@ from multimodal.values.units.item_passes import first_joined_token, list_conditi
 
 @dataclass(frozen=True, slots=True)
 class ContextSharing:
-    """The rule that deals tokens, the same on every rank: each can work out the tokens of any other."""
+    """The rule that deals tokens, the same on every rank, so that each can compute the tokens of any other."""
 
     method: TokenDistribution = TokenDistribution.BY_ITEM
     """The method that deals whole items or blocks of tokens."""
     block_size: int = 128
     """Tokens of a block, which stay together; a multiple of the patches that an encoder merges into one token."""
     mask_mode: MaskMode = MaskMode.CAUSAL
-    """The role of items in the LLM's attention: decides how much work a block is."""
+    """The role of items in the LLM's attention, which determines the work of a block."""
 
 
 DEFAULT_SHARING = ContextSharing()
@@ -53,9 +53,9 @@ class RouteRows(NamedTuple):
     """Rows of one route, as one rank needs them."""
 
     output: Tensor | None
-    """[num_rows]: positions of the rows that it gives in its output of the route's sample subset; None: it gives none."""
+    """[num_rows]: positions of the rows that it sends in its output of the route's sample subset; None: it sends none."""
     shares: RowShares | None
-    """None where neither end spreads tokens."""
+    """None if neither end spreads tokens."""
 
 
 WHOLE = -1
@@ -63,31 +63,31 @@ WHOLE = -1
 
 
 class TokenPlacement:
-    """The places of one step's tokens. Each answer is computed once, on first use; pickling keeps the computed ones."""
+    """The places of one step's tokens. Each result is computed once, on first use; pickling keeps the computed ones."""
 
     def __init__(self, step: StepDecision, *, sizes: Mapping[str, int], sharing: ContextSharing) -> None:
-        """step: what was decided; sizes: unit -> context parallel size."""
+        """step: the decision of a step; sizes: unit -> context parallel size."""
         self._step, self._sizes, self._sharing = step, sizes, sharing
         self._shares: dict[tuple[MicrobatchPlace, int], TokenShares] = {}
         self._dealers: dict[str, ItemDealer] = {}
         self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
 
     def belongs_to(self, step: StepDecision) -> None:
-        """Read lengths from this step from now on: the same, in another form."""
+        """Read lengths from this step from now on: the same lengths, in another form."""
         self._step = step
 
     def own_share(self, place: MicrobatchPlace, *, part: int, rank: int) -> RankShare | None:
-        """Return a context parallel rank's share of a sample subset (or WHOLE); None where its unit does not spread tokens."""
+        """Return a context parallel rank's share of a sample subset (or WHOLE); None if its unit does not spread tokens."""
         return None if self._sizes[place.unit] == 1 else RankShare(self._shares_of(place, part), rank)
 
     def num_tokens(self, place: MicrobatchPlace, *, rank: int) -> tuple[int, ...]:
-        """Tokens that a context parallel rank holds of each sample subset of a microbatch."""
+        """Return the number of tokens of each sample subset of a microbatch that a context parallel rank holds."""
         whole = self._step.num_tokens_of_subsets(place)
         shares = [self.own_share(place, part=part, rank=rank) for part in self._parts(place)]
         return tuple(count if share is None else share.num_tokens for count, share in zip(whole, shares, strict=True))
 
     def row_shares(self, route: Route) -> RowShares | None:
-        """Return the rows of a route that each rank gives and takes; None where neither end spreads tokens."""
+        """Return the rows of a route that each rank sends and receives; None if neither end spreads tokens."""
         if self._sizes[route.source.unit] == self._sizes[route.target.unit] == 1:
             return None
         key = route.source, route.target
@@ -96,12 +96,12 @@ class TokenPlacement:
         return self._row_shares[key]
 
     def num_rows_given(self, route: Route, *, rank: int) -> int:
-        """Rows of a route that a context parallel rank of its source gives."""
+        """Return the number of rows of a route that a context parallel rank of its source sends."""
         shares = self.row_shares(route)
         return self._step.num_rows_of_route(route) if shares is None else len(shares.given[self._index(route.source.unit, rank)])
 
     def output_rows(self, route: Route, *, rank: int) -> Tensor:
-        """[num_rows]: positions of the rows given by context parallel rank `rank` in its output of the route's sample subset."""
+        """[num_rows]: positions of the rows sent by context parallel rank `rank` in its output of the route's sample subset."""
         rows, shares = self._step.source_rows(route), self.row_shares(route)
         if shares is None or self._sizes[route.source.unit] == 1:
             return rows
@@ -110,7 +110,7 @@ class TokenPlacement:
         return torch.from_numpy(own[rows.numpy()[shares.given[rank]]])
 
     def rows_of_routes(self, plan: Plan, *, rank: int) -> "dict[RouteKey, RouteRows]":
-        """Return the rows given and taken on all routes of this rank, ahead of the step that needs them."""
+        """Return the rows sent and received on all routes of this rank, ahead of the step that needs them."""
         found: dict[RouteKey, RouteRows] = {}
         for route in (route for routes in self._step.routes.from_source.values() for route in routes):
             giver, taker = (_context_rank(plan, end, rank) for end in (route.source, route.target))
@@ -124,11 +124,11 @@ class TokenPlacement:
         return found
 
     def forget_routes(self) -> None:
-        """Keep no rows of routes, for they travel otherwise."""
+        """Drop the rows of routes, since they travel in another form."""
         self._row_shares.clear()
 
     def check_starts(self, place: MicrobatchPlace, *, source: SampleSource, source_index: Mapping[int, int]) -> None:
-        """Raise DataError where tokens are spread and the samples' lengths do not say where their items begin."""
+        """Raise DataError if tokens are spread and the samples' lengths do not say where their items begin."""
         if all(size == 1 for size in self._sizes.values()):
             return
         for sample_id, _ in self._subset(place, WHOLE):
@@ -141,7 +141,7 @@ class TokenPlacement:
                 )
 
     def _parts(self, place: MicrobatchPlace) -> Sequence[int]:
-        """Indices of the sample subsets that a microbatch runs in; WHOLE alone where it is not cut."""
+        """Return the indices of the sample subsets that a microbatch runs in; only WHOLE if it is not cut."""
         return range(len(self._step.subsets(place))) if place in self._step.cuts.num_subsets else (WHOLE,)
 
     def _part_of(self, route: Route) -> int:
@@ -169,7 +169,7 @@ class TokenPlacement:
         return tuple(np.unique(rows[owners == rank]) for rank in range(size))
 
     def _uses_of(self, route: Route) -> tuple[Rows, Rows]:
-        """Return rows of a route, and the token of the target that is made of each; a generator makes several of one."""
+        """Return rows of a route, and the target's token that is made of each; a generator makes several tokens of one row."""
         unit, first_token = route.target.unit, self._first_tokens(route.target, WHOLE)
         uses, start = [np.empty((2, 0), dtype=np.int64)], 0
         for piece in self._step.pieces_of(route):
@@ -184,7 +184,7 @@ class TokenPlacement:
         return rows, tokens
 
     def _made_of(self, piece: OutputPiece, unit: str, first_token: Mapping[Atom, int]) -> Iterator[tuple[Rows, Rows]]:
-        """Yield rows of a piece and the tokens that a generator makes of them: of each row one, or of the LLM's all patches."""
+        """Yield rows of a piece and a generator's tokens made of them: one token per row, or all patches for the LLM's row."""
         sample_id, given = piece.item
         items = self._step.lengths[sample_id].items
         for made, item in enumerate(items):
@@ -214,7 +214,7 @@ class TokenPlacement:
         return self._step.lengths[atom.sample_id].items[atom.item_index]
 
     def _owner_of_output(self, place: MicrobatchPlace, part: int) -> Rows:
-        """Context parallel rank of every row that a sample subset gives."""
+        """Return the context parallel rank of every output row of a sample subset."""
         shares, atoms = self._shares_of(place, part), self._subset(place, part)
         first_token = self._first_tokens(place, part)
         if self._is_backbone(place):
@@ -264,14 +264,14 @@ class TokenPlacement:
         return tuple(self._step.lengths[atom.sample_id].num_tokens for atom in atoms), items
 
     def _atoms(self, place: MicrobatchPlace, part: int) -> Microbatch:
-        """Return the sequences: items of an encoder or a generator, samples of the LLM."""
+        """Return the atoms of the sequences: items of an encoder or a generator, samples of the LLM."""
         atoms = self._subset(place, part)
         if self._step.graph.unit(place.unit).role is Role.GENERATOR:
             return list_items(atoms, unit=place.unit, lengths_by_sample=self._step.lengths)
         return atoms
 
     def _first_tokens(self, place: MicrobatchPlace, part: int) -> dict[Atom, int]:
-        """Return the first token of every item within a sample subset; in the LLM also of items that it hands to generators."""
+        """Return the first token of every item within a sample subset; in the LLM also of items for generators."""
         atoms = self._atoms(place, part)
         if not self._is_backbone(place):
             return dict(zip(atoms, _starts([self._item(place.unit, atom).num_tokens for atom in atoms]), strict=True))
@@ -293,7 +293,7 @@ def _owners(shares: TokenShares, tokens: Rows) -> Rows:
 
 
 def _first_of_merged(item: ItemLengths) -> Rows:
-    """The first of the tokens that each row of an encoder's output was merged from, counted from the item's own first."""
+    """Return the first token that each row of an encoder's output was merged from, counted from the item's first token."""
     return np.arange(item.num_output_tokens) * item.num_tokens // max(1, item.num_output_tokens)
 
 

@@ -1,1 +1,1 @@
-"""A training run: built as the flags say, resumed, and trained to the end."""
+"""A training run: built from the flags, resumed, and trained to the end."""

@@ -24,13 +24,13 @@ class RunSummary:
     evaluation: EvaluationReport | None
     blank_evaluation: EvaluationReport | None
     peak_activation_bytes: int
-    """The largest of all ranks and steps; 0 when no step was left to do."""
+    """The largest of all ranks and steps; 0 if there was no step to do."""
     stop: StopReason = StopReason.NONE
     """The reason for ending before the last step."""
 
 
 def describe_run(run: Run) -> str:
-    """Describe in a few lines which units run where."""
+    """Describe in a few lines the units and their ranks."""
     lines = []
     for name, unit in run.session.plan.units.items():
         ranks = sorted(unit.ranks)
@@ -78,12 +78,12 @@ def describe_end(run: Run, summary: RunSummary) -> str:
 
 
 def _each(sizes: Iterable[int]) -> str:
-    """Show the sizes of a unit's replicas: one, or those of replicas that are not alike."""
+    """Show the sizes of a unit's replicas: one, or several for replicas that are not alike."""
     return "/".join(map(str, sorted(set(sizes))))
 
 
 def _shown_stages(unit: Unit, plan: UnitPlan) -> str:
-    """Say how many of a unit's layers each of its stages has, but the embedding before and the projector or head behind them."""
+    """Describe the number of transformer layers in each stage of a unit."""
     if plan.num_virtual_stages == 1 or plan.is_unlike:
         return ""
     last = unit.num_inner_layers

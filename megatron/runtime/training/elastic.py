@@ -1,4 +1,4 @@
-"""Training that goes on while nodes come and go: every generation of ranks takes over where the last one was."""
+"""Training that continues while nodes come and go: every generation of ranks takes over where the last one was."""
 
 import gc
 import json
@@ -47,7 +47,7 @@ class ElasticRun:
     """One process of the run, in one generation after another."""
 
     def __init__(self, config: RunConfig, *, ending: Ending, stop_requests: StopRequests) -> None:
-        """Prepare what this process can alone; raises BraidErrors."""
+        """Prepare everything that this process can do alone; raises BraidErrors."""
         if "BRAID_NODE" not in os.environ:
             raise ConfigError("--elastic needs supervisors that outlive ranks; start the run by scripts/elastic.sh")
         self._stop_requests, self._ending = stop_requests, ending
@@ -65,18 +65,18 @@ class ElasticRun:
         self._templates = read_templates(config, self._prepared.options.graph)
         self._compare(self._prepared.start_values)
         gc.collect()
-        gc.freeze()  # what is imported and read by now stays: no recovery need look through it for garbage
+        gc.freeze()  # imported modules and files read so far stay: no recovery needs to search them for garbage
         self._run: Run | None = None
         self._reporter: Reporter | None = None
         self._progress: Progress | None = None
         self._held: list[HeldTensor] | None = None
         """The state, from when this rank has left a generation until all ranks of the next one have theirs."""
         self._is_whole = False
-        """The session has the state."""
+        """True if the session has the state."""
         self._formed, self._pipelines = 0, tuple[Pipeline, ...]()
         self._waits = self._is_spare = False
         self._is_first = False
-        """The reporter is that of rank 0."""
+        """True if the reporter is that of rank 0."""
         self._times: dict[str, float] = {}
         self._old_groups: list[object] = []
         """Process groups of generations that have ended."""
@@ -94,14 +94,14 @@ class ElasticRun:
             raise
         else:
             is_left_behind = False
-        while is_left_behind:  # with nothing of what was built for the generation
-            with suppress(LeftBehindError):  # it may be told twice
+        while is_left_behind:  # without anything that was built for the generation
+            with suppress(LeftBehindError):  # it may be raised twice
                 time.sleep(_LONG_SECONDS)
         self._member.finish()
         end_process(0)
 
     def _go_on(self) -> None:
-        """Train on in place of a thread that waits in vain."""
+        """Continue training in place of a thread that waits in vain."""
         logger.warning("rank %d waited for a message that nobody will send, in a thread that is left behind", self._world.rank)
         try:
             self.run()
@@ -109,7 +109,7 @@ class ElasticRun:
             self._ending.fail(problem)
 
     def _take_part(self) -> bool:
-        """Be in a generation until it ends; returns whether training has ended."""
+        """Take part in a generation until it ends; returns True if training has ended."""
         try:
             verdict = self._member.arrive(self._report())
             self._times = {"left": self._member.left_seconds, "agreed": time.time()}
@@ -127,7 +127,7 @@ class ElasticRun:
             return False
 
     def _compare(self, values: StartValues) -> None:
-        """Raise ConfigError if this process was told something else than the first one."""
+        """Raise ConfigError if this process has other start values than the first one."""
         first = json.loads(self._member.ledger.first_to_say("start", json.dumps([self._world.rank, values])))
         if difference := describe_difference(first[1], there=values, rank=self._world.rank):
             raise ConfigError(difference.replace("rank 0", f"rank {first[0]}"))
@@ -152,13 +152,13 @@ class ElasticRun:
         return max(self._progress.step, outcome.number if outcome else 0)
 
     def _finish_step(self, verdict: Verdict) -> None:
-        """Update the weights where others have begun to, and this rank has not."""
+        """Update the weights if others have begun to, and this rank has not."""
         if self._run is not None and self._is_whole and verdict.done_steps == self._done_steps + 1:
             assert verdict.outcome is not None
             self._run.trainer.finish(Outcome(**verdict.outcome))
 
     def _plan(self, verdict: Verdict) -> NodesPlan | None:
-        """Return the plan for the nodes that are there; None if this one has to wait."""
+        """Return the plan for the available nodes; None if this one has to wait."""
         before = tuple(Pipeline(tuple(each["nodes"]), each["num_microbatches"]) for each in verdict.pipelines)
         graph = self._prepared.options.graph
         self._waits = self._is_spare = False
@@ -186,7 +186,7 @@ class ElasticRun:
         self._old_groups += forget_groups()
 
     def _form(self, verdict: Verdict, found: NodesPlan) -> None:
-        """Meet the ranks of this generation, and have this rank's part of the plan with the state in it."""
+        """Meet the ranks of this generation, and build this rank's part of the plan with the state in it."""
         identity, gpus = self._member.identity, self._templates.gpus_per_node
         rank = found.nodes.index(identity.node) * gpus + identity.local_rank
         self._world = world = replace(self._world, rank=rank, size=len(found.nodes) * gpus)
@@ -217,7 +217,7 @@ class ElasticRun:
         self._old_groups = []
 
     def _take_state(self, run: Run, verdict: Verdict) -> None:
-        """Take over weights, optimizer state and progress from those who have them."""
+        """Take over weights, optimizer state and progress from the ranks that have them."""
         try:
             take_over(self._held or [], run.session.state)
         except CheckpointError as problem:
@@ -230,7 +230,7 @@ class ElasticRun:
         dist.all_gather_object(told, mine)
         progress, scheduler, run.described_data = next(each for each in told if each is not None)
         if mine is None:
-            run.scheduler.num_steps = 0  # to which what is loaded adds
+            run.scheduler.num_steps = 0  # loading adds to it
             run.scheduler.load_state_dict(scheduler)
             run.trainer.outcome = Outcome(**verdict.outcome) if verdict.outcome else None
         evaluation = (None, None) if self._progress is None else self._progress.evaluation
@@ -241,7 +241,7 @@ class ElasticRun:
             claim_folder(run, attempt=verdict.generation)
 
     def _go_back(self, run: Run, problem: CheckpointError) -> None:
-        """Begin again from the newest checkpoint, as part of the state is lost; all ranks come here together."""
+        """Restart from the newest checkpoint, as a part of the state is lost; all ranks call this together."""
         told: list[Any] = [None] * self._world.size
         dist.all_gather_object(told, self._progress.saved_step if self._progress else None)
         self._held = self._progress = None
@@ -251,8 +251,8 @@ class ElasticRun:
         self._start(run, has_saved=any(each is not None for each in told))
 
     def _start(self, run: Run, *, has_saved: bool = False) -> None:
-        """Begin as any run does, from new weights or from a checkpoint; has_saved: from one of this run's own."""
-        run.scheduler.num_steps = 0  # to which what is loaded adds
+        """Start like any run, from new weights or from a checkpoint; has_saved: from one of this run's own."""
+        run.scheduler.num_steps = 0  # loading adds to it
         resume(run, has_saved=has_saved)
         run.trainer.outcome = None
         self._progress = Progress.at(run.done_steps)
@@ -272,7 +272,7 @@ class ElasticRun:
         reporter.say(describe_end(run, summary))
 
     def _open_reporter(self, run: Run, progress: Progress) -> Reporter:
-        """Report on rank 0; a new rank 0 goes on with the log where the last one was."""
+        """Report on rank 0; a new rank 0 continues the log where the last one ended."""
         is_first = run.world.rank == 0
         if self._reporter is not None and self._is_first == is_first:
             return self._reporter
@@ -284,7 +284,7 @@ class ElasticRun:
         return self._reporter
 
     def _tell(self, reporter: Reporter, verdict: Verdict, found: NodesPlan, step: int) -> None:
-        """Say how long it took; the figures of each node also go to whoever reads the keeper's list."""
+        """Report the duration of the recovery; the figures of each node are also appended to the keeper's list."""
         times = {**verdict.seconds, **self._times}
         left, agreed, planned, met, formed, copied = (times[name] for name in _PHASE_ENDS)
         reporter.say(
@@ -297,7 +297,7 @@ class ElasticRun:
             self._member.ledger.tell("recovered", generation=verdict.generation, step=step, **place, **times)
 
     def _describe_tolerance(self, run: Run, found: NodesPlan) -> str:
-        """Say how many nodes may be lost, and what that costs."""
+        """Describe how many nodes may be lost, and the cost of that."""
         templates, count = self._templates, len(found.pipelines)
         optimizers = run.session.optimizers.values()
         kept = sum(each.numel() for optimizer in optimizers for each in optimizer.get_parameters())
@@ -315,7 +315,7 @@ class ElasticRun:
         )
 
     def _wait_for_all(self, generation: int) -> None:
-        """Wait until every rank has come here, so that none sees a connection break."""
+        """Wait until every rank has called this, so that none sees a broken connection."""
         counter = f"done/{generation}"
         deadline = time.monotonic() + _END_SECONDS
         count = self._member.ledger.count(counter)

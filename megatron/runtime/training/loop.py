@@ -57,12 +57,12 @@ class Progress:
 
     @classmethod
     def at(cls, step: int) -> "Progress":
-        """Return the progress of a run that starts with so many steps done."""
+        """Return the progress of a run that starts with this many steps done."""
         return cls(step, step, reported_step=step)
 
 
 def train(run: Run) -> RunSummary:
-    """Train up to --train-iters, evaluating, saving and reporting on the way."""
+    """Train up to --train-iters, with evaluation, checkpoints and reports."""
     reporter = build_reporter(run, done_steps=run.done_steps)
     if run.review is not None:
         run.review.first_step = run.done_steps
@@ -85,7 +85,7 @@ class _StoppedError(Exception):
 
 
 def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
-    """Train from wherever the run is: what its last step has left to do is done first."""
+    """Train from the run's current state: the rest of an interrupted last step is done first."""
     last_step = _last_step(run.config, progress.first_step)
     run.stop_requests.begin_training()
     try:
@@ -156,10 +156,10 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
 
 
 def _stop_if(agreed: StopReason, progress: Progress) -> None:
-    """Raise what ends the steps."""
+    """Raise an error that ends the steps if there is a reason to stop."""
     if agreed is StopReason.JOIN:
         raise NodesJoinError("nodes have joined")
-    if agreed.is_signal or (agreed and progress.step > progress.first_step):  # a short time has one step
+    if agreed.is_signal or (agreed and progress.step > progress.first_step):  # a time limit allows at least one step
         raise _StoppedError(agreed)
 
 
@@ -171,7 +171,7 @@ def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepR
 
 
 def _complete_step(run: Run, reporter: Reporter, progress: Progress) -> None:
-    """Do what a step has left to do that was interrupted after its update."""
+    """Do the rest of a step that was interrupted after its update."""
     if progress.reported_step < progress.step and run.world.rank == 0:
         report, step = run.trainer.last_report()
         _report_step(run, reporter, progress, report, step.balance)
@@ -188,7 +188,7 @@ def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None
 
 
 def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
-    """Rank 0 alone looks for a better balancer, schedule or batch size at the first step; the others wait in the step."""
+    """On rank 0, search for a better balancer, schedule or batch size at the first step; the others wait in the step."""
     for warning in (
         describe_better_pair(run.config, tuple(step.lengths.values()), options=balance_options(run, step_predictor(run))),
         describe_small_batch(run.config, run.data.train, graph=run.session.graph, plan=run.session.plan),
@@ -205,7 +205,7 @@ def _save_last(run: Run, progress: Progress) -> None:
 
 
 def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
-    """Yield every step with the seconds that it took to get it."""
+    """Yield every step with the seconds for which it was waited for."""
     while True:
         start = time.perf_counter()
         step = next(steps, None)
@@ -224,7 +224,7 @@ def _report_timeline(run: Run, reporter: Reporter, number: int, events: tuple[Ti
 def _compare_with_simulation(
     run: Run, emulation: EmulationTable, reporter: Reporter, step: Step, events: tuple[TimelineEvent, ...], *, is_last: bool
 ) -> None:
-    """Hold the last step's simulation against the median of the measured ones; the first step sets connections up."""
+    """Compare the last step's simulation with the median of the measured steps; the first step sets connections up."""
     origin_seconds = run.session.executor.clock.origin_seconds
     timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.session.plan, rank=run.world.rank)
     if timeline is None:
@@ -253,7 +253,7 @@ def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
 
 
 def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
-    """Steps of an evaluation, which is given up when ranks are to stop: what takes minutes would outlast a time limit."""
+    """Yield the steps of an evaluation until ranks are to stop: an evaluation of minutes would exceed a time limit."""
     for step in steps:
         if reason := agree_to_stop(run.wish_to_stop(can_leave=False), device=platform.device()):
             raise _StoppedError(reason)
@@ -261,7 +261,7 @@ def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
 
 
 def build_reporter(run: Run, *, done_steps: int) -> Reporter:
-    """Return what reports on this rank of a run that goes on after so many steps."""
+    """Return the reporter of this rank for a run that continues after this many steps."""
     if run.world.rank != 0:
         return SilentReporter()
     settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}

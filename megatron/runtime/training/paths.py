@@ -12,14 +12,14 @@ LAYERS = {"local": "local layers", "transformer_engine": "layers of Transformer 
 
 
 def describe_paths(session: Session) -> str:
-    """Return one line: whose layers, attention of each unit, and what is fused."""
+    """Return one line: the implementation of layers, the attention of each unit, and fused kernels."""
     options = session.options.build
     parts = [LAYERS[options.transformer_impl], *describe_fusions(options)]
     return f"computed by {', '.join(parts)}; attention by {describe_attention(session.graph, session.plan, options)}"
 
 
 def describe_fusions(options: BuildOptions) -> list[str]:
-    """Return what is fused or in FP8; nothing on a CPU."""
+    """Return the operations that are fused or in FP8; none on a CPU."""
     is_engine = options.transformer_impl == "transformer_engine"
     found = []
     if options.fp8_format is not None:
@@ -32,7 +32,7 @@ def describe_fusions(options: BuildOptions) -> list[str]:
 
 
 def describe_attention(graph: ModelGraph, plan: Plan, options: BuildOptions) -> str:
-    """Return the backend of every unit, or of all where it is the same."""
+    """Return the backend of every unit, or a single one if it is the same for all."""
     choices = {}
     for unit in graph.units:
         sizes = max(plan.units[unit.name].tensor_sizes), plan.units[unit.name].context_parallel_size

@@ -1,4 +1,4 @@
-"""Reviews the plan of a run that planned by itself, and goes on under a better one in the running processes."""
+"""Reviews the plan of a run that planned by itself, and continues under a better one in the running processes."""
 
 from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.orchestrator.orchestrate import Planned, under_choice
@@ -12,7 +12,7 @@ from multimodal.values.timeline import TimelineEvent
 def review_plan(
     run: Run, reporter: Reporter, number: int, *, step: Step, report: StepReport, events: tuple[TimelineEvent, ...]
 ) -> bool:
-    """Take in a step, and conclude when it is time; collective. Returns True if the run has another plan now."""
+    """Add a step to the review, and conclude it when due; collective. Returns True if the run has another plan now."""
     review = run.review
     if review is None or not review.measures(number):
         return False

@@ -21,7 +21,7 @@ from multimodal.data.sample_source import SampleSource
 
 
 def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
-    """Yield these steps of the training, from 0, as this rank computes them; closing stops what loads ahead."""
+    """Yield these steps of the training, from 0, as this rank computes them; closing stops loading ahead."""
     parts, size = run.data.train_parts or (DataPart(len(run.data.train)),), run.config.training.global_batch_size
     batches = GlobalBatches(parts, size, run.config.training.seed, shuffle=not run.config.data.is_digits)
     in_order = run.phase.go_on(batches, run.described_data)
@@ -29,7 +29,7 @@ def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
 
 
 def load_evaluation_steps(run: Run, source: SampleSource) -> Generator[Step, None, None]:
-    """Yield the --eval-iters steps of an evaluation on samples held out, forward only."""
+    """Yield the --eval-iters steps of an evaluation on held-out samples, forward only."""
     parts = run.data.valid_parts or (DataPart(len(source)),)
     batches = GlobalBatches(parts, run.config.training.global_batch_size, seed=0, shuffle=False)
     planner = _planner(run, source, batches=batches, forward_only=True)
@@ -37,7 +37,7 @@ def load_evaluation_steps(run: Run, source: SampleSource) -> Generator[Step, Non
 
 
 def balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
-    """Return the balancer's options, the same for evaluations: so these need no other schedules."""
+    """Return the balancer's options, which are also used for evaluations, so that these need no other schedules."""
     training = run.config.training
     return BalanceOptions(
         micro_batch_size=training.micro_batch_size,
@@ -83,7 +83,7 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
 
 
 def _arrangement(run: Run) -> NodeArrangement | None:
-    """Return what --rearrange-nodes goes by; None without it."""
+    """Return the node arrangement for --rearrange-nodes; None without it."""
     if not run.config.training.rearrange_nodes:
         return None
     return NodeArrangement(
@@ -94,7 +94,7 @@ def _arrangement(run: Run) -> NodeArrangement | None:
 
 
 def step_predictor(run: Run) -> StepPredictor:
-    """Return what predicts the time of this run's steps."""
+    """Return the predictor of this run's steps."""
     options = run.session.options
     return build_predictor(
         run.config, run.session.schedules(), vocab_size=options.vocab_size, num_state_copies=options.num_state_copies

@@ -1,6 +1,6 @@
-"""Predictions of steps while training: from the run's own plan and schedule, on a described machine or from a cost table.
+"""Predicts steps during training, from the run's plan and schedule, on a described machine or from a cost table.
 
-All ranks must predict alike, so nothing here is measured.
+All ranks must predict alike, so nothing is measured here.
 """
 
 from collections.abc import Sequence
@@ -31,13 +31,13 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
 _SAMPLES_OF_LAYERS = 1024
-"""Samples, the first that training sees, on whose lengths it depends which layers pipeline stages have."""
+"""Number of samples, the first of the training, whose lengths determine the layers of pipeline stages."""
 
 
 def build_predictor(
     config: RunConfig, schedules: ScheduleCache, *, vocab_size: int, num_state_copies: int | None = None
 ) -> StepPredictor:
-    """Predict steps as `schedules` would run them on --cluster; raises ConfigError when that cannot be read.
+    """Return a predictor of steps as `schedules` would run them on --cluster; raises ConfigError if that cannot be read.
 
     num_state_copies: of an elastic run's optimizer state.
     """
@@ -57,10 +57,10 @@ def build_predictor(
 
 
 def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
-    """Return the seconds of every layer by which size flags cut units into stages; none where they cut nothing, or evenly.
+    """Return the seconds of every layer, by which size flags cut units into stages; empty if nothing is cut, or evenly.
 
-    Of forward and backward, as freezing and recomputation leave it, for a microbatch of average samples (Cornstarch 4.2), on
-    --cluster; raises ConfigError when that cannot be read.
+    Seconds are those of forward and backward, after freezing and recomputation, for a microbatch of average samples (Cornstarch
+    4.2) on --cluster; raises ConfigError if that cannot be read.
     """
     if not config.parallelism.cuts_by_seconds:
         return EVEN
@@ -90,9 +90,9 @@ def _cluster_of(config: RunConfig) -> Cluster:
 
 
 def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *, options: BalanceOptions) -> str | None:
-    """Return a warning if --balance or --schedule is predicted to make the step of these samples clearly longer than another one.
+    """Return a warning if another --balance or --schedule is predicted to make the step of these samples clearly shorter.
 
-    Nothing where computations are waits from a table (--emulate), of which these predictions know nothing.
+    None if computations are waits from a table (--emulate), which these predictions do not consider.
     """
     training = config.training
     if training.emulate is not None or not isinstance(options.predictor, StepPredictor):
@@ -114,7 +114,7 @@ def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *,
 
 @dataclass(frozen=True)
 class _RepeatedCosts(TableCosts):
-    """A table for a run of any number of microbatches: beyond its last one it starts over."""
+    """A table for a run of any number of microbatches: it repeats after its last one."""
 
     def compute(self, action: Action) -> ComputeCost:
         """Seconds of one computation."""
@@ -130,7 +130,7 @@ class EmulationTable:
 
     @classmethod
     def from_file(cls, path: Path, *, plan: Plan) -> "EmulationTable":
-        """Read a table; raises ConfigError when it does not list every virtual stage of every unit of the plan."""
+        """Read a table; raises ConfigError if it does not list every virtual stage of every unit of the plan."""
         table = CostTable.from_file(path)
         expected = {name: unit.num_virtual_stages for name, unit in plan.units.items()}
         found = {name: len(unit.stages) for name, unit in table.units.items()}
@@ -146,7 +146,7 @@ class EmulationTable:
         return self.costs
 
     def simulated_seconds(self, step: Step) -> float:
-        """Return how long a step takes in simulation."""
+        """Return the simulated duration of a step."""
         return simulate_schedule(step.schedule, self.costs).iteration_seconds
 
 

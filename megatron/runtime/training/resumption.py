@@ -1,4 +1,4 @@
-"""Saves a run, takes it up again where it stopped, and starts one from another run's weights."""
+"""Saves a run, resumes it where it stopped, and starts a run from another run's weights."""
 
 import logging
 import os
@@ -36,18 +36,18 @@ class Start(NamedTuple):
     flag: str
     """The flag that named the folder, for messages."""
     is_resumption: bool
-    """False: from the weights alone, at step 0."""
+    """False: from weights only, at step 0."""
     is_hugging_face: bool = False
     """The weights are in a folder of Hugging Face."""
 
 
 def resume(run: Run, *, has_saved: bool = False) -> None:
-    """Claim --save for this run, and load what the flags name; collective.
+    """Claim --save for this run, and load the checkpoints that the flags name; collective.
 
-    has_saved: this run has written to --save, and goes on from there.
+    has_saved: True if this run has written to --save, and resumes from there.
 
-    Raises CheckpointError when another run writes to --save, when there is no checkpoint (unless --save names the same folder),
-    or when it does not belong to this run.
+    Raises CheckpointError if another run writes to --save, if there is no checkpoint (unless --save names the same folder), or if
+    it does not belong to this run.
     """
     checkpoint = run.config.checkpoint
     if checkpoint.save is not None:
@@ -89,10 +89,10 @@ def release(run: Run) -> None:
 
 
 def choose_start(checkpoint: CheckpointConfig) -> Start | None:
-    """Return the start that the flags ask for; None: new weights.
+    """Return the start that the flags select; None: new weights.
 
-    A run that starts from given weights and has saved since goes on from its own checkpoint, so it can be requeued as it is.
-    Raises CheckpointError when a folder that must hold a checkpoint does not.
+    A run that starts from given weights and has saved since resumes from its own checkpoint, so it can be requeued unchanged.
+    Raises CheckpointError if a folder that must hold a checkpoint does not.
     """
     own, own_flag = (checkpoint.save, "--save") if checkpoint.finetune else (checkpoint.load, "--load")
     given, given_flag = (
@@ -160,7 +160,7 @@ def _load(run: Run, start: Start) -> None:
 
 
 def _describe_training(run: Run) -> RunData:
-    """Return what begins a new schedule of the learning rate where --new-phase changes it."""
+    """Return the values whose change makes --new-phase begin a new schedule of the learning rate."""
     settings = vars(run.config.optimizer)
     frozen = [unit.name for unit in run.session.graph.units if unit.freeze_module]
     projectors = [unit.name for unit in run.session.graph.units if unit.freeze_projector]
@@ -173,10 +173,10 @@ def _describe_training(run: Run) -> RunData:
 
 
 def _begin_phase(run: Run, loaded: LoadedCheckpoint) -> None:
-    """Take up the checkpoint's phase, or begin another one; raises CheckpointError or ConfigError."""
+    """Continue the checkpoint's phase, or begin another one; raises CheckpointError or ConfigError."""
     try:
         run.phase = find_phase(loaded.run_state, run.described_data, step=loaded.step, may_change=run.config.checkpoint.new_phase)
-    except (TypeError, ValueError, KeyError, AttributeError) as problem:  # of whatever a stranger may have written there
+    except (TypeError, ValueError, KeyError, AttributeError) as problem:  # the content may be anything
         raise damaged(loaded.path, f"its phase cannot be read ({problem!r})") from problem
     run.described_data = {**run.described_data, "phase": run.phase.to_dict()}
     if run.phase.first_step == loaded.step and run.config.checkpoint.new_phase:
@@ -191,9 +191,9 @@ def _begin_phase(run: Run, loaded: LoadedCheckpoint) -> None:
 
 
 def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSettings:
-    """Return the settings of a learning rate whose schedule begins after `first_step`: steps count from there.
+    """Return the settings of a learning rate whose schedule begins after `first_step`, from which its steps count.
 
-    What is not given follows from the steps that are left. Raises ConfigError where these are too few.
+    Values that are not given follow from the remaining steps. Raises ConfigError if these are too few.
     """
     settings, left = config.optimizer, config.training.train_iters - first_step
     decay = settings.lr_decay_iters if "lr_decay_iters" in config.given else left
@@ -211,12 +211,12 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
 def _restore_scheduler(run: Run, loaded: LoadedCheckpoint) -> None:
     try:
         run.scheduler.load_state_dict(dict(loaded.schedulers_state))
-    except Exception as problem:  # of whatever a stranger may have written there
+    except Exception as problem:  # the content may be anything
         raise damaged(loaded.path, f"its schedulers_state cannot be restored ({problem!r})") from problem
 
 
 def _warn_of_earlier_run(run: Run) -> None:
-    """Say so when --save names a folder where an older run got further than this one starts: --load would take that one up."""
+    """Warn if --save names a folder in which an older run got further than this one starts, which --load would resume."""
     folder = run.config.checkpoint.save
     newest = find_newest_checkpoint(folder) if folder else None
     if newest is not None and step_of(newest) > run.done_steps:
@@ -230,9 +230,9 @@ def _warn_of_earlier_run(run: Run) -> None:
 def save(run: Run, number: int) -> int:
     """Write a checkpoint after step `number` and return the number; collective.
 
-    With --async-save it has only been copied then; `run.background_save` says when it is written.
+    With --async-save it has only been copied then; `run.background_save` reports when it is written.
 
-    Raises CheckpointError on every rank when it cannot be written, or another run has taken the folder.
+    Raises CheckpointError on every rank if it cannot be written, or another run has taken the folder.
     """
     checkpoint = run.config.checkpoint
     assert checkpoint.save is not None

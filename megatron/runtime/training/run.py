@@ -1,4 +1,4 @@
-"""One rank's run: model, data, optimizers and trainer as the flags ask for them, resumed where they ask for that."""
+"""One rank's run: model, data, optimizers and trainer according to the flags, and resumed if requested."""
 
 import logging
 import os
@@ -62,30 +62,30 @@ class Run:
     scheduler: OptimizerParamScheduler
     trainer: Trainer
     done_steps: int = 0
-    """Steps done before, when resumed."""
+    """Number of steps done before, if resumed."""
     exchanges: tuple[SampleExchange, SampleExchange] | None = None
-    """Exchange raw samples where lengths come from decoding: one for training, one for evaluation, which goes on beside it."""
+    """Exchange raw samples if lengths come from decoding: one for training, one for evaluation, which runs beside it."""
     emulation: EmulationTable | None = None
     """The waits that replace computations in an emulated run."""
     claim: FolderClaim | None = None
     """Keeps other runs from writing to --save."""
     background_save: BackgroundSave | None = None
-    """Writes checkpoints while training goes on (--async-save)."""
+    """Writes checkpoints while training continues (--async-save)."""
     phase: Phase = field(default_factory=Phase)
-    """The steps of one kind that the run is in."""
+    """The current phase."""
     described_data: RunData = field(default_factory=dict)
     """The description of its data that checkpoints hold."""
     stop_requests: StopRequests = field(default_factory=lambda: StopRequests(Ending()))
     """Requests to stop early."""
     nodes_have_joined: Callable[[], bool] = lambda: False
-    """Return True if nodes wait to be taken into an elastic run."""
+    """Returns True if nodes wait to be taken into an elastic run."""
     review: PlanReview | None = None
-    """Of a plan that the run made by itself."""
+    """The review of a plan that the run made by itself."""
     note_reported: Callable[[int], None] = lambda step: None
-    """Told which step rank 0 has reported."""
+    """Called with each step that rank 0 has reported."""
 
     def wish_to_stop(self, *, can_leave: bool) -> StopReason:
-        """Return this rank's reason to stop now; can_leave: to let nodes join would be one."""
+        """Return this rank's reason to stop now; can_leave: True if waiting nodes are a reason."""
         reason = self.stop_requests.reason(exit_duration_minutes=self.config.training.exit_duration_in_mins)
         return reason or (StopReason.JOIN if can_leave and self.nodes_have_joined() else StopReason.NONE)
 
@@ -98,7 +98,7 @@ class Prepared:
     data: DataSets
     options: SessionOptions
     plan: Plan
-    """At the start."""
+    """The plan at the start."""
     peak_tflops: float
     emulation: EmulationTable | None = None
 
@@ -114,7 +114,7 @@ class Prepared:
 def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests) -> Run:
     """Build model, data and optimizers of this rank, newly initialised; raises BraidErrors.
 
-    First the steps that this rank can take alone; then, once all ranks have agreed, the collective ones.
+    The steps that this rank can take alone come first; the collective ones follow once all ranks have agreed.
     """
     inputs = open_inputs(config, world)
     planned: Planned | None = None
@@ -133,12 +133,12 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
 
 
 def prepare_alone(config: RunConfig, world: World) -> Prepared:
-    """Do what needs no other rank, but for the order in which files are written."""
+    """Do everything that needs no other rank, except that ranks write files in turn."""
     return prepare_plan(config, world, open_inputs(config, world))
 
 
 def open_inputs(config: RunConfig, world: World) -> Inputs:
-    """Check what is written to, and open what a run trains and what on."""
+    """Check the output folders, and open the model and the data."""
     if config.checkpoint.save:
         _check_writable(config.checkpoint.save)
     if world.rank == 0:
@@ -158,7 +158,7 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
 
 
 def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
-    """Build the plan, and what the run is built from under it."""
+    """Build the plan, and the values from which the run is built under it."""
     graph, vocab_size = inputs.graph, inputs.vocab_size
     ranks_per_node = find_ranks_per_node(os.environ)
     seconds = predict_layer_seconds(config, inputs)
@@ -203,7 +203,7 @@ def build_run(
 
 
 def change_plan(run: Run, config: RunConfig) -> None:
-    """Go on in the running processes as another configuration of the same training plans it; collective, between two steps."""
+    """Continue, in the running processes, under another configuration of the same training; collective, between two steps."""
     options = run.session.options
     ranks_per_node = find_ranks_per_node(os.environ)
     plan = build_plan(config, options.graph, run.world.size, ranks_per_node=ranks_per_node)
@@ -214,7 +214,7 @@ def change_plan(run: Run, config: RunConfig) -> None:
 
 
 def check_kernels(*, is_allowed: bool) -> None:
-    """Raise ConfigError where GPUs would wait for decisions by Python references."""
+    """Raise ConfigError if GPUs would wait for decisions by Python references."""
     if kernels is None and torch.cuda.is_available() and not is_allowed:
         raise ConfigError(
             f"without --allow-python-kernels GPUs do not wait for decisions by {describe_kernels()}, or give that flag"
@@ -271,7 +271,7 @@ def _build_options(config: RunConfig) -> BuildOptions:
 
 
 def _accumulates_in_products(config: RunConfig) -> bool:
-    """True if products add their weight gradients to float32 buffers, which ZeRO-3's shared weights do not have."""
+    """Return True if products add weight gradients to float32 buffers, which ZeRO-3's sharded weights do not have."""
     is_wanted = config.model.gradient_accumulation_fusion and not config.parallelism.shards_weights
     return is_wanted and torch.cuda.is_available() and config.training.dtype == "bfloat16"
 
@@ -284,7 +284,7 @@ def _num_multiprocessors() -> int:
 
 
 def _check_units(graph: ModelGraph) -> None:
-    """A generator without an image can be simulated, but there is nothing that it could be trained to make."""
+    """Raise an error for a generator without an image, which can be simulated but has no target to train on."""
     if blind := [unit.name for unit in graph.generators if unit.image is None]:
         raise ModelError(
             f"unit '{blind[0]}' has the role generator, but the model does not say what it makes; give it an 'image' with "
@@ -293,7 +293,7 @@ def _check_units(graph: ModelGraph) -> None:
 
 
 def _check_writable(folder: Path) -> None:
-    """Check that files can be written, before there is something to lose."""
+    """Check that files can be written before there is something to lose."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as problem:

@@ -1,4 +1,4 @@
-"""Says whether global batches are large enough for the proportions that a plan was made for (Entrain, Alg. 2)."""
+"""Checks if global batches are large enough for the proportions that a plan was made for (Entrain, Alg. 2)."""
 
 import math
 from dataclasses import replace
@@ -16,10 +16,10 @@ from multimodal.values.plan import Plan
 
 
 def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: ModelGraph, plan: Plan) -> str | None:
-    """Return a warning if the global batch is smaller than b_min: if proportions of work change from batch to batch.
+    """Return a warning if the global batch is smaller than b_min, so that proportions of work change between batches.
 
-    b_min is the least number of samples whose proportions of work always give units the same ranks. Nothing where units share
-    ranks, computations are waits from a table, or lengths are not known before samples are decoded.
+    b_min is the least number of samples whose proportions of work always give units the same ranks. None if units share ranks,
+    computations are waits from a table, or lengths are not known before samples are decoded.
     """
     units, batch_size = plan.units, config.training.global_batch_size
     num_replicas = math.gcd(*(unit.data_parallel_size for unit in units.values()))
@@ -43,7 +43,7 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
 
 
 def _work_of_samples(source: SampleSource, *, graph: ModelGraph) -> dict[str, Floats]:
-    """Return unit -> FLOPs of single samples, forward and backward, of at most `POOL_SIZE` samples spread over the data."""
+    """Return unit -> FLOPs of single samples, forward and backward, for at most `POOL_SIZE` samples spread over the data."""
     count = len(source)
     indices = np.linspace(0, count, min(count, POOL_SIZE), endpoint=False).astype(int).tolist()
     work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in indices], BalanceOptions())

@@ -1,6 +1,6 @@
-"""Values that every rank must have alike before a run starts, in plain printable form: flags, model, plan, data, versions.
+"""Values that must be the same on every rank before a run starts, in printable form: flags, model, plan, data, versions.
 
-A rank with another value would decide or compute something else than its peers: train on in silence, or wait for ever.
+A rank with another value would decide or compute something else than its peers: silently, or until all wait forever.
 """
 
 import hashlib
@@ -28,15 +28,15 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
-"""Fields that change nothing in what ranks do together: only rank 0 reports, and devices may be unlike."""
+"""Fields that do not affect what ranks do together: only rank 0 reports, and devices may differ."""
 BY_CONTENT = frozenset({"model", "plan", "data_path", "tokenizer_model", "chat_template", "emulate", "cluster"})
-"""Input files, which may lie elsewhere on every node: their contents are compared instead."""
+"""Input files that may be at another place on every node: their contents are compared instead."""
 _PACKAGES = ("braid", "megatron-core", "torch", "numpy")
 _MOST_DIGESTED_LENGTHS = 100_000
 
 
 def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, data: DataSets, vocab_size: int) -> StartValues:
-    """Return all values of this rank that must be alike on all; O(bytes of the manifest)."""
+    """Return all values of this rank that must be the same on all; O(bytes of the manifest)."""
     return {
         **collect_flag_values(config),
         "model": dict(_flat("", graph.to_dict())),
@@ -60,7 +60,7 @@ def collect_flag_values(config: RunConfig) -> StartValues:
 
 
 def _environment_names(config: RunConfig) -> tuple[str, ...]:
-    """Balancers ask for the size of a node, which may differ where nothing is balanced."""
+    """Return the environment variables to compare: the size of a node may only differ if no balancer uses it."""
     ignores_nodes = config.training.balance == UNBALANCED and not config.training.rearrange_nodes
     return ("WORLD_SIZE",) if ignores_nodes else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
@@ -91,7 +91,7 @@ def _shown_flag(flag: str, value: Any, *, is_switch: bool) -> str:
 
 
 def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
-    """The leaves of nested values, by the way to them; an empty container is a leaf."""
+    """Yield the leaves of nested values, each with its path; an empty container is a leaf."""
     if is_dataclass(value) and not isinstance(value, type):
         value = {field.name: getattr(value, field.name) for field in fields(value)}
     elif isinstance(value, (list, tuple)) and any(
@@ -115,7 +115,7 @@ def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Map
 
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
-    """Handwritten digits need no values: flags and seed say everything about them."""
+    """Return the values of the data; handwritten digits need none: flags and seed determine them."""
     if config.data.is_digits:
         return {"--data-path": DIGITS}
     values = {"--data-path": "a manifest"}
@@ -130,7 +130,7 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
 
 
 def _digest_of_lengths(source: SampleSource) -> str:
-    """Digests samples all over the set, so that the largest sets take seconds."""
+    """Return a digest of samples spread over the set, so that the largest sets take seconds."""
     digest = hashlib.blake2b(digest_size=8)
     for index in range(0, len(source), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1):
         digest.update(repr(source.lengths(index)).encode())

@@ -1,4 +1,4 @@
-"""One rank's trainer: runs a step of any kind, updates the weights by Megatron's learning rate schedule, evaluates."""
+"""One rank's trainer: runs steps, updates the weights with Megatron's learning rate schedule, evaluates."""
 
 import math
 import time
@@ -31,7 +31,7 @@ class Outcome:
     number: int
     loss: float
     generator_loss: float
-    """The generators' part of it."""
+    """The generators' part of the loss."""
     grad_norm: float
 
 
@@ -42,17 +42,17 @@ class _Executed(NamedTuple):
     result: StepResult
     learning_rate: float
     start: float
-    """By `time.perf_counter`, as is the end of its schedule."""
+    """Start by `time.perf_counter`; the end of the schedule is by the same clock."""
     end: float
 
 
 class Trainer:
-    """Steps of one rank. All methods are collective, but for `finish` and `last_report`."""
+    """Steps of one rank. All methods are collective, except `finish` and `last_report`."""
 
     outcome: Outcome | None = None
-    """Of the last step that the weights of this rank were updated by."""
+    """The outcome of the last step in the weights of this rank."""
     updates_alone = False
-    """Leave what a sharded optimizer updates to be gathered in the next step, so that an update needs no other rank."""
+    """True if parameters that a sharded optimizer updates are gathered in the next step: an update then needs no other rank."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Trainer:
         peak_tflops: float,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """peak_tflops: of this rank's device; check: raises when what other ranks told is not to be trusted."""
+        """peak_tflops: of this rank's device; check: raises if other ranks' messages cannot be trusted."""
         self.session, self.scheduler, self._settings = session, scheduler, settings
         self._peak_tflops, self._check = peak_tflops, check
         self._compute_seconds = 0.0
@@ -72,15 +72,15 @@ class Trainer:
         self.meet()
 
     def meet(self) -> None:
-        """Learn of all ranks what reports need to know; after the session has entered a plan, too."""
+        """Exchange, over all ranks, the facts that reports need; also called after the session has entered a plan."""
         (self._world_peak_tflops,) = self._sum([self._peak_tflops])
-        self.scheduler.step(increment=0)  # tells new optimizers the coming step's learning rate
+        self.scheduler.step(increment=0)  # gives new optimizers the coming step's learning rate
 
     def train_step(self, step: Step, *, number: int) -> tuple[StepReport, tuple[TimelineEvent, ...]]:
         """Forward, backward, reduce, clip, update; number: of the step, for messages. Also returns this rank's events.
 
-        The norm is the last that ranks need of each other for the update: one that has it finishes the step, whoever is lost,
-        and others can when they are told it (`finish`).
+        The norm is the last value that ranks need from each other for the update: a rank that has it finishes the step even if
+        others are lost, and others can finish when they receive it (`finish`).
         """
         start = time.perf_counter()
         self._running, self._executed = number, None
@@ -105,12 +105,12 @@ class Trainer:
         return report, result.events
 
     def place_in_step(self) -> tuple[int, int] | None:
-        """Return the step that runs and its actions that are done, or None; another thread may ask."""
+        """Return the current step and the number of its finished actions, or None; may be called from another thread."""
         number, executor = self._running, self.session.__dict__.get("executor")
         return None if number is None or executor is None else (number, executor.clock.num_spans)
 
     def finish(self, outcome: Outcome) -> None:
-        """Update the weights by the gradients that this rank has; it has them once any rank knows the outcome."""
+        """Update the weights by this rank's gradients, which are complete once any rank knows the outcome."""
         assert self._executed is not None
         self.session.step_optimizers(outcome.grad_norm, gathers_later=self._gathers_later(self._executed.step))
         if math.isfinite(outcome.grad_norm):
@@ -118,7 +118,7 @@ class Trainer:
         self.outcome = outcome
 
     def last_report(self) -> tuple[StepReport, Step]:
-        """Return what this rank alone can say of its last step, whose losses all know."""
+        """Return a report of the last step from this rank's figures only, with the losses that all know."""
         assert self._executed is not None
         return self._report(self._executed, end=self._executed.end, is_alone=True), self._executed.step
 
@@ -126,9 +126,9 @@ class Trainer:
         return self.updates_alone or step.cuts.gathers_parameters
 
     def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
-        """Go on under another plan from the next step on; see `Session.change_plan`."""
+        """Continue under another plan from the next step on; see `Session.change_plan`."""
         self.session.change_plan(plan, options=options)
-        self.scheduler.step(increment=0)  # tells the new optimizers the coming step's learning rate
+        self.scheduler.step(increment=0)  # gives the new optimizers the coming step's learning rate
 
     def evaluate(self, steps: Iterable[Step]) -> EvaluationReport:
         """Forward only, over forward-only steps (at least one)."""
@@ -142,7 +142,7 @@ class Trainer:
                 num_correct_tokens += result.num_correct_tokens
                 in_words = step.samples_in_words
                 num_right_answers += sum(is_right for sample, is_right in result.correct_samples.items() if sample in in_words)
-                num_tokens += step.num_target_tokens  # of all ranks, as everyone knows them
+                num_tokens += step.num_target_tokens  # of all ranks, which every rank knows
                 num_samples += len(in_words)
         correct_tokens, right_answers = self._sum([num_correct_tokens, num_right_answers])
         text_loss, generator_loss = losses.means(self._sum)
@@ -154,7 +154,7 @@ class Trainer:
         )
 
     def _report(self, done: _Executed, *, end: float, is_alone: bool = False) -> StepReport:
-        """end: of the step; is_alone: say what this rank knows by itself."""
+        """Return the report of a step; end: of the step; is_alone: use only this rank's figures."""
         assert self.outcome is not None
         step, result = done.step, done.result
         split = seconds_by_resource(result.events)
@@ -189,7 +189,7 @@ class Trainer:
         )
 
     def gather_compute_seconds(self) -> list[float]:
-        """Return, per rank, how long it computed in the last step."""
+        """Return the computing time of each rank in the last step."""
         own = torch.tensor([self._compute_seconds], dtype=torch.float64, device=platform.device())
         found = own.new_empty(dist.get_world_size())
         all_gather_single(found, own)
@@ -210,19 +210,19 @@ class Trainer:
 
 
 class _AllGroups:
-    """Stands for one optimizer before the scheduler: the parameter groups of all units under the current plan."""
+    """Acts as one optimizer for the scheduler: the parameter groups of all units under the current plan."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Empty on a rank that trains nothing."""
+        """Parameter groups; empty on a rank that trains nothing."""
         return [group for optimizer in self._session.optimizers.values() for group in optimizer.param_groups]
 
 
 def build_scheduler(settings: OptimizerSettings, session: Session, *, train_iters: int) -> OptimizerParamScheduler:
-    """Counts optimizer steps (Megatron counts samples: the same for a constant global batch size)."""
+    """Build a scheduler that counts optimizer steps (Megatron counts samples: the same with a constant global batch size)."""
     return OptimizerParamScheduler(
         _AllGroups(session),
         init_lr=settings.lr_warmup_init,
@@ -243,5 +243,5 @@ def build_scheduler(settings: OptimizerSettings, session: Session, *, train_iter
 
 
 def current_learning_rate(scheduler: OptimizerParamScheduler, settings: OptimizerSettings) -> float:
-    """The rate of the coming step, also on a rank that trains nothing."""
+    """Return the rate of the coming step, also on a rank that trains nothing."""
     return float(scheduler.get_lr({"max_lr": settings.lr, "min_lr": settings.min_lr}))

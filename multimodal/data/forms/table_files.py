@@ -26,7 +26,7 @@ class TableFiles:
     """The rows of Arrow or Parquet files, file after file."""
 
     def __init__(self, folder: Path, files: list[Path], *, is_arrow: bool) -> None:
-        """folder: names of files in digests are relative to it; is_arrow: record batches as `datasets` writes them, else Parquet."""
+        """folder: names of files in digests are relative to it; is_arrow: batches as `datasets` writes them, else Parquet."""
         self._folder, self._paths, self._is_arrow = folder, files, is_arrow
         self._open_files: list[_ArrowFile | _ParquetFile] | None = None
         self._starts: list[int] = []

@@ -1,9 +1,9 @@
-"""Items that producers decode, as a rank's reading process sees them: asked for a step at a time, and taken as they come.
+"""Items that producers decode, as a rank's reading process sees them: requested a step at a time, and received in any order.
 
-Likewise samples that they index, before there is an index of the data set.
+Samples are indexed in the same way, if there is no index of the data set yet.
 
-A producer that is gone, or silent for too long, is done without: what it still owed is asked of the others, and done here
-where there are none. So every item comes once, whatever happens to producers; a producer that is back is used again.
+A producer that is gone, or silent for too long, is replaced: the items that it still owed are requested from the others, or
+decoded here if there are none. So every item arrives once, whatever happens to producers; a producer that is back is used again.
 """
 
 import json
@@ -42,20 +42,20 @@ from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 
 SILENCE_SECONDS = 30.0
-"""A producer that says nothing for so long is done without."""
+"""A producer that is silent for this long is given up."""
 ABSENCE_SECONDS = 30.0
-"""A producer that was lost is looked for again after this time."""
+"""Time after which a lost producer is tried again."""
 _BLOCK_WEIGHT = 2**20
-"""Letters of the samples that a producer indexes at a time, besides what a sample weighs anyway."""
+"""Letters of the samples that a producer indexes at a time, in addition to a fixed weight of each sample."""
 _SAMPLE_WEIGHT = _BLOCK_WEIGHT // 64
 _BLOCKS_ASKED = 8
-"""Blocks that a producer is asked for at once; together far from `MOST_JSON_BYTES`."""
+"""Blocks that are requested from a producer at once; together they are far below `MOST_JSON_BYTES`."""
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
 def describe_data_set(graph: ModelGraph, data_path: str | Path, *, texts: TextSettings, options: IndexOptions) -> str:
-    """Return all that a producer must know of a data set: the model's units, where it lies, and how its texts are tokenised."""
+    """Return everything that a producer must know of a data set: the model's units, its location, and the text settings."""
     found = replace(texts, tokenizer_model=_absolute(texts.tokenizer_model), chat_template=_absolute(texts.chat_template))
     said = {"model": graph.to_dict(), "data_path": str(Path(data_path).absolute()), "options": asdict(options)}
     return json.dumps({**said, "texts": asdict(found), "identity": texts.identity})
@@ -69,7 +69,7 @@ class ProducedItems:
     """An `ItemDecoder` whose items come from producers, and a `SampleIndexing`."""
 
     def __init__(self, addresses: Sequence[str], *, token: bytes, data_set: str, local: ItemReader) -> None:
-        """local: decodes what no producer does."""
+        """local: decodes items that no producer does."""
         self._addresses = {address: parse_address(address) for address in addresses}
         self._token, self._data_set, self._local = token, data_set, local
         self._forget_connections()
@@ -86,22 +86,22 @@ class ProducedItems:
                 ) from problem
 
     def expect(self, wanted: Sequence[Wanted]) -> None:
-        """Ask producers for all of these now; O(items)."""
+        """Request all of these from producers now; O(items)."""
         if self._process != os.getpid():
-            self._forget_connections()  # a forked process reads from connections of its own
-        while self._asked:  # still owed, and not wanted any more
+            self._forget_connections()  # a forked process reads from its own connections
+        while self._asked:  # items that are still owed, and no longer wanted
             self._receive(next(iter(self._asked)))
         self._arrived.clear()
         self._look_for_producers()
         self._ask(dict.fromkeys(wanted), of=[each for each in self._addresses if each in self._connections])
 
     def read(self, wanted: WantedItem) -> ItemPixels:
-        """Take one item, waiting until it comes; raises DataError when it cannot be decoded."""
+        """Take one item, waiting until it arrives; raises DataError if it cannot be decoded."""
         found = self._take(wanted)
         return found if isinstance(found, ItemPixels) else self._local.read(wanted)
 
     def index_all(self, samples: Iterable[SegmentedSample], *, local: SampleIndexer) -> Iterator[IndexedSample | str]:
-        """Let producers index samples; what cannot be read comes behind what is before it, as without producers."""
+        """Let producers index samples; a reading error is raised after all samples before it, as without producers."""
         gathered = _gather(samples, weight=_weight, most=_BLOCK_WEIGHT)
         blocks = (SampleBlock(number, tuple(each)) for number, each in enumerate(gathered))
         window = len(self._addresses) * _BLOCKS_ASKED * _BLOCK_WEIGHT
@@ -112,7 +112,7 @@ class ProducedItems:
                 yield from found.found if isinstance(found, IndexedBlock) else local.index_all(block.samples)
 
     def _take(self, wanted: Wanted) -> ItemPixels | IndexedBlock | None:
-        """Wait until what was wanted comes; None where there is no producer. Raises DataError when it cannot be had."""
+        """Wait until the wanted item arrives; None if there is no producer. Raises DataError if it cannot be read."""
         if self._process != os.getpid() or not self._is_expected(wanted):
             self.expect([wanted])
         while wanted not in self._arrived:
@@ -135,7 +135,7 @@ class ProducedItems:
         self._connections: dict[str, socket.socket] = {}
         self._lost_at: dict[str, float] = {}
         self._asked: dict[str, deque[Wanted]] = {}
-        """Producer -> what it still owes, in order."""
+        """Producer -> items that it still owes, in order."""
         self._unasked: tuple[Wanted, ...] = ()
         """Items that lost producers still owed, or for which there was no producer."""
         self._arrived: dict[Wanted, ItemPixels | IndexedBlock | str] = {}
@@ -145,7 +145,7 @@ class ProducedItems:
         return wanted in self._arrived or wanted in self._unasked or any(wanted in items for items in self._asked.values())
 
     def _ask(self, wanted: Iterable[Wanted], *, of: Sequence[str]) -> None:
-        """Ask idle producers. Those that still send are not asked for more: both sides might wait for the other to read."""
+        """Send requests to idle producers. Busy ones are skipped: both sides might wait for the other to read."""
         self._unasked = () if of else (*wanted,)
         shares: dict[str, list[Wanted]] = {address: [] for address in of}
         for each in wanted if of else ():
@@ -182,7 +182,7 @@ class ProducedItems:
         return connection
 
     def _receive(self, address: str) -> None:
-        """Take the next item of a producer; loses it when there is none."""
+        """Take the next item of a producer; give the producer up if there is none."""
         try:
             said, payload = receive_frame(self._connections[address])
             wanted = self._asked[address][0]
@@ -201,7 +201,7 @@ class ProducedItems:
             del self._asked[address]
 
     def _lose(self, address: str, problem: Exception) -> None:
-        """Do without a producer for a while."""
+        """Give a producer up for a while."""
         logger.warning("producer %s is done without: %s", address, str(problem) or type(problem).__name__)
         self._lost_at[address] = time.monotonic()
         if (connection := self._connections.pop(address, None)) is not None:
@@ -210,7 +210,7 @@ class ProducedItems:
 
 
 def _number_of(wanted: Wanted) -> int:
-    """Ranks that want the same item ask the same producer, which decodes it once; blocks are dealt in turn."""
+    """Return a number that chooses the producer: ranks with the same item choose the same one, which decodes it once."""
     if isinstance(wanted, SampleBlock):
         return wanted.number
     return zlib.crc32(f"{wanted.item.path} {wanted.item.tile}".encode())
@@ -221,7 +221,7 @@ def _weight(sample: SegmentedSample) -> int:
 
 
 def _gather(values: Iterable[Value], *, weight: Callable[[Value], int], most: int) -> Iterator[list[Value]]:
-    """Yield values in lists of about this weight; those before an error come before the error."""
+    """Yield values in lists of about this weight; an error is raised after all values before it."""
     gathered: list[Value] = []
     total = 0
     try:

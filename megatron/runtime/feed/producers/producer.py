@@ -1,9 +1,9 @@
-"""A producer: tokenises samples, and decodes the items that ranks ask for, ahead of their need, in processes of its own.
+"""A producer: tokenises samples, and decodes the items that ranks request, ahead of their need, in its own processes.
 
-A connection belongs to one reading process of a rank. It first says which data set and model it reads for, so one producer
-serves any run; then it sends lists of items, which come back in that order, a few decoded ahead of what has been sent. Tensor and
-context parallel ranks want the same items: each is decoded once and kept for the others, as far as memory allows. Where there
-is no index of the data set yet, samples come before, whose texts are tokenised and whose items are measured.
+A connection belongs to one reading process of a rank. It first sends a description of its data set and model, so one producer
+serves any run; then it sends lists of items, which are returned in that order, a few of them decoded ahead. Tensor and context
+parallel ranks want the same items: each is decoded once and kept for the others, as far as memory allows. If there is no index of
+the data set yet, samples come first, whose texts are tokenised and whose items are measured.
 """
 
 import json
@@ -41,9 +41,9 @@ from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import ModelGraph
 
 SILENCE_SECONDS = 10.0
-"""A peer that has connected proves its token, and says what it reads, within this time."""
+"""Seconds within which a connected peer must prove its token and describe its data set."""
 ITEMS_AHEAD = 2
-"""Items of a connection that are decoded ahead of what was sent, per process that decodes."""
+"""Items of a connection that are decoded ahead of those sent, per decoding process."""
 MOST_DATA_SETS = 8
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Producer:
     """Serves ranks until it is closed."""
 
     def __init__(self, *, token: bytes, num_workers: int, cache_bytes: int) -> None:
-        """num_workers: processes that decode; cache_bytes: most bytes of items that are kept after they were sent."""
+        """num_workers: number of decoding processes; cache_bytes: most bytes of items that are kept after they were sent."""
         self._token, self._num_workers = token, num_workers
         self._pool = self._make_pool()
         self._lock = threading.Lock()
@@ -69,11 +69,11 @@ class Producer:
             threading.Thread(target=self._serve_peer, args=(connection, address), daemon=True).start()
 
     def close(self) -> None:
-        """End the processes that decode."""
+        """End the decoding processes."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_pool(self) -> ProcessPoolExecutor:
-        # Not forked: this process has threads, and what it forked would share its connections.
+        # Not forked: this process has threads, and its children would share its connections.
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_end_with_parent)
 
@@ -130,7 +130,7 @@ class Producer:
     def _keep(self, key: tuple[str, WantedItem], done: "Future[ItemPixels]") -> None:
         with self._lock:
             if done.cancelled() or done.exception() is not None:
-                self._items.pop(key, None)  # asked for again, it may be there
+                self._items.pop(key, None)  # it may exist by the next request
                 return
             self._kept_bytes += done.result().patches.nbytes
             for each, future in [*self._items.items()]:
@@ -141,7 +141,7 @@ class Producer:
                     del self._items[each]
 
     def _replace(self, pool: ProcessPoolExecutor) -> None:
-        """Start new processes in place of those that are broken, once for all that were waiting for them."""
+        """Start new processes in place of broken ones, once for all requests that were waiting for them."""
         with self._lock:
             if self._pool is pool:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -151,12 +151,12 @@ class Producer:
 
 
 def decode_item(data_set: str, item: WantedItem) -> ItemPixels:
-    """Decode one item of a data set, as `_open_data_set` describes it; in a process that decodes."""
+    """Decode one item of a data set, as described for `_open_data_set`; runs in a decoding process."""
     return _open_data_set(data_set).read(item)
 
 
 def index_block(data_set: str, block: SampleBlock) -> SampleIndex:
-    """Index samples of a data set; in a process that decodes."""
+    """Index samples of a data set; runs in a decoding process."""
     skipped: Counter[str] = Counter()
     found = _open_indexer(data_set).index_all(block.samples)
 
@@ -171,7 +171,7 @@ def index_block(data_set: str, block: SampleBlock) -> SampleIndex:
 
 
 def _end_with_parent() -> None:
-    """Let a process that decodes end when the producer is killed."""
+    """Let a decoding process end when the producer is killed."""
     parent = multiprocessing.parent_process()
 
     def wait() -> None:
@@ -195,14 +195,14 @@ def _check_data_set(data_set: str) -> Mapping[str, str]:
 
 @lru_cache(maxsize=MOST_DATA_SETS)
 def _open_data_set(data_set: str) -> ItemReader:
-    """data_set: as `describe_data_set` wrote it."""
+    """Open a data set; data_set: a result of `describe_data_set`."""
     said = json.loads(data_set)
     return ItemReader(item_inputs(ModelGraph.from_dict(said["model"])), embedded=open_sample_files(said["data_path"]).embedded)
 
 
 @lru_cache(maxsize=MOST_DATA_SETS)
 def _open_indexer(data_set: str) -> SampleIndexer:
-    """data_set: as `describe_data_set` wrote it; raises BraidError where texts would become other tokens than on the ranks."""
+    """Open an indexer for a result of `describe_data_set`; raises BraidError if texts would be tokenised differently here."""
     said = json.loads(data_set)
     texts = TextSettings(**said["texts"])
     try:

@@ -1,7 +1,7 @@
 """The protocol of ranks and producers: frames of JSON and plain numbers over TCP, between peers that know one token.
 
 Nothing that is received is ever executed or unpickled. The token is proven, not sent: each side answers the other's random
-challenge with an HMAC. What follows is neither encrypted nor signed, so producers belong into the run's own network.
+challenge with an HMAC. Later frames are neither encrypted nor signed, so producers belong into the run's own network.
 """
 
 import hmac
@@ -37,12 +37,12 @@ class SampleBlock(NamedTuple):
     """Samples to index."""
 
     number: int
-    """Of the block, among those of a data set."""
+    """Index of the block among those of a data set."""
     samples: tuple[SegmentedSample, ...]
 
 
 class IndexedBlock(NamedTuple):
-    """The samples of a block, and the reasons for which others are left out."""
+    """The samples of a block, and the reasons for leaving others out."""
 
     found: tuple[IndexedSample | str, ...]
 
@@ -51,7 +51,7 @@ Wanted = WantedItem | SampleBlock
 
 
 class WireError(Exception):
-    """The peer has gone, does not know the token, or says what nobody should."""
+    """The peer is gone, does not know the token, or violates the protocol."""
 
 
 def read_token(path: Path) -> bytes:
@@ -79,7 +79,7 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def prove_token(connection: socket.socket, token: bytes, *, is_producer: bool) -> None:
-    """Prove the token to each other; raises WireError where the peer does not know it."""
+    """Prove the token to each other; raises WireError if the peer does not know it."""
     own, roles = os.urandom(_CHALLENGE_BYTES), (b"producer", b"rank")
     mine, other = roles if is_producer else roles[::-1]
     connection.sendall(own)
@@ -90,7 +90,7 @@ def prove_token(connection: socket.socket, token: bytes, *, is_producer: bool) -
 
 
 def send_frame(connection: socket.socket, said: Any, payload: bytes = b"") -> None:
-    """Send JSON, and numbers behind it; raises OSError."""
+    """Send JSON, followed by numbers; raises OSError."""
     text = json.dumps(said).encode()
     connection.sendall(_SIZES.pack(len(text), len(payload)) + text)
     if payload:
@@ -98,7 +98,7 @@ def send_frame(connection: socket.socket, said: Any, payload: bytes = b"") -> No
 
 
 def receive_frame(connection: socket.socket) -> tuple[Any, bytearray]:
-    """Receive what `send_frame` sent; raises WireError or OSError."""
+    """Receive a frame of `send_frame`; raises WireError or OSError."""
     num_json_bytes, num_bytes = _SIZES.unpack(receive_bytes(connection, _SIZES.size))
     if num_json_bytes > MOST_JSON_BYTES or num_bytes > MOST_PIXEL_BYTES:
         raise WireError(f"a message of {num_json_bytes + num_bytes} bytes, which is no message of this protocol")
@@ -109,7 +109,7 @@ def receive_frame(connection: socket.socket) -> tuple[Any, bytearray]:
 
 
 def receive_bytes(connection: socket.socket, count: int) -> bytearray:
-    """Receive exactly so many bytes; raises WireError when the peer closes before, OSError."""
+    """Receive exactly this many bytes; raises WireError if the peer closes before, and OSError."""
     received = bytearray(count)
     view, done = memoryview(received), 0
     while done < count:
@@ -121,12 +121,12 @@ def receive_bytes(connection: socket.socket, count: int) -> bytearray:
 
 
 def pack_wanted(wanted: Sequence[Wanted]) -> list[Any]:
-    """Return what is wanted as JSON has it: items, and lists of samples to index."""
+    """Return a request in JSON's form: items, and lists of samples to index."""
     return [_pack_block(each) if isinstance(each, SampleBlock) else {**asdict(each.item), "where": each.where} for each in wanted]
 
 
 def unpack_wanted(said: Sequence[Any]) -> list[Wanted]:
-    """Return what `pack_wanted` was given; raises WireError."""
+    """Return the argument of `pack_wanted`; raises WireError."""
     try:
         return [_unpack_block(each) if isinstance(each, list) else _unpack_item(**each) for each in said]
     except (KeyError, TypeError, ValueError) as problem:
@@ -165,12 +165,12 @@ def _unpack_segment(*, kind: str, size: Sequence[int] | None = None, **fields: A
 
 
 def describe_pixels(pixels: ItemPixels) -> dict[str, Any]:
-    """Return what must be known to read an item's values."""
+    """Return the description that is needed to read an item's values."""
     return {"dtype": str(pixels.patches.dtype), "shape": pixels.patches.shape, "grid": pixels.grid}
 
 
 def build_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> ItemPixels:
-    """Return the item of what `describe_pixels` said and of its values; raises WireError."""
+    """Return the item from the result of `describe_pixels` and its values; raises WireError."""
     try:
         dtype, shape, (rows, columns) = said["dtype"], [int(size) for size in said["shape"]], map(int, said["grid"])
         if dtype not in _DTYPES:
@@ -181,13 +181,13 @@ def build_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> It
 
 
 def pack_index(index: SampleIndex) -> tuple[dict[str, Any], bytes]:
-    """Return what must be known to read an index, and its values."""
+    """Return the description that is needed to read an index, and its values."""
     arrays = {name: [str(array.dtype), list(array.shape)] for name, array in index.arrays.items()}
     return {"summary": index.summary, "arrays": arrays}, b"".join(array.tobytes() for array in index.arrays.values())
 
 
 def build_block(said: Mapping[str, Any], payload: bytearray, *, num_samples: int) -> IndexedBlock:
-    """Return the samples of what `pack_index` gave, of so many; raises WireError."""
+    """Return the samples from the results of `pack_index`; raises WireError unless there are this many."""
     try:
         arrays, position = {}, 0
         for name, (dtype, shape) in said["arrays"].items():
