@@ -30,9 +30,9 @@ from tools.command_line import Parser, at_least_zero, count, counts_by_unit, run
 from tools.request_flags import DEFAULT_VOCAB_SIZE
 
 TOKEN_BYTES = 4
-"""Bytes of a token id, before the LLM takes it."""
+"""Bytes of a token id that the LLM gets."""
 AUDIO_TOKEN_BYTES = 2 * 80 * 4
-"""Two frames of 80 float32 mel bins make one token of Whisper's encoder."""
+"""Bytes of an audio token: two frames of 80 float32 mel bins make one token of Whisper's encoder."""
 SHAPE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "ffn_hidden_size": 128}
 """Shape of units where no model is given: only their names and the images' patches matter."""
 
@@ -90,7 +90,7 @@ def _cost(text: str) -> UnitCost:
 
 
 def build_graph(flags: argparse.Namespace) -> ModelGraph:
-    """Return the model that is given, or one with units of these names."""
+    """Return the given model, or one with units of the given names."""
     if (flags.model is None) == (flags.units is None):
         raise ConfigError("give exactly one of --units and --model")
     if flags.model is not None:
@@ -101,7 +101,7 @@ def build_graph(flags: argparse.Namespace) -> ModelGraph:
 
 
 def build_plan(graph: ModelGraph, replicas: Mapping[str, int]) -> Plan:
-    """Build a plan of one rank per replica: a balancer looks only at the number of replicas."""
+    """Build a plan with one rank per replica: balancers use only the number of replicas."""
     if set(replicas) != set(graph.unit_names):
         raise ConfigError(f"--replicas names {', '.join(replicas)}; give a number for each of {', '.join(graph.unit_names)}")
     units, first = {}, 0
@@ -113,11 +113,11 @@ def build_plan(graph: ModelGraph, replicas: Mapping[str, int]) -> Plan:
 
 
 def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
-    """Return unit -> bytes of raw data behind one of its tokens."""
+    """Return unit -> bytes of raw data per token."""
     sizes = {}
     for unit in graph.units:
         if unit.join is not None:
-            sizes[unit.name] = 0  # it takes what other encoders give
+            sizes[unit.name] = 0  # its input is the outputs of other encoders
         elif unit.role is not Role.BACKBONE and unit.image is not None and "audio" not in unit.name:
             sizes[unit.name] = unit.image.in_channels * unit.image.patch_size**2
         else:
@@ -126,7 +126,7 @@ def bytes_per_token(graph: ModelGraph) -> dict[str, int]:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Balance and print as the flags ask; raises BraidError."""
+    """Balance and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     graph = build_graph(flags)
     plan = build_plan(graph, flags.replicas)

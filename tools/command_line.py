@@ -1,4 +1,4 @@
-"""The command lines of the tools: types of flags, exit codes, how seconds are printed."""
+"""Shared parts of the tools' command lines: types of flags, exit codes, formats of seconds and ranks."""
 
 import argparse
 import sys
@@ -13,7 +13,7 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of printing its usage."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise."""
+        """Raise the message as ConfigError."""
         raise ConfigError(message)
 
 
@@ -55,12 +55,12 @@ def run_tool(name: str, run: Callable[[Sequence[str]], None], argv: Sequence[str
 
 
 def format_seconds(seconds: float) -> str:
-    """Spell a duration in s or ms."""
+    """Format a duration in s or ms."""
     return f"{seconds:.4g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.4g} ms"
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """Spell consecutive ranks, such as 4-7."""
+    """Format consecutive ranks, such as 4-7."""
     return f"{ranks[0]}" + (f"-{ranks[-1]}" if len(ranks) > 1 else "")
 
 

@@ -55,7 +55,7 @@ class _Source(NamedTuple):
     graph: ModelGraph
     dtype: torch.dtype
     vocab_size: int
-    """Padded."""
+    """Padded size of the vocabulary."""
 
 
 def build_parser() -> Parser:
@@ -79,7 +79,7 @@ def build_parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Convert as the flags ask; raises BraidError."""
+    """Convert according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     if flags.load is not None and flags.save is not None:
         raise ConfigError("--load and --save: both are checkpoints of Braid, so there is nothing to convert; use --save-hf")
@@ -140,7 +140,7 @@ def _read_checkpoint(folder: Path) -> _Source:
 
 @contextmanager
 def open_checkpoint(folder: Path, *, dtype: torch.dtype) -> Iterator[Session]:
-    """The whole model of a run, in a type, on this process alone."""
+    """Yield the whole model of a run in one data type, on this process alone."""
     with _session(_read_checkpoint(folder)._replace(dtype=dtype)) as session:
         load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
         yield session
@@ -148,7 +148,7 @@ def open_checkpoint(folder: Path, *, dtype: torch.dtype) -> Iterator[Session]:
 
 @contextmanager
 def _session(source: _Source) -> Iterator[Session]:
-    """The whole model on this process alone."""
+    """Yield the whole model on this process alone."""
     platform.install()
     sizes = {name: UnitSizes(data_parallel_size=1) for name in source.graph.unit_names}
     plan = plan_colocated(source.graph, sizes=sizes, world_size=1)

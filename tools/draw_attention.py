@@ -34,7 +34,7 @@ SHARED_BLOCK_SIZE, NUM_RANKS, SEED = 16, 4, 1
 RANK_COLORS = ("#4878a8", "#e8a33d", "#6a9f58", "#b65e8a")
 IMAGE, TEXT = "image", "text"
 Masks = Mapping[str, Sequence[Sequence[tuple[str, int]]]]
-"""Mode -> samples -> (kind, tokens) of their segments."""
+"""Mode -> for each sample the (kind, tokens) of its segments."""
 BLOCK_MASKS: Masks = {
     "causal": [[(TEXT, 96)]],
     "prefix": [[(IMAGE, 40), (TEXT, 56)]],
@@ -90,7 +90,7 @@ def plan_work(mask: AttentionMask, max_blocks_per_item: int | None) -> WorkList:
 
 
 def draw_programs(axes: Axes, work: WorkList, title: str) -> None:
-    """Draw the items that each program runs, taking the next item when it is free."""
+    """Draw the items that each program runs; a program takes the next item when it has finished one."""
     free = [(0, program) for program in range(NUM_PROGRAMS)]
     for row, begin, full_end, end, _ in work.items.tolist():
         start, program = heapq.heappop(free)
@@ -106,7 +106,7 @@ def draw_programs(axes: Axes, work: WorkList, title: str) -> None:
 
 
 def draw_shares(axes: Axes, mask: BitfieldMask, shares: BlockShares) -> float:
-    """Color the keys that every query sees by the query's rank; returns the largest over the mean workload."""
+    """Color the keys that every query sees by the query's rank; returns the largest workload over the mean."""
     owners = np.repeat(shares.owners, SHARED_BLOCK_SIZE)[: mask.num_tokens]
     by_rank = np.array([to_rgb(color) for color in RANK_COLORS])[owners]  # [num_tokens, 3]
     axes.imshow(np.where(mask.to_dense()[:, :, None], by_rank[:, None], 0.93), interpolation="nearest")
@@ -118,7 +118,7 @@ def draw_shares(axes: Axes, mask: BitfieldMask, shares: BlockShares) -> float:
 
 
 def draw_block_figure() -> Figure:
-    """Draw the blocks of four masks, and the work of one on eight programs."""
+    """Draw the blocks of four masks, and the work of one of them on eight programs."""
     figure = plt.figure(figsize=(12, 6.4), layout="constrained")
     grid = figure.add_gridspec(2, 12, height_ratios=(3, 2))
     masks = {mode: AttentionMask(build_mask(BLOCK_MASKS, mode), block_size=BLOCK_SIZE) for mode in BLOCK_MASKS}
@@ -132,7 +132,7 @@ def draw_block_figure() -> Figure:
 
 
 def draw_rank_figure() -> Figure:
-    """Draw three masks, each dealt to four ranks in four ways."""
+    """Draw three masks, each distributed over four ranks in four ways."""
     methods = [method for method in TokenDistribution if method is not TokenDistribution.BY_ITEM]
     figure, grid = plt.subplots(len(SHARED_MASKS), len(methods), figsize=(12, 9.6), layout="constrained")
     for row, mode in zip(grid, SHARED_MASKS, strict=True):
@@ -147,7 +147,7 @@ def draw_rank_figure() -> Figure:
 
 
 def main() -> None:
-    """Draw into the folder given."""
+    """Draw into the folder that the command line names."""
     folder = figure_folder(__doc__)
     draw_block_figure().savefig(folder / "attention-blocks.png", dpi=80)
     draw_rank_figure().savefig(folder / "context-parallelism.png", dpi=80)

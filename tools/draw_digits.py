@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def choose_samples(samples: list[DigitsSample]) -> list[DigitsSample]:
-    """Return, for each kind of question, one sample with one picture and one with two: those with the median number of digits."""
+    """Return one sample with one picture and one with two for each kind of question: those with the median number of digits."""
     chosen = []
     for kind in QUESTIONS:
         for num_pictures in (1, 2):
@@ -48,7 +48,7 @@ def choose_samples(samples: list[DigitsSample]) -> list[DigitsSample]:
 
 
 def num_digits(sample: DigitsSample) -> int:
-    """Return the number of digits that the pictures show together."""
+    """Return the number of digits in all pictures of a sample."""
     return sum(len(picture.glyphs) for picture in sample.pictures)
 
 
@@ -68,7 +68,7 @@ def draw_samples(samples: list[DigitsSample], *, output: Path) -> None:
 
 
 def picture_row(sample: DigitsSample) -> npt.NDArray[np.float32]:
-    """Return the pictures of a sample beside each other: [height, width], 0 (paper) to 1, NaN around the pictures."""
+    """Return the pictures of a sample side by side: [height, width], 0 (paper) to 1, NaN around the pictures."""
     inks = [render_ink(picture, glyphs=load_handwritten_digits()) for picture in sample.pictures]
     height = max(ink.shape[0] for ink in inks)
     width = sum(ink.shape[1] for ink in inks) + GAP_PIXELS * (len(inks) - 1)

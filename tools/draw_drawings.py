@@ -2,8 +2,9 @@
 
 python tools/draw_drawings.py --load CHECKPOINTS [--output FILE.png] [--seed N]
 
-Rows: one of the right answers (other handwriting would be as right), the mean of all training glyphs of those digits (the best
-answer by squared error), and the model's answer. Runs on this process alone, whatever plan the checkpoint was saved under.
+Rows: one right answer (the same digits in other handwriting would be right, too), the mean of all training glyphs of those digits
+(the best answer by squared error), and the model's answer. Runs on this process alone, under any plan that the checkpoint was
+saved with.
 """
 
 import argparse
@@ -112,7 +113,7 @@ def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource
 
 
 def join_patches(patches: Picture, grid: tuple[int, int], image: ImageInput) -> Picture:
-    """[height, width] of the first channel, from 0 (paper) to 1; merge_size 1."""
+    """Return the first channel as [height, width], from 0 (paper) to 1; merge_size is 1."""
     size = image.patch_size
     cut = patches.reshape(*grid, image.in_channels, size, size)[:, :, 0]
     return (cut.transpose(0, 2, 1, 3).reshape(grid[0] * size, grid[1] * size) + 1) / 2
@@ -125,7 +126,7 @@ def mean_answer(digits: tuple[int, ...]) -> Picture:
 
 
 def draw_rows(questions: list[str], rows: dict[str, list[Picture]], *, output: Path) -> None:
-    """Draw one column a question."""
+    """Draw one column per question."""
     figure, grid = plt.subplots(len(rows), len(questions), figsize=(9, 2.9), dpi=110, squeeze=False)
     for row, (name, pictures) in enumerate(rows.items()):
         for axes, picture, question in zip(grid[row], pictures, questions, strict=True):

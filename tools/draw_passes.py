@@ -30,7 +30,7 @@ NUM_MICROBATCHES = 8
 
 
 class Figure(NamedTuple):
-    """One pass on one example."""
+    """One pass and the example on which it is drawn."""
 
     builder: str
     before: str
@@ -41,7 +41,7 @@ class Figure(NamedTuple):
     llm_seconds: float = 1.0
     """Seconds of the LLM's first stage; its second takes 1 s."""
     reduction_seconds: float = 0.0
-    """Seconds to reduce a stage's gradients, a quarter of them those of the layer that a backward passes last."""
+    """Seconds to reduce a stage's gradients; the layer that a backward passes last takes a quarter of them."""
 
 
 FIGURES = {
@@ -67,17 +67,17 @@ FIGURES = {
 
 @dataclass(frozen=True)
 class _ExampleCosts(TableCosts):
-    """A table's costs where a sample subset is half of its microbatch, and with reductions."""
+    """Costs from a table, with sample subsets that are half of their microbatch and with gradient reductions."""
 
     reduction_seconds: float = 0.0
 
     def compute(self, action: Action) -> ComputeCost:
-        """Seconds of one computation."""
+        """Return the cost of one computation."""
         whole = super().compute(action)
         return ComputeCost(whole.seconds / 2) if action.subset >= 0 else whole
 
     def collective_seconds(self, action: Action) -> float:
-        """Seconds of a reduction."""
+        """Return the seconds of a reduction."""
         share = 1.0 if action.covers is None else 0.25 if action.covers == LayerRange(0, 1) else 0.75
         return self.reduction_seconds * share
 

@@ -1,4 +1,4 @@
-"""Draws the figures of docs/schedule.md: every builder on one small example, in the layout that it is for.
+"""Draws the figures of docs/schedule.md: every builder on one small example, in the layout that the builder is meant for.
 
 Run `python tools/draw_schedules.py [FOLDER]`; the folder is docs/figures by default.
 """
@@ -22,7 +22,7 @@ from tools.command_line import figure_folder
 NUM_MICROBATCHES = 8
 Layers = list[list[int]]
 STAGES: list[Layers] = [[[0, 3]], [[3, 6]]]
-"""The LLM's layers on its two stages: embedding, four transformer layers, head."""
+"""Layers of the LLM on its two stages: embedding, four transformer layers, head."""
 INTERLEAVED: list[Layers] = [[[0, 2], [3, 4]], [[2, 3], [4, 6]]]
 V_SHAPED: list[Layers] = [[[0, 2], [4, 6]], [[2, 3], [3, 4]]]
 
@@ -33,13 +33,13 @@ class Figure(NamedTuple):
     title: str
     llm_stages: list[Layers] = STAGES
     encoder_ranks: tuple[tuple[int, ...], ...] = ((0,), (1,))
-    """Per encoder its stages' ranks; the LLM's are 2 and 3."""
+    """Ranks of the stages of each encoder; the LLM's are 2 and 3."""
     is_replicated: bool = False
-    """True if these are ranks of whole copies instead, of which the first has all microbatches."""
+    """True if the ranks hold whole copies of the encoder instead, and the first copy has all microbatches."""
 
 
 def figure_of(name: str, row: ScheduleRow) -> Figure:
-    """Choose stages and ranks that suit a schedule, by its row."""
+    """Choose stages and ranks that suit the schedule of a registry row."""
     title = f"{name}: {row.meaning}"
     on_llm_ranks = ((2, 3), (2, 3))
     if row.virtual_stages is VirtualStages.EXPECTED:
@@ -84,7 +84,7 @@ def main() -> None:
     folder = figure_folder(__doc__)
     for name, row in BUILDERS.items():
         if row.num_rounds > 1:
-            continue  # the schedule of one round, several times
+            continue  # repeats the schedule of one round
         figure = figure_of(name, row)
         timeline = timeline_of_unit_costs(build_schedule(row, row.step_for(build_example(figure))))
         draw_timeline(timeline, folder / f"{name}.png", title=figure.title)

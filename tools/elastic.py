@@ -62,7 +62,7 @@ def build_parser() -> Parser:
 
 @dataclass(frozen=True)
 class FreshPlans:
-    """The best plans for other numbers of nodes, each planned anew when asked for."""
+    """The best plans for other numbers of nodes, each made when it is first requested."""
 
     request: PlanningRequest
     templates: TemplateSet
@@ -72,12 +72,12 @@ class FreshPlans:
         return {}
 
     def step_seconds(self, num_nodes: int, *, fault_tolerance: int = 0) -> float | None:
-        """Return the seconds of the best plan; None where nothing fits."""
+        """Return the step seconds of the best plan; None if no plan fits."""
         planned = self._plan(num_nodes, fault_tolerance)
         return step_seconds(planned) if planned else None
 
     def alike_seconds(self, num_nodes: int) -> float | None:
-        """Return those of the best plan of replicas that are all alike, on as many of the nodes as they need."""
+        """Return the step seconds of the best plan whose replicas are all alike, on as many of the nodes as they need."""
         planned = self._plan(num_nodes, 0)
         if planned is None:
             return None
@@ -103,7 +103,7 @@ class FreshPlans:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two simulated runs on one trace, and the best plans that there could be."""
+    """Two simulated runs on one trace, and the best plans to compare them with."""
 
     templates: TemplateSet
     runs: Mapping[str, Simulated]
@@ -116,11 +116,11 @@ class Comparison:
 
     @property
     def samples_per_step(self) -> int:
-        """The global batch."""
+        """Return the global batch size."""
         return self.fresh.request.global_batch_size
 
     def throughput(self, span: Span, name: str) -> float:
-        """Return samples per second in a span of a run: its own, or what some best plan would give."""
+        """Return samples per second in a span of a run: the run's own, or those of a best plan ("ideal", "fresh plan")."""
         seconds = span.step_seconds
         if name == "ideal":
             best = self.fresh.step_seconds(self.templates.num_nodes)
@@ -130,23 +130,23 @@ class Comparison:
         return self.samples_per_step / seconds if seconds else 0.0
 
     def least_share(self, *, fault_tolerance: int) -> float | None:
-        """Return the least throughput with templates over that of the best plan made anew, at any moment at which steps are run.
+        """Return the least ratio, at any moment with steps, of throughput with templates to that of the best plan made anew.
 
-        fault_tolerance: of the plan made anew; 0: it may be a single replica.
+        fault_tolerance: lost nodes that the plan made anew must survive; 0 also allows a single replica.
         """
         spans = [span for span in self.runs["templates"].spans if span.step_seconds]
         fresh = ((self.fresh.step_seconds(span.num_nodes, fault_tolerance=fault_tolerance), span.step_seconds) for span in spans)
         return min((best / own for best, own in fresh if best and own), default=None)
 
     def mean(self, name: str) -> float:
-        """Return the mean of `throughput` over all spans of the run with templates."""
+        """Return the mean of `throughput` over all spans of the run with templates, weighted by time."""
         spans = self.runs["templates"].spans
         total = sum(self.throughput(span, name) * (span.end - span.start) for span in spans)
         return total / (spans[-1].end - spans[0].start)
 
 
 def simulate(flags: argparse.Namespace) -> Comparison:
-    """Plan and simulate; raises BraidError."""
+    """Plan and simulate according to the flags; raises BraidError."""
     pauses = Pauses(flags.recovery_seconds, flags.restart_seconds, flags.checkpoint_seconds)
     if min(pauses.recovery, pauses.restart) < 0 or pauses.checkpoint_interval <= 0:
         raise ConfigError("--recovery-seconds and --restart-seconds must be at least 0, and --checkpoint-seconds above 0")
@@ -171,12 +171,12 @@ def simulate(flags: argparse.Namespace) -> Comparison:
 
 
 def mean_seconds_between(changes: Sequence[NodeChange], until: float) -> float:
-    """Return how long a run goes on between two changes on average."""
+    """Return the mean seconds between two changes."""
     return until / (1 + len(changes))
 
 
 def report(compared: Comparison) -> dict[str, Any]:
-    """Return the JSON object."""
+    """Return the JSON object of a comparison."""
     kept = compared.templates.fault_tolerance
     return {
         "num_nodes": compared.templates.num_nodes,
@@ -196,7 +196,7 @@ def report(compared: Comparison) -> dict[str, Any]:
 
 
 def print_comparison(compared: Comparison) -> None:
-    """Print for a person: throughput over time, and the means."""
+    """Print throughput over time and its means as a table."""
     console = Console(width=120, highlight=False)
     for line in list(describe_templates(compared.templates))[:2]:
         console.print(line, markup=False)
@@ -222,7 +222,7 @@ def print_comparison(compared: Comparison) -> None:
 def draw(compared: Comparison, path: str | Path) -> None:
     """Write a PNG of throughput over time, one panel for each run; needs matplotlib (the extra `plots`).
 
-    Dotted: the mean of what was not lost again.
+    Dotted lines are the means without steps that were lost again.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -248,7 +248,7 @@ def draw(compared: Comparison, path: str | Path) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Simulate, draw and print as the flags ask; raises BraidError."""
+    """Simulate, draw and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     compared = simulate(flags)
     if flags.picture is not None:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
-    """Build the run of the first step that flags of tools/simulate.py describe; raises BraidError."""
+    """Build the run of the first step that the flags of tools/simulate.py describe; raises BraidError."""
     flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
     step, costs = next(iter(build_steps(flags)))

@@ -33,7 +33,7 @@ from tools.command_line import Parser, run_tool
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 CHECK_SECONDS = 240.0
-"""Time after which a check is given up."""
+"""Seconds after which a check is stopped."""
 NUM_STEPS = 8
 WAITS = "waits of the host: "
 TRAINING = (
@@ -54,18 +54,18 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     "bf16, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine"),
     "FP8, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"),
 }
-"""Runs of one process, by their flags."""
+"""Name -> flags of runs of one process."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One program to run, and how to read what it says."""
+    """A program to run, and the function that reads its output."""
 
     group: str
     name: str
     command: tuple[str, ...]
     read: Callable[[str, Path], str]
-    """(output, folder of the check) -> the result in a few words; raises ValueError where it is not good."""
+    """(output, folder of the check) -> the result in a few words; raises ValueError if the result is bad."""
     environment: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -79,11 +79,11 @@ class Outcome:
     result: str
     seconds: float
     end_of_output: str = ""
-    """The last lines, where it is not good."""
+    """The last lines of the output of a failed check."""
 
 
 def all_checks(folder: Path, *, is_quick: bool) -> Iterator[Check]:
-    """Yield every check; folder: where they may write."""
+    """Yield every check; folder: for the files that checks write."""
     python = sys.executable
     here = str(Path(__file__).resolve())
     tests = (python, "-m", "pytest", "-q", str(ROOT / "tests/gpu"), "-k")
@@ -116,7 +116,7 @@ def _read_last(output: str, folder: Path) -> str:
 
 
 def _read_waits(output: str, folder: Path) -> str:
-    """Return what the last step said; earlier ones set things up."""
+    """Return the line about the last step; earlier steps also wait for setup."""
     return [line for line in output.splitlines() if line.startswith(WAITS)][-1]
 
 
@@ -125,7 +125,7 @@ def _read_log(output: str, folder: Path, *, log: Path) -> str:
 
 
 def read_training(log: str) -> str:
-    """Read a run's log of steps: its loss must fall."""
+    """Summarize a run's log of steps; raises ValueError unless the loss falls."""
     steps = [json.loads(line) for line in log.splitlines()]
     first, last = steps[0]["loss"], steps[-1]["loss"]
     result = f"loss {first:.3f} -> {last:.3f}, {1e3 * min(step['step_seconds'] for step in steps):.0f} ms a step, "
@@ -136,7 +136,7 @@ def read_training(log: str) -> str:
 
 
 def read_attention(output: str, folder: Path) -> str:
-    """Read the benchmark's rows: how much faster than FlexAttention, at worst and in the median."""
+    """Summarize the benchmark's rows: speedup over FlexAttention, median and worst."""
     (folder / "attention.json").write_text(output)
     rows = json.loads(output.strip().splitlines()[-1])["rows"]
     seconds: dict[tuple[str, int], dict[str, float]] = defaultdict(dict)
@@ -171,10 +171,10 @@ def run_check(check: Check, folder: Path) -> Outcome:
 
 
 def measure_queues() -> None:
-    """Issue a long kernel, one behind it on its stream, and a short one on another stream; say whether the short one waited.
+    """Issue a long kernel, a second one behind it on its stream, and a short one on another stream; print whether it waited.
 
-    Streams in one hardware queue start their kernels in the order in which they were issued: the second kernel then holds up the
-    third until the first has ended.
+    Streams that share a hardware queue start their kernels in the order in which they were issued: then the second kernel delays
+    the short one until the long one has ended.
     """
     streams, short_end = (torch.cuda.Stream(), torch.cuda.Stream()), torch.cuda.Event(enable_timing=True)
     start, long_end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -196,7 +196,7 @@ def measure_queues() -> None:
 
 
 def measure_synchronisation() -> None:
-    """Train, and say after every step where the host waited for the device between its first action and its last."""
+    """Train, and print after every step the places where the host waited for the device during the step's actions."""
     import pretrain_mllm
     from megatron.runtime.execution.executor import Executor
 
@@ -218,11 +218,11 @@ def measure_synchronisation() -> None:
 
 
 MEASURES: Mapping[str, Callable[[], None]] = {"queues": measure_queues, "synchronisation": measure_synchronisation}
-"""Measurements that this file takes itself, each in a process of its own."""
+"""Name -> measurement that this file makes itself, in a process of its own."""
 
 
 def show(outcomes: Sequence[Outcome], *, card: str) -> None:
-    """Print the table, and the end of what failed."""
+    """Print the table, and the last output of each failed check."""
     table = Table("", "check", "", "result", "s", title=card)
     for each in outcomes:
         table.add_row(each.group, each.name, "ok" if each.is_good else "FAILED", each.result, f"{each.seconds:.0f}")
@@ -244,7 +244,7 @@ def build_parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Run the checks, print a table, write a file; raises ConfigError where there is no GPU or a check failed."""
+    """Run the checks, print a table, write a file; raises ConfigError if there is no GPU or a check failed."""
     flags = build_parser().parse_args(argv)
     if not torch.cuda.is_available():
         raise ConfigError("gpu_check needs a CUDA device, and torch finds none here; run it where nvidia-smi shows one")

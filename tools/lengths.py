@@ -2,7 +2,7 @@
 
 python tools/lengths.py --output L.csv.gz [--num-samples N] <flags of pretrain_mllm.py, as for a run with --plan auto>
 
-Nothing is decoded. Whatever --data-path names is indexed once, and the index kept beside it, so that the run finds it.
+Nothing is decoded. Whatever --data-path names is indexed once, and the index is kept beside it for the run.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from tools.command_line import Parser, count, run_tool
 
 
 def build_parser() -> Parser:
-    """Return the parser of the tool's own flags; all others are the run's."""
+    """Return the parser of the tool's own flags; all other flags are those of a run."""
     parser = Parser(prog="lengths.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False, add_help=False)
     parser.add_argument("--help", action="help", default=argparse.SUPPRESS, help="Show this message.")
     parser.add_argument("--output", type=Path, required=True, metavar="L.csv.gz", help="Where the table goes (.csv or .csv.gz).")
@@ -34,7 +34,7 @@ def build_parser() -> Parser:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Read what the run would, and write; raises BraidError."""
+    """Read the lengths that the run would read, and write them; raises BraidError."""
     given, of_run = build_parser().parse_known_args(argv)
     config = parse_arguments([*of_run, "--plan", "auto"], environ={})
     data = build_data_sets(config, choose_trained(read_model(config.model.model), config.model))

@@ -83,7 +83,7 @@ def _given_plan(text: str) -> NoReturn:
 
 
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
-    """Let one planner plan; raises PlanError."""
+    """Plan with one planner; raises PlanError."""
     max_actions = None if flags.simulate_all else request.max_actions
     plan_best = partial(PLANNERS[name].plan_best, max_actions=max_actions)
     planner = partial(plan_per_gpu, plan_best) if flags.prefer == "per-gpu" else plan_best
@@ -91,12 +91,12 @@ def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> Pred
 
 
 def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: PredictedRun) -> dict[str, PredictedRun | str]:
-    """Let all compared planners plan; those that cannot give their error's text."""
+    """Plan with all compared planners; returns the error text of those that fail."""
     compared: dict[str, PredictedRun | str] = {}
     for name in dict.fromkeys((*flags.compare, flags.planner)):
         try:
             if name in TEMPLATE_PLANNERS:
-                compared[name] = plan_first_instances(name, request, 0)[1]  # as the others: with no node to spare
+                compared[name] = plan_first_instances(name, request, 0)[1]  # like the others: without spare nodes
             else:
                 compared[name] = main_plan if name == flags.planner else plan(name, request, flags)
         except BraidError as problem:
@@ -119,7 +119,7 @@ def _uniform(flags: argparse.Namespace) -> str:
 
 
 def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: PlannedRun) -> str:
-    """Return the flags of tools/simulate.py that reproduce the prediction; empty where units are frozen or adapted."""
+    """Return the flags of tools/simulate.py that reproduce the prediction; empty if units are frozen or adapted."""
     if flags.freeze or flags.freeze_projector or flags.lora_rank is not None:
         return ""
     data = (
@@ -134,7 +134,7 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
 
 
 def run(argv: Sequence[str]) -> None:
-    """Plan, compare, write and print as the flags ask; raises BraidError."""
+    """Plan, compare, write and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     request = build_request(flags)
     if flags.planner in TEMPLATE_PLANNERS:
@@ -178,7 +178,7 @@ def run(argv: Sequence[str]) -> None:
 def plan_first_instances(
     name: str, request: PlanningRequest, fault_tolerance: int, replicas_per_copy: int = 1
 ) -> tuple[TemplateSet, PredictedRun]:
-    """Plan templates; return them and the run of the replicas that they are used for at first. Raises PlanError."""
+    """Plan templates; return them and the run of their first replicas. Raises PlanError."""
     started = time.perf_counter()
     templates = TEMPLATE_PLANNERS[name](request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
     found = run_of_templates(templates, request, planner=name)
@@ -188,7 +188,7 @@ def plan_first_instances(
 
 
 def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
-    """Plan templates, write and print them as the flags ask; raises BraidError."""
+    """Plan, write and print templates according to the flags; raises BraidError."""
     if flags.compare or flags.picture or flags.prefer != "time" or flags.simulate_all:
         raise ConfigError(
             f"--planner {flags.planner} plans templates, not one plan; leave --compare, --picture, --prefer, --simulate-all out"

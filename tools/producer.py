@@ -1,6 +1,7 @@
 """Tokenises and decodes for the ranks of runs: python tools/producer.py --listen HOST:PORT --token FILE; see docs/data.md.
 
-Start one on each CPU node that sees the files of --data-path, and name them all to the run with --producers and --producer-token.
+Start one on each CPU node that can read the files of --data-path, and give the run all addresses with --producers and the token
+with --producer-token.
 """
 
 import logging

@@ -5,9 +5,9 @@ python tools/profile_layers.py --model M.yaml --output costs.yaml [--unit U ...]
                                [--vocab-size N] [--picture OUT.png] [--json]
 
 Every kind of layer of every unit runs for real, one layer at a time: its forward, its input gradient and its weight gradient are
-timed apart. Quadratics in tokens, linear in the number of sequences that these are packed in, are fitted to the sizes given and
-held against sizes in between that the fit has not seen. One device is enough for any tensor parallel size: a layer's share is
-timed with collectives that send nothing, and their time is taken from the cluster file later.
+timed apart. Costs that are quadratic in tokens and linear in the number of packed sequences are fitted at the given sizes and
+compared with measurements at sizes in between. One device is enough for any tensor parallel size: a layer's share is timed with
+collectives that send nothing, and their time is taken from the cluster file later.
 """
 
 import argparse
@@ -149,8 +149,8 @@ def _units(graph: ModelGraph, given: argparse.Namespace) -> list[Unit]:
 def draw_curves(rows: Sequence[ProfiledLayer], path: Path) -> None:
     """Write a PNG with one panel per layer that attends.
 
-    Lines are curves, dots the points they were fitted to, rings the points held out. Whole lines are of the fewest sequences
-    that the tokens were packed in, broken ones of more.
+    Lines are curves, dots the points they were fitted to, rings the points held out. Solid lines are for the fewest sequences
+    that the tokens were packed in, dashed lines for more.
 
     Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
     """

@@ -1,4 +1,4 @@
-"""The flags that say what is planned for, and the planning request that they make: of plan.py and elastic.py."""
+"""Flags of a planning request, and the request that they make: for plan.py and elastic.py."""
 
 import argparse
 import sys
@@ -78,7 +78,7 @@ def _fixed(text: str) -> tuple[str, FixedSizes]:
 
 
 def build_request(flags: argparse.Namespace) -> PlanningRequest:
-    """Read the files; raises BraidError."""
+    """Read the files that the flags name, and build the request; raises BraidError."""
     if (flags.lengths is None) == (flags.uniform_lengths is None):
         raise ConfigError("give exactly one of --lengths and --uniform-lengths")
     graph = freeze_units(read_model(flags.model), modules=flags.freeze, projectors=flags.freeze_projector)

@@ -22,7 +22,7 @@ from multimodal.values.plan import UnitPlan
 from tools.command_line import format_seconds
 
 COLORS = ("#4878a8", "#b0b0b0", "#8c8c8c", "#e8a33d", "#d96b4c", "#c9c15a", "#8f6fae")
-"""The color of computing, then those of the kinds of idle time."""
+"""Color of computations, followed by those of the kinds of idle time."""
 
 
 def size_of_checkpoint(run: PlannedRun, request: PlanningRequest) -> CheckpointSize:
@@ -34,7 +34,7 @@ def size_of_checkpoint(run: PlannedRun, request: PlanningRequest) -> CheckpointS
 
 
 def report(planned: PredictedRun, request: PlanningRequest, *, filling: FillingReport | None = None) -> dict[str, Any]:
-    """Return the JSON object of one plan; filling: of one whose schedule fills bubbles."""
+    """Return the JSON object of one plan; filling: of a plan whose schedule fills bubbles."""
     run, prediction = planned
     graph = request.graph
     return {
@@ -69,7 +69,7 @@ def report(planned: PredictedRun, request: PlanningRequest, *, filling: FillingR
 
 
 def unit_sizes(unit: UnitPlan) -> dict[str, int | list[int]]:
-    """Name the sizes of one unit; where replicas differ, of each its stages, and the tensor parallel sizes that there are."""
+    """Return the sizes of one unit by name; if replicas differ: the stages of each, and all tensor parallel sizes."""
     counts = [len(replica.stages) for replica in unit.replicas]
     return {
         "dp": unit.data_parallel_size,
@@ -87,7 +87,7 @@ def _shown(size: int | list[int]) -> str:
 
 
 def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path) -> None:
-    """Print one plan for a person."""
+    """Print one plan."""
     console = Console(width=120, highlight=False)
     run, prediction = planned
     console.print(

@@ -52,7 +52,7 @@ from multimodal.values.step_graph import StepGraph, validate_assignment
 from tools.command_line import Parser, at_least_zero, count, counts_by_unit, format_ranks, format_seconds, run_tool
 
 DEFAULT_MICROBATCHES = 8
-"""Per replica of the LLM, where no global batch size is given."""
+"""Microbatches per replica of the LLM if no global batch size is given."""
 MODEL_FLAGS = ("model", "cluster", "plan")
 DATA_FLAGS = (
     "lengths",
@@ -77,7 +77,7 @@ DATA_FLAGS = (
 
 
 class CostedStep(NamedTuple):
-    """A step to simulate, and what it costs."""
+    """A step to simulate, and its costs."""
 
     step: StepGraph
     costs: StepCosts
@@ -233,7 +233,7 @@ def simulate_step(costed: CostedStep, *, builder: str, passes: Sequence[Pass]) -
 
 
 def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:
-    """Refuse a schedule for virtual stages where the plan has none in its shape; raises ConfigError."""
+    """Raise ConfigError if the schedule needs virtual stages and the plan's shape has none."""
     row = BUILDERS[builder]
     if row.layout is not None and not row.layout.is_met(graph, plan):
         raise ConfigError(
@@ -248,7 +248,7 @@ def size_of_checkpoint(costs: ModelCosts) -> CheckpointSize:
 
 
 def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
-    """Print a report for a person."""
+    """Print a report as tables."""
     console = Console(width=120, highlight=False)
     mfu = f", MFU {report['mfu']:.1%}" if report["mfu"] else ""
     steps = f", mean of {len(report['iterations'])} steps" if len(report["iterations"]) > 1 else ""
@@ -273,7 +273,7 @@ def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Simulate, write and print as the flags ask; raises BraidError."""
+    """Simulate, write and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     check_flags(flags)
     passes = passes_named(flags.schedule_passes)

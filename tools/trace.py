@@ -34,7 +34,7 @@ def build_parser() -> Parser:
 
 
 def print_tables(difference: TimelineDifference, *, lanes: Sequence[Sequence[int]]) -> None:
-    """Print kinds over all lanes, then every lane."""
+    """Print the kinds of all lanes together, then every lane."""
     console = Console(width=120, highlight=False)
     console.print(
         f"A takes {format_seconds(difference.first_seconds)}, B {format_seconds(difference.second_seconds)}: "
@@ -66,7 +66,7 @@ def _change(first: float, second: float) -> str:
 
 
 def run(argv: Sequence[str]) -> None:
-    """Compare and print as the flags ask; raises BraidError."""
+    """Compare and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
     first, second = read_timeline(flags.first), read_timeline(flags.second)
     difference = compare_timelines(first, second)
