@@ -45,7 +45,7 @@ MIMO, SAME = "MIMO", "Braid, as MIMO"
 
 
 def build_case() -> ComparedCase:
-    """Return a model whose encoder takes about as long as its LLM, and images of 4 to 144 tokens."""
+    """Return a model whose encoder takes about as long as its LLM, with images of 4 to 144 tokens."""
     vision = {
         "role": "encoder",
         "num_layers": 6,
@@ -73,7 +73,7 @@ def build_case() -> ComparedCase:
 
 
 def build_runs(case: ComparedCase, layout: MimoLayout, weights: Weights) -> dict[str, BraidTraining | MimoTraining]:
-    """Return all that is compared, on this rank."""
+    """Return everything that is compared, on this rank."""
     sizes = {
         "vision": UnitSizes(data_parallel_size=layout.vision_dp),
         "llm": UnitSizes(pipeline_parallel_size=layout.llm_pp, data_parallel_size=layout.llm_dp),
@@ -89,7 +89,7 @@ def build_runs(case: ComparedCase, layout: MimoLayout, weights: Weights) -> dict
 
 
 def measure(layout: MimoLayout, weights: Weights, num_iterations: int, *, rank: int) -> dict[str, dict[str, float]]:
-    """Return the median seconds of a step of each, and how far its losses are from MIMO's."""
+    """Return for each run the median seconds of a step and the largest difference of its losses from MIMO's."""
     case = build_case()
     with mimo_without_cuda():
         runs = build_runs(case, layout, weights)

@@ -37,12 +37,12 @@ from multimodal.attention.block_summary import count_block_workloads
 
 DTYPE = torch.bfloat16
 DENSE_LIMIT = 16384
-"""Tokens beyond which a dense mask and its scores are not tried."""
+"""Largest number of tokens at which a dense mask and its scores are tried."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One way of attending over one mask."""
+    """Measurements of one implementation of attention on one mask."""
 
     mask: str
     num_tokens: int
@@ -55,7 +55,7 @@ class Measured:
 
 
 def draw_mask(family: str, num_tokens: int, *, seed: int = 0) -> AttentionMask:
-    """A mask of a family, the same in every run."""
+    """Return a mask of a family; it is the same in every run."""
     random = Random(f"{family} {num_tokens} {seed}")
     if family == "causal":
         samples = [[MaskSegment(num_tokens)]]
@@ -72,7 +72,7 @@ def draw_mask(family: str, num_tokens: int, *, seed: int = 0) -> AttentionMask:
 
 
 def _document(num_tokens: int, random: Random) -> list[MaskSegment]:
-    """Text and images in turn, with lengths as skewed as those of documents."""
+    """Return text and images in turn, with lengths as skewed as those of documents."""
     segments: list[MaskSegment] = []
     while num_tokens:
         is_item = len(segments) % 2 == 1
@@ -83,13 +83,13 @@ def _document(num_tokens: int, random: Random) -> list[MaskSegment]:
 
 
 def attend_with_dense_mask(query: Tensor, key: Tensor, value: Tensor, *, is_visible: Tensor) -> Tensor:
-    """Torch's attention, which reads the whole mask."""
+    """Compute torch's attention, which reads the whole mask."""
     inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     return scaled_dot_product_attention(*inputs, attn_mask=is_visible, enable_gqa=True)[0].transpose(0, 1)
 
 
 def time_ms(run: Callable[[], object], *, repeats: int) -> float:
-    """Median time on the device."""
+    """Return the median time on the device, in ms."""
     for _ in range(3):
         run()
     times = []
@@ -110,7 +110,7 @@ def measure_matrix_peak_tflops(*, repeats: int, size: int = 8192) -> float:
 
 
 def list_ways(mask: AttentionMask, *, channels: int, sub_blocks: list[int], with_dense: bool) -> dict[str, AttentionBackend]:
-    """Everything that is compared, by name."""
+    """Return name -> implementation of everything that is compared."""
     from multimodal.attention.triton_kernels.options import choose_options
 
     chosen = choose_options(channels, dtype=DTYPE, block_size=mask.block_size)
@@ -128,7 +128,7 @@ def list_ways(mask: AttentionMask, *, channels: int, sub_blocks: list[int], with
 
 
 def measure_mask(family: str, num_tokens: int, given: argparse.Namespace, *, peak_tflops: float) -> list[Measured]:
-    """All ways of attending over one mask; raises when their results differ."""
+    """Measure all implementations on one mask; raises if their results differ."""
     mask = draw_mask(family, num_tokens)
     num_pairs = int(count_block_workloads(mask.tokens).visible_pairs.sum())
     generator = torch.Generator(device="cuda").manual_seed(0)

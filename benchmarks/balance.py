@@ -5,10 +5,10 @@ and unit, from the samples of `--lengths DIR` that have the modality;
 by default from `shared/data/lengths` beside the checkout, and where that is absent from long-tailed distributions.
 
 Every section is a function from the drawn batches to a table; `--sections` picks. Peers run beside: the loader's order, and the
-algorithms as OrchMLLM publishes them, in Python and, where its Alg. 1 exists so in Braid, in C++. `ms` is the processor time of
-one batch, all units one after another, the best of `--repeats` (one for Python peers); `wall ms` the median by the clock, which
-on a busy machine also counts waiting for a core. `volume left` is what node-wise rearrangement leaves of what the worst rank
-sends to other nodes (`benchmarks/node_rearrangement.py` holds it against the linear program's bound).
+algorithms as OrchMLLM publishes them, in Python and, if Braid has the same Alg. 1, in C++. `ms` is the processor time of one
+batch, all units one after another, the best of `--repeats` (one for Python peers); `wall ms` is the median wall-clock time, which
+on a busy machine includes waiting for a core. `volume left` compares the bytes that the worst rank sends to other nodes after and
+before node-wise rearrangement (`benchmarks/node_rearrangement.py` compares it with the linear program's bound).
 
 Run `python benchmarks/balance.py [--json] [--lengths DIR] [--replicas 64 256] [--sections NAME] [--repeats N] [--seed N]`.
 """
@@ -55,14 +55,14 @@ CLAIMED_IMBALANCE, CLAIMED_MILLISECONDS = 1.005, 5.0
 DEFAULT_LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
 HIDDEN_SIZES = {"vision": 1280, "audio": 1280, "llm": 4096}
 TOLERANCE = 0.3
-"""Of Alg. 4, as a share of the mean load; the paper gives none. Best of 0, 0.001, 0.01, 0.1, 0.3, 1 and 10 on `lengths`."""
+"""Tolerance of Alg. 4 as a share of the mean load; the paper gives none. Best of 0, 0.001, 0.01, 0.1, 0.3, 1, 10 on `lengths`."""
 SHORTEST_PEER_SECONDS = 0.5
-"""Peers that take longer are run once."""
+"""Seconds above which a peer is run only once."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """One global batch: the lengths of each unit."""
+    """One global batch, as lengths of each unit."""
 
     num_replicas: int
     lengths: Mapping[str, Lengths]
@@ -77,25 +77,27 @@ class Row:
     method: str
     num_replicas: int
     over_bound: float | None
-    """Cost of the costliest replica over the lower bound; of the worst unit. None: it used more batches than replicas."""
+    """Cost of the costliest replica over the lower bound, for the worst unit. None: the method used more batches than
+    replicas."""
     over_mean: float | None
-    """The same over the mean of the replicas."""
+    """Cost of the costliest replica over the mean of the replicas, for the worst unit."""
     num_batches: int
-    """Most that a unit used."""
+    """Largest number of batches that a unit used."""
     milliseconds: float
     wall_milliseconds: float
     volume_left: float | None
-    """Bytes that the rank that sends most sends to other nodes, after node-wise rearrangement over before; of the worst unit."""
+    """Largest number of bytes that any rank sends to other nodes, after node-wise rearrangement over before, for the worst
+    unit."""
     node_milliseconds: float | None
-    """Node-wise rearrangement of all units took."""
+    """Milliseconds of node-wise rearrangement of all units."""
 
 
 Place = Callable[[Lengths, int, UnitCost], NDArray[np.int32]]
-"""From the lengths of one unit, the number of replicas and the cost to the batch of each item."""
+"""(lengths of one unit, number of replicas, cost) -> batch of each item."""
 
 
 def read_lengths(folder: Path) -> dict[str, Lengths]:
-    """Tokens per unit of every sample in the folder's files that has the modality."""
+    """Return unit -> tokens of every sample in the folder's files that has the modality."""
     shapes = {name: Transformer(1, size, 16, 4 * size) for name, size in HIDDEN_SIZES.items()}
     graph = ModelGraph(
         (
@@ -118,7 +120,7 @@ def read_lengths(folder: Path) -> dict[str, Lengths]:
 
 
 def generate_lengths(generator: np.random.Generator) -> dict[str, Lengths]:
-    """Long-tailed lengths: images of up to 16k patches, up to ten minutes of sound, text of up to 128k tokens."""
+    """Generate long-tailed lengths: images of up to 16k patches, up to ten minutes of sound, text of up to 128k tokens."""
     shapes = {"vision": (7.2, 0.8, 16384), "audio": (6.2, 0.9, 30000), "llm": (6.5, 1.2, 131072)}
     return {
         name: np.clip(generator.lognormal(mean, sigma, 200_000), 1, longest).astype(np.int64)
@@ -127,7 +129,7 @@ def generate_lengths(generator: np.random.Generator) -> dict[str, Lengths]:
 
 
 def post_balancing(drawn: Drawn) -> list[Row]:
-    """The claim: sums of lengths, all units."""
+    """Measure the claim: costs are sums of lengths, for all units."""
     return [
         _measure(drawn, UnitCost(), method, place)
         for method, place in {
@@ -145,7 +147,7 @@ def post_balancing(drawn: Drawn) -> list[Row]:
 
 
 def cost_forms(drawn: Drawn) -> list[Row]:
-    """Every other form of cost against the paper's algorithm for it; `padded-attention` has a loose bound."""
+    """Compare every other form of cost with the paper's algorithm for it; the bound of `padded-attention` is loose."""
     peers: Mapping[CostForm, tuple[str, Callable[[Sequence[int], int, UnitCost], Batches]]] = {
         CostForm.LINEAR_QUADRATIC: (
             "Alg. 4 as published, Python",
@@ -168,7 +170,7 @@ def cost_forms(drawn: Drawn) -> list[Row]:
 
 
 SECTIONS: Mapping[str, Callable[[Drawn], list[Row]]] = {"post-balancing": post_balancing, "cost-forms": cost_forms}
-"""Every section by the name that `--sections` picks it by."""
+"""Name (as in `--sections`) -> section."""
 
 
 def _measure(drawn: Drawn, cost: UnitCost | Mapping[str, UnitCost], method: str, place: Place) -> Row:
@@ -204,7 +206,7 @@ def _measure(drawn: Drawn, cost: UnitCost | Mapping[str, UnitCost], method: str,
 
 
 def _rearrange(drawn: Drawn, found: Mapping[str, NDArray[np.int32]]) -> tuple[float, float]:
-    """Permute the batches of all units over nodes, when replica i loaded the i-th share of the samples."""
+    """Permute the batches of all units over nodes; replica i loaded the i-th share of the samples."""
     left, start = [], time.process_time()
     for name, bins in found.items():
         sources = _in_order(drawn.lengths[name], drawn.num_replicas, UnitCost())
@@ -216,7 +218,7 @@ def _rearrange(drawn: Drawn, found: Mapping[str, NDArray[np.int32]]) -> tuple[fl
 
 
 def batch_costs(lengths: Lengths, bins: NDArray[np.int32], num_batches: int, cost: UnitCost) -> NDArray[np.float64]:
-    """Cost of every batch, [num_batches]: `UnitCost.batch_cost` for all at once."""
+    """Return the cost of every batch, [num_batches]: like `UnitCost.batch_cost`, but for all batches at once."""
     sums = np.bincount(bins, weights=lengths, minlength=num_batches)
     counts, longest = np.bincount(bins, minlength=num_batches), np.zeros(num_batches)
     np.maximum.at(longest, bins, lengths)
@@ -261,7 +263,7 @@ def show(title: str, rows: Sequence[Row], console: Console) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Flags of this benchmark."""
+    """Parse the flags of this benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--lengths", type=Path, help="folder of lengths files; default: see above")
@@ -273,7 +275,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Draw, measure, print, and say whether the claim holds."""
+    """Draw, measure and print; also print whether the claim holds."""
     arguments = parse_arguments()
     generator = np.random.default_rng(arguments.seed)
     folder = arguments.lengths or (DEFAULT_LENGTHS if DEFAULT_LENGTHS.is_dir() else None)

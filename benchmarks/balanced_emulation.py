@@ -45,11 +45,11 @@ from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 SIZES = {"vision": UnitSizes(data_parallel_size=2), "llm": UnitSizes(data_parallel_size=2, pipeline_parallel_size=3)}
 GLOBAL_BATCH_SIZE, NUM_MICROBATCHES, SCHEDULE = 32, 8, "eager-1f1b"
 TARGET_SECONDS = 3.0
-"""Of a step in the data's order: long enough that this machine's own work is small beside the waits."""
+"""Seconds of a step in the data's order: long enough that this machine's own work is small beside the waits."""
 
 
 def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster) -> dict[str, dict[str, float]]:
-    """balancer -> measured and predicted seconds."""
+    """Return balancer -> measured and predicted seconds."""
     graph = ModelGraph.from_dict({"units": MODEL})
     plan = plan_disaggregated(graph, sizes=SIZES, world_size=8)
     found = {}
@@ -69,7 +69,7 @@ def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster) -> dict[st
 
 
 def slow_cluster(lengths: Sequence[SampleLengths]) -> Cluster:
-    """A cluster on which these samples' step takes about TARGET_SECONDS."""
+    """Return a cluster on which the step of these samples takes about TARGET_SECONDS."""
     cluster = Cluster.from_file(ROOT / "examples" / "clusters" / "h100.yaml")
     graph = ModelGraph.from_dict({"units": MODEL})
     plan = plan_disaggregated(graph, sizes=SIZES, world_size=8)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_table(results: Sequence[dict[str, Any]]) -> None:
-    """Print a row per batch."""
+    """Print one row per batch."""
     table = Table("batch", "none: measured (predicted)", "auto: measured (predicted)", "gain: measured (predicted)", box=None)
     for index, found in enumerate(results):
         none, auto = found["none"], found["auto"]

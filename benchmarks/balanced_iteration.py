@@ -69,7 +69,7 @@ SIZES = {
 
 
 def long_tailed(num_samples: int = 2000) -> tuple[SampleLengths, ...]:
-    """Return samples of 0 to 6 images with sizes and texts from log-normal distributions."""
+    """Return samples of 0 to 6 images, with image sizes and text lengths from log-normal distributions."""
     generator = np.random.default_rng(0)
     samples = []
     for index in range(num_samples):
@@ -81,7 +81,7 @@ def long_tailed(num_samples: int = 2000) -> tuple[SampleLengths, ...]:
 
 
 def measure(samples: Sequence[SampleLengths], *, schedule: str, passes: str, num_batches: int) -> dict[str, dict[str, float]]:
-    """balancer -> mean seconds of a step, ideal seconds, and median milliseconds of balancing a batch."""
+    """Return balancer -> mean seconds of a step, ideal seconds, and median milliseconds of balancing a batch."""
     graph = ModelGraph.from_dict({"units": MODEL})
     plan = plan_disaggregated(graph, sizes=SIZES, world_size=8 * NUM_REPLICAS)
     cluster = Cluster.from_file(ROOT / "examples" / "clusters" / "h100.yaml")
@@ -123,7 +123,7 @@ def build_parser(description: str | None, *, num_batches: int) -> argparse.Argum
 
 
 def read_lengths(folder: Path) -> Mapping[str, Sequence[SampleLengths]]:
-    """Return the lengths of each file of a folder by name, or generated ones where there are none."""
+    """Return file name -> lengths of each file of a folder, or generated lengths if there are none."""
     graph = ModelGraph.from_dict({"units": MODEL})
     files = sorted(folder.glob("*.csv.gz")) if folder.is_dir() else []
     found = {path.name.removesuffix(".csv.gz"): read_length_table(path, graph=graph) for path in files}
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_table(results: Mapping[str, Mapping[str, Mapping[str, Any]]], *, title: str) -> None:
-    """Print a row per lengths file."""
+    """Print one row per lengths file."""
     console = Console(width=150, highlight=False)
     console.print(f"{title}: seconds of a step (share of the ideal), simulated; last: milliseconds that auto took for a batch")
     table = Table("lengths", *BALANCERS_SHOWN, "ideal", "auto / none", "ms", box=None)

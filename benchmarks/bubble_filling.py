@@ -36,7 +36,7 @@ from multimodal.schedule.measure_filling import Filling, measure_filling
 from multimodal.values.sample_lengths import draw_length_batches
 
 PUBLISHED_SECONDS = {"megatron": 10.65, "megatron-balanced": 10.43, "optimus": 9.80}
-"""On 1,536 GPUs."""
+"""Seconds of a step on 1,536 GPUs."""
 GPUS_OF_REPLICA = 64
 CLAIMED_SECONDS = 1.0
 
@@ -62,12 +62,12 @@ def measure(num_gpus: int, cluster: Cluster, repeats: int) -> dict[str, Any]:
 
 
 def fill(setup: Setup, run: PlannedRun, cluster: Cluster, repeats: int) -> dict[str, Any]:
-    """Time the ordering of a whole step, and measure what one LLM pipeline's encoders fill; the others are alike."""
+    """Time the ordering of a whole step, and describe how the encoders fill one LLM pipeline; the others are alike."""
     request = setup.request(cluster)
     (batch,) = draw_length_batches(request.lengths, batch_size=BATCH_SIZE, num_batches=1, seed=0)
     seconds = []
     for _ in range(repeats):
-        whole = prepare_step(run, request, run.plan, batch)  # anew: nothing is remembered
+        whole = prepare_step(run, request, run.plan, batch)  # made anew, so that no result is cached
         started = time.process_time()
         whole.builder(whole.step)
         seconds.append(time.process_time() - started)
@@ -79,7 +79,7 @@ def fill(setup: Setup, run: PlannedRun, cluster: Cluster, repeats: int) -> dict[
 
 
 def describe(filling: Filling) -> dict[str, Any]:
-    """Return what is filled, and the bubbles of the LLM's pipeline alone."""
+    """Return the shares that are filled, and the bubbles of the LLM's pipeline alone."""
     return {
         "eff_coarse": filling.eff_coarse,
         "eff_fine": filling.eff_fine,
@@ -89,7 +89,7 @@ def describe(filling: Filling) -> dict[str, Any]:
 
 
 def print_tables(results: list[dict[str, Any]]) -> None:
-    """Print steps and bubbles of all, and the filling of ours."""
+    """Print the steps and bubbles of all planners, and the filling by `optimus`."""
     console = Console(width=160, highlight=False)
     steps = Table("GPUs", "planner", "step", "of megatron", "of balanced", "published", *BUBBLE_KINDS, "GB", box=None)
     filled = Table("GPUs", "eff_coarse", "eff_fine", "ordered in", "encoder", box=None)
@@ -126,7 +126,7 @@ def _shares(bubble: Mapping[str, float]) -> list[str]:
 
 
 def main() -> int:
-    """Return 1 where ordering takes longer than claimed, or the step is not shorter than both baselines."""
+    """Return 1 if ordering takes longer than claimed, or if the step is not shorter than those of both baselines."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", default="1536,2048,3072", help="Numbers of GPUs, multiples of 64 (1536,2048,3072).")
     parser.add_argument("--repeats", type=int, default=3, help="Times that a step is ordered; the fastest counts (3).")

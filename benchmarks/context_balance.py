@@ -1,8 +1,9 @@
 """Claim: from 64k tokens on, `lpt` leaves no rank of context parallelism more than 1 % above the mean workload.
 
-Workload of a rank: the key blocks that its query blocks of 128 tokens compute, which is what a kernel that skips empty blocks
-takes time for. The table has the largest over the mean of the ranks, and under `least` a bound for it: blocks are whole, so some
-rank has the mean rounded up, and some rank has the longest block. Where that is above 1.01, the claim is to reach it.
+The workload of a rank is the number of key blocks that its query blocks of 128 tokens compute, since a kernel that skips empty
+blocks takes time for those only. The table has the largest workload over the mean of the ranks, and under `least` a bound for it:
+blocks are whole, so some rank has the mean rounded up, and some rank has the longest block. Where this bound is above 1.01, the
+claim is to reach it.
 
 Masks: the paper's three families (Cornstarch: encoder outputs prepended, embedded, and several samples packed; encoder tokens
 see all tokens of their encoder, as published), one causal text, and packed documents of `--lengths DIR` (by default
@@ -46,7 +47,7 @@ CLAIMED_COUNT_MILLISECONDS, CLAIMED_DEAL_MILLISECONDS = 20.0, 1.0
 DEFAULT_LENGTHS = Path(__file__).parents[2] / "shared" / "data" / "lengths"
 
 METHODS = tuple(method for method in TokenDistribution if method is not TokenDistribution.BY_ITEM)
-"""Those that deal blocks in ways of their own; `cut_items.py` measures whole items."""
+"""Methods that distribute blocks; `cut_items.py` measures the one that distributes whole items."""
 
 Sample = Sequence[MaskSegment]
 
@@ -59,14 +60,14 @@ class Row:
     num_tokens: int
     num_ranks: int
     least: float
-    """No distribution of whole blocks is below it."""
+    """Lower bound of the imbalance of every distribution of whole blocks."""
     imbalance: Mapping[str, float]
-    """By distribution: the largest workload of a rank over the mean."""
+    """Distribution -> largest workload of a rank over the mean."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds that `lpt` takes for one mask, with the largest number of ranks that was measured."""
+    """Milliseconds that `lpt` takes for one mask, with the largest measured number of ranks."""
 
     mask: str
     num_tokens: int
@@ -76,7 +77,7 @@ class Timing:
 
 
 def draw_items(draw: np.random.Generator, num_tokens: int) -> Iterator[MaskSegment]:
-    """Images (of mostly 250 to 2,000 tokens) and clips, together so many tokens."""
+    """Draw images (mostly of 250 to 2,000 tokens) and clips with `num_tokens` tokens in all."""
     index = 0
     while num_tokens > 0:
         length = min(num_tokens, int(draw.lognormal(6.5, 0.6)) + 1)
@@ -86,7 +87,7 @@ def draw_items(draw: np.random.Generator, num_tokens: int) -> Iterator[MaskSegme
 
 
 def draw_embedded(draw: np.random.Generator, num_tokens: int) -> Sample:
-    """Text and items in turn; half of the tokens are text."""
+    """Draw text and items in turn; half of the tokens are text."""
     items = list(draw_items(draw, num_tokens // 2))
     return interleave(items, num_text_tokens=num_tokens - num_tokens // 2, draw=draw)
 
@@ -99,23 +100,23 @@ def interleave(items: Sequence[MaskSegment], *, num_text_tokens: int, draw: np.r
 
 
 def causal(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
-    """One text."""
+    """Build the mask of one text."""
     return build_bitfield_mask([[MaskSegment(num_tokens)]], modalities=MODALITIES)
 
 
 def prefix(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
-    """Encoder outputs prepended to one text."""
+    """Build the mask of encoder outputs before one text."""
     sample = [*draw_items(draw, num_tokens // 2), MaskSegment(num_tokens - num_tokens // 2)]
     return build_bitfield_mask([sample], modalities=MODALITIES, mode="prefix")
 
 
 def embedded(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
-    """Encoder outputs inside one text."""
+    """Build the mask of encoder outputs inside one text."""
     return build_bitfield_mask([draw_embedded(draw, num_tokens)], modalities=MODALITIES, mode="modality")
 
 
 def packed(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
-    """Several long-tailed samples with encoder outputs inside."""
+    """Build the mask of several long-tailed samples with encoder outputs inside."""
     samples, missing = [], num_tokens
     while missing > 0:
         length = min(missing, int(draw.lognormal(8.3, 1.0)) + 16)
@@ -125,7 +126,7 @@ def packed(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
 
 
 def documents_of(lengths: Sequence[SampleLengths]) -> Callable[[np.random.Generator, int], BitfieldMask]:
-    """Return what packs documents, drawn with replacement, up to a number of tokens; the last one's text is cut."""
+    """Return a function that packs documents, drawn with replacement, up to a number of tokens; the last one's text is cut."""
 
     def documents(draw: np.random.Generator, num_tokens: int) -> BitfieldMask:
         samples, missing = [], num_tokens
@@ -143,7 +144,7 @@ def documents_of(lengths: Sequence[SampleLengths]) -> Callable[[np.random.Genera
 
 
 def read_documents(folder: Path) -> dict[str, Sequence[SampleLengths]]:
-    """Lengths of the samples of every file of a folder, by the file's name."""
+    """Return file name -> lengths of the samples, for every file of a folder."""
     shape = Transformer(1, 1280, 16, 5120)
     graph = ModelGraph(
         (
@@ -158,7 +159,7 @@ def read_documents(folder: Path) -> dict[str, Sequence[SampleLengths]]:
 
 
 def measure(mask: str, built: BitfieldMask, *, num_ranks: Sequence[int], seed: int) -> Iterator[Row]:
-    """Deal one mask's blocks in every way."""
+    """Distribute the blocks of one mask with every method."""
     workloads = count_block_workloads(built, block_size=BLOCK_SIZE).num_blocks
     for count in num_ranks:
         imbalance = {}
@@ -172,7 +173,7 @@ def measure(mask: str, built: BitfieldMask, *, num_ranks: Sequence[int], seed: i
 
 
 def time_lpt(mask: str, built: BitfieldMask, *, num_ranks: int, repeats: int) -> Timing:
-    """Time the two steps of a distribution."""
+    """Time the two steps of a distribution with `lpt`: counting and dealing."""
     workloads = count_block_workloads(built, block_size=BLOCK_SIZE).num_blocks
     count = _best(lambda: count_block_workloads(built, block_size=BLOCK_SIZE), repeats)
     deal = _best(lambda: distribute_tokens(workloads, num_ranks=num_ranks), repeats)
@@ -203,7 +204,7 @@ def show(rows: Sequence[Row], timings: Sequence[Timing], console: Console) -> No
 
 
 def main() -> None:
-    """Build, deal, print, and say whether the claims hold."""
+    """Build, distribute and print; also print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--tokens", type=int, nargs="+", default=NUM_TOKENS, help="tokens of the sequence")

@@ -1,16 +1,16 @@
 """Claim: ranks that have whole items, and cut long ones only, make no step over 1 % longer than ranks that spread them all.
 
-One item can be longer than all that a rank should compute in a step; then no balancer helps, and only cutting it does. Each file
-of image lengths is balanced by `--balance orchmllm` for 8 GPUs of an encoder and 16 of the LLM (Qwen2.5-VL 7B on H100, tp 2 x
-dp 8, 1F1B). The encoder's context parallel ranks have
+An item can take longer than all the work that a rank should do in a step; then no balancer helps, and only cutting the item does.
+Each file of image lengths is balanced by `--balance orchmllm` for 8 GPUs of an encoder and 16 of the LLM (Qwen2.5-VL 7B on H100,
+tp 2 x dp 8, 1F1B). The encoder's context parallel ranks have
 
     whole       1 rank: items are never cut
     blocks      2 or 4: blocks of every microbatch (`--context-parallel-distribution lpt`)
-    by-item     2 or 4: whole items, and parts of those that are longer than a rank should have
+    by-item     2 or 4: whole items, and parts of items that are longer than a rank's share
 
-Of the encoder: its longest microbatch, the deviation of microbatches over their mean, the busiest replica over the mean, the
-share of tokens whose keys and values are gathered, and the seconds of all its GPUs; then the seconds of a step. All of it is
-simulated, forward and backward, and the mean of `--num-batches` batches.
+The table has, for the encoder: its longest microbatch, the standard deviation of its microbatches over their mean, the busiest
+replica over the mean, the share of tokens whose keys and values are gathered, and the seconds of all its GPUs; then the seconds
+of a step. All of it is simulated, forward and backward, and the mean of `--num-batches` batches.
 
 Run `python benchmarks/cut_items.py [--json] [--lengths DIR] [--batch-size N] [--micro-batch-size N] [--num-batches N]`.
 """
@@ -50,16 +50,16 @@ ROOT = Path(__file__).parents[1]
 DEFAULT_LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
 ENCODER_GPUS, LLM = 8, UnitSizes(2, 1, 1, 8)
 WAYS = (("whole", 1), ("blocks", 2), ("by-item", 2), ("blocks", 4), ("by-item", 4))
-"""Distribution and context parallel size of the encoder."""
+"""(distribution, context parallel size) of the encoder."""
 NOTHING_STAYS_WHOLE = -1.0
-"""A tolerance under which blocks of all items are dealt, so that both ways are counted alike: blocks are whole."""
+"""Tolerance at which blocks of all items are distributed, so that both ways are counted alike: as whole blocks."""
 CLAIMED_RATIO = 1.01
 COMPUTING = (ActionKind.FORWARD, ActionKind.BACKWARD)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One lengths file, balanced for encoder ranks of one kind."""
+    """One lengths file, balanced for one distribution and context parallel size of the encoder."""
 
     lengths: str
     distribution: str
@@ -72,7 +72,7 @@ class Row:
     gathered: float
     """Share of the tokens whose keys and values are gathered."""
     encoder_seconds: float
-    """Of all GPUs of the encoder together."""
+    """Seconds of all GPUs of the encoder together."""
     step_seconds: float
 
 
@@ -134,7 +134,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
 
 
 def main() -> None:
-    """Balance, simulate, print, and say whether the claim holds."""
+    """Balance, simulate and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument(

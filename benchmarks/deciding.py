@@ -1,20 +1,20 @@
 """Claim: on one core, a step of 3,072 LLM ranks is decided in 250 ms by every balancer for every schedule (`auto`: 500 ms).
 
-And one of 12,288 ranks in 1 s. Every rank decides every step by itself, ahead of training: from the lengths of the global batch
-to its own part of assignment and schedule. The parts, in the order in which `StepPlanner` calls them:
+A step of 12,288 ranks is decided in 1 s. Every rank decides every step by itself, ahead of training: from the lengths of the
+global batch to its own part of assignment and schedule. The parts, in the order in which `StepPlanner` calls them:
 
-- lengths: the global batch's, from those of the samples;
-- balance: the balancer; report: how even its assignment and the data's order are;
-- assignment: it is validated, idle samples are dropped, and its digest taken;
-- first: the schedule of the run's first step, validated; next: of a step with other samples; again: of a step with the same
-  counts of microbatches and the same routes;
-- own: this rank's lane and inputs (sizes alone, as in emulation; nothing is loaded).
+- lengths: collecting the lengths of the global batch from those of the samples;
+- balance: the balancer; report: the evenness of its assignment and of the data's order;
+- assignment: validating it, dropping idle samples, and computing its digest;
+- first: the schedule of the run's first step, validated; next: the schedule of a step with other samples; again: the schedule of
+a step with the same counts of microbatches and the same routes;
+- own: this rank's lane and inputs (only their sizes, as in emulation; nothing is loaded).
 
 A step takes the sum of all but `first` and `again`. The LLM (GPT-175B) runs on tp 8 x pp 8 x dp ranks / 64, its encoder (ViT-22B)
 on as many replicas of 8 ranks of their own; 64 samples per LLM replica have 1 to 4 images each. `--kernels` times balancers
 beside the post-balancing kernel alone, without schedule, at 2,560 replicas of 60 samples with images and audio.
 
-Seconds are of the processor, of each part the least in `--repeats` steps after the first: others may use the machine.
+Seconds are processor time, for each part the least in `--repeats` steps after the first, since others may use the machine.
 `--before CHECKOUT` runs this file on another checkout of Braid (with its kernels built) as well, and shows the ratios.
 
 Run `python benchmarks/deciding.py [--json] [--repeats N] [--ranks 64 512 3072 12288] [--balancers ...] [--schedules ...]`.
@@ -60,7 +60,7 @@ from multimodal.values.step_graph import validate_assignment
 
 try:
     from multimodal.values.arrays.length_arrays import LengthBatch
-except ImportError:  # a checkout from before there were such batches
+except ImportError:  # an older checkout without such batches
     LengthBatch = tuple  # type: ignore[assignment, misc]
 
 Result = TypeVar("Result")
@@ -71,7 +71,7 @@ CLAIMED_AUTO_SECONDS = 0.5
 PARTS = ("lengths", "balance", "report", "assignment", "first", "next", "again", "own")
 NOT_IN_A_STEP = ("first", "again")
 SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "dip", "dip-4", "breadth-first", "interleaved-1f1b", "zb-v")
-"""Those that a run with one encoder can have."""
+"""Schedules that a run with one encoder can have."""
 _CHUNKS = {"breadth-first": 2, "interleaved-1f1b": 2, "zb-v": 2}
 
 
@@ -91,13 +91,13 @@ def draw_batch(num_samples: int, *, seed: int, units: Sequence[str]) -> list[Sam
 
 
 class Clock:
-    """Seconds of each part of one decision."""
+    """Measures the seconds of each part of one decision."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
 
     def time(self, part: str, work: Callable[[], Result]) -> Result:
-        """Do a part."""
+        """Do the work of a part and record its seconds."""
         gc.collect()
         start = time.process_time()
         result = work()
@@ -108,7 +108,7 @@ class Clock:
 def decide(
     graph: ModelGraph, plan: Plan, *, balancer: str, schedule: str, passes: Sequence[str], repeats: int
 ) -> dict[str, float]:
-    """Time the parts of the decision of a run's steps after the first one, the least of each."""
+    """Time the parts of deciding steps after a run's first one; returns the least seconds of each part."""
     num_samples = plan.units[graph.backbone.name].data_parallel_size * SAMPLES_PER_REPLICA
     units = [unit.name for unit in graph.encoders]
     cluster = Cluster.from_file(EXAMPLES / "clusters" / "h100.yaml")
@@ -155,7 +155,7 @@ def _own_part(schedule: Any, lengths: Sequence[SampleLengths], digest: int, rank
 
 
 def build_case(num_ranks: int, *, schedule: str) -> tuple[ModelGraph, Plan]:
-    """ViT-22B beside GPT-175B, each on ranks of its own."""
+    """Return ViT-22B and GPT-175B, each on ranks of its own."""
     graph = ModelGraph.from_file(EXAMPLES / "models" / "vit-22b-gpt-175b.yaml")
     num_replicas = num_ranks // RANKS_PER_REPLICA
     sizes = {
@@ -171,9 +171,9 @@ def build_case(num_ranks: int, *, schedule: str) -> tuple[ModelGraph, Plan]:
 
 
 def measure_kernels(balancers: Sequence[str], *, num_replicas: int, num_samples: int, repeats: int) -> dict[str, float]:
-    """Time balancers by themselves, of a model with images and audio, beside the kernel on as many lengths of its own.
+    """Time balancers alone, for a model with images and audio, and the post-balancing kernel on as many lengths.
 
-    The least of several: in a process, the first call touches its working memory for the first time.
+    Returns the least of several times: the first call in a process touches its working memory for the first time.
     """
     graph = ModelGraph.from_file(EXAMPLES / "models" / "cornstarch-valm-m.yaml")
     names = [unit.name for unit in graph.encoders]
@@ -190,7 +190,7 @@ def measure_kernels(balancers: Sequence[str], *, num_replicas: int, num_samples:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Seconds by case, then by part."""
+    """Return case -> part -> seconds."""
     measured = {}
     for num_ranks in arguments.ranks:
         for schedule in arguments.schedules:
@@ -207,7 +207,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 
 def measure_elsewhere(root: str) -> dict[str, dict[str, float]]:
-    """Run this file on another checkout."""
+    """Run this file on another checkout, and return its seconds."""
     given = [each for index, each in enumerate(sys.argv[1:], 1) if "--before" not in (each, sys.argv[index - 1])]
     environment = os.environ | {"BRAID_CHECKOUT": root, "PYTHONPATH": root}
     run = subprocess.run([sys.executable, __file__, *given, "--json"], stdout=subprocess.PIPE, check=True, env=environment)
@@ -216,7 +216,7 @@ def measure_elsewhere(root: str) -> dict[str, dict[str, float]]:
 
 
 def show(measured: dict[str, dict[str, float]], before: dict[str, dict[str, float]], console: Console) -> None:
-    """Print milliseconds per case and part, and how often as long they took before."""
+    """Print milliseconds per case and part, and the ratio to the other checkout's."""
     columns = (*PARTS, "step")
     table = Table("LLM ranks, balancer, schedule", *columns, title="ms of a step's decision" + " (ms before)" * bool(before))
     for case, seconds in measured.items():
@@ -235,14 +235,14 @@ def show(measured: dict[str, dict[str, float]], before: dict[str, dict[str, floa
 
 
 def limit_of(case: str) -> float:
-    """Return the seconds that a case's step may take; infinite where nothing is claimed."""
+    """Return the seconds that the claim allows for a case's step; infinite if there is no claim about it."""
     num_ranks, balancer = case.split()[:2]
     claimed = CLAIMED_SECONDS.get(int(num_ranks), float("inf"))
     return max(claimed, CLAIMED_AUTO_SECONDS) if balancer == "auto" else claimed
 
 
 def main() -> None:
-    """Measure, print, and say whether the claim holds."""
+    """Measure and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="steps of which the least counts")

@@ -43,7 +43,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 
 PLANNED_GB = 72.0
-"""Of 80 GB, what the memory model counts on."""
+"""GB of the 80 that the memory model may use."""
 COLUMNS: Mapping[str, tuple[str, MicrobatchCount]] = {
     "1f1b": ("1f1b", MicrobatchCount.GIVEN),
     "eager-1f1b": ("eager-1f1b", MicrobatchCount.GIVEN),
@@ -79,7 +79,7 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print, and say whether the claim holds."""
+    """Measure and print; also print whether the claim holds."""
     given = build_parser(__doc__, num_batches=1).parse_args(argv)
     rows = {name: measure(samples, num_batches=given.num_batches) for name, samples in read_lengths(given.lengths).items()}
     pairs = ("eager-1f1b-memory", "1f1b"), ("zb-memory", "zb-h1"), ("predicted", "eager-1f1b-memory")

@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python benchmarks/draw_recovery.py [docs/figures/elastic-recovery.png]
 
-Ranks are processes on this machine, one to a node, as in `benchmarks/recovery.py`. The times are those that each node told the
-keeper, and of steps those at which they were seen in the log.
+Ranks are processes on this machine, one per node, as in `benchmarks/recovery.py`. The times of phases are those that each node
+reported to the keeper; the times of steps are those at which they appeared in the log.
 """
 
 import argparse
@@ -31,7 +31,7 @@ COLORS = {
     "start": "#9a9a9a",
 }
 ENDS = {"detect": "left", "agree": "agreed", "plan": "planned", "meet": "met", "re-form": "formed", "copy": "copied"}
-"""Phase -> the moment that ends it; each begins where the last one ends."""
+"""Phase -> the moment that ends it; each phase begins when the one before ends."""
 LOST, STEP = 5, 6
 
 
@@ -57,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def record(folder: Path, num_nodes: int) -> tuple[list[Bar], float]:
-    """Return what every node did around the loss and the return of one, and when it was lost."""
+    """Return the activities of every node around the loss and the return of one, and the time of the loss."""
     run = ElasticRun(folder, Nodes(num_nodes), num_steps=1000)
     try:
         run.wait_for_step(STEP)
-        time.sleep(0.5 * run.step_times()[-1][1])  # into the next step
+        time.sleep(0.5 * run.step_times()[-1][1])  # to the middle of the next step
         killed = run.kill(LOST)
         run.wait_for_step(STEP + 2)
         returned = time.time()
@@ -83,7 +83,7 @@ def record(folder: Path, num_nodes: int) -> tuple[list[Bar], float]:
 
 
 def phases(told: dict[str, Any], *, since: float) -> list[Bar]:
-    """Return the phases of one node's recovery; one that is new begins with its start."""
+    """Return the phases of one node's recovery; a new node's first phase begins with its start."""
     is_new = told["left"] == 0
     names = [name for name in ENDS if not (is_new and name in ("detect", "agree"))]
     first = told["agreed"] if is_new else since if "lost" in told else told["left"]

@@ -47,19 +47,19 @@ OPTIONS = RunOptions(transformer_impl="local", sequence_parallel=False)
 LAYERS_PER_STAGE, ENCODER_LAYERS_PER_STAGE, MICROBATCHES_PER_STAGE = 2, 1, 3
 NUM_PATCHES, NUM_TEXT_TOKENS = 1024, 256
 WAITING = 0.2
-"""About the share of the LLM's computations in which it waits: what the link between its ranks is chosen for."""
+"""Approximate share of the LLM's computations in which it waits; the speed of the link between its ranks is chosen for it."""
 
 
 STEPS_AT_A_TIME = 5
-"""Of each schedule, in processes that are started for them; then it is the next one's turn."""
+"""Steps of a schedule in processes that are started for them; then the next schedule takes its turn."""
 
 
 @dataclass(frozen=True)
 class EmulatedCosts(ModelCosts):
-    """Those of a step whose gradients are reduced in no time, as emulated layers have one weight each."""
+    """Costs of a step whose gradients are reduced in no time, since emulated layers have one weight each."""
 
     def collective_seconds(self, action: Action) -> float:
-        """None."""
+        """Return 0: reductions take no time."""
         return 0.0
 
 
@@ -73,24 +73,24 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """The model, its samples and a machine of so many ranks."""
+    """The model, its samples, and a machine of `num_ranks` ranks."""
 
     num_ranks: int
     tflops: float
 
     @property
     def num_stages(self) -> int:
-        """Of the LLM where encoders share its ranks."""
+        """Return the number of the LLM's stages if encoders share its ranks."""
         return self.num_ranks // 2
 
     @property
     def num_samples(self) -> int:
-        """One to a microbatch."""
+        """Return the number of samples: one per microbatch."""
         return MICROBATCHES_PER_STAGE * self.num_stages
 
     @property
     def graph(self) -> ModelGraph:
-        """An encoder and an LLM."""
+        """Return a model of an encoder and an LLM."""
         shape = {"hidden_size": 1024, "num_attention_heads": 8, "ffn_hidden_size": 4096, "activation": "gelu"}
         image = {"patch_size": 2, "in_channels": 3, "merge_size": 2}
         units = {
@@ -101,13 +101,13 @@ class Case:
 
     @property
     def cluster(self) -> Cluster:
-        """Nodes of two ranks; quick between them, and inside as slow as makes the LLM wait."""
+        """Return nodes of two ranks with fast links between nodes; links inside are slow enough for the LLM to wait."""
         work = 2.0 * 12 * 1024**2 / 2  # FLOPs of a layer per token on each of two ranks
         per_token = WAITING / (1 - WAITING) * work / (self.tflops * 1e12) / 2
         return Cluster(2, self.tflops, 80.0, NodeLink(2 * 1024 / per_token / 1e9, 0.0), Network(1e3, 1.0, 1), efficiency=1.0)
 
     def candidate(self, plan: Plan, builder: str) -> Candidate:
-        """Build and simulate."""
+        """Build a schedule and simulate it."""
         samples = range(self.num_samples)
         count = plan.units["vision"].data_parallel_size
         encoded = [[[(sample, 0)] for sample in samples if sample % count == replica] for replica in range(count)]
@@ -120,7 +120,7 @@ class Case:
         return Candidate(schedule, costs, simulate_schedule(schedule, costs).iteration_seconds)
 
     def candidates(self) -> dict[str, Candidate]:
-        """Return the best of every kind."""
+        """Return the best candidate of every kind."""
         colocated, disaggregated = list(self._colocated()), list(self._disaggregated())
         optimus = {size: self.candidate(plan, "optimus") for size, plan in enumerate(colocated)}
         best = min(optimus, key=lambda size: optimus[size].simulated_seconds)
@@ -153,7 +153,7 @@ class Case:
 
 
 def scaled_case(num_ranks: int, seconds: float) -> Case:
-    """Return a machine so slow that 1F1B takes about so many seconds."""
+    """Return a case whose machine is so slow that 1F1B takes about `seconds`."""
     one = Case(num_ranks, 1.0).candidates()["1f1b"].simulated_seconds
     return Case(num_ranks, one / seconds)
 
@@ -171,7 +171,7 @@ def cpu_time() -> tuple[int, int]:
 
 
 def measure(num_ranks: int, *, seconds: float, num_iterations: int) -> dict[str, Any]:
-    """Return simulated and measured (median) seconds of all kinds, in turns."""
+    """Return the simulated and the median measured seconds of all kinds, which run in turns."""
     found = scaled_case(num_ranks, seconds).candidates()
     measured: dict[str, list[float]] = {name: [] for name in found}
     before = cpu_time()
@@ -198,7 +198,7 @@ def _row(each: Candidate, seconds: list[float], best: Candidate, best_seconds: l
 
 
 def print_table(results: list[Mapping[str, Any]]) -> None:
-    """Print all."""
+    """Print a table of all results."""
     table = Table("ranks", "schedule", "encoder", "inside", "simulated", "measured", "of simulated", "optimus of it", "simulated")
     for found in results:
         for name, row in found["rows"].items():

@@ -52,12 +52,12 @@ SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
 NUM_MICROBATCHES = 8
 """With 8 the six predictions lie at least 2.6 % apart, more than a measurement is off; with 12, two lie 0.7 % apart."""
 UNEVEN = (1.0, 2.0, 0.5)
-"""Relative times of a unit's layers, in turn."""
+"""Relative seconds of a unit's layers, repeated in this order."""
 
 
 @dataclass(frozen=True)
 class LayerCosts(ActionCosts):
-    """A forward takes a layer's seconds, each half of a backward as much."""
+    """Costs in which a forward takes its layer's seconds, and each half of a backward as much."""
 
     plan: Plan
     layer_seconds: float
@@ -65,31 +65,31 @@ class LayerCosts(ActionCosts):
     peak_flops_per_second: float = 0.0
 
     def compute(self, action: Action) -> ComputeCost:
-        """Sum over the stage's transformer layers; embeddings, projector and head take no time."""
+        """Return the sum over the stage's transformer layers; embeddings, projector and head take no time."""
         layers = self.plan.virtual_stage(*action[1:4]).layers
         last = self.plan.units[action.unit].replicas[0].virtual_stages[-1].layers.stop - 1
         relative = sum(UNEVEN[layer % len(UNEVEN)] for layer in layers if 0 < layer < last)
         return ComputeCost(relative * self.layer_seconds * (2 if action.kind is ActionKind.BACKWARD else 1))
 
     def transfer(self, send: Action) -> TransferCost:
-        """Messages are free."""
+        """Return 0: messages are free."""
         return TransferCost(0.0, 0.0)
 
     def collective_seconds(self, action: Action) -> float:
-        """There is one replica."""
+        """Return 0: there is only one replica."""
         return 0.0
 
     def activation_bytes(self, place: Place) -> int:
-        """Not looked at."""
+        """Return 0: memory is not simulated."""
         return 0
 
     def static_bytes(self, lane: int) -> int:
-        """Not looked at."""
+        """Return 0: memory is not simulated."""
         return 0
 
 
 def build_graph(num_layers: dict[str, int]) -> ModelGraph:
-    """Encoders, then the LLM."""
+    """Return a model of encoders and an LLM."""
     shape = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64}
     units = {
         name: {"role": "backbone" if name == "llm" else "encoder", "num_layers": count, **shape}
@@ -99,7 +99,7 @@ def build_graph(num_layers: dict[str, int]) -> ModelGraph:
 
 
 def build_plan(graph: ModelGraph, num_stages: dict[str, int], *, order: str) -> Plan:
-    """Disjoint ranks; `order` of a unit's layer ranges over its stages: straight, twice around, or there and back."""
+    """Return a plan on disjoint ranks; order: of a unit's layer ranges on its stages: straight, twice around, there and back."""
     units, first_rank = {}, 0
     for name, stages in num_stages.items():
         indices = list(range(stages))
@@ -115,7 +115,7 @@ def build_plan(graph: ModelGraph, num_stages: dict[str, int], *, order: str) -> 
 
 
 def build_run(name: str, num_stages: dict[str, int], *, layer_seconds: float, num_iterations: int) -> EmulatedRun:
-    """The values of one schedule; every rank holds two transformer layers."""
+    """Return the run of one schedule; every rank holds two transformer layers."""
     graph = build_graph({unit: 2 * stages for unit, stages in num_stages.items()})
     plan = build_plan(graph, num_stages, order={"interleaved-1f1b": "around", "zb-v": "back"}.get(name, "straight"))
     samples = range(NUM_MICROBATCHES)
@@ -125,7 +125,7 @@ def build_run(name: str, num_stages: dict[str, int], *, layer_seconds: float, nu
 
 
 def compare_schedules(*, layer_seconds: float, num_iterations: int) -> list[dict[str, Any]]:
-    """Simulated and measured (median) seconds of every schedule, by simulated seconds."""
+    """Return the simulated and the median measured seconds of every schedule, sorted by simulated seconds."""
     rows = []
     for name in SCHEDULES:
         run = build_run(name, {"vision": 4, "llm": 4}, layer_seconds=layer_seconds, num_iterations=num_iterations)
@@ -136,7 +136,7 @@ def compare_schedules(*, layer_seconds: float, num_iterations: int) -> list[dict
 
 
 def compare_with_megatron(*, layer_seconds: float, num_iterations: int) -> dict[str, float]:
-    """Median seconds of a step on a chain of eight stages, under megatron-core's own 1F1B and under Braid's."""
+    """Return the median seconds of a step on a chain of eight stages, under megatron-core's own 1F1B and under Braid's."""
     run = build_run("1f1b", {"llm": 8}, layer_seconds=layer_seconds, num_iterations=num_iterations)
     braid = statistics.median(timeline.duration_seconds for timeline in emulate(run))
     seconds = [run.costs.compute(Action(ActionKind.FORWARD, "llm", 0, stage, 0)).seconds for stage in range(8)]
@@ -166,7 +166,7 @@ class _WaitingStage(MegatronModule):
         self.input: Tensor | None = None
 
     def set_input_tensor(self, tensor: Any) -> None:
-        """Take what Megatron's schedule hands over from the stage before."""
+        """Accept the tensor that Megatron's schedule received from the previous stage."""
         self.input = tensor[0] if isinstance(tensor, list) else tensor
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -1,9 +1,9 @@
 """Claim: encoder work inside the LLM's waits for tensor parallel ranks takes on real processes the time that simulation says.
 
 Eight ranks run an LLM of four stages, each over two tensor parallel ranks, under 1F1B; every rank has an encoder replica as well.
-Half of the encoders' forwards, and of their backwards, run segment by segment: right before some of the LLM's computations
-(`in line`), or in their waits, one in each (`inside`). Computations and waits are timed; processes, messages, reductions are
-real. Printed are simulated and measured seconds (median) of both.
+Half of the encoders' forwards, and of their backwards, run in segments: right before some of the LLM's computations (`in line`),
+or inside the waits of these, one segment in each wait (`inside`). Computations and waits are timed; processes, messages and
+reductions are real. Printed are the simulated and the median measured seconds of both.
 
 Run `python benchmarks/emulated_waits.py [--json] [--iterations N] [--scale SECONDS]`.
 """
@@ -37,21 +37,21 @@ from multimodal.values.step_graph import StepGraph
 NUM_STAGES, TENSOR_PARALLEL_SIZE, NUM_WAITS = 4, 2, 4
 NUM_RANKS = NUM_STAGES * TENSOR_PARALLEL_SIZE
 NUM_MICROBATCHES = 2 * NUM_RANKS
-"""Of the LLM; two for each encoder replica."""
+"""Number of the LLM's microbatches: two for each encoder replica."""
 WAITING = 0.3
 """Share of the LLM's computations in which it waits for its tensor parallel ranks."""
 NUM_CARRIERS = 3
-"""The LLM's first forwards and last backwards on every rank, whose waits an encoder's forward or backward fills."""
+"""Number of the LLM's first forwards and of its last backwards on every rank whose waits an encoder's computation fills."""
 NUM_SEGMENTS = NUM_CARRIERS * NUM_WAITS
-"""Of an encoder with two layers: one for each wait."""
+"""Number of segments of an encoder with two layers: one for each wait."""
 
 
 @dataclass(frozen=True)
 class WaitingCosts(LayerCosts):
-    """The LLM waits in equal parts; a segment takes as long as one of them."""
+    """Costs in which the LLM waits in equal parts; a segment takes as long as one of them."""
 
     def compute(self, action: Action) -> ComputeCost:
-        """Two layers a stage; a backward takes two forwards."""
+        """Return the cost of two layers per stage; a backward takes as long as two forwards."""
         seconds = 2 * self.layer_seconds * (2 if action.kind is ActionKind.BACKWARD else 1)
         wait = WAITING * seconds / NUM_WAITS
         if action.unit == "llm":
@@ -60,7 +60,7 @@ class WaitingCosts(LayerCosts):
 
 
 def build_step() -> StepGraph:
-    """One encoder replica a rank, and microbatch m of the LLM with an image of replica m mod 8."""
+    """Return a step with one encoder replica per rank; microbatch m of the LLM has an image of replica m mod 8."""
     graph = build_graph({"vision": 2, "llm": 2 * NUM_STAGES})
     bounds = [0, *range(3, 2 * NUM_STAGES, 2), 2 * NUM_STAGES + 2]
     stages = enumerate(pairwise(bounds))
@@ -75,7 +75,7 @@ def build_step() -> StepGraph:
 
 
 def build_schedule(step: StepGraph, mode: SlotMode) -> Schedule:
-    """1F1B with the second forward and the first backward of every encoder before, or inside, some of the LLM's."""
+    """Build 1F1B with the second forward and first backward of every encoder before, or inside, computations of the LLM."""
     schedule = Schedule.of_lanes(step, (Lane((rank,), tuple(_lane(rank, mode))) for rank in range(NUM_RANKS)))
     lowered = insert_communication(schedule)
     validate_schedule(lowered)
@@ -108,7 +108,7 @@ def _one_f_one_b(stage: int) -> list[Action]:
 
 
 def _segments(kind: ActionKind, place: Place, mode: SlotMode) -> list[list[Slot]]:
-    """Return the segments that each carrier has before it, one for each of its waits."""
+    """Return the segments that run before each carrier, one for each of its waits."""
     ranges = [SegmentRange(first, first + 1) for first in range(NUM_SEGMENTS)]
     in_order = ranges if kind is ActionKind.FORWARD else ranges[::-1]
     slots = [
@@ -119,7 +119,7 @@ def _segments(kind: ActionKind, place: Place, mode: SlotMode) -> list[list[Slot]
 
 
 def measure(*, layer_seconds: float, num_iterations: int) -> dict[str, dict[str, float]]:
-    """Simulated and measured (median) seconds in line and inside."""
+    """Return the simulated and the median measured seconds in line and inside."""
     step, rows = build_step(), {}
     costs = WaitingCosts(step.plan, layer_seconds)
     for name, mode in (("in line", SlotMode.IN_LINE), ("inside", SlotMode.INSIDE)):

@@ -1,4 +1,4 @@
-"""Claim: Entrain's assignment is no slower with all the microbatches asked for than with fewer, even ones (its K_eff).
+"""Claim: Entrain's assignment is no slower with all the requested microbatches than with fewer, even ones (its K_eff).
 
 Batches of 512 samples from each lengths file (see `microbatch_assignment.py`) go to 4 replicas of 32 microbatches; the encoder
 has 2 pipeline stages and the LLM 6, all with the same work on average, and a backward takes twice its forward. Entrain lowers
@@ -53,7 +53,7 @@ def build_model() -> tuple[ModelGraph, Plan]:
 def simulate_replica(
     encoder: Loads, llm: Loads, *, encoder_microbatches: Groups, llm_microbatches: Groups, builder: str, splits: bool
 ) -> float:
-    """Return how long one replica takes for its microbatches."""
+    """Return the seconds that one replica takes for its microbatches."""
     encoded = [[Atom(sample, 0) for sample in members if encoder[sample] > 0] for members in encoder_microbatches]
     assignment = Assignment(
         {
@@ -115,7 +115,7 @@ def measure(pool: Pool, *, num_batches: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Simulate, print, and say whether the claim holds."""
+    """Simulate and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--lengths", type=Path, help="folder of lengths files; default: see above")

@@ -1,4 +1,4 @@
-"""The optimum that partitions of few items are held against, by an integer program."""
+"""The optimal partition of few items, by an integer program, to compare partitions with."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,16 @@ from multimodal.balance.unit_cost import CostForm, UnitCost
 
 
 def least_costliest(lengths: Sequence[int], *, num_bins: int, cost: UnitCost, most_seconds: float = 60.0) -> float:
-    """Return the least cost that the costliest bin can have, in tokens.
+    """Return the least possible cost of the costliest bin, in tokens.
 
-    Each item joins a bin that is named after the bin's longest item; at most `num_bins` items join the one of their own name.
-    Raises RuntimeError when the solver (HiGHS) needs longer than `most_seconds`. Exponential.
+    A bin is named after its longest item: each item joins a bin of its own name or of a longer item's name, and at most
+    `num_bins` items join a bin of their own name. Raises RuntimeError if the solver (HiGHS) needs longer than `most_seconds`.
+    Takes exponential time.
     """
     lengths = sorted(lengths, reverse=True)
     added, padding = _parts(lengths, cost)
     pairs = [(item, name) for name in range(len(lengths)) for item in range(name, len(lengths))]
-    joins = np.eye(len(pairs), len(pairs) + 1)  # a row per pair; the last column is the cost of the costliest bin
+    joins = np.eye(len(pairs), len(pairs) + 1)  # one row per pair; the last column is the cost of the costliest bin
     named = {name: joins[pairs.index((name, name))] for name in range(len(lengths))}
     rows, least, most = [sum(named.values())], [0.0], [float(num_bins)]
     for item in range(len(lengths)):
@@ -44,7 +45,7 @@ def least_costliest(lengths: Sequence[int], *, num_bins: int, cost: UnitCost, mo
 
 
 def _parts(lengths: Sequence[int], cost: UnitCost) -> tuple[Sequence[float], Sequence[float]]:
-    """Return items' costs wherever they are, and what each makes every item of its bin cost where it is the longest."""
+    """Return each item's cost in any bin, and the cost that it adds to every item of a bin in which it is the longest."""
     squares = [cost.quadratic_weight * length * length for length in lengths]
     nothing = [0.0] * len(lengths)
     return {

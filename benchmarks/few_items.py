@@ -31,13 +31,13 @@ CLAIMED_MEAN = 1.001
 
 
 def draw(num_items: int, *, is_even: bool, generator: np.random.Generator) -> list[int]:
-    """Lengths, longest first."""
+    """Draw lengths, longest first."""
     lengths = generator.integers(1, 1000, num_items) if is_even else generator.lognormal(6, 1, num_items).astype(int) + 1
     return sorted(lengths.tolist(), reverse=True)
 
 
 def measure(lengths: list[int], num_bins: int, most_seconds: float) -> tuple[list[float], float] | None:
-    """Each method's costliest bin over the optimum's, and Braid's microseconds; None where the solver takes too long."""
+    """Return the costliest bin of each method over the optimum's, and Braid's microseconds; None if the solver takes too long."""
     try:
         optimum = least_costliest(lengths, num_bins=num_bins, cost=LINEAR_COST, most_seconds=most_seconds)
     except RuntimeError:
@@ -52,7 +52,7 @@ def measure(lengths: list[int], num_bins: int, most_seconds: float) -> tuple[lis
 
 
 def main() -> None:
-    """Draw, solve, measure, print, and say whether the claim holds."""
+    """Draw, solve, measure and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--repeats", type=int, default=4, help="instances of each shape and kind of lengths")

@@ -4,9 +4,9 @@ Four processes train an LLM (tp 2, pp 2) and an encoder (a replica on each rank)
 gloo, real gradients. `1f1b` runs the encoder between the LLM's computations, `optimus` also inside them, where its durations say.
 Steps of both take turns; shown are medians. `--figure` draws a step of each, as measured.
 
-Where collectives come as quickly as gloo brings them, four processes that share two cores have no idle time to fill: an unfilled
-wait of one is computing time of another. So collectives are also held back, as a slower link would, until some milliseconds after
-their start; what only waits costs no core, as on an accelerator.
+Where collectives are as quick as gloo itself, four processes that share two cores have no idle time to fill: one process computes
+while another waits. So collectives are also held back until some milliseconds after their start, as a slower link would do;
+waiting needs no core, as on an accelerator.
 
 python benchmarks/filled_waits.py [--json] [--iterations N] [--held MILLISECONDS,...] [--figure PATH]
 """
@@ -56,25 +56,25 @@ from multimodal.values.timeline import Timeline
 NUM_SAMPLES, PATCHES_PER_SIDE, NUM_TEXT_TOKENS, VOCAB_SIZE = 8, 16, 32, 512
 HELD_MILLISECONDS = (0, 10, 20)
 TFLOPS = 0.003
-"""Speed of a core in layers as small as these, for the predicted durations that `optimus` uses."""
+"""Speed of a core in such small layers, for the predicted durations that `optimus` uses."""
 LEAST_MILLISECONDS = 0.5
-"""A collective of gloo that nothing holds back."""
+"""Milliseconds of a collective of gloo that is not held back."""
 
 
 class HeldWork(NamedTuple):
-    """A collective under way over a slow link."""
+    """A collective in progress over a slow link."""
 
     work: dist.Work
     ready_at: float
 
     def wait(self) -> None:
-        """Wait for it, and until the link has brought it."""
+        """Wait for the collective, and until the slow link would have finished it."""
         self.work.wait()
         time.sleep(max(0.0, self.ready_at - time.perf_counter()))
 
 
 def hold_back(seconds: float) -> None:
-    """Let tensor parallel collectives last at least so long."""
+    """Make tensor parallel collectives take at least `seconds`."""
     for name in ("start_gathering", "start_summing"):
         start = getattr(RankLink, name)
 
@@ -87,35 +87,35 @@ def hold_back(seconds: float) -> None:
 
 
 class Pictures:
-    """Follows the SampleSource protocol: a picture of noise before a text of noise."""
+    """Follows the SampleSource protocol: every sample is a picture of noise before a text of noise."""
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def lengths(self, index: int) -> SampleLengths:
-        """One sample like the other."""
+        """Return the lengths of a sample; all samples have the same."""
         num_patches = PATCHES_PER_SIDE**2
         items = (ItemLengths("vision", num_patches, num_patches // 4),)
         return SampleLengths(index, items, NUM_TEXT_TOKENS, NUM_TEXT_TOKENS, (0,))
 
     def text(self, index: int) -> SampleText:
-        """Every text token is a target."""
+        """Return a text of noise; every token is a target."""
         num_outputs = self.lengths(index).items[0].num_output_tokens
         tokens = np.random.default_rng(index).integers(0, VOCAB_SIZE, size=(2, num_outputs + NUM_TEXT_TOKENS))
         return SampleText(tokens[0], tokens[1], np.arange(len(tokens[0])) >= num_outputs, ((0, 0, num_outputs),))
 
     def item(self, index: int, item_index: int) -> ItemPixels:
-        """Noise."""
+        """Return a picture of noise."""
         drawn = np.random.default_rng((1, index)).standard_normal((PATCHES_PER_SIDE**2, 48))
         return ItemPixels(drawn.astype(np.float32), self.item_grid(index, item_index))
 
     def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
-        """A square."""
+        """Return the grid of a square picture."""
         return PATCHES_PER_SIDE, PATCHES_PER_SIDE
 
 
 def build_graph() -> ModelGraph:
-    """Four layers each."""
+    """Return a model whose units have four layers each."""
     shape = {"num_layers": 4, "num_attention_heads": 4, "hidden_size": 64, "ffn_hidden_size": 256}
     image = {"patch_size": 4, "in_channels": 3, "merge_size": 2}
     units = {"vision": {"role": "encoder", "image": image, **shape}, "llm": {"role": "backbone", **shape}}
@@ -123,20 +123,20 @@ def build_graph() -> ModelGraph:
 
 
 def build_plan() -> Plan:
-    """The LLM on all four ranks, and an encoder on each."""
+    """Return a plan with the LLM on all four ranks, and an encoder on each rank."""
     stages = Stage((0, 1), ((0, 3),)), Stage((2, 3), ((3, 6),))
     encoders = tuple(Replica((Stage((rank,), ((0, 6),)),)) for rank in range(4))
     return Plan({"vision": UnitPlan(encoders), "llm": UnitPlan((Replica(stages),), 2)})
 
 
 def plan(builder: str, held_seconds: float, *, rank: int) -> Step:
-    """Return a rank's part of the step as a builder orders it."""
+    """Return a rank's part of the step in the order that a builder makes."""
     graph, placed = build_graph(), build_plan()
     samples = range(NUM_SAMPLES)
     encoded = [[[(sample, 0)] for sample in samples if sample % 4 == replica] for replica in range(4)]
     assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in samples]]})
     schedules = ScheduleCache(graph, placed, BUILDERS[builder], (), False)
-    latency_us = 1e3 * max(LEAST_MILLISECONDS, 1e3 * held_seconds) / 2  # of each half of a sum
+    latency_us = 1e3 * max(LEAST_MILLISECONDS, 1e3 * held_seconds) / 2  # for each half of an all-reduce
     cluster = Cluster(2, TFLOPS, 8.0, NodeLink(10.0, latency_us), Network(10.0, 300.0, 1), dtype="float32", efficiency=1.0)
     predictor = StepPredictor(schedules, cluster, VOCAB_SIZE, RunOptions(transformer_impl="local", sequence_parallel=False))
     source = Pictures()
@@ -153,7 +153,7 @@ def plan(builder: str, held_seconds: float, *, rank: int) -> Step:
 
 
 def measure(held_seconds: float, num_iterations: int, *, rank: int) -> tuple[dict[str, Any], dict[str, Timeline]]:
-    """Return the median seconds of a step, unfilled and filled, how much runs inside, and the last timelines."""
+    """Return the median seconds of a step, unfilled and filled, the share that runs inside waits, and the last timelines."""
     if held_seconds:
         hold_back(held_seconds)
     options = SessionOptions(build_graph(), BuildOptions(Precision(torch.float32)), VOCAB_SIZE, timeout=TIMEOUT)

@@ -81,7 +81,7 @@ def draw_lengths(seed: int) -> list[SampleLengths]:
 
 
 def count_communicators(graph: ModelGraph, plan: Plan) -> int:
-    """Return those of the busiest rank; in a checkout with one for each pair and direction, the most of these for a rank."""
+    """Return the number of communicators of the busiest rank; older checkouts have one for each pair of ranks and direction."""
     if HAS_PAIRS:
         ends = Counter(rank for pair in unit_groups.message_pairs(graph, plan) for rank in pair)  # type: ignore[attr-defined]
         return max(ends.values())
@@ -91,7 +91,7 @@ def count_communicators(graph: ModelGraph, plan: Plan) -> int:
 
 
 def measure_groups(graph: ModelGraph, plan: Plan, *, rank: int) -> float:
-    """Make the groups and look for the partners of a rank; returns seconds."""
+    """Make the groups, and find the partners of a rank; returns seconds."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=NUM_RANKS)
     start = time.perf_counter()
     book = unit_groups.GroupBook(rank=rank, timeout=TIMEOUT)
@@ -102,7 +102,7 @@ def measure_groups(graph: ModelGraph, plan: Plan, *, rank: int) -> float:
 
 
 def connect(graph: ModelGraph, plan: Plan, *, rank: int) -> None:
-    """Make the groups of messages, and exchange a byte with partners."""
+    """Make the groups of messages, and exchange a byte with each partner."""
     from megatron.runtime.communication.message_channel import MessageChannel
 
     device = torch.device("cpu")
@@ -117,7 +117,7 @@ def connect(graph: ModelGraph, plan: Plan, *, rank: int) -> None:
 
 
 class OneStep(Dataset[Any]):
-    """The same step again and again, as a loader's process hands it over."""
+    """A step that a loader's process hands over again and again."""
 
     def __init__(self, step: Any, count: int) -> None:
         self._step, self._count = step, count
@@ -130,11 +130,11 @@ class OneStep(Dataset[Any]):
 
 
 def measure_hand_over(step: Any, *, repeats: int) -> float:
-    """Take a step from a loader's process, as often as asked; returns the median seconds of this process."""
+    """Take a step from a loader's process `repeats` times; returns the median seconds of this process."""
     seconds = []
     steps = iter(DataLoader(OneStep(step, repeats + 1), batch_size=None, num_workers=1, prefetch_factor=2))
     for number in range(repeats + 1):
-        time.sleep(1.0)  # the loader is ahead
+        time.sleep(1.0)  # gives the loader time to be ahead
         gc.collect()
         start = time.process_time()
         taken = next(steps)
@@ -148,7 +148,7 @@ def measure_hand_over(step: Any, *, repeats: int) -> float:
 
 
 def decide(graph: ModelGraph, plan: Plan, *, schedule: str, balance: str) -> tuple[Any, list[SampleLengths]]:
-    """Return the second step's schedule, and its lengths, as a loader decides it."""
+    """Return the schedule of the second step, and its lengths, as a loader decides it."""
     cache = ScheduleCache(graph, plan, BUILDERS[schedule], ())
     for seed in range(2):
         lengths = [replace(sample, sample_id=number) for number, sample in enumerate(draw_lengths(seed))]
@@ -195,7 +195,7 @@ def show(found: dict[str, Any], *, title: str) -> None:
 
 
 def main() -> None:
-    """Measure, print, and say whether the claim holds."""
+    """Measure and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--repeats", type=int, default=9, metavar="N", help="hand-overs of which the median counts")
