@@ -7,7 +7,7 @@ global batch to its own part of assignment and schedule. The parts, in the order
 - balance: the balancer; report: the evenness of its assignment and of the data's order;
 - assignment: validating it, dropping idle samples, and computing its digest;
 - first: the schedule of the run's first step, validated; next: the schedule of a step with other samples; again: the schedule of
-a step with the same counts of microbatches and the same routes;
+  a step with the same counts of microbatches and the same routes;
 - own: this rank's lane and inputs (only their sizes, as in emulation; nothing is loaded).
 
 A step takes the sum of all but `first` and `again`. The LLM (GPT-175B) runs on tp 8 x pp 8 x dp ranks / 64, its encoder (ViT-22B)

@@ -1,8 +1,8 @@
 """Claim: pipeline stages cut by the seconds of layers (--layer-partition frozen-aware) are never slower than even ones.
 
 Units on ranks of their own, 1F1B, 24 microbatches of two samples, every encoder in 2 stages, the LLM in 4 and in 6, tensor
-parallelism over 4, simulated on H100: models as their files freeze them, and with everything trained. Plans are made as the
-size flags make them; layers are predicted for average samples of the batch that is simulated.
+parallelism over 4, simulated on H100: models as their files freeze them, and with everything trained. Plans are made as the flags
+for sizes make them; layers are predicted for average samples of the simulated batch.
 
 Run `python benchmarks/layer_partition.py --lengths FILE [--json]`.
 """
@@ -46,7 +46,7 @@ def trained(graph: ModelGraph) -> ModelGraph:
 
 
 def step_seconds(graph: ModelGraph, lengths: Sequence[SampleLengths], *, stages: int, is_even: bool) -> tuple[float, str]:
-    """Simulate a step; also return how many of the LLM's layers each stage has."""
+    """Simulate a step; returns its seconds and the number of the LLM's layers in each stage."""
     sizes = {unit.name: UnitSizes(TENSOR_SIZE, ENCODER_STAGES, data_parallel_size=1) for unit in graph.encoders}
     sizes[graph.backbone.name] = UnitSizes(TENSOR_SIZE, stages, data_parallel_size=1)
     world_size = TENSOR_SIZE * (stages + ENCODER_STAGES * len(graph.encoders))
@@ -68,7 +68,7 @@ def step_seconds(graph: ModelGraph, lengths: Sequence[SampleLengths], *, stages:
 
 
 def measure(name: str, *, lengths_file: Path) -> dict[str, dict[str, float | str]]:
-    """Return what is trained, and LLM stages -> seconds of even and of unlike stages."""
+    """Return the trained units, and LLM stages -> seconds with even and with uneven stages."""
     found: dict[str, dict[str, float | str]] = {}
     as_it_is = read_model(ROOT / "examples" / "models" / f"{name}.yaml")
     for label, graph in (("as in its file", as_it_is), ("all trained", trained(as_it_is))):
@@ -82,7 +82,7 @@ def measure(name: str, *, lengths_file: Path) -> dict[str, dict[str, float | str
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print, and say whether the claim holds."""
+    """Measure and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--lengths", type=Path, required=True, metavar="FILE", help="A table of lengths, as tools/lengths.py writes."

@@ -62,7 +62,7 @@ PIPELINES = ((4, 1, 16), (8, 1, 64), (8, 2, 64), (8, 4, 64), (16, 1, 64))
 
 @dataclass(frozen=True)
 class Pool:
-    """The work that each sample of a data set asks of encoder and LLM, in any unit of time."""
+    """Work of encoder and LLM for each sample of a data set, in any unit of time."""
 
     encoder: Loads
     llm: Loads
@@ -98,7 +98,7 @@ class ReorderingRow:
 
 
 def read_pools(folder: Path) -> dict[str, Pool]:
-    """One pool per file."""
+    """Return one pool per file."""
     encoder, llm = (Transformer(1, size, 16, 4 * size) for size in (ENCODER_HIDDEN_SIZE, LLM_HIDDEN_SIZE))
     graph = ModelGraph(
         (
@@ -119,7 +119,7 @@ def read_pools(folder: Path) -> dict[str, Pool]:
 
 
 def generate_pools(generator: np.random.Generator) -> dict[str, Pool]:
-    """Long tails: one image per sample, and one image in 60 % of samples."""
+    """Generate long-tailed pools: with one image in each sample, and with one image in 60 % of samples."""
     pools = {}
     for name, share in (("generated", 1.0), ("generated, partly text", 0.6)):
         patches = np.clip(generator.lognormal(7.2, 0.8, 20_000), 16, 16384) * (generator.random(20_000) < share)
@@ -129,12 +129,12 @@ def generate_pools(generator: np.random.Generator) -> dict[str, Pool]:
 
 
 def seconds_of(num_tokens: Loads, hidden_size: int) -> Loads:
-    """A layer's FLOPs, 24 h^2 t + 4 h t^2, over those of one token in linear layers."""
+    """Return a layer's FLOPs, 24 h^2 t + 4 h t^2, in units of those of one token in linear layers."""
     return num_tokens * (1 + num_tokens / (6 * hidden_size))
 
 
 Assign = Callable[[Loads, Loads, int, int], Sequence[tuple[Groups, Groups]]]
-"""From loads of encoder and LLM, replicas and microbatches to each replica's encoder and LLM microbatches."""
+"""(loads of encoder and LLM, replicas, microbatches) -> encoder and LLM microbatches of each replica."""
 
 
 def _in_order(encoder: Loads, llm: Loads, num_replicas: int, num_microbatches: int) -> Sequence[tuple[Groups, Groups]]:
@@ -177,7 +177,7 @@ def _entrain(assign_samples: Callable[..., object], *, lower_count: bool = False
 
 
 def group_samples(placed: Any) -> Sequence[tuple[Groups, Groups]]:
-    """Return what `assign_entrain` returned as each replica's encoder and LLM microbatches."""
+    """Convert a result of `assign_entrain` into the encoder and LLM microbatches of each replica."""
     replicas, *microbatches, counts = placed
     groups = [([[] for _ in range(count)], [[] for _ in range(count)]) for count in counts]
     for sample, (replica, *each) in enumerate(zip(replicas, *microbatches, strict=True)):
@@ -210,7 +210,7 @@ METHODS: Mapping[str, Assign] = {
 def measure_assignment(
     name: str, pool: Pool, *, num_samples: int, num_replicas: int, num_microbatches: int, num_batches: int, repeats: int
 ) -> list[AssignmentRow]:
-    """Every method on the same batches."""
+    """Measure every method on the same batches."""
     generator = np.random.default_rng(0)
     has_few = num_samples > len(pool.llm)
     batches = [generator.choice(len(pool.llm), num_samples, replace=has_few) for _ in range(num_batches)]
@@ -270,10 +270,10 @@ def _timed(work: Callable[[], Result], repeats: int) -> tuple[Result, float]:
 
 
 def measure_reordering(*, num_stages: int, num_chunks: int, num_microbatches: int, repeats: int) -> list[ReorderingRow]:
-    """Pipelines whose first quarter of virtual stages varies most."""
+    """Measure every order on pipelines whose first quarter of virtual stages varies most."""
     generator = np.random.default_rng(0)
     found: dict[str, list[tuple[float, float]]] = {}
-    pipeline_steps(num_stages, num_chunks, num_microbatches)  # made once per run
+    pipeline_steps(num_stages, num_chunks, num_microbatches)  # cached: a run makes it once
     for _ in range(5):
         num_virtual_stages = num_stages * num_chunks
         forward = np.repeat(generator.lognormal(0, 0.25, (1, num_microbatches)), num_virtual_stages, axis=0)
@@ -335,7 +335,7 @@ def show(assignments: Sequence[AssignmentRow], reorderings: Sequence[ReorderingR
 
 
 def main() -> None:
-    """Draw, measure, print, and say whether the claims hold."""
+    """Draw, measure and print; also print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--lengths", type=Path, help="folder of lengths files; default: see above")

@@ -46,14 +46,14 @@ SCHEDULES = {"1f1b": ("1f1b", 1), "2 ranges": ("interleaved-1f1b", 2), "4 ranges
 
 
 class Remembering:
-    """A predictor that keeps what it predicted: Alg. 3 is the first of the orders, the given one the last."""
+    """A predictor that records its predictions: Alg. 3 is the first of the orders, the given order the last."""
 
     def __init__(self, predictor: StepPredictor) -> None:
-        """predictor: whose predictions are kept."""
+        """predictor: predicts the steps."""
         self._predictor, self.seconds = predictor, dict[str, list[float]]()
 
     def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> Sequence[Prediction]:
-        """Predict, and remember."""
+        """Predict, and record the seconds."""
         predictions = self._predictor.predict_each(assignments, lengths)
         found = [prediction.seconds for prediction in predictions]
         for name, seconds in (("Alg. 3", found[0]), ("given", found[-1]), ("chosen", min(found))):
@@ -79,7 +79,7 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print, and say whether the claim holds."""
+    """Measure and print; also print whether the claim holds."""
     given = build_parser(__doc__, num_batches=2).parse_args(argv)
     rows = {name: measure(samples, num_batches=given.num_batches) for name, samples in read_lengths(given.lengths).items()}
     holds = all(row["chosen"] <= min(row.values()) for schedules in rows.values() for row in schedules.values())

@@ -25,7 +25,7 @@ LIMIT_SECONDS = 20.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the mutations; returns how many broke the claim."""
+    """Run the mutations; returns the number of those that broke the claim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=200, help="kinds of mutations to draw; 0: all")
     parser.add_argument("--area", help="only kinds of this area (flag, model, plan, manifest, image, checkpoint, rank)")

@@ -1,4 +1,4 @@
-"""The optimum of node-wise rearrangement (OrchMLLM, Alg. 3) and bounds of it, through HiGHS: what the search is compared with."""
+"""The optimum of node-wise rearrangement (OrchMLLM, Alg. 3) and bounds of it, through HiGHS, to compare the search with."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,10 @@ _TIME_LIMIT_REACHED = 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Program:
-    """Minimize the last variable subject to matrix @ x <= limits; each of the others is 1 if a batch goes to a node.
+    """Minimize the last variable subject to matrix @ x <= limits; every other variable is 1 if a batch goes to a node.
 
-    Volumes are divided by the largest that a rank holds. A batch has no variable for a node that holds nothing of it: sums below
-    their limits leave room for such batches.
+    Volumes are divided by the largest that a rank holds. A batch has no variable for a node that holds nothing of it: such
+    batches are allowed by sums below their limits.
     """
 
     matrix: csr_matrix
@@ -30,19 +30,19 @@ class _Program:
     nodes: NDArray[np.int64]
     """[num_variables - 1]: the node of each variable."""
     least: float
-    """A lower bound from every rank alone: it keeps as many batches as its node gets, the ones it holds most of."""
+    """Lower bound from every rank alone: it keeps as many batches as its node gets, those that it holds most of."""
     bytes_per_unit: float
 
     @property
     def objective(self) -> NDArray[np.float64]:
-        """[num_variables]: 1 for the last one, which is minimized."""
+        """Return [num_variables]: 1 for the last variable, which is minimized."""
         return np.append(np.zeros(len(self.batches)), 1.0)
 
 
 def rearrange_exactly(volume: VolumeMatrix, *, ranks_per_node: int, time_limit_seconds: float = 60.0) -> NodeRearrangement:
-    """Return the optimum, to within the solver's tolerance of 1e-6; the search's result is where it starts.
+    """Return the optimum, within the solver's tolerance of 1e-6; the solver starts from the result of the search.
 
-    Arguments and errors as in `rearrange_nodes`. Raises AssignmentError when the time is up before the optimum is proven.
+    Arguments and errors as in `rearrange_nodes`. Raises AssignmentError if the time is up before the optimum is proven.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     start = search_nodes(volumes, limits=NodeSearchLimits())
@@ -92,9 +92,10 @@ def lp_bound(volume: VolumeMatrix, *, ranks_per_node: int) -> float:
 
 
 def single_node_bound(volume: VolumeMatrix, *, ranks_per_node: int, node: int, time_limit_seconds: float = 60.0) -> float:
-    """Return a lower bound from one node that gets whatever batches it likes, whole ones: exact where others do not compete.
+    """Return a lower bound from one node that picks whole batches freely: exact if other nodes do not need the same batches.
 
-    node: most telling is the node of the rank that sends most after rearrangement. Arguments and errors as in `rearrange_nodes`.
+    node: the best bound comes from the node of the rank that sends most after rearrangement. Arguments, errors as in
+    `rearrange_nodes`.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     first, last = node * ranks_per_node, min((node + 1) * ranks_per_node, volumes.num_ranks)
@@ -110,12 +111,12 @@ def single_node_bound(volume: VolumeMatrix, *, ranks_per_node: int, node: int, t
 
 
 def inter_node_bytes(volume: VolumeMatrix, permutation: NDArray[np.integer], *, ranks_per_node: int) -> NDArray[np.int64]:
-    """Return how many bytes each rank sends to ranks of other nodes: [num_ranks], int64.
+    """Return the number of bytes that each rank sends to ranks of other nodes: [num_ranks], int64.
 
     volume: see VolumeMatrix; entry [i, j] is what rank i holds of new batch j.
-    permutation: [num_ranks]; rank r gets new batch permutation[r]. Alg. 3 minimizes the largest entry of what is returned.
+    permutation: [num_ranks]; rank r gets new batch permutation[r]. Alg. 3 minimizes the largest entry of the result.
 
-    Raises AssignmentError when an argument is wrong.
+    Raises AssignmentError if an argument is wrong.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     permutation = np.asarray(permutation)
@@ -130,7 +131,7 @@ def inter_node_bytes(volume: VolumeMatrix, permutation: NDArray[np.integer], *, 
 
 
 def _solve(program: _Program, *, time_limit_seconds: float, upper: float) -> OptimizeResult:
-    """Solve a program whose optimum is at most `upper`; a result without x has none."""
+    """Solve a program whose optimum is at most `upper`; the result has no x if none was found."""
     costs = program.objective
     return milp(
         costs,
@@ -142,11 +143,11 @@ def _solve(program: _Program, *, time_limit_seconds: float, upper: float) -> Opt
 
 
 def _build_program(volumes: NodeVolumes) -> _Program:
-    """Build Alg. 3's program: every batch goes to one node, no node gets more batches than it has ranks."""
+    """Build Alg. 3's program: every batch goes to one node, and no node gets more batches than it has ranks."""
     num_ranks, num_nodes = volumes.num_ranks, volumes.num_nodes
     held, unit = volumes.held, float(volumes.held.max())
     least = max(0, int((held - _keepable_bytes(volumes)).max()))
-    # A rank that holds no more than what another one must send anyway binds nothing.
+    # A rank that holds no more than another rank must send in any case adds no constraint.
     binds = held > least
     entries = binds[volumes.ranks]
     ranks, batches, bytes_held = volumes.ranks[entries], volumes.batches[entries], volumes.volumes[entries]

@@ -2,8 +2,8 @@
 
 60 samples per replica and modality, lengths as in `balance.py`, post-balanced over the replicas; each modality is rearranged on
 its own. `before` and `after` are the most bytes that any rank sends to other nodes, over the LP bound (Alg. 3 with fractions of
-batches). `over best` is after over the better of that bound and the one of a single node that picks whole batches freely: 1 means
-that nothing better exists. `ms` is the processor time of one rearrangement, checks included, the best of `--repeats`.
+batches). `over best` divides `after` by the better of that bound and the bound of a single node that picks whole batches freely:
+1 means that the result is optimal. `ms` is the processor time of one rearrangement, checks included, the best of `--repeats`.
 
 The peer is OrchMLLM's integer program as published, through scipy's HiGHS, up to `--peer-replicas` replicas and for
 `--peer-seconds`. Run `python benchmarks/node_rearrangement.py [--json] [--replicas 64 256 ...] [--lengths DIR] [--no-peer]`.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-# Also puts the checkout on the path.
+# This import also puts the checkout on the path.
 from balance import DEFAULT_LENGTHS, NUM_REPLICAS, SAMPLES_PER_REPLICA, Lengths, generate_lengths, read_lengths
 from node_optimum import inter_node_bytes, lp_bound, single_node_bound
 from published_node_rearrangement import published_node_rearrangement
@@ -32,22 +32,22 @@ from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 RANKS_PER_NODE = 8
 CLAIMED_RATIO, CLAIMED_MILLISECONDS = 1.05, 50.0
 BYTES_PER_TOKEN: Mapping[str, int] = {"vision": 2 * 14 * 14 * 3, "audio": 2 * 2 * 128, "llm": 8}
-"""Before the unit: bf16 pixels of a patch, bf16 mel features of two frames, an int64."""
+"""Bytes per token before the unit: bf16 pixels of a patch, bf16 mel features of two frames, an int64."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rearrangement."""
+    """Results of one rearrangement."""
 
     modality: str
     num_replicas: int
     before: int
-    """Bytes, like the next four: the most that any rank sends to other nodes."""
+    """The most bytes that any rank sends to other nodes. The next four are in bytes, too."""
     after: int
     lp_bound: float
     node_bound: float
     peer: int | None
-    """None: not run, or nothing found in time."""
+    """None if the peer was not run or found nothing in time."""
     total_before: int
     """Bytes that all ranks send to other nodes together."""
     total_after: int
@@ -57,24 +57,24 @@ class Row:
 
     @property
     def over_lp(self) -> float:
-        """The result over the bound of the linear program: the claim is about it."""
+        """Return the result over the linear program's bound, which the claim is about."""
         return self.after / self.lp_bound
 
     @property
     def over_best(self) -> float:
-        """1 where the result is proven to be the optimum."""
+        """Return the result over the better bound: 1 if the result is proven to be the optimum."""
         return self.after / max(self.lp_bound, self.node_bound)
 
 
 def build_volume(lengths: Lengths, *, num_replicas: int, bytes_per_token: int) -> csr_matrix:
-    """Bytes that each replica holds of each new batch, when replica i loaded the i-th share of the samples."""
+    """Return the bytes that each replica holds of each new batch; replica i loaded the i-th share of the samples."""
     batches = post_balance_array(lengths, num_bins=num_replicas)
     sources = np.repeat(np.arange(num_replicas), SAMPLES_PER_REPLICA)
     return csr_matrix((lengths * bytes_per_token, (sources, batches)), shape=(num_replicas, num_replicas))
 
 
 def measure(modality: str, lengths: Lengths, *, num_replicas: int, repeats: int, peer_seconds_allowed: float | None) -> Row:
-    """Rearrange one modality, bound it, and run the peer where it is given time."""
+    """Rearrange one modality, compute its bounds, and run the peer if it may take time."""
     volume = build_volume(lengths, num_replicas=num_replicas, bytes_per_token=BYTES_PER_TOKEN[modality])
     seconds = []
     for _ in range(repeats):
@@ -129,7 +129,7 @@ def show(rows: Sequence[Row], source: str, console: Console) -> None:
 
 
 def main() -> None:
-    """Draw, measure, print, and say whether the claim holds."""
+    """Draw, measure and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--lengths", type=Path, help="folder of lengths files; default: as in balance.py")

@@ -39,7 +39,7 @@ IMAGE = {"patch_size": 14, "in_channels": 3, "merge_size": 2}
 
 
 def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, dict[str, float]]:
-    """Return balancer and source of lengths -> means over batches."""
+    """Return (balancer and source of lengths) -> means over batches."""
     units = {name: {**unit, **({"image": IMAGE} if name == "vision" else {})} for name, unit in MODEL.items()}
     graph = ModelGraph.from_dict({"units": units})
     sizes = {"vision": UnitSizes(), "llm": UnitSizes(tensor_parallel_size=4)}
@@ -63,7 +63,7 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
 
 
 def main(argv: Sequence[str]) -> None:
-    """Measure, print, and say whether the claim holds."""
+    """Measure and print; also print whether the claim holds."""
     given = build_parser(__doc__, num_batches=1).parse_args(argv)
     rows = {
         name: measure(samples, num_batches=given.num_batches)

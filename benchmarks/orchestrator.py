@@ -1,12 +1,12 @@
 """Claim: the plan that `--plan auto` chooses is about as good as the best of a handful of plans that a person would try.
 
-The digits model (examples/digits) starts on --num-ranks processes with `--plan auto`, and under plans of a person's: all units on
-all ranks, one pipeline of all ranks, ranks of their own for each unit. The plans take turns, --rounds times, so that a machine
-which is slow for a while is slow for all; a plan's step is the median over all of its rounds, the first steps of each left out.
-Regret is how much longer the chosen plan's step is than the best one's.
+The digits model (examples/digits) starts on --num-ranks processes with `--plan auto`, and under plans that a person would write:
+all units on all ranks, one pipeline of all ranks, ranks of their own for each unit. The plans take turns, --rounds times, so that
+a machine that is slow for a while is slow for all of them; a plan's step is the median over all of its rounds, without the first
+steps of each. Regret is the ratio of the chosen plan's step to the best one's.
 
-Where ranks have fewer cores than they are, or share them with other programs, computations take longer than they were profiled;
-what is compared are measured steps.
+If ranks have fewer cores than they need, or share them with other programs, computations take longer than they were profiled;
+compared are measured steps.
 
 Run `python benchmarks/orchestrator.py [--num-ranks N] [--steps N] [--rounds N] [--json]`.
 """
@@ -32,7 +32,7 @@ WARM_UP = 5
 
 
 def plans(num_ranks: int) -> dict[str, list[str]]:
-    """Return name -> flags of all plans, the chosen one first."""
+    """Return name -> flags of all plans, starting with the chosen plan."""
     half = num_ranks // 2
     found = {
         CHOSEN: ["--plan", "auto", "--plan-review-iters", "0"],
@@ -45,7 +45,7 @@ def plans(num_ranks: int) -> dict[str, list[str]]:
 
 
 def train(flags: Sequence[str], *, num_ranks: int, num_steps: int, folder: Path) -> tuple[list[float], str]:
-    """Train, and return the seconds of the steps that count and what was said; raises RuntimeError."""
+    """Train, and return the seconds of the steps that count, and the output; raises RuntimeError."""
     log = folder / "log.jsonl"
     log.unlink(missing_ok=True)
     launcher = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks))

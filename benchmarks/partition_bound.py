@@ -1,4 +1,4 @@
-"""A lower bound that partitions are held against."""
+"""A lower bound to compare partitions with."""
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -10,7 +10,7 @@ from multimodal.balance.unit_cost import LINEAR_COST, UnitCost, integer_costs
 def partition_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: UnitCost = LINEAR_COST) -> float:
     """Return a lower bound, in tokens, of the cost of the costliest bin in any partition.
 
-    The optimum for `padded`, else `lower_bound`: for `padded-attention` it is loose.
+    The bound is the optimum for `padded`, otherwise `lower_bound`; for `padded-attention` it is loose.
     """
     costs = integer_costs(lengths, cost=cost)
     if costs.additive is None:

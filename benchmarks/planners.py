@@ -3,11 +3,11 @@
 Every planner plans each case at its own best microbatch size and with its own best balancer, and every plan is judged by the
 same simulation of the same batches. The cases: the lengths files (`--lengths-folder`, one model for images and one for speech),
 drawn lengths of very unequal images and of long videos, and five pairs of a published model and a cluster with uniform lengths.
-The last columns are the ideal time over the step's (at 64 GPUs and more `braid` is meant to reach 0.91) and the floor's, which
-holds no waits for tensor parallel collectives and no recomputation; what is missing is listed by kind.
+The last columns are the ideal time over the step's (at 64 GPUs and more the goal for `braid` is 0.91) and the floor over the
+step's; the floor has no waits for tensor parallel collectives and no recomputation. What is missing is listed by kind.
 
 `--twice` lets `braid` plan every case again: the plans must be equal. `--regret 10` compares its plans with those of a search
-with ten times the budget: the step over the longer search's; meant are at most 1.03. `--only-braid` leaves the others out.
+with ten times the budget, as the step over the longer search's; the goal is at most 1.03. `--only-braid` leaves the others out.
 
 A case takes a minute or, with all planners, several. `--only` picks some; `--resume FILE` adds each case to a file as soon as it
 is measured and shows those that are there already, so that a long run can be ended and taken up again.
@@ -44,10 +44,10 @@ from multimodal.values.sample_lengths import SampleLengths
 
 ROOT = Path(__file__).resolve().parents[1]
 TOKENS_PER_GPU, LEAST_SAMPLES, MOST_SAMPLES = 32_768, 16, 512
-"""Of a global batch: 2 million tokens on 64 GPUs, as a language model's. With 16 short samples each, GPUs exchange gradients for
-longer than they compute."""
+"""Tokens per GPU in a global batch, and bounds of its samples per GPU. A language model's batch has 2 million tokens on 64 GPUs.
+With only 16 short samples each, GPUs would exchange gradients for longer than they compute."""
 FILE_GPUS = 64
-"""For the lengths files, unless `--num-gpus` says otherwise."""
+"""GPUs for the lengths files, unless `--num-gpus` gives another number."""
 SPEECH = ("common_voice", "fsdd", "librispeech")
 """Parts of the names of lengths files that hold speech."""
 
@@ -70,7 +70,7 @@ PAIRS = (
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """Yield the cases that are asked for."""
+    """Yield the requested cases."""
     for path in sorted(arguments.lengths_folder.glob("*.csv.gz")) if arguments.lengths_folder.is_dir() else ():
         model = "qwen2.5-omni-7b" if any(part in path.name for part in SPEECH) else "qwen2.5-vl-7b"
         graph = ModelGraph.from_file(ROOT / "examples" / "models" / f"{model}.yaml")
@@ -99,7 +99,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def unequal_images() -> Iterator[tuple[str, int]]:
-    """Draw one image a sample, of 60 to 6,000 pixels a side, and text: lognormal sizes."""
+    """Draw one image per sample, of 60 to 6,000 pixels a side, and text: lognormal sizes."""
     draw = random.Random(1)
     for _ in range(4000):
         side = min(6000, max(60, int(math.exp(draw.gauss(6.2, 0.8)))))
@@ -108,7 +108,7 @@ def unequal_images() -> Iterator[tuple[str, int]]:
 
 
 def long_videos() -> Iterator[tuple[str, int]]:
-    """Draw 4 to 96 frames of 448 x 336 pixels a sample, and a caption."""
+    """Draw 4 to 96 frames of 448 x 336 pixels per sample, and a caption."""
     draw = random.Random(2)
     for _ in range(2000):
         num_frames = min(96, max(4, int(math.exp(draw.gauss(2.8, 0.7)))))
@@ -123,7 +123,7 @@ DRAWN = (
 
 
 def drawn_lengths(graph: ModelGraph, rows: Iterable[tuple[str, int]]) -> tuple[SampleLengths, ...]:
-    """Read drawn rows of image sizes and text tokens as a lengths file is read."""
+    """Convert drawn rows of image sizes and text tokens as a lengths file is read."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "drawn.csv"
         lines = (f"{index},{sizes},{tokens}" for index, (sizes, tokens) in enumerate(rows))
@@ -132,7 +132,7 @@ def drawn_lengths(graph: ModelGraph, rows: Iterable[tuple[str, int]]) -> tuple[S
 
 
 def samples_per_gpu(graph: ModelGraph, lengths: Sequence[SampleLengths]) -> int:
-    """Return the power of two with about `TOKENS_PER_GPU` tokens of the unit that has most, within the bounds."""
+    """Return the power of two for about `TOKENS_PER_GPU` tokens of the unit that has most, within the bounds."""
     totals = (sum(sample_load(unit, sample).num_tokens for sample in lengths) for unit in graph.units)
     wanted = TOKENS_PER_GPU * len(lengths) / max(1, *totals)
     return min(MOST_SAMPLES, max(LEAST_SAMPLES, 2 ** round(math.log2(wanted))))
@@ -153,7 +153,7 @@ def _request(
 
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Let every planner plan, and `braid` again and with a larger budget where that is asked for."""
+    """Plan with every planner, and with `braid` again and with a larger budget if requested."""
     names = ("braid",) if arguments.only_braid else tuple(PLANNERS)
     found = {name: describe_plan(name, case.request) for name in names}
     if arguments.twice:
@@ -165,7 +165,7 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def measure_all(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Measure the cases that are asked for, except those that the file to resume from holds."""
+    """Measure the requested cases, except those that the file of `--resume` holds."""
     wanted = arguments.only.split(",")
     results: dict[str, dict[str, Any]] = {}
     if arguments.resume and arguments.resume.exists():
@@ -181,7 +181,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def describe_plan(name: str, request: PlanningRequest) -> dict[str, Any]:
-    """Let one planner plan."""
+    """Plan with one planner, and describe the plan."""
     try:
         run, prediction = PLANNERS[name].plan_best(request, max_actions=request.max_actions)
     except BraidError as problem:
@@ -200,7 +200,7 @@ def describe_plan(name: str, request: PlanningRequest) -> dict[str, Any]:
 
 
 def show(results: dict[str, dict[str, Any]]) -> None:
-    """Print one table: a row per case, a column per planner, steps in units of braid's; and what each step holds."""
+    """Print a table with a row per case and a column per planner, steps relative to braid's; and the parts of each step."""
     others = [name for name in next(iter(results.values()), {}) if name != "braid"]
     table = Table("case", "braid", *others, "ideal/step", "floor/step", "regret", "equal twice")
     for name, found in results.items():
@@ -221,7 +221,7 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print, and say whether the claim holds."""
+    """Measure and print; also print whether the claim holds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.add_argument("--lengths-folder", type=Path, default=ROOT.parent / "shared" / "data" / "lengths", metavar="DIR")

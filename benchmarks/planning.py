@@ -44,7 +44,7 @@ CLAIMED_BRAID_SECONDS = 60
 
 
 def disttrain_request(num_gpus: int) -> PlanningRequest:
-    """MLLM-72B on A800 nodes, 8,192 tokens a sample with one image read and one made."""
+    """Return a request for MLLM-72B on A800 nodes: 8,192 tokens per sample, one input image and one generated image."""
     graph = ModelGraph.from_file(EXAMPLES / "models" / "mllm-72b.yaml")
     lengths = uniform_lengths(graph, tokens={"vision": 1024, "llm": 8192, "generator": 1764}, num_samples=1)
     cluster = Cluster.from_file(EXAMPLES / "clusters" / "a800.yaml")
@@ -53,7 +53,7 @@ def disttrain_request(num_gpus: int) -> PlanningRequest:
 
 
 def braid_request(budget_seconds: float) -> PlanningRequest:
-    """ViT-22B and GPT-175B on 3,072 Hopper GPUs."""
+    """Return a request for ViT-22B and GPT-175B on 3,072 Hopper GPUs."""
     graph = ModelGraph.from_file(EXAMPLES / "models" / "vit-22b-gpt-175b.yaml")
     lengths = uniform_lengths(graph, tokens={"vision": 2048, "llm": 2048 + 512}, num_samples=1)
     cluster = Cluster.from_file(EXAMPLES / "clusters" / "h100.yaml")
@@ -61,7 +61,7 @@ def braid_request(budget_seconds: float) -> PlanningRequest:
 
 
 def processor_ms(request: PlanningRequest, repeats: int) -> float:
-    """Return the best time of the planner; a fresh request each time, so that nothing is remembered."""
+    """Return the best time of the planner; each repetition has a fresh request, so that no result is cached."""
     best = float("inf")
     for _ in range(repeats):
         fresh = disttrain_request(request.num_gpus)
@@ -139,7 +139,7 @@ def measure_braid() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print, and say whether the claims hold."""
+    """Measure and print; also print whether the claims hold."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     parser.add_argument("--repeats", type=int, default=3, help="take the best of so many runs")

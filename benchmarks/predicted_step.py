@@ -1,13 +1,13 @@
 """Claim: a step takes as long as its plan was predicted to take, and plans rank as predicted.
 
-The whole way of a person with this machine and the digits model (examples/digits): `tools/profile_layers.py` times its layers,
-`tools/plan.py` plans for two ranks with three planners, `pretrain_mllm.py` trains by each plan on two processes. Then three plans
-for six ranks, which `tools/emulate.py` runs in six processes with timed waits as computations, of a machine that is slower by
-`SLOWDOWN`, as six ranks share the cores here. Before both, three microbatch sizes on a single rank, in processor time, which
-other programs disturb least. Printed are predicted and measured seconds of a step and both rankings.
+The benchmark does what a person with this machine and the digits model (examples/digits) would do: `tools/profile_layers.py`
+times its layers, `tools/plan.py` plans for two ranks with three planners, `pretrain_mllm.py` trains by each plan on two
+processes. Then three plans for six ranks run in `tools/emulate.py`, in six processes with timed waits as computations, for a
+machine that is slower by `SLOWDOWN`, as six ranks share the cores here. Before both, three microbatch sizes run on a single rank,
+in processor time, which other programs disturb least. Printed are predicted and measured seconds of a step and both rankings.
 
-Plans take turns, --rounds times. Where other programs use the machine, the steps count during which they took least of it, and
-what they took is printed, too: no prediction knows it. Samples are loaded between steps, by the ranks themselves, since loader
+Plans take turns, --rounds times. If other programs use the machine, only the steps count during which they took least of it, and
+their share is printed, too: no prediction knows it. Samples are loaded between steps, by the ranks themselves, since loader
 processes would need cores of their own.
 
 Run `python benchmarks/predicted_step.py [--layer-costs COSTS.yaml] [--only alone|real|emulated] [--steps N] [--rounds N]`.
@@ -49,9 +49,9 @@ NUM_SAMPLES = 3200
 WARM_UP = 10
 """Steps at the start that do not count: connections, caches, the loader's first batches."""
 WINDOW = 5
-"""Steps in a row over which it is counted what other programs take."""
+"""Consecutive steps over which the processor time of other programs is measured."""
 QUIET = 0.1
-"""Windows count in which that is a smaller share of the cores, but at least the quietest tenth of all."""
+"""Share of the cores that other programs may take in a window that counts; at least the quietest tenth of windows counts."""
 SLOWDOWN = 10.0
 REAL = {
     "units on all ranks": ("--planner", "braid"),
@@ -71,7 +71,7 @@ EMULATED = {
 
 
 class Planned(NamedTuple):
-    """The answer of tools/plan.py."""
+    """A plan file and the answer of tools/plan.py."""
 
     path: Path
     answer: Mapping[str, Any]
@@ -86,16 +86,16 @@ class Planned(NamedTuple):
 
 
 class Window(NamedTuple):
-    """Some steps in a row."""
+    """Some consecutive steps."""
 
     seconds: tuple[float, ...]
-    """Of each step."""
+    """Seconds of each step."""
     others: float
-    """Share of the machine's cores that other programs took meanwhile."""
+    """Share of the machine's cores that other programs took during the steps."""
 
 
 def write_lengths(path: Path) -> None:
-    """Write the lengths of the samples that training sees first."""
+    """Write the lengths of the samples that training reads first."""
     image = ModelGraph.from_file(MODEL).unit("vision").image
     assert image is not None
     source = DigitsSource(
@@ -112,7 +112,7 @@ def write_lengths(path: Path) -> None:
 
 
 def call(*command: str | Path) -> str:
-    """Run a program of this repository; its output. Raises RuntimeError with what it said when it fails."""
+    """Run a program of this repository and return its output; raises RuntimeError with the output if it fails."""
     done = subprocess.run([sys.executable, *map(str, command)], cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(map(str, command))} ended with {done.returncode}:\n{done.stdout}{done.stderr}")
@@ -120,7 +120,7 @@ def call(*command: str | Path) -> str:
 
 
 def profile(folder: Path) -> Path:
-    """Time the model's layers; the costs file."""
+    """Time the model's layers; returns the costs file."""
     costs = folder / "costs.yaml"
     what = ("--model", MODEL, "--vocab-size", str(VOCAB_SIZE), "--output", costs)
     call(ROOT / "tools" / "profile_layers.py", *what, *PROFILE)
@@ -128,7 +128,7 @@ def profile(folder: Path) -> Path:
 
 
 def plan(name: str, how: Sequence[str], *, num_ranks: int, folder: Path, costs: Path) -> Planned:
-    """Plan for so many ranks."""
+    """Plan for `num_ranks` ranks."""
     path = folder / f"{name.replace(' ', '-')}-{num_ranks}.yaml"
     what = ("--model", MODEL, "--cluster", CLUSTER, "--layer-costs", costs, "--lengths", folder / "lengths.csv")
     sizes = ("--num-gpus", num_ranks, "--global-batch-size", GLOBAL_BATCH_SIZE, "--micro-batch-size", MICRO_BATCH_SIZE, *how)
@@ -137,7 +137,7 @@ def plan(name: str, how: Sequence[str], *, num_ranks: int, folder: Path, costs: 
 
 
 def training(planned: Planned, log: Path, *, num_steps: int) -> list[str]:
-    """Program and flags that train by a plan."""
+    """Return the program and flags that train by a plan."""
     log.unlink(missing_ok=True)
     data = ("--data-path", "digits", "--digits-samples", "41600", "--tokenizer-type", "ByteTokenizer", "--seq-length", SEQ_LENGTH)
     learning = ("--train-iters", num_steps, "--lr", "2e-3", "--adam-beta2", "0.99", "--clip-grad", "1.0", "--seed", SEED)
@@ -147,7 +147,7 @@ def training(planned: Planned, log: Path, *, num_steps: int) -> list[str]:
 
 
 def train_alone(planned: Planned, *, folder: Path, num_steps: int) -> list[float]:
-    """Train by a plan for one rank, in this rank's processor time; the seconds of its steps."""
+    """Train by a plan for one rank; returns the seconds of its steps in this rank's processor time."""
     log = folder / "log.jsonl"
     own_time = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]"
     call("-c", f"{own_time}; runpy.run_path(sys.argv[0], run_name='__main__')", *training(planned, log, num_steps=num_steps))
@@ -185,11 +185,11 @@ def _num_lines(path: Path) -> int:
 
 
 def _others() -> float:
-    """Processor seconds that programs had so far which are not this one and those it started."""
+    """Return the processor seconds so far of all programs except this one and those that it started."""
     user, nice, system = map(int, Path("/proc/stat").read_text().split()[1:4])
     parents, own = {}, {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it may just have ended
+        with suppress(OSError):  # the process may have ended
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             parents[int(folder.name)], own[int(folder.name)] = int(fields[1]), int(fields[11]) + int(fields[12])
 
@@ -200,7 +200,7 @@ def _others() -> float:
 
 
 def quietest(windows: Sequence[Window]) -> Window:
-    """Put the windows together that count."""
+    """Join the windows that count."""
     ordered = sorted(windows, key=lambda window: window.others)
     kept = [window for window in ordered if window.others < QUIET] or ordered[: -(-len(ordered) // 10)]
     return Window(
@@ -255,7 +255,7 @@ def compare_emulated(folder: Path, costs: Path) -> list[dict[str, Any]]:
 
 
 def slower(profile: LayerProfile, factor: float) -> LayerProfile:
-    """The same layers, each computation so many times as long; what steps take beside them is left to the real runtime."""
+    """Return the layers with each computation `factor` times as long; the real runtime adds the rest of a step."""
 
     def slow(curve: Any) -> Any:
         return curve.shared(factor) if isinstance(curve, Interpolated) else curve.times(factor)
@@ -278,12 +278,12 @@ def _row(name: str, planned: Planned, predicted: float, measured: float, **more:
 
 
 def ranking(rows: Sequence[Mapping[str, Any]], key: str) -> list[str]:
-    """Names of the plans, the fastest first."""
+    """Return the names of the plans, the fastest first."""
     return [row["plan"] for row in sorted(rows, key=lambda row: row[key])]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Profile, plan, run and print; 1 where the rankings differ."""
+    """Profile, plan, run and print; returns 1 if the rankings differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layer-costs", type=Path, metavar="COSTS.yaml", help="profiled before (profile now)")
     parser.add_argument("--steps", type=int, default=60, metavar="N", help="of each training run (60)")

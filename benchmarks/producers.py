@@ -69,7 +69,7 @@ def write_inputs(folder: Path, *, megapixels: float) -> None:
 
 @contextmanager
 def producer(folder: Path, *, num_processes: int) -> Iterator[str]:
-    """Start a producer, which keeps nothing for a second reading, and yield its address."""
+    """Start a producer, which caches nothing for a second reading, and yield its address."""
     flags = ("--listen", "127.0.0.1:0", "--num-workers", str(num_processes), "--cache-mib", "0", "--token", str(folder / "token"))
     process = subprocess.Popen([sys.executable, str(ROOT / "tools" / "producer.py"), *flags], stdout=subprocess.PIPE, text=True)
     try:
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def measure_images(folder: Path, by_producer: Sequence[str], given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return how long steps take and wait, by who decodes."""
+    """Return decoder of the images -> seconds of computing and of waiting in a step."""
     alone, helped = "training decodes", f"a producer decodes in {given.processes}"
     taken: dict[str, list[tuple[float, float]]] = {alone: [], helped: []}
     ways = {alone: ("--num-workers", "0"), helped: ("--num-workers", "1", *by_producer)}
@@ -173,7 +173,7 @@ def measure_images(folder: Path, by_producer: Sequence[str], given: argparse.Nam
 
 
 def measure_texts(folder: Path, by_producer: Sequence[str], given: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """Return how long indexing takes, by who tokenises."""
+    """Return tokenising process -> seconds of indexing."""
     write_texts(folder, num_texts=given.texts, num_words=given.words)
     ways = {"the rank tokenises": (), f"a producer tokenises in {given.processes}": by_producer}
     taken: dict[str, list[float]] = {variant: [] for variant in ways}

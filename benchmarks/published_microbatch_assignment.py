@@ -1,7 +1,7 @@
 """DistTrain's reordering and Entrain's assignment as the papers list them: peers for `microbatch_assignment.py`, not for use.
 
-Samples are indices into lists of loads. Where a listing cannot run as printed, the least that makes it run is filled in, and
-said so.
+Samples are indices into lists of loads. Where a listing cannot run as printed, it is completed with as little as possible, and
+the docstring says with what.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from multimodal.balance.algorithms.pipeline_recursion import PipelineRecursion, 
 Groups = list[list[int]]
 
 TABLE_UNITS = 1000
-"""Entrain rounds LLM loads for its subset sums; here to so many units per mean microbatch."""
+"""Units per mean microbatch to which Entrain rounds LLM loads for its subset sums."""
 
 
 def published_intra_reordering(sizes: Sequence[float], *, num_groups: int) -> Groups:
-    """DistTrain, Alg. 2: by ascending size, each sample to the group that has the least."""
+    """Run DistTrain's Alg. 2: by ascending size, each sample goes to the group that has the least."""
     groups: Groups = [[] for _ in range(num_groups)]
     for sample in sorted(range(len(sizes)), key=lambda each: sizes[each]):
         lightest = min(range(num_groups), key=lambda group: sum(sizes[member] for member in groups[group]))
@@ -24,9 +24,9 @@ def published_intra_reordering(sizes: Sequence[float], *, num_groups: int) -> Gr
 
 
 def published_inter_reordering(forward: Sequence[Sequence[float]], *, backward: Sequence[Sequence[float]]) -> list[int]:
-    """DistTrain, Alg. 3, for 1F1B: [stages][microbatches] in, the order out.
+    """Run DistTrain's Alg. 3 for 1F1B: from [stages][microbatches] to the order.
 
-    Filled in: the loop ends when no microbatch is left (as listed it wants num_stages - 2 more than there are); the first
+    Filled in: the loop ends when no microbatch is left (the listing needs num_stages - 2 more than there are); the first
     interval, for which microbatches are not known yet, is computed with their mean; its microbatches are picked one by one.
     """
     num_stages, num_microbatches = len(forward), len(forward[0])
@@ -50,7 +50,7 @@ def published_inter_reordering(forward: Sequence[Sequence[float]], *, backward: 
 def published_entrain(
     llm: Sequence[float], *, encoder: Sequence[float], num_replicas: int, num_microbatches: int
 ) -> list[tuple[Groups, Groups]]:
-    """Entrain, Alg. 4: per replica its encoder microbatches and its LLM microbatches.
+    """Run Entrain's Alg. 4: returns the encoder microbatches and the LLM microbatches of each replica.
 
     Filled in: high LLM load is above the replica's mean.
     """
@@ -98,7 +98,7 @@ def _defer(llm: Sequence[float], groups: Groups, *, unit: float) -> tuple[Groups
 
 
 def _closest_subset(llm: Sequence[float], group: Sequence[int], target: float, unit: float) -> list[int]:
-    """The discretized table over rounded sums, asked for the sum that is closest to the target."""
+    """Return the subset whose rounded sum, in a table of all rounded sums, is closest to the target."""
     table: dict[int, list[int]] = {0: []}
     for sample in group:
         load = round(llm[sample] / unit)
@@ -109,7 +109,7 @@ def _closest_subset(llm: Sequence[float], group: Sequence[int], target: float, u
 def _match(
     bottleneck: dict[tuple[int, int], float], loads: Sequence[float], over: range, under: range
 ) -> tuple[dict[int, int], float]:
-    """The partners of critical microbatches at the least feasible threshold."""
+    """Return the partners of critical microbatches at the least feasible threshold."""
     candidates = sorted({*bottleneck.values(), *(loads[i] for i in over), loads[-1]})
     low, high = 0, len(candidates) - 1
     while low < high:

@@ -9,7 +9,7 @@ from scipy.sparse import block_array, csr_matrix, eye_array, kron
 def published_node_rearrangement(
     volume: csr_matrix, *, ranks_per_node: int, time_limit_seconds: float
 ) -> NDArray[np.int64] | None:
-    """Solve the integer program with one variable per batch and node and one row per rank; None if time is up without a result.
+    """Solve the integer program with one variable per batch and node and one row per rank; None if it finds nothing in time.
 
     volume: [num_ranks, num_ranks] bytes; the number of ranks is a multiple of ranks_per_node.
     Returns [num_ranks]: rank r gets batch permutation[r]. Filled in: x is [d, d / c] (the listing declares [d / c, c]), volumes

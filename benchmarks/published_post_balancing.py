@@ -1,7 +1,7 @@
 """OrchMLLM's post-balancing as the paper lists it, slips included: peers for `balance.py`, not for use.
 
 Every function takes `[num_items]` lengths and returns lists of item indices, one per batch. Where a listing cannot run as
-printed, the least that makes it run is filled in, and said so.
+printed, it is completed with as little as possible, and the docstring says with what.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ Batches = list[list[int]]
 
 
 def published_linear(lengths: Sequence[int], *, num_bins: int) -> Batches:
-    """Alg. 1: longest first onto the batch with the least sum; runs as printed."""
+    """Run Alg. 1: longest first onto the batch with the least sum; runs as printed."""
     batches: Batches = [[] for _ in range(num_bins)]
     queue = [(0, index) for index in range(num_bins)]
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
@@ -23,11 +23,11 @@ def published_linear(lengths: Sequence[int], *, num_bins: int) -> Batches:
 
 
 def published_padded(lengths: Sequence[int], *, num_bins: int) -> Batches:
-    """Alg. 2: binary search over the bound of the padded length.
+    """Run Alg. 2: binary search over the bound of the padded length.
 
-    Filled in: `right <- mid` (the listing has an if without a value). Kept: the search runs between the *shortest* length
-    (the order is ascending) and n / d + 1 times it, so it ends below any bound that suffices as soon as lengths differ much;
-    and what is returned is the last trial. Either may leave more batches than there are replicas.
+    Filled in: `right <- mid` (the listing has an if without a value). Kept: the search runs between the *shortest* length (the
+    order is ascending) and n / d + 1 times it, so if lengths differ much it ends below every sufficient bound; and it returns its
+    last trial. Either may leave more batches than there are replicas.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
 
@@ -52,9 +52,9 @@ def published_padded(lengths: Sequence[int], *, num_bins: int) -> Batches:
 
 
 def published_linear_quadratic(lengths: Sequence[int], *, num_bins: int, tolerance: float) -> Batches:
-    """Alg. 4: sums of lengths that differ by less than the tolerance compare by their sums of squares.
+    """Run Alg. 4: sums of lengths that differ by less than the tolerance compare by their sums of squares.
 
-    Runs as printed, though the comparison is no order: of three batches each can come before the next.
+    Runs as printed, though the comparison is not an order: it can put each of three batches before the next, in a cycle.
     """
 
     def compare(a: tuple[int, int, int], b: tuple[int, int, int]) -> int:
@@ -73,10 +73,10 @@ def published_linear_quadratic(lengths: Sequence[int], *, num_bins: int, toleran
 
 
 def published_padded_attention(lengths: Sequence[int], *, num_bins: int) -> Batches:
-    """Alg. 5: descending batches up to the bound of Alg. 1 on the padded length, the rest onto the least sum of lengths.
+    """Run Alg. 5: descending batches up to the bound of Alg. 1 on the padded length, the rest onto the least sum of lengths.
 
     Filled in: the bound `b` is `max_sum_bounds`, `len` that of the new batches, and an item that opens no batch is left for the
-    rest. Kept: `len > d` lets one batch more than there are replicas open, and the rest does not look at padding.
+    rest. Kept: `len > d` lets one batch more than there are replicas open, and the rest ignores padding.
     """
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     bound = max(sum(lengths[item] for item in batch) for batch in published_linear(lengths, num_bins=num_bins))
