@@ -19,7 +19,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the mutations are those of the tests, which are not installed
 
-from tests.distributed.mutations import Mutation, Outcome, draw_mutations, list_mutations, run_mutation, save_checkpoint_to_mutate
+from tests.distributed.mutations.judge import Outcome
+from tests.distributed.mutations.mutation import Mutation
+from tests.distributed.mutations.run import run_mutation, save_checkpoint_to_mutate
+from tests.distributed.mutations.table import draw_mutations, list_mutations
 
 LIMIT_SECONDS = 20.0
 

@@ -7,7 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.distributed.mutations import Outcome, draw_mutations, list_mutations, run_mutation, save_checkpoint_to_mutate
+from tests.distributed.mutations.judge import Outcome
+from tests.distributed.mutations.run import run_mutation, save_checkpoint_to_mutate
+from tests.distributed.mutations.table import draw_mutations, list_mutations
 
 MUTATIONS = draw_mutations(40, seed=12)
 NUM_AT_ONCE = 3

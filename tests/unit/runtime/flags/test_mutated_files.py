@@ -7,7 +7,8 @@ import pytest
 
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.values.errors import BraidError
-from tests.distributed.mutations import Inputs, Mutation, list_mutations
+from tests.distributed.mutations.mutation import Inputs, Mutation
+from tests.distributed.mutations.table import list_mutations
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
 
 MUTATIONS = [mutation for mutation in list_mutations() if mutation.area in ("model", "plan")]

@@ -1,0 +1,85 @@
+"""Mutations of the files that say what is trained and where: any value, the edges, and the text as a whole."""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.distributed.mutations.mutation import Inputs, Mutation, short
+from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
+from tests.distributed.small_run import MODEL
+
+
+def document_mutations(area: str, document: Any, write: Callable[[Inputs, Any], object]) -> Iterator[Mutation]:
+    """Replace every value of a nested document by others, leave it out, and add a key to every mapping."""
+    for path, value in places(document):
+        shown, name = ".".join(map(str, path)), str(next(part for part in reversed(path) if isinstance(part, str)))
+        for leaf in LEAVES:
+            if leaf != value or type(leaf) is not type(value):
+                changed = replaced(document, path, leaf)
+                yield Mutation(f"{area}: {shown} = {short(leaf)}", partial(_written, write=write, document=changed), (name,))
+        yield Mutation(f"{area}: without {shown}", partial(_written, write=write, document=replaced(document, path)))
+        if isinstance(value, dict):
+            added = replaced(document, (*path, "no_such_key"), 1)
+            named = ("no_such_key",)
+            yield Mutation(f"{area}: {shown} with another key", partial(_written, write=write, document=added), named, True)
+
+
+def _written(inputs: Inputs, *, write: Callable[[Inputs, Any], object], document: Any) -> None:
+    write(inputs, document)
+
+
+def write_model(inputs: Inputs, model: Any) -> None:
+    """Have the run take another model."""
+    (inputs.folder / "model.yaml").write_text(yaml.safe_dump(model, sort_keys=False))
+
+
+def text_mutations(area: str, find: Callable[[Inputs], Path]) -> Iterator[Mutation]:
+    """Replace the text of a file, whatever it says."""
+    changes: dict[str, Callable[[bytes], bytes]] = {
+        "empty": lambda text: b"",
+        "truncated": lambda text: text[: len(text) // 2 - 7],
+        "not UTF-8": lambda text: text + b"\xff\xfe",
+        "nested too deeply": lambda text: b"[" * 100_000,
+        "a list": lambda text: b"[1, 2]\n",
+        "binary": lambda text: bytes(range(256)),
+        "executes": lambda text: b"!!python/object/apply:os.abort []\n",
+        "expands": lambda text: (
+            b"a: &a [1, 1]\n"
+            + b"".join(
+                b"%c: &%c [*%c, *%c, *%c, *%c, *%c, *%c, *%c, *%c]\n" % (98 + i, 98 + i, *([97 + i] * 8)) for i in range(20)
+            )
+        ),
+    }
+    for name, change in changes.items():
+        yield Mutation(f"{area}: {name}", partial(rewrite, find=find, change=change), (area,), must_be_refused=True)
+
+
+def rewrite(inputs: Inputs, *, find: Callable[[Inputs], Path], change: Callable[[bytes], bytes]) -> None:
+    """Change the bytes of a file."""
+    path = find(inputs)
+    path.write_bytes(change(path.read_bytes()))
+
+
+def graph_mutations() -> Iterator[Mutation]:
+    """Change the edges between units, or repeat a key."""
+    for name, edges in {
+        "duplicate": [["vision", "llm"], ["vision", "llm"]],
+        "backward": [["llm", "vision"]],
+        "to itself": [["vision", "llm"], ["llm", "llm"]],
+        "to nobody": [["vision", "no_such_unit"]],
+        "three": [["vision", "llm", "llm"]],
+        "none": [],
+        "text": "vision llm",
+    }.items():
+        document = MODEL | {"edges": edges}
+        yield Mutation(f"model: edges {name}", partial(_written, write=write_model, document=document), ("vision",), True)
+    repeated = yaml.safe_dump(MODEL, sort_keys=False)
+    for name, text in {
+        "key": repeated.replace("    num_layers: 2\n", "    num_layers: 2\n    num_layers: 3\n"),
+        "unit": repeated + yaml.safe_dump({"x": {"llm": MODEL["units"]["llm"]}}).replace("x:\n", ""),
+    }.items():
+        apply = partial(rewrite, find=lambda inputs: inputs.folder / "model.yaml", change=lambda _, text=text: text.encode())
+        yield Mutation(f"model: repeated {name}", apply, ("model.yaml",), must_be_refused=True)

@@ -1,0 +1,54 @@
+"""The launch of a run with its inputs, mutated or not."""
+
+import subprocess
+from pathlib import Path
+
+from tests.distributed.launch import Launched, launch
+from tests.distributed.mutations.mutation import Inputs
+from tests.distributed.small_run import NUM_RANKS, working_flags
+
+HANG_SECONDS = 60.0
+"""Beyond this a run counts as hanging."""
+
+
+def launch_inputs(inputs: Inputs, *, num_ranks: int = NUM_RANKS) -> Launched | str:
+    """Launch a run and wait for its end; returns how it ended, or that it hangs."""
+    shared = {
+        flag: value for flag, value in inputs.flags.items() if not any(flag in own for own in inputs.flags_of_rank.values())
+    }
+    own = {
+        rank: as_arguments(
+            {flag: value for flag, value in inputs.flags.items() if flag not in shared} | inputs.flags_of_rank.get(rank, {})
+        )
+        for rank in range(num_ranks)
+    }
+    try:
+        return launch(
+            as_arguments(shared),
+            num_ranks=num_ranks,
+            timeout_seconds=HANG_SECONDS,
+            flags_of_rank=own,
+            environment_of_rank=inputs.environment_of_rank,
+            folder=inputs.folder,
+        )
+    except subprocess.TimeoutExpired:
+        return f"it hangs: no end after {HANG_SECONDS:g} s"
+
+
+def base_flags(folder: Path) -> dict[str, object]:
+    """Return the flags that mutations start from; the run's files are in `folder`."""
+    return working_flags(folder) | {
+        "--dtype": "float64",
+        "--exit-interval": 2,
+        "--log-json": folder / "log.jsonl",
+        "--no-progress-bar": None,
+        "--distributed-timeout-minutes": 0.25,
+    }
+
+
+def as_arguments(flags: dict[str, object]) -> list[object]:
+    """Return flags as they stand on a command line; None: a switch."""
+    listed: list[object] = []
+    for flag, value in flags.items():
+        listed += [flag] if value is None else [f"{flag}={value}"]
+    return listed

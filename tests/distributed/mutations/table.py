@@ -1,0 +1,44 @@
+"""The table of all kinds of mutations, and draws from it."""
+
+import random
+
+from tests.distributed.mutations.checkpoints import checkpoint_mutations
+from tests.distributed.mutations.data import image_mutations, manifest_mutations
+from tests.distributed.mutations.files import document_mutations, graph_mutations, text_mutations, write_model
+from tests.distributed.mutations.flags import flag_mutations
+from tests.distributed.mutations.mutation import PLAN, Mutation
+from tests.distributed.mutations.one_rank import rank_mutations
+from tests.distributed.small_run import MODEL
+
+
+def list_mutations() -> tuple[Mutation, ...]:
+    """Returns every kind of mutation, in a fixed order."""
+    found = (
+        *flag_mutations(),
+        *document_mutations("model", MODEL, write_model),
+        *document_mutations("plan", PLAN, lambda inputs, plan: inputs.write_plan(plan)),
+        *text_mutations("model", lambda inputs: inputs.folder / "model.yaml"),
+        *text_mutations("plan", lambda inputs: inputs.write_plan(PLAN)),
+        *text_mutations("manifest", lambda inputs: inputs.manifest),
+        *graph_mutations(),
+        *manifest_mutations(),
+        *image_mutations(),
+        *checkpoint_mutations(),
+        *rank_mutations(),
+    )
+    assert len({mutation.name for mutation in found}) == len(found)
+    return found
+
+
+def draw_mutations(number: int, *, seed: int) -> tuple[Mutation, ...]:
+    """Returns `number` different kinds, drawn so that every area has its share."""
+    generator = random.Random(seed)
+    by_area: dict[str, list[Mutation]] = {}
+    for mutation in list_mutations():
+        by_area.setdefault(mutation.area, []).append(mutation)
+    for area in by_area.values():
+        generator.shuffle(area)
+    drawn: list[Mutation] = []
+    while len(drawn) < number and any(by_area.values()):
+        drawn += [area.pop() for area in by_area.values() if area]
+    return tuple(drawn[:number])
