@@ -22,7 +22,7 @@ from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies import expert_cases
+from tests.distributed.strategies.expert_cases import expert_cases
 from tests.distributed.test_plan_change import ONE_RANK, Report, train
 from tests.distributed.training_case import (
     SHAPES,

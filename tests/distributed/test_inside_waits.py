@@ -31,7 +31,7 @@ from tests.distributed.gradient_comparison import MismatchError, assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import RunInsideWaits
-from tests.distributed.strategies import inside_cases
+from tests.distributed.strategies.inside_cases import inside_cases
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 16}
 IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies import gradient_cases
+from tests.distributed.strategies.gradient_cases import gradient_cases
 from tests.distributed.training_case import (
     RankReport,
     TrainingCase,

@@ -15,7 +15,7 @@ from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies import gradient_cases
+from tests.distributed.strategies.gradient_cases import gradient_cases
 from tests.distributed.training_case import build_plan
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 16, "init_method_std": 0.3}

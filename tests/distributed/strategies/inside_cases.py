@@ -1,0 +1,61 @@
+"""Random cases of encoders on the LLM's ranks, which run inside its waits for tensor parallel collectives."""
+
+from hypothesis import strategies as st
+
+from multimodal.cost.run_options import RunOptions
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.step_graph import StepGraph
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.random_source import RandomSource
+from tests.distributed.schedule_rewrites import RunInsideWaits
+from tests.distributed.strategies.assignments import assignments
+from tests.distributed.strategies.gradient_cases import can_build
+from tests.distributed.strategies.graphs import graphs
+from tests.distributed.strategies.plans import divides, layer_ranges
+from tests.distributed.strategies.samples import VOCAB_SIZE, samples
+
+
+@st.composite
+def inside_cases(draw: st.DrawFn) -> GradientCase:
+    """Encoders on the LLM's ranks, with sizes of their own, that run inside its waits for tensor parallel collectives."""
+    divisor = draw(st.sampled_from([2, 2, 3]))
+    graph = draw(graphs(encoders=[("vision",), ("vision", "audio")], generators=[()], divisor=divisor))
+    plan = draw(plans_on_shared_ranks(graph))
+    source = RandomSource(graph, draw(samples(graph.item_encoders)), VOCAB_SIZE)
+    assignment = draw(assignments(graph, plan, source))
+    step = StepGraph(graph, plan, assignment)
+    sequence_parallel, recompute = draw(st.booleans()), draw(st.sampled_from([None, "selective", "full"]))
+    options = RunOptions(transformer_impl="local", sequence_parallel=sequence_parallel, recompute=recompute)
+    return GradientCase(
+        graph,
+        plan,
+        assignment,
+        source,
+        builder=draw(st.sampled_from([name for name in ("1f1b", "optimus", "gpipe") if can_build(name, step)])),
+        sequence_parallel=sequence_parallel,
+        recompute=recompute,
+        passes=(RunInsideWaits(draw(st.integers(0, 1000)), options, density=draw(st.sampled_from([0.2, 0.7, 1.0]))),),
+    )
+
+
+@st.composite
+def plans_on_shared_ranks(draw: st.DrawFn, graph: ModelGraph) -> Plan:
+    """The LLM with TP 2-4, PP 1-4, V 1-2 on up to 8 ranks; on these, encoders with a TP and a PP that divide its."""
+    llm = graph.backbone
+    sizes = [size for size in (2, 3, 4) if divides(size, llm)]
+    shapes = [(size, count) for size in sizes for count in range(1, 5) if size * count <= 8 and count <= len(llm.layers)]
+    llm_size, num_stages = draw(st.sampled_from(shapes))
+    groups = [tuple(range(first, first + llm_size)) for first in range(0, llm_size * num_stages, llm_size)]
+    units: dict[str, UnitPlan] = {}
+    for unit in graph.units:
+        is_encoder = unit.role is Role.ENCODER
+        own_sizes = [size for size in (1, 2, 3) if llm_size % size == 0 and divides(size, unit)]
+        size = draw(st.sampled_from(own_sizes)) if is_encoder else llm_size
+        counts = [count for count in range(1, num_stages + 1) if num_stages % count == 0 and count <= len(unit.layers)]
+        pipeline_size = draw(st.sampled_from(counts)) if is_encoder else num_stages
+        ranges = draw(layer_ranges(len(unit.layers), pipeline_size))
+        parts = [[group[first : first + size] for group in groups] for first in range(0, llm_size, size)]
+        pipelines = [part[first : first + pipeline_size] for part in parts for first in range(0, num_stages, pipeline_size)]
+        units[unit.name] = UnitPlan(tuple(Replica(tuple(map(Stage, pipeline, ranges))) for pipeline in pipelines), size)
+    return Plan(units)
