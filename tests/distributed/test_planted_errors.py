@@ -12,16 +12,14 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors import (
-    ERRORS_IN_CUT_BACKWARDS,
-    ERRORS_OF_CONTEXT_PARALLELISM,
-    ERRORS_OF_GENERATORS,
-    ERRORS_OF_MASKS,
-    ERRORS_OF_SHARDED_WEIGHTS,
-    ERRORS_OF_UNLIKE_REPLICAS,
-    PLANTED_ERRORS,
-    planted,
-)
+from tests.distributed.planted_errors.any_plan import PLANTED_ERRORS
+from tests.distributed.planted_errors.context_parallelism import ERRORS_OF_CONTEXT_PARALLELISM
+from tests.distributed.planted_errors.cut_backwards import ERRORS_IN_CUT_BACKWARDS
+from tests.distributed.planted_errors.generators import ERRORS_OF_GENERATORS
+from tests.distributed.planted_errors.masks import ERRORS_OF_MASKS
+from tests.distributed.planted_errors.run_with_error import planted
+from tests.distributed.planted_errors.sharded_weights import ERRORS_OF_SHARDED_WEIGHTS
+from tests.distributed.planted_errors.unlike_replicas import ERRORS_OF_UNLIKE_REPLICAS
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages

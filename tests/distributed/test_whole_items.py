@@ -11,7 +11,8 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors import ERRORS_OF_CUT_ITEMS, planted
+from tests.distributed.planted_errors.context_parallelism import ERRORS_OF_CUT_ITEMS
+from tests.distributed.planted_errors.run_with_error import planted
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
