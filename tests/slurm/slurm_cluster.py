@@ -6,9 +6,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import REPOSITORY
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 NODES = ("node1", "node2")
@@ -45,10 +49,16 @@ PartitionName=main Nodes=node[1-2] Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing_programs() -> list[str]:
+def _missing_programs() -> list[str]:
     """Return what is not installed; root is needed, too."""
     missing = [name for name in PROGRAMS if shutil.which(name) is None]
     return missing if os.geteuid() == 0 else [*missing, "root"]
+
+
+needs_slurm = pytest.mark.skipif(
+    not os.environ.get("BRAID_TEST_SLURM") or bool(_missing_programs()),
+    reason="starts a Slurm cluster: set BRAID_TEST_SLURM=1, as root, with Debian's slurm-wlm and munge installed",
+)
 
 
 class SlurmCluster:
@@ -99,6 +109,17 @@ class SlurmCluster:
         """Run a program of Slurm's and return what it says."""
         given = {**self.environment, **environment}
         return subprocess.run(list(map(str, command)), env=given, check=True, capture_output=True, text=True, timeout=60).stdout
+
+    def submit(self, script: str, run: Path, *options: str, arguments: Sequence[object] = (), **environment: str) -> str:
+        """Submit a script of `scripts/slurm` as it is shipped, for two ranks per node; returns the job's number.
+
+        run: the folder of its run; options: of sbatch; arguments: of the script, all besides `environment`.
+        """
+        given = {"IMAGE": "", "BRAID": str(REPOSITORY), "RUN": str(run), "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+        given |= {"PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}", **environment}
+        smaller = ("--gpus-per-node=2", "--cpus-per-task=1", f"--chdir={run}")
+        path = REPOSITORY / "scripts" / "slurm" / script
+        return self.call("sbatch", "--parsable", *smaller, *options, path, *arguments, **given).strip()
 
     def state(self, job: str) -> str:
         """Return the state of a job, such as RUNNING."""

@@ -1,6 +1,5 @@
 """The Slurm script of elastic runs under a real controller: nodes fail as a whole, and others take their places."""
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,14 +10,11 @@ import yaml
 from tests.distributed.elastic_run import Nodes, read_losses, write_templates
 from tests.distributed.launch import REPOSITORY
 from tests.distributed.small_run import working_flags, write_working_files
-from tests.slurm.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
+from tests.slurm.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
 BATCH = 4
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("BRAID_TEST_SLURM") or bool(missing_programs()),
-    reason="starts a Slurm cluster: set BRAID_TEST_SLURM=1, as root, with Debian's slurm-wlm and munge installed",
-)
+pytestmark = needs_slurm
 
 
 @pytest.fixture
@@ -41,12 +37,9 @@ def write_run(run: Path) -> None:
 
 
 def submit(cluster: SlurmCluster, run: Path, *options: str, **environment: str) -> str:
-    """Submit the script as it is shipped; returns the job's number."""
-    given = {"IMAGE": "", "BRAID": str(REPOSITORY), "RUN": str(run), "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    given |= {"CONFIG": str(run / "config.yaml"), "PLAN": str(run / "templates.yaml"), "SAVE_INTERVAL": "5"}
-    given |= {"MASTER_ADDR": "127.0.0.1", "PATH": f"{REPOSITORY}/.venv/bin:{os.environ['PATH']}", **environment}
-    smaller = ("--gpus-per-node=2", "--cpus-per-task=1", f"--chdir={run}")
-    return cluster.call("sbatch", "--parsable", *smaller, *options, REPOSITORY / "scripts/slurm/elastic.sh", **given).strip()
+    """Submit a job of the script of elastic runs; returns its number."""
+    given = {"CONFIG": str(run / "config.yaml"), "PLAN": str(run / "templates.yaml"), "SAVE_INTERVAL": "5"}
+    return cluster.submit("elastic.sh", run, *options, PYTHONPATH=str(REPOSITORY), **given, **environment)
 
 
 def output(run: Path) -> str:

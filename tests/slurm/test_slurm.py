@@ -1,7 +1,6 @@
 """The shipped Slurm script under a real controller: jobs that are cut short go on as if nothing had happened."""
 
 import json
-import os
 import subprocess
 import time
 from collections.abc import Iterator
@@ -9,16 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.slurm.slurm_cluster import SlurmCluster, missing_programs, slurm_cluster
+from tests.slurm.slurm_cluster import SlurmCluster, needs_slurm, slurm_cluster
 
-ROOT = Path(__file__).parents[2]
 NUM_STEPS = 60
 FLAGS = ("--train-iters", NUM_STEPS, "--num-workers", 0, "--eval-iters", 0, "--log-interval", 1)
 
-pytestmark = pytest.mark.skipif(
-    not os.environ.get("BRAID_TEST_SLURM") or bool(missing_programs()),
-    reason="starts a Slurm cluster: set BRAID_TEST_SLURM=1, as root, with Debian's slurm-wlm and munge installed",
-)
+pytestmark = needs_slurm
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +23,10 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 def submit(cluster: SlurmCluster, run: Path, *options: str, minutes_to_save: int = 0) -> str:
-    """Submit the script as it is shipped, on two nodes of two ranks; returns the job's number."""
+    """Submit a job of the script that trains on two nodes; returns its number."""
     run.mkdir(exist_ok=True)
-    environment = {"IMAGE": "", "BRAID": str(ROOT), "RUN": str(run), "SAVE_INTERVAL": "1000", "MASTER_ADDR": "127.0.0.1"}
-    environment |= {
-        "MINUTES_TO_SAVE": str(minutes_to_save),
-        "PATH": f"{ROOT}/.venv/bin:{os.environ['PATH']}",
-        "OMP_NUM_THREADS": "1",
-    }
-    smaller = ("--gpus-per-node=2", "--cpus-per-task=1", f"--chdir={run}")
-    said = cluster.call("sbatch", "--parsable", *smaller, *options, ROOT / "scripts/slurm/pretrain.sh", *FLAGS, **environment)
-    return said.strip()
+    saving = {"SAVE_INTERVAL": "1000", "MINUTES_TO_SAVE": str(minutes_to_save)}
+    return cluster.submit("pretrain.sh", run, *options, arguments=FLAGS, **saving)
 
 
 def losses(run: Path) -> dict[int, float]:
