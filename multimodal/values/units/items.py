@@ -19,8 +19,8 @@ class ImageInput:
     min_pixels: int = field(default=3136, metadata=up_to(2**31))
     max_pixels: int = field(default=1003520, metadata=up_to(2**31))
     image_size: int | None = field(default=None, metadata=up_to(2**14))
-    """Pixels of both sides to which every image is brought; None: native resolution, within the bounds above. What is no whole patch
-    on the right and at the bottom is cut off (SigLIP: 384 pixels, patches of 14)."""
+    """Pixels of both sides to which every image is brought; None: native resolution, within the bounds above. What is no whole
+    patch on the right and at the bottom is cut off (SigLIP: 384 pixels, patches of 14)."""
     fit: Literal["stretch", "crop"] = "stretch"
     """Images of one size. stretch: both sides are scaled independently; crop: the shorter side is scaled, the longer one cut."""
     shorter_side: int | None = field(default=None, metadata=up_to(2**14))
