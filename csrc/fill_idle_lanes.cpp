@@ -11,6 +11,7 @@ namespace braid {
 namespace {
 
 using Numbers = std::vector<std::int64_t>;
+using Moment = std::pair<std::int64_t, std::int64_t>;  // (time, piece)
 
 class Filling {
    public:
@@ -32,7 +33,8 @@ class Filling {
           queues_of_lane_(num_lanes_),
           carrier_of_lane_(num_lanes_, -1),
           left_(num_lanes_, 0),
-          started_(num_lanes_, 0) {
+          started_(num_lanes_, 0),
+          is_awake_(num_lanes_, 0) {
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) line_heads_.push_back(in_.line_starts[lane]);
         for (std::int64_t queue = 0; queue < num_queues_; ++queue) queue_heads_.push_back(in_.queue_starts[queue]);
         for (std::int64_t at = 0; at < in_.queues.size; ++at) is_filler_[in_.queues[at]] = 1;
@@ -45,6 +47,7 @@ class Filling {
         link_lines();
         link_users();
         measure_tails();
+        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) wake(lane);
     }
 
     // Ends at once where it turns out not to be over before `most`.
@@ -52,6 +55,7 @@ class Filling {
         tolerance_ = tolerance;
         most_ = most;
         while (static_cast<std::int64_t>(result_.order.size()) < num_pieces_ && result_.end < most_) {
+            sleep();
             while (begin_filler(true, true) || begin_line()) {
             }
             // Nothing runs and nothing fits: the most urgent filler goes on, one whose holder is full only if there is no other.
@@ -145,9 +149,35 @@ class Filling {
         return holder < 0 || num_kept_[holder] < in_.limits[holder];
     }
 
+    // Only lanes that are awake can begin work: those where something may be ready. A lane is woken when it becomes free, and when
+    // the last need of a piece of its arrives.
+    void wake(std::int64_t lane) {
+        if (is_awake_[lane]) return;
+        is_awake_[lane] = 1;
+        awake_.push_back(lane);
+    }
+
+    // Leaves out lanes that are busy, and those where nothing is ready.
+    void sleep() {
+        const auto is_idle = [&](std::int64_t lane) {
+            if (free_at_[lane] > now_) return true;
+            const auto is_there = [&](std::int64_t piece) {
+                return piece >= 0 && num_missing_[piece] == 0 && arrived_at_[piece] <= now_;
+            };
+            return !is_there(line_head(lane)) && std::none_of(queues_of_lane_[lane].begin(), queues_of_lane_[lane].end(),
+                                                              [&](std::int64_t queue) { return is_there(queue_head(queue)); });
+        };
+        const auto end = std::remove_if(awake_.begin(), awake_.end(), [&](std::int64_t lane) {
+            if (!is_idle(lane)) return false;
+            is_awake_[lane] = 0;
+            return true;
+        });
+        awake_.erase(end, awake_.end());
+    }
+
     bool begin_filler(bool must_fit, bool needs_room) {
         std::int64_t chosen = -1;
-        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
+        for (const std::int64_t lane : awake_) {
             if (free_at_[lane] > now_) continue;
             for (const std::int64_t queue : queues_of_lane_[lane]) {
                 const std::int64_t piece = queue_head(queue);
@@ -166,7 +196,7 @@ class Filling {
 
     bool begin_line() {
         std::int64_t chosen = -1;
-        for (std::int64_t lane = 0; lane < num_lanes_; ++lane) {
+        for (const std::int64_t lane : awake_) {
             const std::int64_t piece = line_head(lane);
             if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && is_next(piece)) chosen = piece;
         }
@@ -317,23 +347,37 @@ class Filling {
         ended_at_[piece] = end;
         result_.order.push_back(piece);
         result_.end = std::max(result_.end, end);
-        moments_.push(end);
+        moments_.push({end, piece});
         for (std::int64_t at = user_starts_[piece]; at < user_starts_[piece + 1]; ++at) {
             const auto [user, delay] = users_[at];
             --num_missing_[user];
             arrived_at_[user] = std::max(arrived_at_[user], end + delay);
-            if (delay > 0) moments_.push(end + delay);
+            if (delay > 0) moments_.push({end + delay, user});
         }
+        if (end <= now_) wake_by(piece);
         ++epoch_;
     }
 
     // Goes on to the next moment at which something ends or arrives; false if there is none.
     bool pass_time() {
-        while (!moments_.empty() && moments_.top() <= now_) moments_.pop();
+        while (!moments_.empty() && moments_.top().first <= now_) moments_.pop();
         if (moments_.empty()) return false;
-        now_ = moments_.top();
+        now_ = moments_.top().first;
+        for (; !moments_.empty() && moments_.top().first == now_; moments_.pop()) wake_by(moments_.top().second);
         ++epoch_;
         return true;
+    }
+
+    // Wakes the lanes of a piece that ends or can begin now, and of those that were only waiting for its end.
+    void wake_by(std::int64_t piece) {
+        wake_lanes_of(piece);
+        if (ended_at_[piece] != now_) return;
+        for (std::int64_t at = user_starts_[piece]; at < user_starts_[piece + 1]; ++at)
+            if (users_[at].second == 0 && num_missing_[users_[at].first] == 0) wake_lanes_of(users_[at].first);
+    }
+
+    void wake_lanes_of(std::int64_t piece) {
+        for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) wake(in_.lanes[at]);
     }
 
     const LanesToFill& in_;
@@ -353,7 +397,10 @@ class Filling {
     Numbers left_, started_;  // Per lane: of the wait that is being filled, and of collectives that start behind it.
     std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0, tolerance_ = 0, most_ = 0;
     bool any_goes_inside_ = false;
-    std::priority_queue<std::int64_t, Numbers, std::greater<std::int64_t>> moments_;
+    std::vector<char> is_awake_;
+    Numbers awake_;  // Lanes.
+    // When pieces end, and when what they need arrives.
+    std::priority_queue<Moment, std::vector<Moment>, std::greater<Moment>> moments_;
     FilledLanes result_;
 };
 
