@@ -11,6 +11,7 @@ namespace braid {
 namespace {
 
 using Numbers = std::vector<std::int64_t>;
+enum State : char { kAsleep, kBlocked, kAwake };  // Of a lane.
 using Moment = std::pair<std::int64_t, std::int64_t>;  // (time, piece)
 
 class Filling {
@@ -34,10 +35,14 @@ class Filling {
           carrier_of_lane_(num_lanes_, -1),
           left_(num_lanes_, 0),
           started_(num_lanes_, 0),
-          is_awake_(num_lanes_, 0) {
+          states_(num_lanes_, kAsleep) {
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) line_heads_.push_back(in_.line_starts[lane]);
         for (std::int64_t queue = 0; queue < num_queues_; ++queue) queue_heads_.push_back(in_.queue_starts[queue]);
-        for (std::int64_t at = 0; at < in_.queues.size; ++at) is_filler_[in_.queues[at]] = 1;
+        for (std::int64_t at = 0; at < in_.queues.size; ++at) {
+            const std::int64_t piece = in_.queues[at];
+            is_filler_[piece] = 1;
+            has_wide_fillers_ |= in_.lane_starts[piece + 1] - in_.lane_starts[piece] > 1;
+        }
         for (std::int64_t queue = 0; queue < num_queues_; ++queue)
             if (queue_head(queue) >= 0)
                 queues_of_lane_[in_.lanes[in_.lane_starts[queue_head(queue)]]].push_back(queue);
@@ -55,9 +60,7 @@ class Filling {
         tolerance_ = tolerance;
         most_ = most;
         while (static_cast<std::int64_t>(result_.order.size()) < num_pieces_ && result_.end < most_) {
-            sleep();
-            while (begin_filler(true, true) || begin_line()) {
-            }
+            begin_all();
             // Nothing runs and nothing fits: the most urgent filler goes on, one whose holder is full only if there is no other.
             if (!pass_time() && !begin_filler(false, true) && !begin_filler(false, false)) break;
         }
@@ -149,36 +152,44 @@ class Filling {
         return holder < 0 || num_kept_[holder] < in_.limits[holder];
     }
 
-    // Only lanes that are awake can begin work: those where something may be ready. A lane is woken when it becomes free, and when
-    // the last need of a piece of its arrives.
-    void wake(std::int64_t lane) {
-        if (is_awake_[lane]) return;
-        is_awake_[lane] = 1;
-        awake_.push_back(lane);
+    // Begins all that can begin now: of fillers that fit and pieces that keep their order, always a filler if there is one.
+    void begin_all() {
+        while (begin_filler(true, true) || begin_line()) {
+        }
+        const auto is_busy = [&](std::int64_t lane) {
+            if (states_[lane] == kBlocked && free_at_[lane] <= now_) return false;
+            if (states_[lane] == kBlocked) states_[lane] = kAsleep;
+            return true;
+        };
+        blocked_.erase(std::remove_if(blocked_.begin(), blocked_.end(), is_busy), blocked_.end());
+        for (const std::int64_t lane : woken_) {
+            states_[lane] = has_ready_filler(lane) ? kBlocked : kAsleep;
+            if (states_[lane] == kBlocked) blocked_.push_back(lane);
+        }
+        woken_.clear();
+        looks_at_all_ = has_wide_fillers_;
     }
 
-    // Leaves out lanes that are busy, and those where nothing is ready.
-    void sleep() {
-        const auto is_idle = [&](std::int64_t lane) {
-            if (free_at_[lane] > now_) return true;
-            const auto is_there = [&](std::int64_t piece) {
-                return piece >= 0 && num_missing_[piece] == 0 && arrived_at_[piece] <= now_;
-            };
-            return !is_there(line_head(lane)) && std::none_of(queues_of_lane_[lane].begin(), queues_of_lane_[lane].end(),
-                                                              [&](std::int64_t queue) { return is_there(queue_head(queue)); });
+    bool has_ready_filler(std::int64_t lane) const {
+        if (free_at_[lane] > now_) return false;
+        const auto is_there = [&](std::int64_t queue) {
+            const std::int64_t piece = queue_head(queue);
+            return piece >= 0 && num_missing_[piece] == 0 && arrived_at_[piece] <= now_;
         };
-        const auto end = std::remove_if(awake_.begin(), awake_.end(), [&](std::int64_t lane) {
-            if (!is_idle(lane)) return false;
-            is_awake_[lane] = 0;
-            return true;
-        });
-        awake_.erase(end, awake_.end());
+        return std::any_of(queues_of_lane_[lane].begin(), queues_of_lane_[lane].end(), is_there);
+    }
+
+    // A lane is woken when it becomes free, and when the last need of a piece of its arrives.
+    void wake(std::int64_t lane) {
+        if (states_[lane] == kAwake) return;
+        states_[lane] = kAwake;
+        woken_.push_back(lane);
     }
 
     bool begin_filler(bool must_fit, bool needs_room) {
         std::int64_t chosen = -1;
-        for (const std::int64_t lane : awake_) {
-            if (free_at_[lane] > now_) continue;
+        const auto look_at = [&](std::int64_t lane) {
+            if (free_at_[lane] > now_) return;
             for (const std::int64_t queue : queues_of_lane_[lane]) {
                 const std::int64_t piece = queue_head(queue);
                 if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && (!needs_room || has_room(piece)) &&
@@ -187,23 +198,37 @@ class Filling {
                     chosen_queue_ = queue;
                 }
             }
-        }
+        };
+        for (const std::int64_t lane : woken_) look_at(lane);
+        if (looks_at_all_ || !must_fit)
+            for (const std::int64_t lane : blocked_)
+                if (states_[lane] == kBlocked) look_at(lane);
         if (chosen < 0) return false;
         ++queue_heads_[chosen_queue_];
         begin(chosen);
+        change_expectations();
         return true;
     }
 
+    // A piece that keeps its order begins as soon as it can, so only lanes that were just woken have one that can. It begins when
+    // it was expected to, so that nothing else fits then, unless fillers went into its waits.
     bool begin_line() {
         std::int64_t chosen = -1;
-        for (const std::int64_t lane : awake_) {
+        for (const std::int64_t lane : woken_) {
             const std::int64_t piece = line_head(lane);
             if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && is_next(piece)) chosen = piece;
         }
         if (chosen < 0) return false;
         for (std::int64_t at = in_.lane_starts[chosen]; at < in_.lane_starts[chosen + 1]; ++at) ++line_heads_[in_.lanes[at]];
         begin(chosen, fill_waits(chosen));
+        if (!inside_.empty()) change_expectations();
         return true;
+    }
+
+    // What others are expected to wait for has changed: fillers that did not fit may fit now. As time alone goes by, they do not.
+    void change_expectations() {
+        ++epoch_;
+        looks_at_all_ = true;
     }
 
     // Puts ready fillers into the waits of a piece that is about to begin, the most urgent first, as far as they are long; returns
@@ -355,7 +380,6 @@ class Filling {
             if (delay > 0) moments_.push({end + delay, user});
         }
         if (end <= now_) wake_by(piece);
-        ++epoch_;
     }
 
     // Goes on to the next moment at which something ends or arrives; false if there is none.
@@ -396,9 +420,10 @@ class Filling {
     Numbers carrier_of_lane_;  // The last one that was filled.
     Numbers left_, started_;  // Per lane: of the wait that is being filled, and of collectives that start behind it.
     std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0, tolerance_ = 0, most_ = 0;
-    bool any_goes_inside_ = false;
-    std::vector<char> is_awake_;
-    Numbers awake_;  // Lanes.
+    bool any_goes_inside_ = false, has_wide_fillers_ = false, looks_at_all_ = true;
+    // Lanes that were woken at this moment, and those where only fillers are ready, none of which fit when it was last looked at.
+    Numbers woken_, blocked_;
+    std::vector<State> states_;
     // When pieces end, and when what they need arrives.
     std::priority_queue<Moment, std::vector<Moment>, std::greater<Moment>> moments_;
     FilledLanes result_;

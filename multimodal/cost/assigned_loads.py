@@ -120,8 +120,9 @@ class AssignedLoads:
 
     def mean(self, unit: str, replica: int) -> UnitLoad:
         """The mean load of a replica's microbatches, rounded up; the empty load where it has none."""
-        loads = _rows(self.of_microbatches(unit), self._own(unit, replica))
-        return UnitLoad(*(-(-total // max(1, len(loads))) for total in add_loads(loads)))
+        own, columns = self._own(unit, replica), self.of_microbatches(unit)
+        totals = (int(np.asarray(column)[own].astype(np.int64).sum()) for column in columns)
+        return UnitLoad(*(-(-total // max(1, own.stop - own.start)) for total in totals))
 
     def num_received_rows(self, unit: str) -> Integers:
         """Rows that encoders hand to each microbatch of a unit, each counted as often as it is used."""

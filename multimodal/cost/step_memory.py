@@ -215,6 +215,18 @@ class StepMemory:
 
     def weight_bytes(self, stage: StageKey) -> float:
         """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""
+        unit, _, index = stage
+        are_alike = self.options.num_state_copies is None and not self.layers.plan.units[unit].is_unlike
+        key = (unit, 0, index) if are_alike else stage
+        if key not in self._weight_bytes:
+            self._weight_bytes[key] = self._count_weight_bytes(key)
+        return self._weight_bytes[key]
+
+    @cached_property
+    def _weight_bytes(self) -> dict[StageKey, float]:
+        return {}
+
+    def _count_weight_bytes(self, stage: StageKey) -> float:
         sizes = self.layers.plan.units[stage[0]]
         copies = sizes.data_parallel_size * sizes.context_parallel_size
         trained, held = (self.layers.weights_by_sharers(stage, trained_only=only) for only in (True, False))

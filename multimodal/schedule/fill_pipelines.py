@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
@@ -214,7 +215,7 @@ class _Filling:
         size = len(pieces) * (len(to_fill.queue_starts) - 1)
         if size > MOST_WORK:
             return None
-        tolerances = self.tolerances[: max(1, MOST_WORK // max(1, size))]
+        tolerances = self.tolerances[: max(1, MOST_WORK // size) if size else 1]
         return _FilledPipeline(self, len(pipeline), pieces, to_fill, to_fill.fill(tolerances=tolerances))
 
     def place(self, filled: "_FilledPipeline") -> list[PlacedParts]:
@@ -225,7 +226,9 @@ class _Filling:
         whole = self.piece_of_part[pieces]
         carriers = np.where(lanes.carriers < 0, -1, whole[lanes.carriers])
         columns = PlacedParts(whole, pieces - self.parts.first[whole], self._boundaries(pieces), carriers, lanes.waits)
-        return [PlacedParts(*(column[ordered[of_piece == index]] for column in columns)) for index in range(filled.num_lanes)]
+        lane_starts, slots = group_rows(of_piece, ordered, filled.num_lanes)
+        rows = zip(*(np.split(column[slots], lane_starts[1:-1]) for column in columns), strict=True)
+        return list(starmap(PlacedParts, rows))
 
     def _boundaries(self, pieces: Integers) -> Integers:
         """Return the segment at which each part begins; for a backward's part, the segment at which it ends."""
@@ -264,10 +267,11 @@ class _Filling:
         rows = [row[self.parts.first[row] >= 0] for row in rows]
         line = [self.parts.first[row[~self.fills[row]]] for row in rows]
         filling = np.concatenate([row[self.fills[row]] for row in rows])
-        filling = filling[np.sort(np.unique(filling, return_index=True)[1])]
+        if not uncut.is_in_one_lane:
+            filling = filling[np.sort(np.unique(filling, return_index=True)[1])]
         filling = filling[np.argsort(uncut.blocks[filling], kind="stable")]
-        blocks, of_block = np.unique(uncut.blocks[filling], return_inverse=True)
-        sizes = np.bincount(of_block.ravel(), self.parts.counts[filling], len(blocks)).astype(np.int64)
+        is_first = np.diff(uncut.blocks[filling], prepend=-1) > 0
+        sizes = np.bincount(np.cumsum(is_first) - 1, self.parts.counts[filling]).astype(np.int64)
         wait_starts, waits = take_rows(self.wait_starts, self.waits, pieces)
         holders, releases, limits = self._holders(pieces)
         return LanesToFill(
@@ -303,6 +307,8 @@ class _Filling:
 
     def _holders(self, pieces: Integers) -> tuple[Integers, Integers, Integers]:
         """Return, for each piece, the stages that keep one microbatch more and one less from its start on; and stages' limits."""
+        if (self.limits < 0).all():
+            return np.full(len(pieces), -1), np.full(len(pieces), -1), self.limits[:0]
         whole, kinds = self.piece_of_part[pieces], self.work.kinds[pieces]
         stages, stage_of_piece = np.unique(self.work.computed_stages[pieces], return_inverse=True)
         limits = self.limits[stages]

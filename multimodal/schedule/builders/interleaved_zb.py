@@ -41,10 +41,14 @@ def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
     best = fill_pipelines(in_line, costs, _movable(in_line, (), 0))
     if step.forward_only:
         return best.schedule
-    split, room, reduced = split_in_line(in_line, step.graph.unit_names), _room(in_line, costs), reduced_units(step, costs)
+    split, reduced = split_in_line(in_line, step.graph.unit_names), reduced_units(step, costs)
+    room: Floats | None = None
     for num_more in MORE_IN_FLIGHT:
         filled = fill_pipelines(split, costs, _movable(split, reduced, num_more))
-        if filled.end >= (1 - _LEAST_GAIN) * best.end or (_most_kept(filled.schedule, costs) > room).any():
+        if filled.end >= (1 - _LEAST_GAIN) * best.end:
+            break
+        room = _room(in_line, costs) if room is None else room
+        if (_most_kept(filled.schedule, costs) > room).any():
             break
         best = filled
     return best.schedule
@@ -73,4 +77,5 @@ def _most_kept(schedule: Schedule, costs: StepCosts) -> Integers:
         kept[ends] = -kept[forwards]
     is_computed = schedule.pieces < work.num_computed
     sizes, lanes = kept[schedule.pieces[is_computed]], schedule.lane_of_slot[is_computed]
-    return np.array([np.cumsum(sizes[lanes == lane]).max(initial=0) for lane in range(schedule.num_lanes)])
+    ends = np.searchsorted(lanes, np.arange(1, schedule.num_lanes))
+    return np.array([np.cumsum(row).max(initial=0) for row in np.split(sizes, ends)])
