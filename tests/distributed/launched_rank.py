@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 import pretrain_mllm  # first, as it says how much torch is to log
 
@@ -13,6 +14,9 @@ import megatron.runtime.launch.distributed_setup
 import megatron.runtime.training.loop
 import megatron.runtime.training.resumption
 import megatron.runtime.training.run  # noqa: F401
+
+with suppress(ImportError):  # the digits' source, if it is installed
+    import sklearn.datasets  # noqa: F401
 
 
 def run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:
