@@ -58,7 +58,7 @@ class Execution {
         const std::int64_t action = head(lane);
         if (in_.resources[action] == kSend) return send(action, lane);
         if (in_.resources[action] == kReceive) return post(action, lane);
-        return in_.collectives[action] < 0 ? compute(action) : collect(action, lane);
+        return in_.collectives[action] < 0 ? compute(action, lane) : collect(action, lane);
     }
 
     bool send(std::int64_t action, std::int64_t lane) {
@@ -87,13 +87,15 @@ class Execution {
             complete(action, passed_at_[action]);
     }
 
+    // What has to be complete for a need: of a receive, its send.
+    std::int64_t awaited_by(std::int64_t need) const {
+        return in_.resources[need] == kReceive ? in_.needs[in_.need_starts[need]] : need;
+    }
+
     // When a need was met: a receive when it is posted in all lanes of its stage, and sent.
     bool has_ended(std::int64_t need, double& time) const {
-        std::int64_t awaited = need;
-        if (in_.resources[need] == kReceive) {
-            if (num_passed_[need] < num_lanes_of(need)) return false;
-            awaited = in_.needs[in_.need_starts[need]];
-        }
+        if (in_.resources[need] == kReceive && num_passed_[need] < num_lanes_of(need)) return false;
+        const std::int64_t awaited = awaited_by(need);
         time = done_at_[awaited];
         return events_.is_done[awaited] != 0;
     }
@@ -103,8 +105,7 @@ class Execution {
             const std::int64_t need = in_.needs[index];
             double time;
             if (has_ended(need, time)) continue;
-            const std::int64_t awaited = in_.resources[need] == kReceive ? in_.needs[in_.need_starts[need]] : need;
-            for (const std::int64_t lane : lanes) wait(awaited, lane);
+            for (const std::int64_t lane : lanes) wait(awaited_by(need), lane);
             return false;
         }
         return true;
@@ -127,7 +128,8 @@ class Execution {
         ++round_;
     }
 
-    bool compute(std::int64_t action) {
+    bool compute(std::int64_t action, std::int64_t lane) {
+        if (num_lanes_of(action) == 1) return compute_alone(action, lane);
         begin_round();
         together_.push_back(action);
         add_lanes(action);
@@ -135,6 +137,20 @@ class Execution {
             if (head(lane) != action) return false;
         if (!is_met(action, lanes_)) return false;
         start_together();
+        return true;
+    }
+
+    bool compute_alone(std::int64_t action, std::int64_t lane) {
+        double start = free_at_[lane];
+        for (std::int64_t index = in_.need_starts[action]; index < in_.need_starts[action + 1]; ++index) {
+            double time;
+            if (!has_ended(in_.needs[index], time)) {
+                wait(awaited_by(in_.needs[index]), lane);
+                return false;
+            }
+            start = std::max(start, time);
+        }
+        occupy(action, start);
         return true;
     }
 

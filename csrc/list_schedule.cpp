@@ -4,7 +4,6 @@
 #include <functional>
 #include <map>
 #include <queue>
-#include <set>
 #include <utility>
 
 namespace braid {
@@ -13,7 +12,38 @@ namespace {
 using Number = std::int64_t;
 template <typename Value>
 using SmallestFirst = std::priority_queue<Value, std::vector<Value>, std::greater<Value>>;
-using Waiting = std::set<std::pair<Number, Number>>;  // (microbatch, action): who is let in when nothing else is left to do.
+
+// Actions that wait to be let in: by urgency in their group, and by microbatch for when nothing else is left to do.
+class Waiting {
+   public:
+    explicit Waiting(Number num_groups, Number num_actions) : of_group_(num_groups), is_in_(num_actions, 0) {}
+
+    void insert(Number action, Number group, Number microbatch) {
+        is_in_[action] = 1;
+        of_group_[group].push(action);
+        all_.push({microbatch, action});
+    }
+
+    void erase(Number action) { is_in_[action] = 0; }
+
+    // The most urgent action of a group; -1: none.
+    Number first_of(Number group) {
+        SmallestFirst<Number>& heap = of_group_[group];
+        while (!heap.empty() && !is_in_[heap.top()]) heap.pop();
+        return heap.empty() ? -1 : heap.top();
+    }
+
+    // The action of the earliest microbatch; -1: none.
+    Number earliest() {
+        while (!all_.empty() && !is_in_[all_.top().second]) all_.pop();
+        return all_.empty() ? -1 : all_.top().second;
+    }
+
+   private:
+    std::vector<SmallestFirst<Number>> of_group_;
+    SmallestFirst<std::pair<Number, Number>> all_;
+    std::vector<std::uint8_t> is_in_;  // What was taken out stays in the heaps until it comes up.
+};
 
 class Scheduler {
    public:
@@ -30,8 +60,8 @@ class Scheduler {
           stored_(actions.forward_limits.size, 0),
           begun_(actions.forward_limits.size, 0),
           to_begin_(actions.forward_limits.size, 0),
-          parked_(actions.forward_limits.size),
-          early_(actions.forward_limits.size) {
+          parked_(actions.forward_limits.size, num_actions_),
+          early_(actions.forward_limits.size, num_actions_) {
         for (Number index = 0; index < in_.followers.size; ++index) ++num_unmet_[in_.followers[index]];
         for (Number index = 0; index < in_.releases.size; ++index) ++num_holds_[in_.releases[index]];
         for (Number index = 0; index < num_actions_; ++index) to_begin_[in_.groups[index]] += gives_back(index);
@@ -46,10 +76,10 @@ class Scheduler {
             start_ready();
             if (!running_.empty()) {
                 finish_next();
-            } else if (!all_early_.empty()) {
-                let_back(all_early_.begin()->second);
-            } else if (!all_parked_.empty()) {
-                admit(all_parked_.begin()->second);
+            } else if (const Number backward = early_.earliest(); backward >= 0) {
+                let_back(backward);
+            } else if (const Number forward = parked_.earliest(); forward >= 0) {
+                admit(forward);
             } else {
                 return std::move(order_);
             }
@@ -83,29 +113,33 @@ class Scheduler {
         const Number group = in_.groups[index];
         if (has(index, kIsForward)) {
             if (is_full(group)) {
-                parked_[group].insert(index);
-                all_parked_.insert({in_.microbatches[index], index});
+                parked_.insert(index, group, in_.microbatches[index]);
                 return;
             }
             take_off(group);
         } else if (has(index, kIsGradient)) {
-            early_[group].insert(index);
-            all_early_.insert({in_.microbatches[index], index});
-            let_back_on_time(group);
-            return;
+            if (is_too_early(group)) {
+                early_.insert(index, group, in_.microbatches[index]);
+                return;
+            }
+            --begun_[group];
         }
         enqueue(index);
     }
 
-    // Releases the backwards for which enough microbatches are in flight, or no forward is left to wait for.
+    // Too few microbatches are in flight for a backward, and there are forwards to wait for.
+    bool is_too_early(Number group) const { return begun_[group] < in_.forward_floors[group] && to_begin_[group] > 0; }
+
     void let_back_on_time(Number group) {
-        while (!early_[group].empty() && (begun_[group] >= in_.forward_floors[group] || to_begin_[group] == 0))
-            let_back(*early_[group].begin());
+        while (!is_too_early(group)) {
+            const Number index = early_.first_of(group);
+            if (index < 0) return;
+            let_back(index);
+        }
     }
 
     void let_back(Number index) {
-        early_[in_.groups[index]].erase(index);
-        all_early_.erase({in_.microbatches[index], index});
+        early_.erase(index);
         --begun_[in_.groups[index]];
         enqueue(index);
     }
@@ -121,8 +155,7 @@ class Scheduler {
     }
 
     void admit(Number index) {
-        parked_[in_.groups[index]].erase(index);
-        all_parked_.erase({in_.microbatches[index], index});
+        parked_.erase(index);
         take_off(in_.groups[index]);
         enqueue(index);
     }
@@ -205,7 +238,7 @@ class Scheduler {
         if (has(index, kIsWeightGradient)) --stored_[own];
         if (std::find(freed_.begin(), freed_.end(), own) == freed_.end()) freed_.push_back(own);
         for (const Number group : freed_)
-            while (!parked_[group].empty() && !is_full(group)) admit(*parked_[group].begin());
+            for (Number forward = 0; !is_full(group) && (forward = parked_.first_of(group)) >= 0;) admit(forward);
     }
 
     void end_phases(Number index) {
@@ -235,8 +268,7 @@ class Scheduler {
     std::vector<std::vector<Number>> order_;
     SmallestFirst<std::pair<Number, Number>> running_;
     std::vector<Number> in_flight_, stored_, begun_, to_begin_;
-    std::vector<std::set<Number>> parked_, early_;
-    Waiting all_parked_, all_early_;
+    Waiting parked_, early_;  // Forwards beyond their group's limits, and backwards below its floor.
     std::vector<std::map<Number, Number>> num_left_;
     std::vector<std::map<Number, std::vector<Number>>> held_;
 };

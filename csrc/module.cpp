@@ -17,6 +17,7 @@
 #include "execute_lanes.h"
 #include "fill_idle_lanes.h"
 #include "group_rows.h"
+#include "link_actions.h"
 #include "list_schedule.h"
 #include "longest_first_partition.h"
 #include "map_stages.h"
@@ -107,6 +108,22 @@ py::tuple fill_idle_lanes(const Array<std::int64_t>& durations, const Array<std:
         filled = braid::fill_idle_lanes(to_fill);
     }
     return py::make_tuple(to_array(filled.order), to_array(filled.carriers), to_array(filled.waits), filled.end);
+}
+
+py::tuple link_actions(const Array<std::int64_t>& listed, const Array<std::int64_t>& need_starts,
+                       const Array<std::int64_t>& needs, const Array<std::uint8_t>& flags,
+                       const Array<std::int64_t>& microbatches, const Array<std::int64_t>& before,
+                       const Array<std::int64_t>& after) {
+    const braid::PiecesToLink pieces{view(listed),       view(need_starts), view(needs), view(flags),
+                                     view(microbatches), view(before),      view(after)};
+    braid::Links links;
+    {
+        py::gil_scoped_release release;
+        links = braid::link_actions(pieces);
+    }
+    if (!links.is_complete) throw py::index_error("what is waited for is not scheduled");
+    return py::make_tuple(to_array(links.follower_starts), to_array(links.followers), to_array(links.release_starts),
+                          to_array(links.releases));
 }
 
 py::tuple list_schedule(
@@ -351,6 +368,8 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("need_starts"), py::arg("needs"), py::arg("delays"), py::arg("line_starts"), py::arg("line"),
                py::arg("queue_starts"), py::arg("queues"), py::arg("holders"), py::arg("releases"), py::arg("limits"),
                py::arg("wait_starts"), py::arg("waits"), py::arg("goes_inside"), py::arg("behind"), py::arg("tolerances"));
+    module.def("link_actions", &link_actions, py::arg("listed"), py::arg("need_starts"), py::arg("needs"), py::arg("flags"),
+               py::arg("microbatches"), py::arg("before"), py::arg("after"));
     module.def("list_schedule", &list_schedule, py::kw_only(), py::arg("lane_starts"), py::arg("lanes"), py::arg("costs"),
                py::arg("microbatches"), py::arg("groups"), py::arg("flags"), py::arg("follower_starts"), py::arg("followers"),
                py::arg("release_starts"), py::arg("releases"), py::arg("phases"), py::arg("forward_limits"),

@@ -81,6 +81,15 @@ def fill_idle_lanes(
     behind: NDArray[np.int64],
     tolerances: NDArray[np.int64],
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]: ...
+def link_actions(
+    listed: NDArray[np.int64],
+    need_starts: NDArray[np.int64],
+    needs: NDArray[np.int64],
+    flags: NDArray[np.uint8],
+    microbatches: NDArray[np.int64],
+    before: NDArray[np.int64],
+    after: NDArray[np.int64],
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]: ...
 def list_schedule(
     *,
     lane_starts: NDArray[np.int64],

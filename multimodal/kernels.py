@@ -13,6 +13,7 @@ _NAMES = (
     "fill_idle_lanes",
     "find_mask_runs",
     "group_rows",
+    "link_actions",
     "list_mask_blocks",
     "list_schedule",
     "map_stages",

@@ -10,10 +10,18 @@ from numpy.typing import NDArray
 from multimodal.kernels import kernels
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.inside_slots import InsideSlots
+from multimodal.schedule.link_actions import (
+    HAS_GRADIENT,
+    HAS_WEIGHT_GRADIENT,
+    IS_FORWARD,
+    IS_GRADIENT,
+    IS_WEIGHT_GRADIENT,
+    link_actions,
+)
 from multimodal.schedule.list_schedule_reference import list_schedule_reference
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.arrays.rows import group_rows, order_by, row_numbers, row_starts
+from multimodal.values.arrays.rows import order_by, row_numbers, row_starts
 from multimodal.values.schedule import NO_WAIT, Schedule, SlotMode
 from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
 from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
@@ -21,8 +29,6 @@ from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork,
 _FORWARD, _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.FORWARD], KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 _GRADIENTS = [KIND_NUMBERS[ActionKind.BACKWARD], KIND_NUMBERS[ActionKind.INPUT_GRADIENT]]
 _REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
-_IS_FORWARD, _IS_GRADIENT, _IS_WEIGHT_GRADIENT, _HAS_GRADIENT, _HAS_WEIGHT_GRADIENT = 1, 2, 4, 8, 16
-"""Bits of `flags`; csrc/list_schedule.h."""
 
 
 @dataclass(frozen=True)
@@ -145,19 +151,26 @@ def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, N
     listed = chosen[_by_urgency(work, chosen, policy)]
     flags = _flags(work, listed)
     lane_starts, lanes = work.lanes_of(listed)
-    follower_starts, followers, release_starts, releases = _links(work, listed, flags, policy)
+    before, after = _neighbors(policy.orders)
+    microbatches = work.microbatches[listed]
+    links = link_actions(
+        listed=listed,
+        need_starts=work.need_starts,
+        needs=work.needs,
+        flags=flags,
+        microbatches=microbatches,
+        before=before,
+        after=after,
+    )
     groups, forward_limits, storage_limits, forward_floors = _groups(work, listed, policy)
     return listed, {
         "lane_starts": lane_starts,
         "lanes": lanes,
         "costs": step.once(unit_costs)[listed],
-        "microbatches": work.microbatches[listed],
+        "microbatches": microbatches,
         "groups": groups,
         "flags": flags,
-        "follower_starts": follower_starts,
-        "followers": followers,
-        "release_starts": release_starts,
-        "releases": releases,
+        **links._asdict(),
         "phases": policy.phase(work)[listed] if policy.phase else np.zeros(0, np.int64),
         "forward_limits": forward_limits,
         "storage_limits": storage_limits,
@@ -188,34 +201,13 @@ def _flags(work: StepWork, listed: Integers) -> Bytes:
     has_gradient[places[is_gradient]] = has_weight[places[is_weight]] = True
     has_gradient, has_weight = has_gradient[places], has_weight[places]
     bits = (
-        (is_forward, _IS_FORWARD),
-        (is_gradient, _IS_GRADIENT),
-        (is_weight, _IS_WEIGHT_GRADIENT),
-        (is_forward & has_gradient, _HAS_GRADIENT),
-        (is_forward & has_weight, _HAS_WEIGHT_GRADIENT),
+        (is_forward, IS_FORWARD),
+        (is_gradient, IS_GRADIENT),
+        (is_weight, IS_WEIGHT_GRADIENT),
+        (is_forward & has_gradient, HAS_GRADIENT),
+        (is_forward & has_weight, HAS_WEIGHT_GRADIENT),
     )
     return sum((np.where(has, bit, 0) for has, bit in bits), np.zeros(len(listed), np.int64)).astype(np.uint8)
-
-
-def _links(work: StepWork, listed: Integers, flags: Bytes, policy: Policy) -> tuple[Integers, Integers, Integers, Integers]:
-    """Return the followers of every action, and the actions that it releases: starts and positions of both."""
-    position = np.full(work.num_computed, -1)
-    position[listed] = np.arange(len(listed))
-    owners, needs = position[work.need_owners], position[work.needs]
-    if len(listed) < work.num_computed:
-        needs, owners = needs[owners >= 0], owners[owners >= 0]
-    # Forwards of one stage go in microbatch order; they have consecutive numbers.
-    later = np.flatnonzero((flags & _IS_FORWARD > 0) & (work.microbatches[listed] > 0))
-    firsts, thens = np.concatenate((needs, position[listed[later] - 1])), np.concatenate((owners, later))
-    starts, told = group_rows(thens, np.arange(len(thens)), len(listed))
-    firsts, thens = firsts[told], row_numbers(starts)
-    before, after = (position[each] for each in _neighbors(policy.orders))
-    assert (firsts >= 0).all() and (before >= 0).all() and (after >= 0).all(), "what is waited for is not scheduled"
-    of_first, of_then = flags[firsts], flags[thens]
-    is_released = (of_first & _IS_FORWARD > 0) & ((of_then & _IS_GRADIENT > 0) | (of_first & _HAS_GRADIENT == 0))
-    is_released &= told < len(needs)
-    followers = group_rows(np.concatenate((firsts, before)), np.concatenate((thens, after)), len(listed))
-    return *followers, *group_rows(thens[is_released], firsts[is_released], len(listed))
 
 
 def _neighbors(orders: Sequence[Integers]) -> tuple[Integers, Integers]:

@@ -5,11 +5,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
+from multimodal.schedule.link_actions import HAS_GRADIENT, HAS_WEIGHT_GRADIENT, IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT
 from multimodal.values.arrays.rows import flat_rows
 from multimodal.values.step_work import Bytes, Integers
-
-_IS_FORWARD, _IS_GRADIENT, _IS_WEIGHT_GRADIENT, _HAS_GRADIENT, _HAS_WEIGHT_GRADIENT = 1, 2, 4, 8, 16
-"""Bits of `flags`; csrc/list_schedule.h."""
 
 
 def list_schedule_reference(
@@ -120,12 +118,12 @@ class _Run:
 
     def _make_ready(self, index: int) -> None:
         group = self.groups[index]
-        if self.flags[index] & _IS_FORWARD:
+        if self.flags[index] & IS_FORWARD:
             if self._is_full(group):
                 self.parked[group].add(index)
                 return
             self._take_off(group)
-        elif self.flags[index] & _IS_GRADIENT:
+        elif self.flags[index] & IS_GRADIENT:
             self.early[group].add(index)
             self._let_back_on_time(group)
             return
@@ -133,7 +131,7 @@ class _Run:
 
     def _gives_back(self, index: int) -> bool:
         """Return True for a forward that a backward follows."""
-        return self.flags[index] & (_IS_FORWARD | _HAS_GRADIENT) == _IS_FORWARD | _HAS_GRADIENT
+        return self.flags[index] & (IS_FORWARD | HAS_GRADIENT) == IS_FORWARD | HAS_GRADIENT
 
     def _let_back_on_time(self, group: int) -> None:
         """Release the backwards that have enough microbatches in flight, or no forwards left to wait for."""
@@ -201,16 +199,16 @@ class _Run:
 
     def _end_flights(self, index: int) -> None:
         """Note the microbatches that are no longer in flight or stored after an action, which may admit forwards."""
-        landed = [index] if self.flags[index] & _IS_FORWARD and self.num_holds[index] == 0 else []
+        landed = [index] if self.flags[index] & IS_FORWARD and self.num_holds[index] == 0 else []
         for forward in self.releases[index]:
             self.num_holds[forward] -= 1
             if self.num_holds[forward] == 0:
                 landed.append(forward)
         for forward in landed:
             self.in_flight[self.groups[forward]] -= 1
-            if not self.flags[forward] & _HAS_WEIGHT_GRADIENT:
+            if not self.flags[forward] & HAS_WEIGHT_GRADIENT:
                 self.stored[self.groups[forward]] -= 1
-        if self.flags[index] & _IS_WEIGHT_GRADIENT:
+        if self.flags[index] & IS_WEIGHT_GRADIENT:
             self.stored[self.groups[index]] -= 1
         for group in dict.fromkeys([*(self.groups[forward] for forward in landed), self.groups[index]]):
             while self.parked[group] and not self._is_full(group):

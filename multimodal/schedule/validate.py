@@ -14,7 +14,7 @@ from multimodal.values.action import Action, ActionKind, Resource, action_to_tex
 from multimodal.values.arrays.rows import order_by, row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode, slot_error
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, take_rows
+from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork, take_rows
 
 _COMPUTE, _SEND, _RECEIVE = (RESOURCE_NUMBERS[each] for each in (Resource.COMPUTE, Resource.SEND, Resource.RECEIVE))
 
@@ -249,13 +249,24 @@ def _is_in_order_of_start(schedule: Schedule, execution: Execution) -> bool:
     work = schedule.work
     starts = np.zeros(work.num_computed, np.int64)
     starts[execution.event_pieces] = execution.start_seconds
-    producers, consumers = work.message_ends
-    ranks = np.empty(work.num_messages, np.int64)
-    ranks[order_by(producers, starts[consumers])] = np.arange(work.num_messages)
-    moments = np.concatenate((2 * starts, np.repeat(2 * starts[producers] + 1, 2)))[schedule.pieces]
-    turns = np.concatenate((np.zeros(work.num_computed, np.int64), np.repeat(ranks, 2)))[schedule.pieces]
-    is_later = (moments[1:] > moments[:-1]) | ((moments[1:] == moments[:-1]) & (turns[1:] >= turns[:-1]))
-    return bool((is_later | (np.diff(schedule.lane_of_slot) > 0)).all())
+    moments = np.concatenate((2 * starts, np.repeat(2 * starts[work.message_ends[0]] + 1, 2)))[schedule.pieces]
+    is_next = np.diff(schedule.lane_of_slot) == 0
+    if (is_next & (moments[1:] < moments[:-1])).any():
+        return False
+    tied = np.flatnonzero(is_next & (moments[1:] == moments[:-1]) & (moments[1:] & 1 == 1))
+    turns = (_turns(schedule.pieces[tied + later], work, starts) for later in (0, 1))
+    is_later, is_equal = np.zeros(len(tied), bool), np.ones(len(tied), bool)
+    for before, after in zip(*turns, strict=True):
+        is_later |= is_equal & (after > before)
+        is_equal &= after == before
+    return bool((is_later | is_equal).all())
+
+
+def _turns(messages: Integers, work: StepWork, starts: Integers) -> tuple[Integers, ...]:
+    """Return what orders messages of one moment, the most significant first; messages: pieces, sends or receives."""
+    numbers = (messages - work.num_computed) // 2
+    producers, consumers = (ends[numbers] for ends in work.message_ends)
+    return producers, starts[consumers], numbers
 
 
 def _check_rendezvous(schedule: Schedule) -> None:

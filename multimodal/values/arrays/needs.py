@@ -1,6 +1,7 @@
 """The needs of every piece of a step as arrays: the rule of `dependencies`, evaluated for all pieces at once."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import numpy as np
 
@@ -18,9 +19,9 @@ _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 def piece_needs(pieces: Pieces, graph: ModelGraph, routes: Routes) -> tuple[Integers, Integers]:
     """Return the pieces that each piece needs, as rows (starts, pieces), in the order of `dependencies`. O(pieces + needs)."""
     found = [needs for unit in pieces.units.values() for needs in _of_computations(unit, pieces, graph, routes)]
-    rows = _rows(found, pieces.num_pieces)
+    rows = cache(lambda: _rows(found, pieces.num_pieces))
     reductions = [needs for unit in pieces.units.values() for needs in _of_reductions(unit, rows)]
-    return _rows([*found, *reductions], pieces.num_pieces) if reductions else rows
+    return _rows([*found, *reductions], pieces.num_pieces) if reductions else rows()
 
 
 def _rows(found: list[_Needs], num_pieces: int) -> tuple[Integers, Integers]:
@@ -87,7 +88,7 @@ def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: R
     return unit.backward[last, given] + np.where(is_cut, index * unit.width[last, given], 0), gradients
 
 
-def _of_reductions(unit: UnitPieces, rows: tuple[Integers, Integers]) -> Iterator[_Needs]:
+def _of_reductions(unit: UnitPieces, rows: Callable[[], tuple[Integers, Integers]]) -> Iterator[_Needs]:
     """Yield the needs of reductions: the piece before, and a stage's last gradients; by layer, most begin with the last backward.
 
     rows: what computations need.
@@ -103,7 +104,7 @@ def _of_reductions(unit: UnitPieces, rows: tuple[Integers, Integers]) -> Iterato
         whole = (counts[found.stages, replicas] > part) & (num_early <= part) & is_last
         yield owners[whole] + part, found.last_pieces[whole]
         if (is_early := num_early > part).any():
-            yield from _of_early_reductions(unit, rows, is_early, owners + part)
+            yield from _of_early_reductions(unit, rows(), is_early, owners + part)
 
 
 def _of_early_reductions(
