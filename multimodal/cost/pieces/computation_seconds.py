@@ -134,6 +134,9 @@ class ComputationSeconds:
                 chosen = np.flatnonzero(np.asarray(where.any(axis=0))[replicas])
                 seconds = self._of_rows(rows, chosen, partial(self.stages.computations, stage))
                 for index in np.flatnonzero(where.any(axis=1)).tolist():
+                    if where[index].all():
+                        found[:, :, index] = seconds
+                        continue
                     is_here = where[index, replicas[chosen]]
                     found[:, :, index, chosen[is_here]] = seconds[:, :, is_here]
             if self.stages.options.zero_stage >= 3 and not of_subsets:
