@@ -29,8 +29,8 @@ TOLERANCES = (0, 20, 40, 60, 80, 100)
 FINE_TOLERANCES = (0, 25, 50, 75)
 """The same for single segments, also inside waits; there, the excess prolongs the LLM's computation."""
 MOST_WORK = 300_000_000
-"""Largest product of pieces and queues of a pipeline that is filled: some tenths of a second. Large pipelines try fewer tolerances; beyond
-this limit, where routes connect many pipelines, encoders run as in 1F1B."""
+"""Largest product of pieces and queues of a pipeline that is filled: some tenths of a second. Large pipelines try fewer
+tolerances; beyond this limit, where routes connect many pipelines, encoders run as in 1F1B."""
 MOST_SEGMENTS = 60_000
 """Most segments of encoders that are placed one by one, over as many pipelines as possible; pipelines that are alike count
 once."""
