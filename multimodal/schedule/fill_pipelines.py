@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import starmap
 from typing import NamedTuple
@@ -54,11 +55,30 @@ class Movable(NamedTuple):
     """True if encoders may be cut into segments that run inside the LLM's computations."""
 
 
-class FilledPipelines(NamedTuple):
-    """A schedule, and the end of its last pipeline; infinite if any pipeline runs in the order of 1F1B."""
+@dataclass(frozen=True)
+class FilledPipelines:
+    """All pipelines of a step, filled. The schedule is made when it is asked for."""
 
-    schedule: Schedule
-    end: float
+    step: StepGraph
+    way: "_Filling"
+    groups: Sequence[tuple[Sequence[Integers], "_FilledPipeline | None"]]
+    """The lanes of pipelines that are alike, and how the first of them is filled; None: it runs in the order of 1F1B."""
+
+    @property
+    def end(self) -> float:
+        """The end of the last pipeline; infinite if any pipeline runs in the order of 1F1B."""
+        return max((math.inf if filled is None else filled.lanes.end for _, filled in self.groups), default=0.0)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, with reductions."""
+        lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(self.step.plan.lanes)
+        for group, filled in self.groups:
+            placed = self.way.in_order(group[0]) if filled is None else filled.place()
+            for pipeline in group:
+                for lane, parts in zip(pipeline.tolist(), self.way.moved(placed, group[0], pipeline), strict=True):
+                    lanes[lane] = parts
+        return place_reductions(join_parts(self.step, lanes))
 
 
 def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> FilledPipelines:
@@ -71,18 +91,12 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
     alike = whole.alike_pipelines()
     longest_first = [group[0] for group in sorted(alike, key=len, reverse=True)]
     fine = _fill_finely(whole, longest_first, costs, movable) if movable.goes_inside else None
-    lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(step.plan.lanes)
-    end = 0.0
+    groups = []
     for group in alike:
         ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
         found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
-        best = min(found, key=lambda filled: filled.lanes.end, default=None)
-        placed = whole.in_order(group[0]) if best is None else best.place()
-        end = max(end, math.inf if best is None else best.lanes.end)
-        for pipeline in group:
-            for lane, parts in zip(pipeline.tolist(), whole.moved(placed, group[0], pipeline), strict=True):
-                lanes[lane] = parts
-    return FilledPipelines(place_reductions(join_parts(step, lanes)), end)
+        groups.append((group, min(found, key=lambda filled: filled.lanes.end, default=None)))
+    return FilledPipelines(step, whole, groups)
 
 
 def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, movable: Movable) -> "_Filling | None":
