@@ -1,6 +1,7 @@
+import os
 from glob import glob
 
-from pybind11.setup_helpers import Pybind11Extension, build_ext
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 # Optional: without a C++ compiler Braid still installs and runs the Python reference of every kernel.
@@ -14,4 +15,5 @@ kernels = Pybind11Extension(
     optional=True,
 )
 
+ParallelCompile(default=min(8, os.cpu_count() or 1)).install()
 setup(ext_modules=[kernels], cmdclass={"build_ext": build_ext})
