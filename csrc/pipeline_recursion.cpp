@@ -29,45 +29,13 @@ std::vector<PipelineStep> decode_steps(const PipelineShape& shape) {
 }
 
 PipelineEnd::PipelineEnd(const PipelineShape& shape)
-    : num_stages_(shape.num_stages), row_size_(shape.num_microbatches + 1), free_at_(shape.num_stages, 0.0) {
-    const std::int64_t size = shape.num_virtual_stages * row_size_;
-    seconds_.assign(shape.forward, shape.forward + size);
-    seconds_.insert(seconds_.end(), shape.backward, shape.backward + size);
-    first_steps_.assign(shape.num_microbatches, shape.num_steps);
-    for (const PipelineStep& step : decode_steps(shape)) {
-        const std::int64_t row = (step.is_forward ? 0 : shape.num_virtual_stages) + step.virtual_stage;
-        first_steps_[step.position] = std::min(first_steps_[step.position], static_cast<std::int64_t>(steps_.size()));
-        steps_.push_back({static_cast<std::int32_t>(step.stage), static_cast<std::int32_t>(step.position),
-                          static_cast<std::int32_t>(row * row_size_), static_cast<std::int32_t>(step.end),
-                          static_cast<std::int32_t>(step.needed)});
-    }
-    for (Run* each : {&taken_, &tried_}) {
-        each->ends.assign(shape.num_steps + 1, 0.0);
-        each->free_at.assign(shape.num_microbatches * num_stages_, 0.0);
-    }
-}
+    : shape_(shape), steps_(decode_steps(shape)), ends_(shape.num_steps + 1, 0.0), free_at_(shape.num_stages, 0.0) {}
 
-double PipelineEnd::take(const std::vector<std::int64_t>& order) { return run(order, taken_, 0); }
-
-double PipelineEnd::try_swapped(const std::vector<std::int64_t>& order, std::int64_t first, std::int64_t then) {
-    tried_.ends = taken_.ends;
-    tried_.free_at = taken_.free_at;
-    return run(order, tried_, std::min(first_steps_[first], first_steps_[then]));
-}
-
-double PipelineEnd::run(const std::vector<std::int64_t>& order, Run& into, std::int64_t first_step) {
-    const auto num_steps = static_cast<std::int64_t>(steps_.size());
-    if (first_step < num_steps) {
-        const double* known = &into.free_at[steps_[first_step].position * num_stages_];
-        std::copy(known, known + num_stages_, free_at_.begin());
-    }
-    if (first_step == 0) std::fill(free_at_.begin(), free_at_.end(), 0.0);
-    for (std::int64_t number = first_step; number < num_steps; ++number) {
-        const Step& step = steps_[number];
-        if (first_steps_[step.position] == number)
-            std::copy(free_at_.begin(), free_at_.end(), &into.free_at[step.position * num_stages_]);
-        const double start = std::max(free_at_[step.stage], into.ends[step.needed]);
-        free_at_[step.stage] = into.ends[step.end] = start + seconds_[step.row + order[step.position]];
+double PipelineEnd::operator()(const std::vector<std::int64_t>& order) {
+    std::fill(free_at_.begin(), free_at_.end(), 0.0);
+    for (const PipelineStep& step : steps_) {
+        const double start = std::max(free_at_[step.stage], ends_[step.needed]);
+        free_at_[step.stage] = ends_[step.end] = start + shape_.seconds(step.is_forward, step.virtual_stage, order[step.position]);
     }
     return *std::max_element(free_at_.begin(), free_at_.end());
 }

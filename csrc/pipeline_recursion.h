@@ -36,36 +36,17 @@ struct PipelineStep {
 
 std::vector<PipelineStep> decode_steps(const PipelineShape& shape);
 
-// When the last step ends if the microbatches run in an order. An order that is tried runs anew from the first step on that differs
-// from the order that was taken last. O(steps).
+// When the last step ends if the microbatches run in this order. O(steps).
 class PipelineEnd {
 public:
     explicit PipelineEnd(const PipelineShape& shape);
-
-    // Takes an order.
-    double take(const std::vector<std::int64_t>& order);
-    // Tries an order that differs from the one taken only at two positions.
-    double try_swapped(const std::vector<std::int64_t>& order, std::int64_t first, std::int64_t then);
-    // Takes the order that was tried last.
-    void take_tried() { std::swap(taken_, tried_); }
+    double operator()(const std::vector<std::int64_t>& order);
 
 private:
-    struct Step {
-        std::int32_t stage, position, row, end, needed;  // row: of `seconds_`.
-    };
-    struct Run {
-        std::vector<double> ends;
-        std::vector<double> free_at;  // [num_microbatches][num_stages] before the first step of each position.
-    };
-
-    double run(const std::vector<std::int64_t>& order, Run& into, std::int64_t first_step);
-
-    const std::int64_t num_stages_, row_size_;
-    std::vector<double> seconds_;  // [kind, virtual stage][microbatch]
-    std::vector<Step> steps_;
-    std::vector<std::int64_t> first_steps_;  // Of each position.
+    const PipelineShape& shape_;
+    std::vector<PipelineStep> steps_;
+    std::vector<double> ends_;
     std::vector<double> free_at_;
-    Run taken_, tried_;
 };
 
 // The end of every step as far as the order is known.

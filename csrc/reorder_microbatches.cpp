@@ -73,22 +73,20 @@ std::vector<std::int64_t> reorder_microbatches(const PipelineShape& shape, std::
     std::stable_sort(descending.begin(), descending.end(), [&](std::int64_t a, std::int64_t b) { return totals[a] > totals[b]; });
 
     PipelineEnd end_of(shape);
-    const double given_end = end_of.take(given);
+    const double given_end = end_of(given);
     Order best = given;
     double best_end = given_end;
     for (const Order& order : {fill_intervals(shape, ascending), ascending, descending}) {
-        const double end = end_of.take(order);
+        const double end = end_of(order);
         if (end < best_end) best = order, best_end = end;
     }
-    end_of.take(best);
     Positions positions(shape.num_microbatches);
     for (std::int64_t swap = 0; swap < num_swaps; ++swap) {
         const std::int64_t first = positions.next(), then = positions.next();
         std::swap(best[first], best[then]);
-        const double end = end_of.try_swapped(best, first, then);
+        const double end = end_of(best);
         if (end <= best_end) {
             best_end = end;
-            end_of.take_tried();
         } else {
             std::swap(best[first], best[then]);
         }
