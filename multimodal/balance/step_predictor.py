@@ -10,6 +10,7 @@ from multimodal.balance.encoder_pipelines import deal_by_idle_time, lane_seconds
 from multimodal.balance.placement import even_out_replicas
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.pieces.computation_seconds import ComputationSeconds
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import ScheduleRow
@@ -34,6 +35,8 @@ class StepPredictor:
     options: RunOptions = DEFAULT_OPTIONS
     _first: list[ModelCosts] = field(default_factory=list, init=False, repr=False, compare=False)
     """Costs of the first step; its cached values about the plan are valid for all steps."""
+    _latest: "list[StepPrediction]" = field(default_factory=list, init=False, repr=False, compare=False)
+    """The predictions of the latest samples: balancers that try assignments may try the same ones."""
 
     def predict(self, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "StepPrediction":
         """Predict a step of these samples."""
@@ -45,12 +48,19 @@ class StepPredictor:
 
     def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> "list[StepPrediction]":
         """Predict a step of these samples under each of several assignments; common parts are computed once."""
-        step = self.schedules.step(assignments[0])
-        if not self._first:
-            self._first.append(ModelCosts(step, lengths, self.cluster, self.vocab_size, self.options))
         batch = LengthBatch.of(lengths)
-        steps = (self.schedules.step(even_out_replicas(each, plan=self.schedules.plan)) for each in assignments)
-        costs = (self._first[0].of_batch(step, batch) for step in steps)
+        if self._latest and self._latest[0].costs.lengths is not batch:
+            self._latest.clear()
+        known = [each.assignment for each in self._latest]
+        self._latest.extend(self._predict_new([each for each in assignments if each not in known], batch))
+        return [next(each for each in self._latest if each.assignment == assignment) for assignment in assignments]
+
+    def _predict_new(self, assignments: Sequence[Assignment], batch: LengthBatch) -> "list[StepPrediction]":
+        steps = [self.schedules.step(even_out_replicas(each, plan=self.schedules.plan)) for each in assignments]
+        if steps and not self._first:
+            self._first.append(ModelCosts(steps[0], batch, self.cluster, self.vocab_size, self.options))
+        costs = [self._first[0].of_batch(step, batch) for step in steps]
+        ComputationSeconds.compute_ahead([each.computations for each in costs])
         return [StepPrediction(self.schedules, *each) for each in zip(costs, assignments, strict=True)]
 
 

@@ -51,10 +51,13 @@ class StageLayers:
 
     def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
         """Return the weights of a stage, all tensor parallel ranks together."""
-        return sum(
-            count * (self.trained_layer_weights(stage[0], layer, need) if trained_only else self.layer_weights(stage[0], layer))
-            for (layer, need), count in self.counts(stage).items()
-        )
+        if (stage, trained_only) not in self._num_weights:
+            unit, counts = stage[0], self.counts(stage).items()
+            self._num_weights[stage, trained_only] = sum(
+                count * (self.trained_layer_weights(unit, layer, need) if trained_only else self.layer_weights(unit, layer))
+                for (layer, need), count in counts
+            )
+        return self._num_weights[stage, trained_only]
 
     def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
         """Return the trained weights of a stage, all tensor parallel ranks together, by the ranks that share their state.
@@ -121,6 +124,10 @@ class StageLayers:
             unit.name: [layers_backward_need(self.graph, unit.name, range(layer, layer + 1)) for layer in range(len(unit.layers))]
             for unit in self.graph.units
         }
+
+    @cached_property
+    def _num_weights(self) -> dict[tuple[StageKey, bool], int]:
+        return {}
 
     @cached_property
     def _counts(self) -> dict[StageKey, LayerCounts]:

@@ -129,22 +129,44 @@ class ComputationSeconds:
             replicas, rows = self.step.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)
             if of_subsets:
                 replicas = np.repeat(replicas, np.diff(self.loads.routes_from(unit).subset_starts))
-            found = np.zeros((2, len(COMPUTATIONS), self.step.plan.units[unit].num_virtual_stages, len(replicas)))
-            for stage, where in self.stages.alike(unit):
-                chosen = np.flatnonzero(np.asarray(where.any(axis=0))[replicas])
-                seconds = self._of_rows(rows, chosen, partial(self.stages.computations, stage))
-                for index in np.flatnonzero(where.any(axis=1)).tolist():
-                    if where[index].all():
-                        found[:, :, index] = seconds
-                        continue
-                    is_here = where[index, replicas[chosen]]
-                    found[:, :, index, chosen[is_here]] = seconds[:, :, is_here]
+            found = None if of_subsets else self._computed_ahead.pop(unit, None)
+            if found is None:
+                found = self._in_every_stage(unit, replicas, rows)
             if self.stages.options.zero_stage >= 3 and not of_subsets:
                 found += self._waits_for_the_slowest(unit, found[0])
             if self.step.plan.units[unit].expert_parallel_size > 1:
                 self._compute_together(unit, found, rows, of_subsets=of_subsets)
             self._known[unit, of_subsets] = found
         return self._known[unit, of_subsets]
+
+    def _in_every_stage(self, unit: str, replicas: Integers, rows: UnitLoad | Sequence[ComputedLoad]) -> Floats:
+        """[2, kinds, num_stages, num_rows] seconds and waits as if no replica waited for another one; replicas: of the rows."""
+        found = np.zeros((2, len(COMPUTATIONS), self.step.plan.units[unit].num_virtual_stages, len(replicas)))
+        for stage, where in self.stages.alike(unit):
+            chosen = np.flatnonzero(np.asarray(where.any(axis=0))[replicas])
+            seconds = self._of_rows(rows, chosen, partial(self.stages.computations, stage))
+            for index in np.flatnonzero(where.any(axis=1)).tolist():
+                if where[index].all():
+                    found[:, :, index] = seconds
+                    continue
+                is_here = where[index, replicas[chosen]]
+                found[:, :, index, chosen[is_here]] = seconds[:, :, is_here]
+        return found
+
+    @staticmethod
+    def compute_ahead(steps: "Sequence[ComputationSeconds]") -> None:
+        """Compute what several steps under one plan will be asked for at once: small ones take no longer than one of them."""
+        for unit, sizes in steps[0].step.plan.units.items() if steps else ():
+            if sizes.context_parallel_size > 1:
+                continue
+            placed = [each.step.assignment.placed[unit] for each in steps]
+            loads = zip(*(each.loads.of_microbatches(unit) for each in steps), strict=True)
+            columns: list[Any] = list(map(np.concatenate, loads))
+            replicas = np.concatenate([each.replica_of_microbatch for each in placed])
+            found = steps[0]._in_every_stage(unit, replicas, UnitLoad(*columns))
+            ends = np.cumsum([each.num_microbatches for each in placed])
+            for each, own in zip(steps, np.split(found, ends[:-1], axis=-1), strict=True):
+                each._computed_ahead[unit] = own
 
     def _before_segments(self, unit: str, stage: int) -> Floats:
         """[2, kinds, num_segments + 1, num_microbatches] seconds and waits of a stage's segments before each one, and of all.
@@ -227,6 +249,10 @@ class ComputationSeconds:
 
     @cached_property
     def _known_waits(self) -> dict[tuple[str, int, int, ActionKind], Floats]:
+        return {}
+
+    @cached_property
+    def _computed_ahead(self) -> dict[str, Floats]:
         return {}
 
     @cached_property

@@ -9,9 +9,12 @@ from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.cluster import Cluster, Network, NodeLink
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph, validate_assignment
 
@@ -50,6 +53,23 @@ def test_the_quick_bound_is_below_the_prediction(graph, build_plan, build_sample
     assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2))
     prediction = predict.predict(assignment, lengths)
     assert 0 < prediction.least_seconds <= prediction.seconds
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_steps_predicted_together_are_those_predicted_alone(graph, build_sample, cp):
+    sizes = {name: UnitSizes(data_parallel_size=size) for name, size in {"vision": 2, "audio": 1}.items()}
+    sizes["llm"] = UnitSizes(context_parallel_size=cp)
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=3 + cp)
+    lengths = LengthBatch.of(draw_batch(build_sample, 3))
+    options = [BalanceOptions(micro_batch_size=size) for size in (2, 3, 8)]
+    assignments = [BALANCERS["orchmllm"](lengths, graph=graph, plan=plan, options=each) for each in options]
+    together = predictor(graph, plan)
+    found = together.predict_each(assignments, lengths)
+    alone = [predictor(graph, plan).predict(each, lengths) for each in assignments]
+    assert [each.least_seconds for each in found] == [each.least_seconds for each in alone]
+    assert [each.seconds for each in found] == [each.seconds for each in alone]
+    assert len({each.seconds for each in found}) == len(found)
+    assert together.predict_each(assignments[::-1], lengths) == found[::-1]
 
 
 @pytest.mark.parametrize("costs", [{}, {"llm": UnitCost(), "vision": UnitCost(CostForm.PADDED), "audio": UnitCost()}])
