@@ -46,7 +46,7 @@ SECONDS_PER_ESTIMATE, SECONDS_PER_ESTIMATED_GPU = 0.15, 0.0008
 LAYOUTS_UNTIL, RANKED_UNTIL, VARIANTS_UNTIL = 0.4, 0.5, 0.8
 """Shares of the time budget after which no further layout, closer simulation or variant is tried."""
 LEAST_VARIANTS = 0.15
-"""Share of the time budget for variants, even if other planners' plans have used up the rest."""
+"""Share of the time budget for variants, even if other planners' plans have used up the rest; more where glances cost more."""
 NUM_RANKED = 12
 """Layouts that are simulated more closely."""
 NUM_OVERLAPPED = 16
@@ -249,7 +249,8 @@ class PlanSearch:
     def vary_best(self) -> None:
         """Try variants of the best runs, and of the best variants, while the budget lasts and that helps."""
         budget = self.trials.budget
-        until = max(VARIANTS_UNTIL * budget.seconds, budget.spent_seconds + LEAST_VARIANTS * budget.seconds)
+        least = LEAST_VARIANTS * self.trials.cost_of_a_glance * budget.seconds
+        until = max(VARIANTS_UNTIL * budget.seconds, budget.spent_seconds + least)
         while (chosen := self.next_to_vary()) is not None:
             run = chosen
             self.trials.try_run(run, RANKING)

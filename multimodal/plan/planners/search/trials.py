@@ -94,6 +94,11 @@ class Trials:
         tokens = self.request.sample_loads[self.request.graph.backbone.name][:, 0]
         return bool(tokens.max() > HEAVY * size * tokens.mean())
 
+    @property
+    def cost_of_a_glance(self) -> float:
+        """Times that the largest quick simulation is larger than where part of a step says enough about the whole."""
+        return OF_HEAVY_SAMPLES[QUICK].share / QUICK.share if self.has_heavy_samples else 1.0
+
     def least_step_seconds(self, run: PlannedRun) -> float:
         """Return a lower bound of the run's step for all balancers and schedules."""
         key = run.micro_batch_size, run.recompute, run.tp_comm_overlap
