@@ -11,7 +11,7 @@ from multimodal.plan.planners.estimate.unit_layout import fold_stages
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.search.trials import QUICK, RANKING, SearchBudget
+from multimodal.plan.planners.search.trials import QUICK, RANKING, SearchBudget, Trials
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request
@@ -30,6 +30,20 @@ def varied(asked, planner):
 def test_all_balancers_that_suit_are_tried():
     tried = {run.balance for run in varied(request(TWO, num_gpus=8), "disttrain")}
     assert tried == {name for name, row in BALANCERS.items() if not row.needs_costs and not row.is_for_these_alone}
+
+
+def test_where_glances_cost_more_variants_get_more_of_a_spent_budget(monkeypatch):
+    def count(asked):
+        search = PlanSearch(asked, budget=SearchBudget(0.1, spent_seconds=0.1))
+        search.rank_others([PLANNERS["megatron"]])
+        known = len(search.trials.found)
+        search.vary_best()
+        return len(search.trials.found) - known
+
+    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
+    usual = count(asked)
+    monkeypatch.setattr(Trials, "cost_of_a_glance", 5.0)
+    assert 0 < usual < count(asked)
 
 
 def test_all_schedules_for_single_ranges_are_tried():

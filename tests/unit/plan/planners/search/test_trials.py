@@ -53,7 +53,9 @@ def test_where_some_samples_are_very_heavy_more_of_a_step_is_simulated(monkeypat
     heavy = tuple(SampleLengths(index, (), 4096 if index == 0 else 64, 8) for index in range(32))
     asked = request(TEXT_ONLY, lengths=heavy)
     search, run = Trials(asked, SearchBudget(1.0), asked.max_actions), PLANNERS["megatron"](asked)
-    assert search.has_heavy_samples and not Trials(request(TWO), SearchBudget(1.0), None).has_heavy_samples
+    usual = Trials(request(TWO), SearchBudget(1.0), None)
+    assert search.has_heavy_samples and not usual.has_heavy_samples
+    assert (search.cost_of_a_glance, usual.cost_of_a_glance) == (RANKING.share / QUICK.share, 1.0)
     for fidelity in (QUICK, RANKING, FINAL):
         search.try_run(run, fidelity)
     assert calls == [(asked.max_actions * RANKING.share, 1), (asked.max_actions, 1), (asked.max_actions, asked.num_batches)]
