@@ -47,6 +47,8 @@ LAYOUTS_UNTIL, RANKED_UNTIL, VARIANTS_UNTIL = 0.4, 0.5, 0.8
 """Shares of the time budget after which no further layout, closer simulation or variant is tried."""
 LEAST_VARIANTS = 0.15
 """Share of the time budget for variants, even if other planners' plans have used up the rest; more where glances cost more."""
+HEAVY_BUDGET = 2.0
+"""Factor on the time budget where some samples are very heavy, since every simulation is larger there."""
 NUM_RANKED = 12
 """Layouts that are simulated more closely."""
 NUM_OVERLAPPED = 16
@@ -79,11 +81,14 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
     4. The best are judged as `tools/plan.py` judges every plan; so is every other planner's tuned plan that ranked close to the
     best, so that this planner is not behind them.
 
-    The search ends when `request.time_budget_seconds` of nominal work are used up (`SearchBudget`): the same inputs give the same
-    plan on every machine, however fast it is. Step 3 is always done. When interrupted from the keyboard (Ctrl-C), it returns the
-    best plan so far; a second interrupt aborts it. others: the planners of step 3. Raises PlanError if nothing fits.
+    The search ends when `request.time_budget_seconds` of nominal work are used up (`SearchBudget`; twice as many where some
+    samples are very heavy): the same inputs give the same plan on every machine, however fast it is. Step 3 is always done. When
+    interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second interrupt aborts it. others: the planners of
+    step 3. Raises PlanError if nothing fits.
     """
     search = PlanSearch(request, budget=SearchBudget(request.time_budget_seconds))
+    if search.trials.has_heavy_samples:
+        search.trials.budget.seconds *= HEAVY_BUDGET
     try:
         search.rank_layouts()
         search.vary_best()
