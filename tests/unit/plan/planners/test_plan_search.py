@@ -14,6 +14,7 @@ from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.trials import QUICK, RANKING, SearchBudget, Trials
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
+from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request
 
 UNLIMITED = SearchBudget(float("inf"))
@@ -44,6 +45,14 @@ def test_where_glances_cost_more_variants_get_more_of_a_spent_budget(monkeypatch
     usual = count(asked)
     monkeypatch.setattr(Trials, "cost_of_a_glance", 5.0)
     assert 0 < usual < count(asked)
+
+
+@pytest.mark.parametrize(("longest", "seconds"), [(64, "0.5 s"), (4096, "1 s")])
+def test_a_search_with_very_heavy_samples_has_twice_the_budget(longest, seconds):
+    said = []
+    lengths = tuple(SampleLengths(index, (), longest if index == 0 else 64, 8) for index in range(32))
+    PLANNERS["braid"](request(TEXT_ONLY, lengths=lengths, num_gpus=2, on_progress=said.append))
+    assert said and all(f"of {seconds}: best so far" in line for line in said)
 
 
 def test_all_schedules_for_single_ranges_are_tried():
