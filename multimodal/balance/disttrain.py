@@ -84,7 +84,7 @@ def _reordered(llm: Groups, order_of: Callable[[slice], npt.ArrayLike]) -> Group
 
 def _fill_waits(seconds: npt.NDArray[np.float64], own: slice, *, num_stages: int) -> npt.ArrayLike:
     """Return the order of Alg. 3 for some microbatches; seconds: [2, num_virtual_stages, num_microbatches]."""
-    if own.stop - own.start < 3:  # the first stays first, so there is nothing to choose
+    if own.stop - own.start < 3 or not num_stages:  # the first stays first, and without work no order is better
         return range(own.stop - own.start)
     forward, backward = seconds[:, :, own]
     return reorder_microbatches(forward, backward_seconds=backward, num_stages=num_stages)

@@ -62,3 +62,10 @@ def test_heavy_microbatches_stand_in_the_middle() -> None:
     sizes = np.array([5.0, 1.0, 4.0, 2.0, 3.0, 9.0])
     assert sizes[np.asarray(_light_outside(sizes, slice(0, 5)))].tolist() == [1.0, 3.0, 5.0, 4.0, 2.0]
     assert np.asarray(_light_outside(sizes, slice(4, 6))).tolist() == [0, 1]
+
+
+def test_samples_without_any_work_keep_their_order(graph, build_plan, build_sample):
+    plan = build_plan(vision=1, audio=1, llm=1)
+    lengths = [build_sample(index, 0) for index in range(4)]
+    assignment = balance_disttrain(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
+    assert assignment.placed["llm"].sample_ids.tolist() == [0, 1, 2, 3]
