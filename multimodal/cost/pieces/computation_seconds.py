@@ -155,7 +155,7 @@ class ComputationSeconds:
 
     @staticmethod
     def compute_ahead(steps: "Sequence[ComputationSeconds]") -> None:
-        """Compute what several steps under one plan will be asked for at once: small ones take no longer than one of them."""
+        """Compute what several steps under one plan will be asked for at once, which is faster where they are small."""
         for unit, sizes in steps[0].step.plan.units.items() if steps else ():
             if sizes.context_parallel_size > 1:
                 continue
