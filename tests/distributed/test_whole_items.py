@@ -2,10 +2,12 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.cost.item_shares import CUT, ItemDealer
+from multimodal.data.sample_source import ItemPixels
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import UnitPlan
@@ -63,6 +65,19 @@ PLANS = {
 @pytest.mark.parametrize("backend", ["auto", "blocks"])
 def test_any_grid(ranks: RankPool, plan: str, backend: str) -> None:
     assert_matches(replace(whole_items_case(**PLANS[plan]), sequence_parallel="tp" in plan, attention_backend=backend), ranks)
+
+
+class BytesSource(RandomSource):
+    """Images as files have them: bytes, which are normalised where they are embedded."""
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        found = super().item(index, item_index)
+        return replace(found, patches=(found.patches * 40 + 128).clip(0, 255).astype(np.uint8))
+
+
+def test_one_small_image_file_leaves_a_rank_without_patches(ranks: RankPool) -> None:
+    case = whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0))
+    assert_matches(replace(case, source=BytesSource(GRAPH, SAMPLES, 12)), ranks)
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])

@@ -15,6 +15,6 @@ def normalised_patches(patches: Tensor, image: ImageInput | None) -> Tensor:
     if patches.dtype != torch.uint8:
         return patches
     assert image is not None, "only images have bytes"
-    values = (patches.float() / 255).view(len(patches), image.in_channels, -1)
+    values = (patches.float() / 255).unflatten(1, (image.in_channels, -1))  # a context parallel rank may have no patches
     means, deviations = (each * (image.in_channels // len(each)) for each in (image.mean, image.std))
     return torch.cat([(values[:, i] - means[i]) / deviations[i] for i in range(image.in_channels)], dim=1)

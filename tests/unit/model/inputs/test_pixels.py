@@ -20,6 +20,11 @@ def test_bytes_are_normalised_channel_by_channel(constants: dict[str, tuple[floa
     np.testing.assert_array_equal(normalised_patches(torch.from_numpy(patches), image).numpy(), expected)
 
 
+def test_no_bytes_become_no_values() -> None:
+    """A context parallel rank of an encoder may have none of a small image's patches."""
+    assert normalised_patches(torch.empty((0, 12), dtype=torch.uint8), ImageInput(patch_size=2)).shape == (0, 12)
+
+
 def test_values_stay_as_they_are() -> None:
     patches = torch.randn(2, 12)
     assert normalised_patches(patches, None) is patches
