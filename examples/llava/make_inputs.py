@@ -22,7 +22,7 @@ LLAVA_TEMPLATE = (
     "{% generation %}{{ message['content'][0]['text'] + '</s>' }}{% endgeneration %}{% else %}"
     "{{ '' if message['role'] == 'system' else 'USER: ' }}"
     "{% for part in message['content'] %}{{ '<image>\n' if part['type'] == 'image' else part['text'] }}{% endfor %}{{ ' ' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}ASSISTANT: {% endif %}"
 )
 QWEN_TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}<|im_start|>system\n"
@@ -55,13 +55,17 @@ def write_tokenizer(folder: Path) -> dict[str, int]:
     return {token: tokenizer.token_to_id(token) for token in SPECIAL}
 
 
-def build_llava(ids: dict[str, int]) -> tuple[Any, str, dict[str, Any]]:
-    """Return a model, its template, and what its image processor does."""
+def build_llava(ids: dict[str, int], folder: Path) -> tuple[Any, str, dict[str, Any]]:
+    """Return a model, its template, and what its image processor does; write how many placeholders its processor makes."""
     from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
     vision = CLIPVisionConfig(**shape, image_size=28, patch_size=7)
-    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT_SHAPE), image_token_index=ids["<image>"])
+    ends = {"bos_token_id": ids["<s>"], "eos_token_id": ids["</s>"]}
+    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**TEXT_SHAPE, **ends), image_token_index=ids["<image>"])
+    placeholders = {"patch_size": 7, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    described = {"processor_class": "LlavaProcessor", "image_token": "<image>", **placeholders}
+    (folder / "processor_config.json").write_text(json.dumps(described, indent=1))
     processor = {
         "image_processor_type": "CLIPImageProcessor",
         "do_center_crop": True,
@@ -71,7 +75,7 @@ def build_llava(ids: dict[str, int]) -> tuple[Any, str, dict[str, Any]]:
     return LlavaForConditionalGeneration(config), LLAVA_TEMPLATE, processor
 
 
-def build_qwen2_5_vl(ids: dict[str, int]) -> tuple[Any, str, dict[str, Any]]:
+def build_qwen2_5_vl(ids: dict[str, int], folder: Path) -> tuple[Any, str, dict[str, Any]]:
     """Return a model, its template, and what its image processor does."""
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -85,7 +89,8 @@ def build_qwen2_5_vl(ids: dict[str, int]) -> tuple[Any, str, dict[str, Any]]:
         "fullatt_block_indexes": [1],
         "out_hidden_size": TEXT_SHAPE["hidden_size"],
     }
-    text = {**TEXT_SHAPE, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
+    ends = {"bos_token_id": ids["<|im_start|>"], "eos_token_id": ids["<|im_end|>"]}
+    text = {**TEXT_SHAPE, **ends, "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6}}
     tokens = {f"{name}_token_id": ids[f"<|{name}|>"] for name in ("vision_start", "vision_end")}
     config = Qwen2_5_VLConfig(vision_config=vision, text_config=text, image_token_id=ids["<|image_pad|>"], **tokens)
     processor = {
@@ -104,7 +109,7 @@ def write_model(folder: Path, *, kind: str) -> None:
 
     folder.mkdir(parents=True)
     torch.manual_seed(0)
-    model, template, processor = {"llava": build_llava, "qwen2_5_vl": build_qwen2_5_vl}[kind](write_tokenizer(folder))
+    model, template, processor = {"llava": build_llava, "qwen2_5_vl": build_qwen2_5_vl}[kind](write_tokenizer(folder), folder)
     model.save_pretrained(folder)
     end = "</s>" if kind == "llava" else "<|im_end|>"
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": end, "tokenizer_class": "PreTrainedTokenizerFast"}))
@@ -112,10 +117,10 @@ def write_model(folder: Path, *, kind: str) -> None:
     (folder / "preprocessor_config.json").write_text(json.dumps({**processor, **PIXELS, "resample": 3}, indent=1))
 
 
-def write_data(folder: Path, *, num_samples: int) -> Path:
+def write_data(folder: Path, *, num_samples: int, seed: int = 0) -> Path:
     """Write images and `conversations.json`: most samples about one image, some about two, some about none; returns the file."""
     (folder / "images").mkdir(parents=True)
-    choose = random.Random(0)
+    choose = random.Random(seed)
     samples = [_sample(index, folder, choose) for index in range(num_samples)]
     (folder / "conversations.json").write_text(json.dumps(samples, indent=1))
     return folder / "conversations.json"
@@ -149,11 +154,12 @@ def main() -> None:
     """Write both, for the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", choices=KINDS, required=True)
-    parser.add_argument("--output", type=Path, required=True, help="New folder, which gets `model` and `data`.")
+    parser.add_argument("--output", type=Path, required=True, help="New folder, which gets `model`, `data` and `held_out`.")
     parser.add_argument("--num-samples", type=int, default=512)
     arguments = parser.parse_args()
     write_model(arguments.output / "model", kind=arguments.kind)
     write_data(arguments.output / "data", num_samples=arguments.num_samples)
+    write_data(arguments.output / "held_out", num_samples=40, seed=1)
 
 
 if __name__ == "__main__":

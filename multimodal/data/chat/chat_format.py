@@ -33,12 +33,27 @@ class ChatFormat:
     def __init__(self, template: ChatTemplate, *, tokenizer: HuggingFaceTokenizer, folder: Path) -> None:
         """folder: the model's, whose config.json gives the placeholders of images and sound, if there is one.
 
-        Raises ConfigError for a template that cannot be rendered, or in which the assistant's text cannot be located.
+        Raises ConfigError for a template that cannot be rendered, in which the assistant's text cannot be located, or whose
+        generation prompt is not what precedes that text.
         """
-        template.check()
         self._template, self._tokenizer = template, tokenizer
+        self._check_prompt()
         self._placeholders = find_placeholders(folder, tokenizer)
         self._has_processor = any((folder / name).is_file() for name in _PROCESSORS)
+
+    def _check_prompt(self) -> None:
+        """Compare as tokens: a space before an answer may be part of its first token."""
+        text, spans, prompt = self._template.render_example()
+        tokens, offsets = self._tokenizer.encode_rendered(text, adds_special_tokens=False)
+        asked, _ = self._tokenizer.encode_rendered(prompt, adds_special_tokens=False)
+        first = int(_trained(offsets, spans).argmax())
+        if asked != tokens[:first]:
+            before = text[: offsets[first][0]]
+            raise ConfigError(
+                f"{self._template.source}: an answer that is learnt stands behind {before[-40:]!r}, but the generation prompt "
+                f"ends in {prompt[-40:]!r}, so that a trained model would be asked otherwise than it was taught; make both alike "
+                "(add_generation_prompt, or where {% generation %} begins), give another --chat-template FILE, or none"
+            )
 
     @property
     def placeholder_ids(self) -> dict[str, int]:

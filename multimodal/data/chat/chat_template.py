@@ -57,14 +57,23 @@ class ChatTemplate:
 
     def check(self) -> None:
         """Raise ConfigError if one question and answer cannot be rendered, or the answer cannot be located."""
+        self.render_example()
+
+    def render_example(self) -> tuple[str, list[Span], str]:
+        """Return one question and answer, the span of the answer, and what a model is given that is asked the question.
+
+        Raises ConfigError as `check` does.
+        """
         content = [[{"type": "text", "text": text}] if self.takes_parts else text for text in ("question", "answer")]
         messages = [{"role": role, "content": part} for role, part in zip(("user", "assistant"), content, strict=True)]
         try:
             text, spans = self.render(messages)
         except DataError as problem:
             raise ConfigError(str(problem)) from None
-        if not any("answer" in text[start:end] and "question" not in text[start:end] for start, end in spans):
+        found = [(start, end) for start, end in spans if "answer" in text[start:end] and "question" not in text[start:end]]
+        if not found:
             raise ConfigError(self._no_spans("the answer to one question is not found"))
+        return text, found, self._render(messages[:1], with_prompt=True)[0]
 
     def render(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
         """Return the text of a conversation, and the (start, end) of the assistant's texts in it.

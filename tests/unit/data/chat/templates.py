@@ -47,7 +47,7 @@ def write_tokenizer(folder: Path, *, template: str = "", adds_begin: bool = Fals
 
     folder.mkdir(parents=True, exist_ok=True)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = [("Ċ", "Ċ"), ("a", "n"), ("t", "h"), ("th", "e"), ("Ġ", "the")]
+    merges = [("Ċ", "Ċ"), ("Ġ", "a"), ("t", "h"), ("th", "e"), ("Ġ", "the")]
     pieces = [*letters, *("".join(pair) for pair in merges)]
     tokenizer = Tokenizer(models.BPE(vocab={piece: index for index, piece in enumerate(pieces)}, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

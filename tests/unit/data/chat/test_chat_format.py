@@ -72,7 +72,7 @@ def test_tokens_are_those_of_transformers(open_model: Callable[..., Model], temp
     ("template", "expected"),
     [
         (CHATML, "an 1st\nanswer\n<|im_end|>the end<|im_end|>"),
-        (LLAVA, "an 1st\nanswer\n  the end "),  # the space before it is part of a token
+        (LLAVA, " an 1st\nanswer\n  the end "),  # the space before it is part of a token
         (LLAMA2, " an 1st\nanswer\n <|im_end|> the end <|im_end|>"),
     ],
 )
@@ -231,6 +231,19 @@ def test_templates_that_cannot_be_used(template: str, message: str) -> None:
         ChatTemplate(template, "some.jinja").check()
 
 
+@pytest.mark.parametrize("prompt", ["ASSISTANT:", "ASSISTANT: ", ""])
+def test_answers_must_stand_behind_the_generation_prompt(open_model: Callable[..., Model], prompt: str) -> None:
+    """As tokens: the published template has no space, which is part of an answer's first token, but not of a symbol's."""
+    template = LLAVA.replace("'ASSISTANT:'", f"'{prompt}'")
+    if prompt == "ASSISTANT:":
+        open_model(template)
+        template = template.replace("{% generation %}", "{{ '>' }}{% generation %}")
+    with pytest.raises(
+        ConfigError, match=r"jinja: an answer .* behind '.*ASSISTANT:.*', but the .*prompt ends in .*alike"
+    ):
+        open_model(template)
+
+
 def test_a_wrong_sample_is_named_with_its_line(open_model: Callable[..., Model]) -> None:
     model = open_model(LLAMA2, image_token_id=266)
     with pytest.raises(DataError, match=r"line 3: .*chat template fails .*roles must alternate"):
@@ -240,6 +253,7 @@ def test_a_wrong_sample_is_named_with_its_line(open_model: Callable[..., Model])
     blind = (
         "{% for message in messages %}{{ message.role }}{% for part in message.content if part.text %}"
         "{% generation %}{{ part.text }}{% endgeneration %}{% endfor %}{% endfor %}"
+        "{% if add_generation_prompt %}assistant{% endif %}"
     )
     with pytest.raises(DataError, match=r"line 3: .*jinja writes 0 placeholders for 1 items"):
         open_model(blind, image_token_id=266).build([ItemSegment(1), QUESTION, ANSWER])
