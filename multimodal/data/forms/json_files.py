@@ -38,8 +38,22 @@ def _line_values(path: Path) -> Iterator[tuple[int, Any]]:
         for number, raw in enumerate(file, start=1):
             if number == 1 and raw.startswith(_COMPRESSED):
                 raise DataError(f"{path}, line 1: the manifest is compressed, expected JSON; unpack it first")
+            if number == 1 and raw.strip() and not raw.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"{"):
+                _check_any_json(raw, path)
             if raw.strip():
                 yield number, _parse_line(raw, where=f"{path}, line {number}")
+
+
+def _check_any_json(raw: bytes, path: Path) -> None:
+    """Raise DataError for a file that is none at all, such as a table of texts."""
+    try:
+        json.loads(raw)
+    except (ValueError, RecursionError):
+        shown = raw[:60].decode(errors="replace").strip()
+        raise DataError(
+            f"{path}, line 1: is no JSON: it begins with {shown!r}; give --data-path JSON with 'messages' or 'conversations' (a "
+            "table of texts: write each row as such an object), a manifest.jsonl, or .parquet files"
+        ) from None
 
 
 def _parse_line(raw: bytes, *, where: str) -> Any:

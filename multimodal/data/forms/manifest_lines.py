@@ -2,13 +2,14 @@
 
 A segment is `{"type": "text", "role": user | assistant | document | system, "text": ...}`, `{"type": "image", "path": ...,
 "width": ..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. An image with `"role": "assistant"`
-is an answer, which a generator learns to make. `"unit"` names the unit of an image or a clip, if several might take it. Other
-keys are ignored.
+is an answer, which a generator learns to make. `"unit"` names the unit of an image or a clip, if several might take it. Keys that
+only describe a sample (METADATA) are ignored.
 """
 
 from typing import Any
 
 from multimodal.data.conversation import ROLES, TextSegment
+from multimodal.data.forms.known_keys import check_keys
 from multimodal.data.forms.segments import (
     AudioSegment,
     ImageSegment,
@@ -20,7 +21,8 @@ from multimodal.data.forms.segments import (
 )
 from multimodal.values.errors import DataError
 
-SEGMENT_TYPES = ("text", "image", "audio")
+_KEYS = {"text": ("type", "role", "text"), "image": ("type", "path", "unit", "role"), "audio": ("type", "path", "unit")}
+"""Kind of segment -> its keys, beside METADATA."""
 
 
 def parse_manifest_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: dict[str | int, int]) -> SegmentedSample:
@@ -36,6 +38,7 @@ def parse_manifest_entry(entry: dict[str, Any], *, number: int, where: str, line
         )
     where = f"{where} (sample {shown(sample_id)})"
     segments = required(entry, "segments", (list,), where=where)
+    check_keys(entry, ("segments",), where=where)
     if not segments:
         raise DataError(f"{where}: 'segments' is empty; give the sample a segment or remove the line")
     parsed = tuple(_parse_segment(segment, where=f"{where}, segment {index}") for index, segment in enumerate(segments))
@@ -46,6 +49,7 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
     if not isinstance(segment, dict):
         raise DataError(f"{where}: expected a JSON object with a 'type', found {type(segment).__name__}; correct it")
     kind = required(segment, "type", (str,), where=where)
+    check_keys(segment, _KEYS.get(kind, segment), where=where)
     if kind == "text":
         role = required(segment, "role", (str,), where=where)
         if role not in ROLES:
@@ -56,7 +60,7 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
         return ImageSegment(path, size, is_answer=_is_answer(segment, where=where), unit=_parse_unit(segment, where=where))
     if kind == "audio":
         return AudioSegment(_parse_path(segment, where=where), _parse_unit(segment, where=where))
-    raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(SEGMENT_TYPES)}")
+    raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
 
 
 def _parse_path(segment: dict[str, Any], *, where: str) -> str:

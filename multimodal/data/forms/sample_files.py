@@ -112,6 +112,12 @@ def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: d
     """Return the sample of one object in any form; raises DataError."""
     if entry.get("messages") is not None or entry.get("conversations") is not None:
         return parse_chat_entry(entry, where=where)
+    if entry.keys() >= {"instruction", "output"}:
+        raise DataError(
+            f"{where}: Alpaca's keys ({shown_keys(entry)}), which are not read; write the instruction and its input as a message "
+            'of the user, and the output as the assistant\'s: {"messages": [{"role": "user", "content": ...}, {"role": '
+            '"assistant", "content": ...}]}'
+        )
     if "segments" in entry or "id" in entry:
         return parse_manifest_entry(entry, number=number, where=where, line_of_id=line_of_id)
     raise DataError(

@@ -68,6 +68,18 @@ def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:
         ({"messages": [USER, ASSISTANT, USER]}, [("user", "what?"), ("assistant", "cats"), ("user", "what?")]),
         (
             {
+                "messages": [{"role": "user", "content": "<audio>\nand <image>\nwhat?"}, {**ASSISTANT, "id": 7}],
+                "images": ["a.png"],
+                "audios": ["b.wav"],
+                "videos": [],
+                "source": "x",
+                "metadata": {"videos": 1},
+                "_own": "y",
+            },
+            ["b.wav", ("user", "and "), "a.png", ("user", "\nwhat?"), ("assistant", "cats")],
+        ),
+        (
+            {
                 "messages": [
                     {
                         "role": "user",
@@ -125,7 +137,7 @@ def test_sources_of_every_form_are_alike(write: Callable[..., Path], graph: Mode
             {"image": "a.png", "conversations": [{"from": "human", "value": "what?"}, SAY]},
             "1 images are listed, but .* for 0 alone",
         ),
-        ({"conversations": [ASK, SAY]}, r"conversations\[0\]: a place for an image .*lists no more images"),
+        ({"conversations": [ASK, SAY]}, r"conversations\[0\]: a place for an image .*lists no more of them"),
         ({"image": "gone.png", "conversations": [ASK, SAY]}, "gone.png does not exist; restore the file"),
         ({"image": "../a.png", "conversations": [ASK, SAY]}, r"\.\./a.png does not exist|is not in the manifest's folder"),
         ({"image": "text.png", "conversations": [ASK, SAY]}, "text.png cannot be decoded as an image"),
@@ -145,7 +157,41 @@ def test_sources_of_every_form_are_alike(write: Callable[..., Path], graph: Mode
         ({"messages": [{"role": "user", "content": 3}]}, "'content' must be text or a list, found int"),
         ({"messages": [{"role": "user", "content": ["a"]}]}, r"content\[0\]: expected an object with a 'type', found str"),
         ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, r"content\[0\]: unknown type 'video'"),
-        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "no path of a file in 'type'; add 'audio'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio"}]}]},
+            r"content\[0\]: a place for an audio .*'audios'\); list it",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "audio", "audio": {"array": [0]}}]}]},
+            "no path of a file in 'type', ",
+        ),
+        (
+            {"audios": ["a.wav", "b.wav"], "messages": [{"role": "user", "content": "<audio>what?"}, ASSISTANT]},
+            "2 audios .* for 1",
+        ),
+        ({"videos": ["a.mp4"], "messages": [USER, ASSISTANT]}, "unknown key 'videos', .*; videos are not supported: give their"),
+        ({"system": "be brief", "messages": [USER, ASSISTANT]}, "unknown key 'system', .*; make it the first turn"),
+        ({"tools": "[]", "messages": [USER, ASSISTANT]}, "unknown key 'tools', .*; remove it, or put it under 'metadata'"),
+        ({"messages": [USER, {**ASSISTANT, "weight": 0}]}, r"messages\[1\]: unknown key 'weight'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": "a.png"}]}]}, "unknown key 'image'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image", "image": "a", "path": "b"}]}]},
+            "unknown key '.*name one file",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "<video>what?"}, ASSISTANT]},
+            r"messages\[0\]: unknown mark <video>, .*a part",
+        ),
+        ({"messages": [{"role": "user", "content": "<image_1> what?"}, ASSISTANT]}, "unknown mark <image_1>"),
+        (
+            {"id": 1, "segments": [{"type": "text", "role": "document", "text": "a", "path": "a.png"}]},
+            "segment 0: unknown key 'path'",
+        ),
+        ({"id": 1, "images": ["a.png"], "segments": [{"type": "text", "role": "document", "text": "a"}]}, "unknown key 'images'"),
+        (
+            {"id": 1, "instruction": "a", "input": "", "output": "b"},
+            "Alpaca's keys .*, which are not read; write the instruction",
+        ),
         (
             {"question": "a"},
             "the key 'id' is missing; found 'question'; expected 'id' and 'segments' .*'messages' .*'conversations'",
@@ -176,7 +222,8 @@ def test_a_wrong_sample_is_named(write: Callable[..., Path], tmp_path: Path, gra
             "line 2: behind this entry of the list",
         ),
         ("[]", "the manifest is empty"),
-        ("question,answer\na,b\n", "data.json, line 1: not a complete JSON object"),
+        ("question,answer\na,b\n", "data.json, line 1: is no JSON: it begins with 'question,answer'; give"),
+        ('{"messages": [', "data.json, line 1: not a complete JSON object"),
         ("PK\x03\x04", "data.json: is a zip archive; unpack it, and give --data-path a manifest.jsonl, JSON lines"),
     ],
 )
