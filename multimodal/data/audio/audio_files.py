@@ -4,9 +4,10 @@ WAV files only need scipy; FLAC, OGG and MP3 need the package soundfile.
 """
 
 import math
+import os
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,7 @@ def _open(path: str, *, where: str) -> _Sound:
 
 def _open_wav(path: str) -> _Sound:
     """Open a WAV file; if possible, samples are only read from the disk when they are used."""
+    _check_wav_header(path)
     with warnings.catch_warnings():
         warnings.simplefilter("error", wavfile.WavFileWarning)  # a file that ends too early
         warnings.filterwarnings("ignore", "Chunk .non-data. not understood", wavfile.WavFileWarning)
@@ -90,6 +92,29 @@ def _open_wav(path: str) -> _Sound:
         except ValueError:  # 24-bit samples, among others, cannot be mapped
             rate, samples = wavfile.read(path)
     return _Sound(int(rate), len(samples), lambda: samples)
+
+
+def _check_wav_header(path: str) -> None:
+    """Raise ValueError for samples of other bits than they take bytes, and for more of them than the file has: scipy reads both."""
+    with open(path, "rb") as file:
+        form: Literal["big", "little"] = "big" if file.read(4) == b"RIFX" else "little"
+        length, large_size = file.seek(0, os.SEEK_END), None
+        file.seek(12)
+        while len(head := file.read(8)) == 8:
+            start, size = file.tell(), int.from_bytes(head[4:], form)
+            if head[:4] == b"ds64":
+                large_size = int.from_bytes(file.read(16)[8:], form)
+            elif head[:4] == b"fmt ":
+                content = file.read(16)
+                channels, frame_bytes, bits = (int.from_bytes(content[place : place + 2], form) for place in (2, 12, 14))
+                sample_bytes = frame_bytes / max(channels, 1)
+                if not 8 <= bits <= 8 * sample_bytes or (bits == 8 and sample_bytes > 1):
+                    raise ValueError(f"its header says {channels} channels of {bits} bits in {frame_bytes} bytes")
+            elif head[:4] == b"data":
+                size = large_size if large_size is not None else size
+                if size > length - start:
+                    raise ValueError(f"its header says {size} bytes of sound, but {length - start} follow")
+            file.seek(start + size + size % 2)
 
 
 def _open_other(path: str) -> _Sound:
