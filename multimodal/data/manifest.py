@@ -1,7 +1,7 @@
 """Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, decoded on demand."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
@@ -44,6 +44,7 @@ class ManifestSource:
         cache: IndexCache | None = None,
         decoder: ItemDecoder | None = None,
         indexing: SampleIndexing | None = None,
+        watch: Callable[[Iterator[IndexedSample | str]], Iterator[IndexedSample | str]] = iter,
     ) -> None:
         """Index `path`, data in one of the forms that `open_sample_files` knows; O(its bytes), unless `cache` has the index.
 
@@ -51,7 +52,7 @@ class ManifestSource:
         that no unit takes are left out. seq_length, needs_items_first, allows_outside_paths, max_image_pixels: see
         `IndexOptions`. chat: writes conversations by a model's template; None: in Braid's own format. cache: keeps indices; None:
         the index is built, and not kept. decoder: decodes items; None: this process does, on request. indexing: tokenises texts
-        and measures items, if there is no index yet; None: this process does.
+        and measures items, if there is no index yet; None: this process does. watch: sees samples pass while an index is built.
 
         Raises DataError for a manifest that is missing, malformed or without a usable sample, for image files that are missing,
         too large or outside of the allowed folder, and for images behind text if that is not allowed; ModelError for units that
@@ -64,7 +65,7 @@ class ManifestSource:
         self._tokenizer = tokenizer
         options = IndexOptions(seq_length, needs_items_first, allows_outside_paths, max_image_pixels)
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
-        self._indexing = indexing or self._indexer
+        self._indexing, self._watch = indexing or self._indexer, watch
         facts = self._facts(astuple(options))
         self._samples = cache.get(self._files.folder, depends_on=facts, build=self._build) if cache else self._build()
         self.skipped = self._samples.skipped
@@ -117,7 +118,7 @@ class ManifestSource:
         return index
 
     def _usable(self, skipped: Counter[str]) -> Iterator[IndexedSample]:
-        for sample_or_reason in self._indexing.index_all(self._files.samples(), local=self._indexer):
+        for sample_or_reason in self._watch(self._indexing.index_all(self._files.samples(), local=self._indexer)):
             if isinstance(sample_or_reason, str):
                 skipped[sample_or_reason] += 1
             else:

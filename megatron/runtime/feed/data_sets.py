@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.runtime.feed.index_progress import watch_indexing
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
 from megatron.runtime.feed.producers.wire import read_token
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
@@ -101,13 +102,21 @@ def _manifest(
         chat=chat,
         decoder=producers,
         indexing=producers,
-        cache=IndexCache(texts.identity),
+        cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=partial(_say_where, path)),
+        watch=partial(watch_indexing, path=path),
     )
     for reason, count in source.skipped.items():
         logger.info("%s: left out %d samples %s", path, count, reason)
     if source.num_cut:
         logger.info("%s: cut %d samples to %d tokens (--seq-length)", path, source.num_cut, config.data.seq_length)
     return source
+
+
+def _say_where(path: str, place: Path | None) -> None:
+    if place is None:
+        logger.info("%s: indexed; the index cannot be kept beside it, so each run makes it again (--data-cache-path DIR)", path)
+    else:
+        logger.info("%s: indexed into %s (elsewhere: --data-cache-path DIR; it may be removed)", path, place)
 
 
 def _find_producers(
@@ -166,8 +175,13 @@ def check_placeholders(model: Path, tokenizer: Tokenizer, chat: ChatFormat | Non
         if isinstance(config.get(key), int) and found != config[key]:
             raise ConfigError(
                 f"the placeholder ({kind}) is token {found} of the tokenizer, but {model / CONFIG_NAME} says {key} "
-                f"{config[key]}; give the model's own, with its chat template: --tokenizer-type HuggingFaceTokenizer "
-                "--tokenizer-model DIR"
+                f"{config[key]}; "
+                + (
+                    "give the model's own, with its chat template: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
+                    if chat is not None
+                    else "turns of Braid's own have no other, and no chat template is used: the tokenizer's folder has none "
+                    "(chat_template.jinja), or --chat-template none says so. Add the model's, or give --chat-template FILE"
+                )
             )
 
 

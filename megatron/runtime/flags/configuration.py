@@ -288,6 +288,8 @@ class DataConfig:
     lengths_from: Literal["index", "decode"] = "index"
     """Source of lengths: metadata, so that each rank loads only samples assigned to it; or decoding, in which each rank decodes a
     share of the global batch, which is then exchanged."""
+    data_cache_path: Path | None = field(default=None, metadata={"metavar": "DIR"})
+    """Folder for the index that is made of the data; by default .braid-index beside it, or ~/.cache/braid."""
     allow_outside_paths: bool = False
     """Let a manifest name files outside its own folder, by absolute paths, .. or links; for manifests that you trust."""
     max_image_pixels: int = field(default=DEFAULT_MAX_PIXELS, metadata=AT_LEAST_ONE)

@@ -30,6 +30,7 @@ _NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose an
 _NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out"
 _NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
 _NO_MANIFEST = "--data-path digits reads no image files; use a manifest or leave it out"
+_NO_INDEX = "--data-path digits has no index; leave it out"
 _NO_SAVE = "no checkpoint is written; add --save DIR or leave it out"
 _NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
@@ -156,6 +157,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: not c.data.producers,
         "nothing is decoded elsewhere; add --producers HOST:PORT or leave it out",
     ),
+    IgnoredFlag("data_cache_path", ("data_path",), lambda c: c.data.is_digits, _NO_INDEX),
     IgnoredFlag("max_image_pixels", ("data_path",), lambda c: c.data.is_digits, _NO_MANIFEST),
     IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
     IgnoredFlag(

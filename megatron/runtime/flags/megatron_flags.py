@@ -170,7 +170,7 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
             "non-persistent-* replication replication-* async-strategy async-ckpt-* use-persistent-ckpt-worker"
         ),
         "samples are read from a manifest; see docs/data.md": (
-            "data-cache-path no-mmap-bin-files dataloader-* num-dataset-builder-threads object-storage-cache-path fim-* sft "
+            "no-mmap-bin-files dataloader-* num-dataset-builder-threads object-storage-cache-path fim-* sft "
             "sft-tokenizer-prompt-format sample-rate mask-prob short-seq-prob no-data-sharding "
             "per-dataset-sequences-path phase-transition-iterations logits-*"
         ),
@@ -233,6 +233,7 @@ KNOWN_ELSEWHERE: Mapping[str, str] = MappingProxyType(
         "--adam-eps": "adam-epsilon",
         "--clip-grad": "max-grad-norm gradient-clipping",
         "--train-iters": "max-steps train-steps",
+        "--train-iters EPOCHS x TRAINING SAMPLES / GLOBAL BATCH SIZE": "num-train-epochs num-epochs epochs max-epochs",
         "--data-parallel-sharding-strategy": "zero-stage",
     }
 )

@@ -95,7 +95,7 @@ def _open_wav(path: str) -> _Sound:
 
 
 def _check_wav_header(path: str) -> None:
-    """Raise ValueError for samples of other bits than they take bytes, and for more of them than the file has: scipy reads both."""
+    """Raise ValueError for samples of more bits than they have bytes for, and for more samples than follow; scipy reads both."""
     with open(path, "rb") as file:
         form: Literal["big", "little"] = "big" if file.read(4) == b"RIFX" else "little"
         length, large_size = file.seek(0, os.SEEK_END), None

@@ -238,9 +238,7 @@ def test_answers_must_stand_behind_the_generation_prompt(open_model: Callable[..
     if prompt == "ASSISTANT:":
         open_model(template)
         template = template.replace("{% generation %}", "{{ '>' }}{% generation %}")
-    with pytest.raises(
-        ConfigError, match=r"jinja: an answer .* behind '.*ASSISTANT:.*', but the .*prompt ends in .*alike"
-    ):
+    with pytest.raises(ConfigError, match=r"jinja: an answer .* behind '.*ASSISTANT:.*', but the .*prompt ends in .*alike"):
         open_model(template)
 
 

@@ -13,6 +13,7 @@ from multimodal.data.index.index_cache import FOLDER_NAME, IndexCache
 from multimodal.data.index.sample_index import build_index, read_index
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 
 TEXT = {"type": "text", "role": "assistant", "text": "cats\ud800é"}
@@ -107,6 +108,18 @@ def test_a_folder_of_others_leaves_the_index_in_the_users_cache(
     (tmp_path / "elsewhere").write_text("here neither")
     nowhere = IndexCache("bytes", fallback=tmp_path / "elsewhere")
     assert open_cached(nowhere)[1] == 2 and open_cached(nowhere)[1] == 2
+
+
+def test_an_index_may_be_kept_elsewhere_and_its_place_is_told(open_cached: Any, tmp_path: Path) -> None:
+    told: list[Path | None] = []
+    cache = IndexCache("bytes", chosen=tmp_path / "mine", report=told.append)
+    assert open_cached(cache)[1] == 2 and open_cached(cache)[1] == 0
+    assert told == [*(tmp_path / "mine").iterdir()] and not (tmp_path / FOLDER_NAME).exists()
+    (tmp_path / "file").write_text("no folder can be made here")
+    with pytest.raises(
+        ConfigError, match=r"--data-cache-path .*file: the index cannot be written \(.*\); give a folder that can"
+    ):
+        open_cached(IndexCache("bytes", chosen=tmp_path / "file"))
 
 
 def test_a_kept_index_is_not_overwritten(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ def explain(flag: str) -> str:
         ("--hidden-dropout", "not available: there is no dropout"),
         ("--use-te", "use --transformer-impl transformer_engine here"),
         ("--tp", "use --llm-tp here"),
+        ("--num-train-epochs", "use --train-iters EPOCHS x TRAINING SAMPLES / GLOBAL BATCH SIZE here"),
         ("--train_iters", "it is spelt --train-iters"),
         ("--language-micro-batch-size", "'language' is no encoder, and follows --micro-batch-size"),
         ("--trian-iters", "did you mean --train-iters?"),
