@@ -1,11 +1,14 @@
 """Ends a failed run: one clear message, from the rank that failed first, and no rank left waiting."""
 
+import json
 import multiprocessing
 import os
 import sys
 import threading
+import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
@@ -28,6 +31,7 @@ _LOST_PEER = (
 """Parts of torch.distributed's messages that show that another rank is gone."""
 _WAITED_IN_VAIN = ("Timed out waiting", "wait timeout after", "timed out after", "Socket Timeout")
 """Parts of messages that show that another rank did not come."""
+_FOLLOWED = "ended because another rank failed"
 FAULTS = "frozen, killed, out of memory, or its node failed? See how its log ends, and the kernel's log (dmesg) of its node"
 
 
@@ -64,6 +68,7 @@ class Ending:
             report(problem, _place_or_guess().rank)
             end_process(1)
         exit_code = problem.exit_code if isinstance(problem, InterruptedRunError) else 2 if isinstance(problem, BraidError) else 1
+        tell_launcher(_FOLLOWED, seconds_later=1)
         try:
             exit_code = (
                 _fail_before_meeting(problem, exit_code) if self.meeting is None else _fail(problem, exit_code, self.meeting)
@@ -75,6 +80,7 @@ class Ending:
     def follow(self, exit_code: int) -> NoReturn:
         """Exit because another rank failed and has reported it."""
         self._lock.acquire()
+        tell_launcher(_FOLLOWED, seconds_later=1)
         _leave(self.meeting)
         end_process(exit_code)
 
@@ -191,8 +197,17 @@ def store_keeper(place: RankPlace) -> str:
     return f"rank 0, as {where}, which rank 0 keeps, does not answer:"
 
 
+def tell_launcher(message: str, *, seconds_later: int = 0) -> None:
+    """Have torchrun's own report end in a message instead of a reference to its documentation; the earliest is its root cause."""
+    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        found = {"py_callstack": message, "timestamp": str(int(time.time()) + seconds_later)}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": found}}))
+
+
 def report(problem: BaseException, rank: int) -> None:
     """Report to the user: a message if there is one, else a traceback."""
+    tell_launcher(f"{type(problem).__name__}: {problem}")
     if isinstance(problem, BraidError):
         print(f"{PROGRAM}: error: {problem} [{type(problem).__name__}, rank {rank}]", file=sys.stderr)
     elif isinstance(problem, (RanksLostError, InterruptedRunError)):
