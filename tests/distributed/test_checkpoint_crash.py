@@ -1,91 +1,64 @@
-"""kill -9 at random moments of saving: the newest complete checkpoint always loads, whole.
+"""kill -9 at every point of saving, one after the other: the newest complete checkpoint always loads, whole.
 
-Every other time savers write in the background, and change all values meanwhile.
-
-BRAID_CRASH_MOMENTS=200 tries that many moments.
+The points of a save in the background are those of the other, reached by another thread, while all values change.
 """
 
 import gc
-import multiprocessing
-import os
-import random
-import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
-from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
+from tests.distributed.interruption import run_until_killed
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 
-NUM_MOMENTS = int(os.environ.get("BRAID_CRASH_MOMENTS", "12"))
 GRAPH = build_graph(tied=True)
 SAVED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 2), llm=(2, 1, 1), colocated=True))
 LOADED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 1), llm=(1, 1, 1), colocated=True))
 
 
-def test_the_newest_complete_checkpoint_always_loads(ranks: RankPool, tmp_path: Path) -> None:
-    generator = random.Random(20)
-    folder = tmp_path / "checkpoints"
-    num_interrupted, last_step = 0, 0
-    for moment in range(NUM_MOMENTS):
-        case = replace(SAVED, saves_in_background=moment % 2 == 1)
-        kill_while_saving(case, folder, store=tmp_path / f"store-{moment}", generator=generator)
-        num_interrupted += any(".partial-" in path.name for path in folder.iterdir())
-        newest = find_newest_checkpoint(folder)
-        assert newest is not None
+@pytest.mark.parametrize("in_background", [False, True], ids=["in the foreground", "in the background"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_newest_complete_checkpoint_always_loads(ranks: RankPool, tmp_path: Path, killed: int, in_background: bool) -> None:
+    case, folder = replace(SAVED, saves_in_background=in_background), tmp_path / "checkpoints"
+    points = []
+    for point in count(1):
+        name = run_until_killed(save, (case, folder, tmp_path / f"store-{point}", 2 * point), killed=killed, point=point)
+        if name is None:
+            break
+        points.append(name)
         ((step, values),) = run(ranks, load, LOADED, folder)
-        assert step >= last_step, f"step {last_step} was complete, but {newest} was found"
-        assert values == {float(step)}, f"{newest} mixes several saves"
-        last_step = step
-    assert num_interrupted >= NUM_MOMENTS // 4, "hardly any save was interrupted: the moments are badly chosen"
+        assert step in (2 * point, 2 * point + 1), f"step {step} is the newest after {name} (point {point})"
+        assert values == {float(step)}, f"step {step} mixes several saves after {name} (point {point})"
+    assert {"open", "fsync"} <= set(points)
+    assert killed == 1 or {"os.mkdir", "os.rename", "shutil.rmtree", "os.rmdir"} <= set(points)
 
 
-def kill_while_saving(case: TrainingCase, folder: Path, *, store: Path, generator: random.Random) -> None:
-    """Let two ranks save without end, and kill one, or both, at a random moment."""
-    context = multiprocessing.get_context("fork")
-    has_saved = context.Event()
-    savers = [context.Process(target=save_without_end, args=(case, rank, store, folder, has_saved)) for rank in range(2)]
-    for saver in savers:
-        saver.start()
-    try:
-        assert has_saved.wait(30), "nothing was saved"
-        time.sleep(generator.uniform(0.0, 0.15))
-        for saver in generator.sample(savers, generator.choice([1, 2])):
-            saver.kill()
-        for saver in savers:
-            saver.join(5)  # the other one notices and ends by itself
-        assert not any(saver.is_alive() for saver in savers), "a rank goes on without its peer"
-    finally:
-        for saver in savers:
-            saver.kill()
-            saver.join()
-
-
-def save_without_end(case: TrainingCase, rank: int, store: Path, folder: Path, has_saved: Any) -> None:
-    """Save step after step, every parameter and moment at the step's number; every third step twice, as after a resumption."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the error of a lost peer is expected
+def save(rank: int, arm: Callable[[Path], None], case: TrainingCase, folder: Path, store: Path, step: int) -> None:
+    """Save a step, and then the next one twice, as after a resumption; every parameter and moment is the step's number."""
     gc.freeze()  # what is inherited from the parent takes longer to look through than a save
     torch.set_num_threads(1)
     platform.install()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     training = Training(case)
     training.train_step(0)
-    newest = find_newest_checkpoint(folder)
-    step = int(newest.name[5:13]) if newest else 0
+    fill(training, float(step))
+    training.save(folder, step=step)
+    training.finish_saving()
     dist.barrier()
-    while True:
-        step += 1
-        fill(training, float(step))
-        for _ in range(2 if step % 3 == 0 else 1):
-            training.save(folder, step=step)
-        if find_newest_checkpoint(folder) is not None:
-            has_saved.set()
+    arm(folder)
+    for _ in range(2):
+        fill(training, float(step + 1))
+        training.save(folder, step=step + 1)
+        fill(training, -1.0)
+    training.finish_saving()
 
 
 def fill(training: Training, value: float) -> None:

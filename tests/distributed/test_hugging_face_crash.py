@@ -1,13 +1,10 @@
-"""kill -9 of a rank at random moments of writing a Hugging Face folder: all ranks end, and whatever has its name is whole."""
+"""kill -9 of a rank at every point of writing a Hugging Face folder: all ranks end, and what has its name is whole."""
 
 import gc
-import multiprocessing
-import os
-import random
-import time
+from collections.abc import Callable
 from datetime import timedelta
+from itertools import count
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,49 +17,39 @@ from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.registry import read_model
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import case_of
+from tests.distributed.interruption import run_until_killed
 from tests.distributed.test_hugging_face_runs import small_qwen2
 from tests.distributed.test_hugging_face_text import SAMPLES
 
-NUM_MOMENTS = 6
 
-
-def test_a_killed_export_leaves_no_folder_by_half(tmp_path: Path) -> None:
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_export_leaves_no_folder_by_half(tmp_path: Path, killed: int) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     small_qwen2().save_pretrained(source, max_shard_size="9KB")
     expected = {path.name: path.read_bytes() for path in source.iterdir()}
     target.mkdir()
-    generator, context = random.Random(3), multiprocessing.get_context("fork")
-    num_interrupted = 0
-    for moment in range(NUM_MOMENTS):
-        has_saved = context.Event()
-        arguments = (tmp_path / f"store-{moment}", source, target, has_saved)
-        writers = [context.Process(target=write_without_end, args=(rank, *arguments)) for rank in range(2)]
-        for writer in writers:
-            writer.start()
-        assert has_saved.wait(30), "nothing was written"
-        time.sleep(generator.uniform(0.0, 0.05))
-        writers[moment % 2].kill()
-        for writer in writers:
-            writer.join(30)
-            assert writer.exitcode not in (0, None), "the rank that is left hangs"
-        num_interrupted += any(path.name.startswith(".") for path in target.iterdir())
-    written = [path for path in target.iterdir() if not path.name.startswith(".")]
-    assert len(written) >= NUM_MOMENTS
-    for folder in written:
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected, folder
-    assert num_interrupted > 0, "no export was interrupted: the moments are badly chosen"
+    points, num_complete = [], 0
+    for point in count(1):
+        folder = target / str(point)
+        name = run_until_killed(write, (tmp_path / f"store-{point}", source, folder), killed=killed, point=point)
+        if folder.exists():
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected, f"{name} (point {point})"
+            num_complete += 1
+        if name is None:
+            break
+        points.append(name)
+    assert num_complete >= 1
+    assert {"pwrite", "fsync"} <= set(points)
+    assert killed == 1 or {"os.mkdir", "open", "os.rename"} <= set(points)
 
 
-def write_without_end(rank: int, store: Path, source: Path, target: Path, has_saved: Any) -> None:
-    """Write folder after folder, as two tensor parallel ranks."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the error of a lost peer is expected
+def write(rank: int, arm: Callable[[Path], None], store: Path, source: Path, target: Path) -> None:
+    """Write a folder, as one of two tensor parallel ranks."""
     gc.freeze()  # what is inherited from the parent takes longer to look through than a save
     torch.set_num_threads(1)
     platform.install()
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=10))
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     session = FromFolder(source).session(case_of(read_model(source), SAMPLES, {"llm": (2, 1, 1)}))
-    number = 0
-    while True:
-        number += 1
-        save_hugging_face(target / f"{store.name}-{number}", session=session, like=source)
-        has_saved.set()
+    dist.barrier()
+    arm(target.parent)
+    save_hugging_face(target, session=session, like=source)
