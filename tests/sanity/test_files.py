@@ -4,6 +4,7 @@ import ast
 import re
 
 import pytest
+from hypothesis import settings
 
 from tests.sanity.repository import ROOT, list_python_files, list_text_files, module_name
 
@@ -38,3 +39,9 @@ def test_planted_paths_are_found(line):
 
 def test_relative_paths_pass():
     assert not MACHINE_PATHS.search("runs/work/digits ./home/page $RUN/root/x https://example.org/home/page")
+
+
+def test_no_example_of_hypothesis_has_a_deadline():
+    assert settings().deadline is None
+    given = re.compile(r"deadline=(?!None)\w")
+    assert not [path for path in list_python_files("tests") if "settings(" in (text := path.read_text()) and given.search(text)]

@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import time
 
 import pytest
 
@@ -10,7 +9,9 @@ from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.recovery.supervisor import read_flags
 from tests.sanity.repository import ROOT
 
+NOW = 10**9
 STAND_INS = {
+    "date": f'[[ "$1" == +%s ]] && echo {NOW} || exec /bin/date "$@"',
     "scontrol": "echo node1; echo node2",
     "srun": 'while [[ "$1" == --* ]]; do echo "srun $1"; shift; done; exec "$@"',
     "torchrun": 'for argument in "$@"; do echo "torchrun $argument"; done',
@@ -72,7 +73,7 @@ def test_flags_after_the_script_and_the_environment_reach_the_run(submit):
 
 @pytest.mark.parametrize(("minutes_left", "expected"), [(60, 49), (5, 1)])
 def test_it_leaves_time_to_save_before_the_job_ends(submit, minutes_left, expected):
-    _, torchrun = submit(SLURM_JOB_END_TIME=str(int(time.time()) + 60 * minutes_left - 30))
+    _, torchrun = submit(SLURM_JOB_END_TIME=str(NOW + 60 * minutes_left - 1))
     flags = flags_of(torchrun)
     assert int(flags[flags.index("--exit-duration-in-mins") + 1]) == expected
 

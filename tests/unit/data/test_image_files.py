@@ -2,13 +2,12 @@
 
 import re
 import struct
-import time
 import zlib
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageFile
 
 from multimodal.data.image_files import FORMATS, check_image_size, read_image, read_image_size
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
@@ -125,11 +124,11 @@ def png_that_claims(width: int, height: int) -> bytes:
 
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_a_bomb_is_not_decoded(tmp_path: Path) -> None:
+def test_a_bomb_is_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its size is compared before its pixels are, and Pillow's own limit has a message, too."""
     path = tmp_path / "bomb.png"
     path.write_bytes(png_that_claims(12000, 12000))
-    before = time.monotonic()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", lambda image: pytest.fail("pixels are decoded"))
     with pytest.raises(DataError, match=r"line 3: .*bomb\.png is 12000x12000 pixels but the manifest says 8x8"):
         read_image(str(path), size=(8, 8), image_input=COLOUR, where="line 3")
     with pytest.raises(
@@ -141,7 +140,6 @@ def test_a_bomb_is_not_decoded(tmp_path: Path) -> None:
     path.write_bytes(png_that_claims(2**31 - 1, 2**31 - 1))
     with pytest.raises(DataError, match=r"line 3: .*bomb\.png has more than 178,956,970 pixels, which Pillow refuses"):
         read_image_size(str(path), where="line 3")
-    assert time.monotonic() - before < 20
 
 
 def test_an_image_without_area_is_refused(tmp_path: Path) -> None:

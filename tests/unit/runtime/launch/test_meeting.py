@@ -1,14 +1,16 @@
 """Ranks that meet in a store: who failed first, who still answers, and whether all were told the same."""
 
 import socket
-import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 
 import pytest
 from torch.distributed import PrefixStore, Store
 
-from megatron.runtime.launch.distributed_setup import agree_on_start
+from megatron.runtime.launch import meeting as meeting_module
+from megatron.runtime.launch.distributed_setup import agree_on_start, digest_of
 from megatron.runtime.launch.failure import RanksLostError, explain_lost_ranks
 from megatron.runtime.launch.meeting import Meeting, StoreGoneError, ask_within, open_meeting
 from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
@@ -109,17 +111,19 @@ def test_another_error_is_left_as_it_is(meetings: list[Meeting]) -> None:
 
 
 def test_a_store_that_does_not_answer_is_not_waited_for() -> None:
+    answer = Event()
     with pytest.raises(StoreGoneError):
-        ask_within(0.05, lambda: time.sleep(5))
+        ask_within(0.05, answer.wait)
+    answer.set()
 
 
-def agree(meetings: list[Meeting], learning_rates: list[str], *, timeout_seconds: float = 20.0) -> list[BaseException | None]:
+def agree(meetings: list[Meeting], learning_rates: list[str]) -> list[BaseException | None]:
     """Let all ranks compare what they were told; returns what each raised."""
     values = [{"flags": {"lr": f"with --lr {rate}", "seed": "with --seed 1"}} for rate in learning_rates]
 
     def run(meeting: Meeting) -> BaseException | None:
         try:
-            agree_on_start(meeting, values[meeting.place.rank], timeout_seconds=timeout_seconds)
+            agree_on_start(meeting, values[meeting.place.rank], timeout_seconds=100.0)
         except (ConfigError, RanksLostError) as problem:
             if isinstance(problem, ConfigError):
                 meeting.announce_failure(2)
@@ -142,8 +146,11 @@ def test_the_rank_that_differs_says_how(meetings: list[Meeting]) -> None:
 
 
 def test_ranks_that_do_not_come_are_named(meetings: list[Meeting]) -> None:
-    first, _ = agree(meetings, ["0.1", "0.1"], timeout_seconds=0.5)
-    assert str(first).startswith("rank 0 waited in vain for rank 2 to start (--distributed-timeout-minutes)")
+    values = {"flags": {"seed": "with --seed 1"}}
+    meetings[1].store.set("start/1", digest_of(values))
+    with pytest.raises(RanksLostError) as raised:
+        agree_on_start(meetings[0], values, timeout_seconds=0.5)
+    assert str(raised.value).startswith("rank 0 waited in vain for rank 2 to start (--distributed-timeout-minutes)")
 
 
 @pytest.mark.parametrize(
@@ -164,12 +171,17 @@ def test_without_a_launcher_a_process_is_alone() -> None:
     assert find_rank_place({}) == RankPlace(0, 1, 0, "127.0.0.1", 0, launcher_keeps_store=False)
 
 
-def test_a_failure_waits_for_a_slow_connection(meetings: list[Meeting]) -> None:
-    """Or the others would never learn of it."""
+def test_a_failure_waits_for_a_slow_connection(meetings: list[Meeting], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or the others would never learn of it: longer than for an answer, and the connection opens only once it is waited for."""
     opened: Future[Store] = Future()
-    slow = replace(meetings[1], opened_line=opened)
-    with ThreadPoolExecutor(1) as pool:
-        claim = pool.submit(slow.claim_failure, seconds=0.5)
-        time.sleep(0.6)
-        opened.set_result(meetings[1].line)
-        assert claim.result()
+    patience: list[float] = []
+
+    def ask(seconds: float, question: Callable[[], object]) -> object:
+        if not patience:
+            opened.set_result(meetings[1].line)
+        patience.append(seconds)
+        return question()
+
+    monkeypatch.setattr(meeting_module, "ask_within", ask)
+    assert replace(meetings[1], opened_line=opened).claim_failure(seconds=0.5)
+    assert patience[0] > patience[1] == 0.5

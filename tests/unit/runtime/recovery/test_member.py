@@ -2,12 +2,12 @@
 
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
 
+from megatron.runtime.launch.meeting import wait_until
 from megatron.runtime.recovery import member
 from megatron.runtime.recovery.connections import Connections
 from megatron.runtime.recovery.member import LeftBehindError, Member
@@ -106,13 +106,11 @@ def test_a_thread_stands_still_only_while_it_waits_for_others(pipe: Pipe) -> Non
             pass
 
     waiting = start(lambda: Work.wait(pipe.reading, 1))
-    computing, sleeping = start(compute), start(lambda: time.sleep(1))
-    time.sleep(0.2)
-    seen = find_standstill(waiting)
-    time.sleep(0.1)
-    assert seen is not None and find_standstill(waiting) == seen
-    assert find_standstill(computing) is None and find_standstill(sleeping) is None
+    computing, reading = start(compute), start(lambda: os.read(pipe.reading, 1))
+    assert wait_until(lambda: (seen := find_standstill(waiting)) is not None and find_standstill(waiting) == seen, seconds=100)
+    assert find_standstill(computing) is None and find_standstill(reading) is None
     stop.set()
+    os.write(pipe.writing, b"x")
     os.write(pipe.writing, b"x")
     waiting.join(20)
     assert find_standstill(waiting) is None
