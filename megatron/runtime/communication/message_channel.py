@@ -39,7 +39,7 @@ def needs_staging(tensor: Tensor, group: dist.ProcessGroup) -> bool:
 
 
 class MessageChannel:
-    """One group over all ranks for each track of messages; with gloo one for all tracks, which tags distinguish.
+    """One group over all ranks for each track of messages; with gloo that of the world for all, which tags distinguish.
 
     The messages of a track follow each other on a rank, on a stream of their own; both ends reach them in the schedule's single
     order. Every call is a group of sends and receives: NCCL runs these at once, on the track's communicator, while single ones
@@ -50,9 +50,11 @@ class MessageChannel:
     def __init__(self, *, world_size: int, tracks: Iterable[Track], timeout: timedelta) -> None:
         """tracks: in the same order on all ranks; collective."""
         listed, ranks = list(tracks), list(range(world_size))
-        num_groups = min(len(listed), 1) if dist.get_backend() == "gloo" else len(listed)
-        made = [dist.new_group(ranks, timeout=timeout) for _ in range(num_groups)]
-        self._groups = {track: made[index % num_groups] for index, track in enumerate(listed)}
+        self._own: list[dist.ProcessGroup] = []
+        if dist.get_backend() != "gloo":  # with which a group of its own would only connect all pairs of ranks once more
+            self._own = [dist.new_group(ranks, timeout=timeout) for _ in listed]
+        world = dist.distributed_c10d._get_default_group()
+        self._groups = dict(zip(listed, self._own or [world] * len(listed), strict=True))
         self._tags = {track: index for index, track in enumerate(listed)}
         self._sent: list[tuple[dist.Work, Sequence[Tensor]]] = []
 
@@ -91,8 +93,8 @@ class MessageChannel:
         self._sent.clear()
 
     def close(self) -> None:
-        """Destroy the groups; collective, when no message is under way."""
-        for group in dict.fromkeys(self._groups.values()):
+        """Destroy the groups that are only the channel's; collective, when no message is under way."""
+        for group in self._own:
             dist.destroy_process_group(group)
 
     def connect(self, partners: Mapping[Track, Partners], *, device: torch.device) -> None:
