@@ -157,12 +157,16 @@ def _key(request: PlanningRequest) -> str:
 
 
 def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES) -> Iterator[SampleLengths]:
-    """Yield the lengths of the first samples of the training, up to the given number or all of them."""
-    parts = data.train_parts or (DataPart(len(data.train)),)
+    """Yield the lengths of the first samples of the training, up to the given number or all of them.
+
+    Where --split leaves nothing to train on (--skip-train), those of the held-out samples.
+    """
+    source, parts = (data.train, data.train_parts) if len(data.train) else (data.valid, data.valid_parts)
+    parts = parts or (DataPart(len(source)),)
     batches = GlobalBatches(parts, config.training.global_batch_size, config.training.seed, shuffle=not config.data.is_digits)
     drawn = (sample for step in count() for sample in batches.batch(step))
-    for number, sample in enumerate(islice(drawn, min(most, len(data.train)))):
-        yield replace(data.train.lengths(sample.source_index), sample_id=number)
+    for number, sample in enumerate(islice(drawn, min(most, len(source)))):
+        yield replace(source.lengths(sample.source_index), sample_id=number)
 
 
 def _describe_data(request: PlanningRequest) -> str:
