@@ -1,7 +1,7 @@
 """Holds the logits of the exported model, computed by transformers, against those of the run's checkpoint, computed by Braid.
 
-python examples/speech/compare_logits.py --model runs/speech/trained --run runs/speech/checkpoints \
-    --data runs/speech/data/held_out.jsonl
+python examples/speech/compare_logits.py --model runs/speech/digits/trained --run runs/speech/digits/checkpoints \
+    --data runs/speech/digits/held_out.jsonl
 
 Of every token of some transcripts, over the whole vocabulary, in float32. In the exported weights adapters are merged, in the
 checkpoint they are apart.

