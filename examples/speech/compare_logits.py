@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transcribe import END, Prompt, Transcriber, read_prompts
+from transformers.utils.logging import disable_progress_bar
 
 from megatron.runtime.session import Session
 from multimodal.data.audio.audio_processing import audio_positions, audio_to_patches
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--num-compared", type=int, default=8)
     options = parser.parse_args()
+    disable_progress_bar()
     exported, prompts = Transcriber(options.model), read_prompts(options.data)[: options.num_compared]
     largest, num_tokens, num_same = 0.0, 0, 0
     with open_checkpoint(options.run, dtype=torch.float32) as session:

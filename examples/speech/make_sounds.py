@@ -32,12 +32,14 @@ NUM_JOINED = 2400
 """Samples that are made of several prompts, as Asterisk itself makes sentences of them: what comes next is only to be heard."""
 LONGEST_SECONDS = 8.0
 LONGEST_JOINED_SECONDS = 5.0
+PAUSE = 0.2
+"""Seconds behind each prompt that is joined."""
 VOICES = (
-    *("en-us", "en-us+f1", "en-us+f2", "en-us+f3", "en-us+f4", "en-us+m1", "en-us+m2", "en-us+m3", "en-us+m5", "en-us+klatt2"),
-    *("en-us+klatt4", "en-us+Alicia", "en-us+Andrea", "en-us+Annie", "en-us+anika", "en-us+aunty", "en-us+belinda"),
-    *("en-us+linda", "en-us+shelby", "en-us+steph"),
+    *("en-us", "en-us+f1", "en-us+f4", "en-us+m8", "en-us+m1", "en-us+m2", "en-us+m3", "en-us+m5", "en-us+m7"),
+    *("en-us+klatt2", "en-us+klatt4", "en-us+Andrea", "en-us+Annie", "en-us+anika", "en-us+aunty", "en-us+belinda"),
+    *("en-us+linda", "en-us+Michael", "en-us+shelby", "en-us+steph"),
 )
-"""Of espeak-ng."""
+"""Of espeak-ng: those that say the same each time."""
 PACES = ((150, 50), (190, 65))
 """Words a minute and pitch in percent, each of all voices."""
 Voice = Sequence[np.ndarray]
@@ -77,14 +79,14 @@ def make_digits(packages: Path, scratch: Path) -> tuple[list[Sample], list[Sampl
 def say_digits(voice: Voice, name: str, *, speeds: Sequence[int]) -> Sample:
     """Return one to seven random digits of a voice at one of some speeds, in twentieths of its own."""
     digits = random.choices(range(10), k=random.randint(1, MOST_DIGITS))
-    sound = join([voice[digit] for digit in digits], shortest=0.05, longest=0.3)
+    sound = join([voice[digit] for digit in digits], pauses=[random.uniform(0.05, 0.3) for _ in digits])
     return Sample(name, " ".join(DIGITS[digit] for digit in digits), resample_poly(sound, 20, random.choice(speeds)))
 
 
-def join(clips: Sequence[np.ndarray], *, shortest: float, longest: float) -> np.ndarray:
-    """Return clips one behind the other, with a random pause in seconds behind each."""
-    pauses = [np.zeros(round(RATE * random.uniform(shortest, longest)), np.float32) for _ in clips]
-    return np.concatenate([part for pair in zip(clips, pauses, strict=True) for part in pair])
+def join(clips: Sequence[np.ndarray], *, pauses: Sequence[float]) -> np.ndarray:
+    """Return clips one behind the other, with so many seconds of silence behind each."""
+    silences = [np.zeros(round(RATE * pause), np.float32) for pause in pauses]
+    return np.concatenate([part for pair in zip(clips, silences, strict=True) for part in pair])
 
 
 def trim(sound: np.ndarray) -> np.ndarray:
@@ -172,7 +174,7 @@ def join_prompts(prompts: Sequence[Sample], name: str) -> Sample:
     for prompt in random.sample(prompts, random.choice((1, 2, 3, 4))):
         if not parts or sum(len(part.sound) for part in (*parts, prompt)) <= LONGEST_JOINED_SECONDS * RATE:
             parts.append(prompt)
-    sound = join([part.sound for part in parts], shortest=0.2, longest=0.2)
+    sound = join([part.sound for part in parts], pauses=[PAUSE] * len(parts))
     return Sample(name, " ".join(part.transcript for part in parts), resample_poly(sound, 10, random.choice((9, 10, 11))))
 
 

@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 from scipy.signal import resample_poly
 from torch import Tensor
 from transformers import AutoTokenizer, LlamaForCausalLM, WhisperFeatureExtractor, WhisperForConditionalGeneration
+from transformers.utils.logging import disable_progress_bar
 
 AUDIO_TOKEN = "<filename>"
 TEMPLATE = Path(__file__).parent / "template.jinja"
@@ -163,6 +164,7 @@ def main() -> None:
     parser.add_argument("--loss", type=float, help="what the run said of the same samples")
     parser.add_argument("--num-shown", type=int, default=3)
     options = parser.parse_args()
+    disable_progress_bar()
     model, prompts = Transcriber(options.model), read_prompts(options.data)
     if options.loss is not None:
         check_loss(model, prompts, expected=options.loss)
