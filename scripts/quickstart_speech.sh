@@ -25,6 +25,7 @@ for argument in "$@"; do
     *) arguments+=("$argument") ;;
     esac
 done
+[[ " ${arguments[*]-}" == *" --train-iters"* ]] && iterations=()
 "$fresh" && rm -rf "$exercise/checkpoints" "$exercise/trained"
 mkdir -p "$packages"
 
