@@ -5,7 +5,7 @@ all tools.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +30,20 @@ PROJECTORS: Mapping[str, _Projector] = {"mlp": _Projector("none", True), "merger
 """Two products with a GELU between them (LLaVA), or the same behind a norm (Qwen2-VL)."""
 _TOWERS = {"clip": "CLIPVisionModel", "siglip": "SiglipVisionModel", "chinese_clip": "ChineseCLIPVisionModel"}
 """Model type of a vision-language model -> class of its vision part."""
+_LLM = "llm"
+"""The name of the LLM's unit."""
+_PATH = ((str, Path), "the path of a folder")
+_EXPECTED: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "llm": _PATH,
+    "encoders": ((Mapping,), "a mapping from the name of each encoder to its folder"),
+    "encoders[]": _PATH,
+    "freeze": ((Sequence,), "a list of names"),
+    "as_modules": ((Sequence,), "a list of names"),
+    "callbacks": ((Mapping,), "a mapping from an encoder's name to its functions"),
+    "callbacks[]": ((Mapping,), f"a mapping from {', '.join(CALLBACKS)} to 'package.module:function'"),
+    "output": ((str, Path), "the path of a file"),
+}
+"""The types of arguments, and how errors call them; `[]`: of a mapping's values."""
 _OF_PROJECTOR = ".projector"
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "num_layers": ("num_hidden_layers", "encoder_layers"),
@@ -66,32 +80,59 @@ def compose(
     as_modules: further units that are used as modules, as are those with callbacks; callbacks: unit -> one of `CALLBACKS` -> the
     function, as `package.module:function`. Raises ModelError if the parts do not fit.
     """
-    if projector not in PROJECTORS:
+    given = callbacks or {}
+    _check_types(llm=llm, encoders=encoders, freeze=freeze, as_modules=as_modules, callbacks=given, output=output)
+    if not isinstance(projector, str) or projector not in PROJECTORS:
         raise ModelError(f"compose: projector '{projector}' is not known; use one of {', '.join(PROJECTORS)}")
+    if _LLM in encoders:
+        raise ModelError(f"compose: encoders has one of the name '{_LLM}', which is the LLM's own; give it another")
     language = read_graph(llm)
     if [unit.role for unit in language.units] != [Role.BACKBONE]:
         raise ModelError(
             f"compose: llm {llm} is no text model, but has {', '.join(language.unit_names)}; give one without encoders"
         )
     backbone = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
-    given = callbacks or {}
     for argument, names in (("as_modules", as_modules), ("callbacks", given)):
         if unknown := [name for name in names if name not in encoders]:
             raise ModelError(f"compose: {argument} names '{unknown[0]}', which is none of {', '.join(encoders)}; correct it")
     shared = _Shared(projector, language, frozenset((*as_modules, *given)))
-    sizes, layers = _by_unit(merge_size, encoders, default=1), _by_unit(feature_layer, encoders, default=-1)
+    sizes, layers = (
+        _by_unit(argument, value, encoders, default=default)
+        for argument, value, default in (("merge_size", merge_size, 1), ("feature_layer", feature_layer, -1))
+    )
     units = {
         name: _encoder(name, Path(folder), shared, merge_size=sizes[name], layer=layers[name])
         for name, folder in encoders.items()
     }
     for name, functions in given.items():
         units[name]["module"] |= _checked_callbacks(name, functions)
-    units["llm"] = backbone
+    units[_LLM] = backbone
     for entry in freeze:
         name = entry.removesuffix(_OF_PROJECTOR)
         _unit(units, name, "freeze")["freeze_module" if name == entry else "freeze_projector"] = True
-    write_mapping(output, {"units": units})
+    try:
+        write_mapping(output, {"units": units})
+    except OSError as problem:
+        raise ModelError(
+            f"compose: output {output} cannot be written ({problem.strerror}); give a path in a folder that is there"
+        ) from problem
     return ModelGraph.from_file(output)
+
+
+def _check_types(**arguments: Any) -> None:
+    """Raise ModelError if an argument of `compose` is no path, mapping or list, as the name has it."""
+    inner = {f"encoders['{name}']": value for name, value in _entries(arguments["encoders"])}
+    inner |= {f"callbacks['{name}']": value for name, value in _entries(arguments["callbacks"])}
+    for name, value in {**arguments, **inner}.items():
+        kinds, expected = _EXPECTED[name.partition("[")[0] + "[]" * ("[" in name)]
+        is_text = isinstance(value, str) and str not in kinds
+        entries = value if name in ("freeze", "as_modules") and not is_text and isinstance(value, Sequence) else ()
+        if is_text or not isinstance(value, kinds) or not all(isinstance(each, str) for each in entries):
+            raise ModelError(f"compose: {name} is {value!r}, expected {expected}; correct it")
+
+
+def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
+    return value.items() if isinstance(value, Mapping) else ()
 
 
 class _Shared(NamedTuple):
@@ -103,7 +144,11 @@ class _Shared(NamedTuple):
     """Units that are used as modules."""
 
 
-def _by_unit(value: int | Mapping[str, int], names: Iterable[str], *, default: int) -> dict[str, int]:
+def _by_unit(argument: str, value: int | Mapping[str, int], names: Collection[str], *, default: int) -> dict[str, int]:
+    if unknown := [name for name, _ in _entries(value) if name not in names]:
+        raise ModelError(f"compose: {argument} names '{unknown[0]}', which is none of {', '.join(names)}; correct it")
+    if wrong := [each for each in (value.values() if isinstance(value, Mapping) else (value,)) if not isinstance(each, int)]:
+        raise ModelError(f"compose: {argument} is {wrong[0]!r}, expected an integer, or one for each encoder by its name")
     return {name: value.get(name, default) if isinstance(value, Mapping) else value for name in names}
 
 
@@ -217,6 +262,10 @@ def _checked_callbacks(name: str, functions: Mapping[str, str]) -> dict[str, str
     for place, function in functions.items():
         if place not in CALLBACKS:
             raise ModelError(f"compose: callbacks of '{name}' have '{place}', expected one of {', '.join(CALLBACKS)}")
-        if function.count(":") != 1 or not all(part.isidentifier() for part in function.replace(":", ".").split(".")):
+        if (
+            not isinstance(function, str)
+            or function.count(":") != 1
+            or not all(part.isidentifier() for part in function.replace(":", ".").split("."))
+        ):
             raise ModelError(f"compose: callback {function!r} of '{name}' is no function; write package.module:function")
     return dict(functions)

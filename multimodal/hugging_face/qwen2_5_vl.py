@@ -6,7 +6,7 @@ from typing import Any
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.llava import patch_shape
 from multimodal.hugging_face.processors import write_image_processor
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_placed_text
+from multimodal.hugging_face.text_models import decoder_names, read_text_unit, rotary_entries, write_placed_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv, stacked
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -104,7 +104,8 @@ def read_placed_text(
     text = {**with_defaults(given, defaults), "model_type": family}
     if config.get("tie_word_embeddings") is not None:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    rotary = {**(text.pop("rope_scaling", None) or {}), **(text.pop("rope_parameters", None) or {})}
+    rotary = rotary_entries(text, where="the LLM's ")
+    text.pop("rope_scaling", None)
     kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope"}
     unit = read_text_unit({**text, "rope_parameters": {**rotary, "rope_type": max(kinds, default="default")}}, where="the LLM's ")
     return {**unit, "rotary_sections": list(rotary.get("mrope_section", sections))}

@@ -210,9 +210,17 @@ def _has_biases(family: TextFamily, config: Config, *, where: str) -> bool:
     return attention
 
 
+def rotary_entries(config: Config, *, where: str) -> dict[str, Any]:
+    """Return the entries of `rope_scaling` and `rope_parameters`, as versions of transformers call them; raises ModelError."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key), Mapping | None):
+            raise ModelError(f"{where}{key} is {config[key]!r}, expected a mapping, or null; correct it")
+    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+
+
 def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
     """Return the rotary positions, wherever a version of transformers put them; raises ModelError for unsupported ones."""
-    parameters = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    parameters = rotary_entries(config, where=where)
     kind = parameters.get("rope_type", parameters.get("type"))
     if kind not in _ROTARY_TYPES:
         raise ModelError(
@@ -221,7 +229,10 @@ def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
         )
     if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
         raise ModelError(f"{where}partial_rotary_factor is not 1, which cannot be trained here; take another model")
-    base = float(parameters.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
+    if not isinstance(theta, int | float):
+        raise ModelError(f"{where}rope_theta is {theta!r}, expected a number; correct it")
+    base = float(theta)
     if kind in (None, "default"):
         return {"rotary_base": base}
     given: Config = parameters

@@ -285,15 +285,26 @@ def test_functions_run_between_modules(folders: Path, ranks: RankPool, tmp_path:
         ({"encoders": {"vision": "nowhere"}}, "nowhere/config.json: there is no such file"),
         ({"encoders": {"vision": "llm"}}, "image_size is None, expected an integer; take an encoder of images of one size"),
         ({"llm": "clip"}, "architectures is"),
+        ({"llm": ["llm"]}, r"llm is \['llm'\], expected the path of a folder"),
+        ({"encoders": {"llm": "dinov2"}}, "encoders has one of the name 'llm', which is the LLM's own; give it another"),
+        ({"encoders": ["dinov2"]}, "expected a mapping from the name of each encoder to its folder"),
+        ({"callbacks": {"vision": {"after_encoder": len}}}, "is no function; write package.module:function"),
+        ({"callbacks": {"vision": len}}, "is <built-in function len>, expected a mapping from before_encoder"),
+        ({"freeze": "vision"}, "freeze is 'vision', expected a list of names"),
+        ({"merge_size": "2"}, "merge_size is '2', expected an integer"),
+        ({"merge_size": {"sight": 2}}, "merge_size names 'sight', which is none of vision"),
+        ({"output": "nowhere/model.yaml"}, "nowhere/model.yaml cannot be written .*; give a path in a folder that is there"),
     ],
 )
 def test_parts_that_do_not_fit_are_said(folders: Path, tmp_path: Path, changes: Any, message: str) -> None:
     given = {"llm": "llm", "encoders": {"vision": "dinov2"}, **changes}
-    given["llm"] = folders / given["llm"]
-    given["encoders"] = {name: folders / folder for name, folder in given["encoders"].items()}
-    given["as_modules"] = ["vision"]
+    if isinstance(given["llm"], str):
+        given["llm"] = folders / given["llm"]
+    if isinstance(given["encoders"], dict):
+        given["encoders"] = {name: folders / folder for name, folder in given["encoders"].items()}
+    given |= {"as_modules": ["vision"], "output": tmp_path / given.get("output", "model.yaml")}
     with pytest.raises(ModelError, match=message):
-        multimodal.compose(**given, output=tmp_path / "model.yaml")
+        multimodal.compose(**given)
 
 
 def test_weights_of_another_model_are_an_error_on_every_rank(folders: Path, ranks: RankPool, tmp_path: Path) -> None:

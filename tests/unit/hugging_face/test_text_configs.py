@@ -92,6 +92,8 @@ def test_biases_everywhere_or_nowhere(tmp_path: Path) -> None:
         ({"architectures": None}, "architectures is None, which cannot be trained here; expected one of LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu' can be trained here"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "of type 'linear', which cannot be trained here"),
+        ({"rope_scaling": 7}, "rope_scaling is 7, expected a mapping, or null"),
+        ({"rope_theta": "big"}, "rope_theta is 'big', expected a number"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama"),
         ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
         ({"hidden_size": "64"}, "unit 'llm', hidden_size: expected a positive integer"),
