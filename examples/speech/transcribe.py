@@ -45,11 +45,13 @@ class Transcriber:
     """Whisper's encoder, the projector and SmolLM2, as --save-hf wrote them."""
 
     def __init__(self, folder: Path) -> None:
-        self.ear = WhisperForConditionalGeneration.from_pretrained(folder / "audio", dtype=torch.float32).model.encoder.eval()
-        self.extract = WhisperFeatureExtractor.from_pretrained(folder / "audio")
-        self.llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=torch.float32).eval()
+        self.ear = WhisperForConditionalGeneration.from_pretrained(
+            folder / "audio", dtype=torch.float32, trust_remote_code=False
+        ).model.encoder.eval()
+        self.extract = WhisperFeatureExtractor.from_pretrained(folder / "audio", trust_remote_code=False)
+        self.llm = LlamaForCausalLM.from_pretrained(folder / "llm", dtype=torch.float32, trust_remote_code=False).eval()
         self.saved_dtype = json.loads((folder / "llm" / "config.json").read_text()).get("dtype", "float32")
-        self.tokenizer = AutoTokenizer.from_pretrained(folder / "llm")
+        self.tokenizer = AutoTokenizer.from_pretrained(folder / "llm", trust_remote_code=False)
         template, options = TEMPLATE.read_text(), {"add_generation_prompt": True, "tokenize": False}
         self.prompt = str(self.tokenizer.apply_chat_template(MESSAGES, chat_template=template, **options))
         described = json.loads((folder / "projectors" / "model.json").read_text())["units"]["audio"]

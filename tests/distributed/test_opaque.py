@@ -1,5 +1,7 @@
 """An encoder of transformers as it is (DINOv2): plain torch's gradients, those of one process under plans, errors."""
 
+import io
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -148,3 +150,21 @@ def test_a_wrong_module_is_said_when_it_is_built(graph: ModelGraph, tmp_path: Pa
     with pytest.raises(ModelError, match=message):
         build_module(unit, unit.module)
         find_unused(unit, unit.module, unit.image)
+
+
+def test_programs_of_a_folder_never_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even if somebody answers yes to all questions on stdin."""
+    from multimodal.model.layers.opaque_module import build_module
+
+    ran, folder = tmp_path / "ran", tmp_path / "own"
+    folder.mkdir()
+    (folder / "own.py").write_text(f"open({str(ran)!r}, 'w')\nclass OwnConfig: pass\nclass Own: pass\n")
+    config = {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 100))
+    unit = describe(tmp_path, module={"directory": "own"}).unit("vision")
+    assert unit.module is not None
+    with pytest.raises(ModelError, match="AutoModel cannot be built from .*config.json"):
+        build_module(unit, unit.module)
+    assert not ran.exists()

@@ -45,3 +45,25 @@ def test_no_example_of_hypothesis_has_a_deadline():
     assert settings().deadline is None
     given = re.compile(r"deadline=(?!None)\w")
     assert not [path for path in list_python_files("tests") if "settings(" in (text := path.read_text()) and given.search(text)]
+
+
+def foreign_code_openings(source):
+    """Return the lines that let transformers read a folder without refusing to run the programs in it."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)]
+    refusal = "trust_remote_code", "False"
+    return [
+        call.lineno
+        for call in calls
+        if call.func.attr in ("from_pretrained", "from_config")
+        and refusal not in {(each.arg, ast.unparse(each.value)) for each in call.keywords}
+    ]
+
+
+@pytest.mark.parametrize("path", list_python_files("multimodal", "megatron", "tools", "examples", "benchmarks"), ids=module_name)
+def test_no_folder_of_transformers_may_run_its_programs(path):
+    assert foreign_code_openings(path.read_text()) == [], f"{path}: add trust_remote_code=False"
+
+
+@pytest.mark.parametrize("call", ["AutoConfig.from_pretrained(x)", "m.from_config(c, trust_remote_code=True)"])
+def test_planted_openings_are_found(call):
+    assert foreign_code_openings(call) == [1]

@@ -50,8 +50,10 @@ def build_module(unit: Unit, described: Opaque) -> Module:
         raise ModelError(f"{where}, class: transformers {transformers.__version__} has no model '{name}'; correct it")
     try:
         config = getattr(kind, "config_class", None) or transformers.AutoConfig
-        read = config.from_pretrained(described.directory)
-        module = transformers.AutoModel.from_config(read) if name == "AutoModel" else kind(read)
+        # Without False, a folder whose config.json names programs (auto_map) has a run ask on stdin, and `yes |` would answer.
+        read = config.from_pretrained(described.directory, trust_remote_code=False)
+        is_open = name == "AutoModel"
+        module = transformers.AutoModel.from_config(read, trust_remote_code=False) if is_open else kind(read)
         part: Module = module.get_submodule(described.part or "")
     except Exception as problem:  # a config.json may cause any error
         raise ModelError(f"{where}: {name} cannot be built from {described.directory}/config.json ({problem})") from problem
