@@ -7,8 +7,9 @@ Braid writes them, they are the A here; otherwise they are stacked by rows, so t
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (False, None),
     "lora_bias": (False, None),
 }
+_NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
+"""A name, or its end, as a regular expression: what can be matched without backtracking."""
 _LENGTH_BYTES = 8
 _LARGEST_HEADER = 2**27
 
@@ -78,6 +81,8 @@ class PeftAdapter:
     graph: ModelGraph
     """The graph of the units that the folder describes."""
     architecture: Architecture
+    dropout: float = 0.0
+    """The probability with which PEFT drops inputs of adapters in training; it says nothing about the trained model."""
 
     @property
     def alpha(self) -> float:
@@ -117,18 +122,20 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
                 raise ConfigError(
                     f"{folder / ADAPTER_WEIGHTS}: {name}: {module} {problem}; give adapters of this model, on linear layers alone"
                 )
-            rank = tensors[name].shape[0]
+            rank = _checked_rank(folder, config, module, tensors[name])
             found.setdefault(own, {})[place] = PeftModule(key, module, rank, _scale(config, module, rank))
         elif not name.endswith(UP_ENDING):
             others.append(name)
     if not found:
         raise ConfigError(f"{folder / ADAPTER_WEIGHTS}: holds no {DOWN_ENDING[1:]}; give a folder of PEFT with LoRA adapters")
+    _check_targets(folder, config, [part.name for parts in found.values() for part in parts.values()])
     modules = {own: tuple(parts[place] for place in sorted(parts)) for own, parts in found.items()}
     shares = {own: _are_equal(folder, tensors, parts) for own, parts in modules.items()}
     ranks = (parts[0].rank if shares[own] else sum(part.rank for part in parts) for own, parts in modules.items())
     first = next(iter(modules.values()))[0]
     targets = tuple(dict.fromkeys(own.target for own in modules))
-    return PeftAdapter(folder, max(ranks), first.scale, targets, modules, shares, tuple(others), graph, architecture)
+    dropout = float(config.get("lora_dropout") or 0)
+    return PeftAdapter(folder, max(ranks), first.scale, targets, modules, shares, tuple(others), graph, architecture, dropout)
 
 
 def _adapted_part(folder: Path, graph: ModelGraph, base: str | Path | None) -> tuple[Path, ModelGraph, Architecture]:
@@ -156,15 +163,90 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
                 f"{folder / ADAPTER_CONFIG}: {key} is {config.get(key)!r}, and only {' or '.join(map(repr, values))} can be "
                 "trained here; give adapters of LoRA without it"
             )
-    if not isinstance(config.get("lora_alpha"), int | float):
-        raise ConfigError(f"{folder / ADAPTER_CONFIG}: lora_alpha is {config.get('lora_alpha')!r}, expected a number; correct it")
+    for key, (is_right, expected) in _TYPES.items():
+        if not is_right(config.get(key)):
+            raise ConfigError(f"{folder / ADAPTER_CONFIG}: {key} is {config.get(key)!r}, expected {expected}; correct it")
+    for key in ("rank_pattern", "alpha_pattern"):
+        if wrong := [name for name in config.get(key) or () if not _NAME.fullmatch(name)]:
+            raise ConfigError(
+                f"{folder / ADAPTER_CONFIG}: {key} has the key {wrong[0]!r}, expected the name of a module, or its end; write "
+                "one entry for each name that the expression matches"
+            )
     return config
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_rank(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _is_pattern(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return value is None or (isinstance(value, Mapping) and all(map(is_right, value.values())))
+
+
+def _is_name_or_names(value: Any) -> bool:
+    return value is None or isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str) for each in value))
+
+
+_TYPES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "lora_alpha": (_is_number, "a number"),
+    "r": (_is_rank, "a positive integer"),
+    "alpha_pattern": (partial(_is_pattern, is_right=_is_number), "a mapping from names of modules to numbers"),
+    "rank_pattern": (partial(_is_pattern, is_right=_is_rank), "a mapping from names of modules to positive integers"),
+    "target_modules": (_is_name_or_names, "a list of names"),
+    "lora_dropout": (lambda value: value is None or (_is_number(value) and 0 <= value <= 1), "a number from 0 to 1"),
+}
+
+
+def _matches(pattern: str, module: str) -> bool:
+    """Return True if a pattern is the end of a module's name (all of it behind '^'), as in PEFT, without a search."""
+    name = pattern.replace("\\.", ".").removesuffix("$")
+    return module == name.removeprefix("^") or (not name.startswith("^") and module.endswith(f".{name}"))
+
+
+def _value_for(module: str, patterns: Mapping[str, Any] | None, *, default: Any) -> Any:
+    return next((value for pattern, value in (patterns or {}).items() if _matches(pattern, module)), default)
+
+
+def _checked_rank(folder: Path, config: Mapping[str, Any], module: str, stored: "_Stored") -> int:
+    expected = _value_for(module, config.get("rank_pattern"), default=config["r"])
+    if stored.shape[:1] != (expected,):
+        raise ConfigError(
+            f"{folder}: {module}{DOWN_ENDING} has shape {list(stored.shape)}, but {ADAPTER_CONFIG} gives it the rank {expected} "
+            "(r or rank_pattern); take the two files from one adapter"
+        )
+    return int(expected)
+
+
+def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[str]) -> None:
+    """Raise ConfigError if `target_modules` names something else than the file has adapters of.
+
+    A regular expression is not evaluated: the tensors say what has adapters.
+    """
+    targets = config.get("target_modules")
+    if isinstance(targets, str):
+        targets = [f"^{targets}"] if _NAME.fullmatch(targets) and targets != "all-linear" else None
+    if targets is None:
+        return
+    of_none = [each for each in targets if not any(_matches(each, module) for module in modules)]
+    unnamed = [module for module in modules if not any(_matches(each, module) for each in targets)]
+    if of_none or unnamed:
+        problem = (
+            f"names {of_none[0].removeprefix('^')!r}, of which there is none"
+            if of_none
+            else f"does not name {unnamed[0]}, which has one"
+        )
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG}: target_modules {problem} in {ADAPTER_WEIGHTS}; name the modules with adapters"
+        )
+
+
 def _scale(config: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of B A; patterns match the end of a module's name."""
-    patterns = config.get("alpha_pattern") or {}
-    alpha = next((value for key, value in patterns.items() if re.match(rf"(.*\.)?({key})$", module)), config["lora_alpha"])
+    """Return the factor of B A."""
+    alpha = _value_for(module, config.get("alpha_pattern"), default=config["lora_alpha"])
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 

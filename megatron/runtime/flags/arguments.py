@@ -159,6 +159,11 @@ def _adapters_of(folder: Path, values: Mapping[str, Any], graph: ModelGraph) -> 
         )
     base = values.get("load_hf") or values.get("model")
     adapter = read_peft_adapter(folder, graph=graph, base=base)
+    if adapter.dropout:
+        raise ConfigError(
+            f"--load-adapter {folder}: lora_dropout is {adapter.dropout:g} in adapter_config.json, and adapters are trained "
+            "without dropout here; make it 0 there to go on without"
+        )
     return {"lora_rank": adapter.rank, "lora_alpha": adapter.alpha, "lora_targets": adapter.targets}
 
 

@@ -107,6 +107,11 @@ def test_adapters_say_what_is_trained(folder: Path, tmp_path: Path) -> None:
     assert (model.lora_rank, model.lora_alpha, model.lora_targets) == (2, 8.0, ("llm.transformer.linear_proj",))
     with pytest.raises(ConfigError, match=r"--lora-rank would be ignored: --load-adapter .* says which adapters there are"):
         parse(f"--load-hf {folder} --load-adapter {adapter} --lora-rank 4")
+    described = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**described, "lora_dropout": 0.05}))
+    with pytest.raises(ConfigError, match=r"lora_dropout is 0.05 in adapter_config.json, .*; make it 0 there"):
+        parse(f"--load-hf {folder} --load-adapter {adapter}")
+    (adapter / "adapter_config.json").write_text(json.dumps(described))
     (adapter / "adapter_model.safetensors").write_bytes(b"not a file of tensors")
     with pytest.raises(ConfigError, match="adapter_model.safetensors: is no safetensors file"):
         parse(f"--load-hf {folder} --load-adapter {adapter}")
