@@ -16,7 +16,7 @@ from megatron.runtime.hugging_face.named_weights import (
 )
 from megatron.runtime.hugging_face.unit_weights import check_units, is_of_projector, is_written_in_parts, name_unit
 from megatron.runtime.hugging_face.weight_files import SINGLE_NAME, WeightFiles
-from megatron.runtime.hugging_face.write_folder import Export, write_folder
+from megatron.runtime.hugging_face.write_folder import Export, check_links, write_folder
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, model_tensors
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
@@ -42,6 +42,9 @@ def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | N
     """Raise CheckpointError or ModelError for errors that would only show after training: no place, or no such family."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{flag} {folder}: is there already; give another folder, or remove it")
+    for source in {like} if like is not None else {unit.weights for unit in graph.units}:
+        if source is not None and Path(source).is_dir():
+            check_links(Path(source))
     if like is not None:
         check_same_model(like, graph)
     elif is_written_in_parts(graph):

@@ -179,11 +179,34 @@ def _bytes_of(values: Tensor) -> memoryview:
     return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
+def check_links(source: Path) -> None:
+    """Raise CheckpointError if a file that would be copied is a link to somewhere outside of its folder."""
+    if strays := [path for path in _accompanying(source) if not _stays_inside(path)]:
+        raise CheckpointError(
+            f"{strays[0]}: is a link to {strays[0].resolve()}, outside of the folder, which would be copied into the new one; "
+            "put the file itself there, or remove the link"
+        )
+
+
+def _accompanying(source: Path) -> Iterator[Path]:
+    """Yield the files that accompany weights."""
+    for path in sorted(source.iterdir()):
+        is_wanted = path.suffix in _COPIED and path.name not in (CONFIG_NAME, INDEX_NAME) and path.is_file()
+        if is_wanted and path.stat().st_size <= _LARGEST_COPY and not path.name.endswith(".index.json"):
+            yield path
+
+
+def _stays_inside(path: Path) -> bool:
+    """Return True if a file is in its folder, or in the `blobs` that a cache of Hugging Face's hub links snapshots to."""
+    folder, target = path.parent.resolve(), path.resolve()
+    blobs = [folder.parents[1] / "blobs"] if folder.parent.name == "snapshots" else []
+    return any(target.is_relative_to(each) for each in (folder, *blobs))
+
+
 def _complete(partial: Path, folder: Path, export: Export) -> None:
     if (source := export.like or export.beside) is not None:
-        for path in sorted(source.iterdir()):
-            is_wanted = path.suffix in _COPIED and path.name not in (CONFIG_NAME, INDEX_NAME) and path.is_file()
-            if is_wanted and path.stat().st_size <= _LARGEST_COPY and not path.name.endswith(".index.json"):
+        for path in _accompanying(source):
+            if _stays_inside(path):
                 shutil.copyfile(path, partial / path.name)
     _write_json(partial / export.config_name, export.config)
     if export.processor:
