@@ -195,6 +195,10 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         change_first_file(lambda weights: weights.update(extra=torch.zeros(2))),
         r"nothing of this model is made of extra",
     ),
+    "values that are no numbers": (
+        change_first_file(lambda weights: weights["lm_head.weight"][-1].fill_(torch.nan)),
+        r"model.safetensors: lm_head.weight has values that are not finite",
+    ),
     "rows that config.json has not": (
         change_first_file(lambda weights: weights.update({"lm_head.weight": torch.zeros(9, 16)})),
         r"lm_head.weight has shape \[9, 16\], but config.json gives it 263 rows of 16",
@@ -310,18 +314,21 @@ def grow(case: GradientCase, folder: Path, target: Path) -> None:
 
 
 def test_a_vocabulary_grows_by_new_rows(ranks: RankPool, tmp_path: Path) -> None:
-    """Tokens that the tokenizer has beyond the model's: their rows start at random, and are written with the others."""
-    good, target = tmp_path / "good", tmp_path / "grown"
+    """Tokens that the tokenizer has beyond the model's: their rows start at random, as large as the others, and are written."""
+    good, target, alone = (tmp_path / name for name in ("good", "grown", "alone"))
     small_qwen2().save_pretrained(good)
     graph = read_model(good)
     larger = replace(graph, units=(replace(graph.backbone, vocab_size=270),))
     ranks.run(grow, case_of(larger, SAMPLES, {"llm": (2, 1, 1)}), good, target, world_size=2)
-    before, after = load_file(good / "model.safetensors"), load_file(target / "model.safetensors")
+    ranks.run(grow, case_of(larger, SAMPLES, {"llm": (1, 1, 1)}), good, alone, world_size=1)
+    before, after, of_one = (load_file(folder / "model.safetensors") for folder in (good, target, alone))
     assert json.loads((target / "config.json").read_text())["vocab_size"] == 270
     for key in ("model.embed_tokens.weight", "lm_head.weight"):
         assert after[key].shape == (270, 16)
         assert torch.equal(after[key][:263], before[key])
         assert after[key][263:].abs().min() > 0
+        assert float(after[key][263:].std()) == pytest.approx(float(before[key].std()), rel=0.25)
+        assert torch.equal(after[key], of_one[key]), "whatever the plan"
 
 
 def test_a_failed_export_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.checkpoint.all_ranks import on_this_rank
-from megatron.runtime.hugging_face.load_weights import fill
+from megatron.runtime.hugging_face.load_weights import check_finite, fill
 from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_tensors, name_weights
 from megatron.runtime.hugging_face.unit_weights import is_composed, is_of_projector
 from megatron.runtime.hugging_face.weight_files import WeightFiles
@@ -93,6 +93,7 @@ def _read_half(files: WeightFiles, key: str, *, columns: int) -> Tensor:
             f"{key} has shape {list(values.shape)}, expected {columns} columns; give adapters of this model, or take the model "
             "that they are of"
         )
+    check_finite(values, f"{files.folder / files.weights[key].file}: {key}")
     return values
 
 

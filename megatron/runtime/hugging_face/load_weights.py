@@ -15,6 +15,9 @@ from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph
 
+_NUM_SCALED_BY = 256
+"""About as many rows of the vocabulary determine the scale of new ones."""
+
 
 def load_hugging_face(folder: Path, *, session: Session) -> None:
     """Fill all parameters from a folder that transformers' `save_pretrained`, or --save-hf, wrote; collective.
@@ -34,7 +37,7 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
             theirs = as_in_files(names, architecture, found=files.weights)
             unused = [key for key in files.weights if architecture.is_unused(key, graph)]
             check_weights(folder, theirs, found=files.weights, unused=unused, grown_from=vocabularies)
-            fill(tensors, files, theirs)
+            fill(tensors, files, theirs, new_rows_std=embedding_std(graph))
 
     on_this_rank(read, what=what)
     for optimizer in session.optimizers.values():
@@ -48,11 +51,19 @@ def _described(folder: Path, graph: ModelGraph) -> ModelGraph:
         raise CheckpointError(str(problem)) from problem
 
 
+def embedding_std(graph: ModelGraph) -> float:
+    """Return the standard deviation from which rows of the vocabulary are drawn."""
+    return graph.backbone.transformer.init_method_std
+
+
 @torch.no_grad()
-def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights) -> None:
+def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights, *, new_rows_std: float | None = None) -> None:
     """Fill this rank's parts. Parts of vectors that the files lack are zero: biases without effect.
 
-    Raises CheckpointError if a copy of tied embeddings differs from them: transformers would not tie the two.
+    new_rows_std: of the initial values of rows that the files lack, which are scaled to those that are there.
+
+    Raises CheckpointError for values that are not finite, and if a copy of tied embeddings differs from them: transformers would
+    not tie the two.
     """
     for tensor in tensors:
         filled: dict[tuple[tuple[int, ...], int], str] = {}
@@ -60,6 +71,9 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights)
             piece.values.zero_()
         for part in parts_of(tensor, names):
             rows = range(part.rows.start, min(part.rows.stop, files.weights[part.key].num_rows(part.row_size)))
+            if new_rows_std and len(rows) < len(part.rows) and len(tensor.shape) > 1:
+                added = part.piece.values.narrow(0, part.first_row + len(rows), len(part.rows) - len(rows))
+                added.mul_(_scale(files, part.key, row_size=part.row_size) / new_rows_std)
             if not rows:
                 continue
             values = files.read(part.key, rows, part.columns, row_size=part.row_size)
@@ -71,4 +85,22 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights)
                     f"{files.folder}: {copy} is there beside {part.key}, which it differs from, though config.json ties the two; "
                     "make its tie_word_embeddings false, or take other weights"
                 )
+            check_finite(values, f"{files.folder / files.weights[part.key].file}: {part.key}")
             target.copy_(values)
+
+
+def check_finite(values: torch.Tensor, what: str) -> None:
+    """Raise CheckpointError if a weight is no number, or infinite, in the run's type."""
+    if not values.isfinite().all():
+        raise CheckpointError(
+            f"{what} has values that are not finite (NaN or infinity) in {str(values.dtype).removeprefix('torch.')}; copy the "
+            "file again, take other weights, or a --dtype that can hold them"
+        )
+
+
+def _scale(files: WeightFiles, key: str, *, row_size: int) -> float:
+    """Return the root mean square of rows spread over a matrix, the same on every rank."""
+    num_rows = files.weights[key].num_rows(row_size)
+    rows = range(0, num_rows, max(1, num_rows // _NUM_SCALED_BY))
+    squares = [files.read(key, range(row, row + 1), range(row_size), row_size=row_size).double().square().mean() for row in rows]
+    return float(torch.stack(squares).mean().sqrt()) if squares else 1.0
