@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.flags.configuration import GROUPS, ModelConfig, RunConfig
 from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled, ignored_flags
 from megatron.runtime.flags.elastic_templates import plan_of_start
@@ -35,6 +36,8 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.typed_reader import shown
 
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
 
 def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunConfig:
     """Read the flags and the configuration file, and check everything that can be checked without loading anything.
@@ -55,6 +58,7 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     check_bounds(config)
     frozen_graph = choose_trained(graph, config.model)
     check_config(config, graph=frozen_graph)
+    _check_tokenizer(config, frozen_graph)
     world_size = _world_size(environ)
     if not config.parallelism.plans_itself:
         _check_input_file("--plan", config.parallelism.plan)
@@ -100,8 +104,28 @@ def _check_model_place(flag: str, path: str) -> None:
         raise ConfigError(
             f"{flag} {path}: {found}; give a folder of Hugging Face that is on this machine (nothing is downloaded)"
         )
+    if is_folder and not (Path(path) / "config.json").is_file() and find_newest_checkpoint(Path(path)) is not None:
+        raise ConfigError(
+            f"{flag} {path}: is a folder of checkpoints of Braid's own, not of Hugging Face; start from their weights with "
+            f"--pretrained-checkpoint {path} and the --model of that run, or make a folder of Hugging Face of them: "
+            f"tools/convert.py --load {path} --save-hf DIR"
+        )
+    if flag == "--load-hf" and not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"{flag} {path}: there is no config.json; give the folder of a model of Hugging Face")
     if not is_folder or not (Path(path) / "config.json").is_file():
         _check_input_file(flag, path)
+
+
+def _check_tokenizer(config: RunConfig, graph: ModelGraph) -> None:
+    """Raise ConfigError if bytes would be given to weights whose folder has a tokenizer of their own."""
+    folder = config.checkpoint.load_hf or graph.backbone.weights
+    if folder is None or config.data.tokenizer_type != "ByteTokenizer":
+        return
+    if found := next((name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()), None):
+        raise ConfigError(
+            f"--tokenizer-type ByteTokenizer: the LLM's weights in {folder} know the tokens of {found} there, whose ids are "
+            "not those of bytes; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model and the path of its tokenizer.json"
+        )
 
 
 def _check_input_file(flag: str, path: str | Path | None) -> None:

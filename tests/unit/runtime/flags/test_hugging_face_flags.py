@@ -1,6 +1,7 @@
 """What --load-hf gives a run beside weights, and what it excludes."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.runtime.flags.configuration import RunConfig
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
+from multimodal.values.model_graph import Lora
 
 CONFIG = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -47,7 +49,8 @@ def test_the_folder_is_the_model(folder: Path) -> None:
 def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> None:
     taken = parse(f"--load-hf {folder}").data
     assert (taken.tokenizer_type, taken.tokenizer_model) == ("HuggingFaceTokenizer", str(folder / "tokenizer.json"))
-    assert parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer").data.tokenizer_model is None
+    with pytest.raises(ConfigError, match=r"ByteTokenizer: the LLM's weights in .*model know the tokens of tokenizer.json there"):
+        parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"--load-hf .*: there is no tokenizer.json; copy the model's own there"):
         parse(f"--load-hf {folder}")
@@ -58,6 +61,7 @@ def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> Non
     ("line", "message"),
     [
         ("--load-hf missing", "--load-hf missing: no such folder; give a folder of Hugging Face that is on this machine"),
+        ("--load-hf {folder}/..", "there is no config.json; give the folder of a model of Hugging Face"),
         ("--load-hf {folder}/config.json", "--load-hf .*config.json: is a file; give a folder"),
         ("--load-hf {folder} --pretrained-checkpoint runs", "--pretrained-checkpoint and --load-hf exclude each other"),
         ("--load-hf {folder} --finetune --load runs", "--finetune and --load-hf exclude each other"),
@@ -79,11 +83,21 @@ def test_a_config_that_is_not_known_is_an_error_of_the_model(folder: Path) -> No
 def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
     graph = read_model(folder)
     assert with_vocabulary(graph, ByteTokenizer()).backbone.vocab_size == ByteTokenizer().vocab_size == 265
+    for frozen in (replace(graph.backbone, freeze_module=True), replace(graph.backbone, lora=Lora(2))):
+        with pytest.raises(ConfigError, match="unit 'llm' lacks 5 special tokens .*, and its embeddings are frozen"):
+            with_vocabulary(replace(graph, units=(frozen,)), ByteTokenizer())
+        assert with_vocabulary(replace(graph, units=(frozen,)), ByteTokenizer(), has_rows=True).backbone.vocab_size == 265
     (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 255}))
     with pytest.raises(
         ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"
     ):
         with_vocabulary(read_model(folder), ByteTokenizer())
+
+
+def test_checkpoints_of_braids_own_are_no_folder_of_hugging_face(tmp_path: Path) -> None:
+    (tmp_path / "runs" / "step_00000004").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"checkpoints of Braid's own, .* with --pretrained-checkpoint .*runs and the --model"):
+        parse(f"--load-hf {tmp_path / 'runs'}")
 
 
 def write_adapter(folder: Path) -> Path:
