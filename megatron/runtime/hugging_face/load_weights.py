@@ -79,13 +79,13 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights,
             values = files.read(part.key, rows, part.columns, row_size=part.row_size)
             target = part.piece.values.narrow(0, part.first_row, len(rows))
             values = values.reshape(target.shape).to(target)
+            check_finite(values, f"{files.folder / files.weights[part.key].file}: {part.key}")
             copy = filled.setdefault((part.piece.offsets, part.first_row), part.key)
             if copy != part.key and not torch.equal(target, values):
                 raise CheckpointError(
                     f"{files.folder}: {copy} is there beside {part.key}, which it differs from, though config.json ties the two; "
                     "make its tie_word_embeddings false, or take other weights"
                 )
-            check_finite(values, f"{files.folder / files.weights[part.key].file}: {part.key}")
             target.copy_(values)
 
 

@@ -42,7 +42,8 @@ def check_hugging_face_target(folder: Path, *, graph: ModelGraph, like: Path | N
     """Raise CheckpointError or ModelError for errors that would only show after training: no place, or no such family."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{flag} {folder}: is there already; give another folder, or remove it")
-    for source in {like} if like is not None else {unit.weights for unit in graph.units}:
+    sources = {like} if like is not None else {unit.weights for unit in graph.units}
+    for source in sources if flag == "--save-hf" else ():  # nothing is copied beside adapters
         if source is not None and Path(source).is_dir():
             check_links(Path(source))
     if like is not None:
