@@ -13,7 +13,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.feed.producers.producer import Producer
 from megatron.runtime.feed.producers.wire import parse_address, read_token
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, at_least_zero, count, run_tool
@@ -34,6 +33,8 @@ def serve(argv: Sequence[str]) -> None:
     given = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     token, address = read_token(given.token), parse_address(given.listen)
+    from megatron.runtime.feed.producers.producer import Producer  # needs pyzmq, an extra
+
     try:
         listener = socket.create_server(address, backlog=1024)
     except OSError as problem:

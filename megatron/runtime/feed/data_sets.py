@@ -10,10 +10,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron.runtime.feed.index_progress import watch_indexing
-from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
 from megatron.runtime.feed.producers.wire import read_token
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from multimodal.data.chat.chat_format import ChatFormat
@@ -34,6 +33,9 @@ from multimodal.hugging_face.registry import CONFIG_NAME, read_config
 from multimodal.values.errors import CheckpointError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.units.item_passes import count_llm_tokens
+
+if TYPE_CHECKING:
+    from megatron.runtime.feed.producers.produced_items import ProducedItems
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +123,13 @@ def _say_where(path: str, place: Path | None) -> None:
 
 def _find_producers(
     path: str, config: RunConfig, graph: ModelGraph, *, texts: TextSettings, options: IndexOptions
-) -> ProducedItems | None:
+) -> "ProducedItems | None":
     """Return the client of the run's producers, after checking that all of them are there; None without producers."""
     token_path = config.data.producer_token
     if not config.data.producers or token_path is None:
         return None
+    from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set  # needs pyzmq, an extra
+
     found = ProducedItems(
         [address for several in config.data.producers for address in several.split(",") if address],
         token=read_token(token_path),

@@ -9,28 +9,18 @@ decoded here if there are none. So every item arrives once, whatever happens to 
 import json
 import logging
 import os
-import socket
 import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
-from megatron.runtime.feed.producers.wire import (
-    IndexedBlock,
-    SampleBlock,
-    Wanted,
-    WireError,
-    build_block,
-    build_pixels,
-    pack_wanted,
-    parse_address,
-    prove_token,
-    receive_frame,
-    send_frame,
-)
+import zmq
+
+from megatron.runtime.feed.producers.connection import Answer, Connection
+from megatron.runtime.feed.producers.curve import derive_keys
+from megatron.runtime.feed.producers.wire import IndexedBlock, SampleBlock, Wanted, WireError, parse_address
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import SegmentedSample
@@ -41,15 +31,13 @@ from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 
-SILENCE_SECONDS = 30.0
-"""A producer that is silent for this long is given up."""
 ABSENCE_SECONDS = 30.0
 """Time after which a lost producer is tried again."""
 _BLOCK_WEIGHT = 2**20
 """Letters of the samples that a producer indexes at a time, in addition to a fixed weight of each sample."""
 _SAMPLE_WEIGHT = _BLOCK_WEIGHT // 64
 _BLOCKS_ASKED = 8
-"""Blocks that are requested from a producer at once; together they are far below `MOST_JSON_BYTES`."""
+"""Blocks that are expected of a producer at once."""
 logger = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
@@ -71,7 +59,8 @@ class ProducedItems:
     def __init__(self, addresses: Sequence[str], *, token: bytes, data_set: str, local: ItemReader) -> None:
         """local: decodes items that no producer does."""
         self._addresses = {address: parse_address(address) for address in addresses}
-        self._token, self._data_set, self._local = token, data_set, local
+        self._keys = derive_keys(token, is_producer=False)
+        self._data_set, self._local = data_set, local
         self._forget_connections()
 
     def check(self) -> None:
@@ -84,16 +73,25 @@ class ProducedItems:
                     f"--producers {address}: {problem}; start it with python tools/producer.py --listen {address} --token FILE, "
                     "with the run's token, where it finds the same files, or leave it out"
                 ) from problem
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections, which processes that are forked later would keep open; they are opened again on demand."""
+        for connection in self._connections.values():
+            connection.close()
+        if self._context is not None:
+            self._context.destroy(0)
+        self._forget_connections()
 
     def expect(self, wanted: Sequence[Wanted]) -> None:
         """Request all of these from producers now; O(items)."""
         if self._process != os.getpid():
             self._forget_connections()  # a forked process reads from its own connections
-        while self._asked:  # items that are still owed, and no longer wanted
-            self._receive(next(iter(self._asked)))
+        for connection in self._connections.values():
+            connection.forget()
         self._arrived.clear()
         self._look_for_producers()
-        self._ask(dict.fromkeys(wanted), of=[each for each in self._addresses if each in self._connections])
+        self._ask(dict.fromkeys(wanted))
 
     def read(self, wanted: WantedItem) -> ItemPixels:
         """Take one item, waiting until it arrives; raises DataError if it cannot be decoded."""
@@ -105,24 +103,24 @@ class ProducedItems:
         gathered = _gather(samples, weight=_weight, most=_BLOCK_WEIGHT)
         blocks = (SampleBlock(number, tuple(each)) for number, each in enumerate(gathered))
         window = len(self._addresses) * _BLOCKS_ASKED * _BLOCK_WEIGHT
-        for asked in _gather(blocks, weight=lambda block: sum(map(_weight, block.samples)), most=window):
-            self.expect(asked)
-            for block in asked:
-                found = self._take(block)
-                yield from found.found if isinstance(found, IndexedBlock) else local.index_all(block.samples)
+        try:
+            for asked in _gather(blocks, weight=lambda block: sum(map(_weight, block.samples)), most=window):
+                self.expect(asked)
+                for block in asked:
+                    found = self._take(block)
+                    yield from found.found if isinstance(found, IndexedBlock) else local.index_all(block.samples)
+        finally:
+            self.close()
 
     def _take(self, wanted: Wanted) -> ItemPixels | IndexedBlock | None:
         """Wait until the wanted item arrives; None if there is no producer. Raises DataError if it cannot be read."""
         if self._process != os.getpid() or not self._is_expected(wanted):
             self.expect([wanted])
         while wanted not in self._arrived:
-            address = next((each for each, items in self._asked.items() if wanted in items), None)
-            if address is not None:
+            if (address := self._find_debtor(wanted)) is not None:
                 self._receive(address)
-            elif idle := [each for each in self._connections if each not in self._asked]:
-                self._ask(self._unasked, of=idle)
-            elif self._asked:
-                self._receive(next(iter(self._asked)))
+            elif self._connections:
+                self._ask(self._unasked)
             else:
                 return None
         found = self._arrived[wanted]
@@ -132,31 +130,32 @@ class ProducedItems:
 
     def _forget_connections(self) -> None:
         self._process = os.getpid()
-        self._connections: dict[str, socket.socket] = {}
+        self._context: zmq.Context | None = None
+        """Made by the first connection: its threads do not survive a fork."""
+        self._connections: dict[str, Connection] = {}
         self._lost_at: dict[str, float] = {}
-        self._asked: dict[str, deque[Wanted]] = {}
-        """Producer -> items that it still owes, in order."""
         self._unasked: tuple[Wanted, ...] = ()
         """Items that lost producers still owed, or for which there was no producer."""
-        self._arrived: dict[Wanted, ItemPixels | IndexedBlock | str] = {}
-        """Received items; for an item that cannot be read, the reason."""
+        self._arrived: dict[Wanted, Answer] = {}
 
     def _is_expected(self, wanted: Wanted) -> bool:
-        return wanted in self._arrived or wanted in self._unasked or any(wanted in items for items in self._asked.values())
+        return wanted in self._arrived or wanted in self._unasked or self._find_debtor(wanted) is not None
 
-    def _ask(self, wanted: Iterable[Wanted], *, of: Sequence[str]) -> None:
-        """Send requests to idle producers. Busy ones are skipped: both sides might wait for the other to read."""
-        self._unasked = () if of else (*wanted,)
-        shares: dict[str, list[Wanted]] = {address: [] for address in of}
-        for each in wanted if of else ():
-            shares[of[_number_of(each) % len(of)]].append(each)
+    def _find_debtor(self, wanted: Wanted) -> str | None:
+        return next((address for address, connection in self._connections.items() if wanted in connection.owed), None)
+
+    def _ask(self, wanted: Iterable[Wanted]) -> None:
+        """Send requests to the producers that are there."""
+        addresses = [each for each in self._addresses if each in self._connections]
+        self._unasked = () if addresses else (*wanted,)
+        shares: dict[str, list[Wanted]] = {address: [] for address in addresses}
+        for each in wanted if addresses else ():
+            shares[addresses[_number_of(each) % len(addresses)]].append(each)
         for address, items in shares.items():
-            if items:
-                self._asked[address] = deque(items)
-                try:
-                    send_frame(self._connections[address], pack_wanted(items))
-                except OSError as problem:
-                    self._lose(address, problem)
+            try:
+                self._connections[address].ask(items)
+            except WireError as problem:
+                self._lose(address, problem)
 
     def _look_for_producers(self) -> None:
         now = time.monotonic()
@@ -168,45 +167,27 @@ class ProducedItems:
             except (WireError, OSError) as problem:
                 self._lose(address, problem)
 
-    def _connect(self, address: str) -> socket.socket:
-        connection = socket.create_connection(self._addresses[address], timeout=SILENCE_SECONDS)
-        try:
-            prove_token(connection, self._token, is_producer=False)
-            send_frame(connection, self._data_set)
-            answer, _ = receive_frame(connection)
-            if "error" in answer:
-                raise WireError(str(answer["error"]))
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+    def _connect(self, address: str) -> Connection:
+        if self._context is None:
+            self._context = zmq.Context()
+        return Connection(self._addresses[address], context=self._context, keys=self._keys, data_set=self._data_set)
 
     def _receive(self, address: str) -> None:
-        """Take the next item of a producer; give the producer up if there is none."""
+        """Take an item of a producer; give the producer up if there is none."""
         try:
-            said, payload = receive_frame(self._connections[address])
-            wanted = self._asked[address][0]
-            found: ItemPixels | IndexedBlock | str
-            if "error" in said:
-                found = str(said["error"])
-            elif isinstance(wanted, WantedItem):
-                found = build_pixels(said, payload)
-            else:
-                found = build_block(said, payload, num_samples=len(wanted.samples))
-        except (WireError, OSError, TypeError) as problem:
+            wanted, found = self._connections[address].receive()
+        except WireError as problem:
             self._lose(address, problem)
-            return
-        self._arrived[self._asked[address].popleft()] = found
-        if not self._asked[address]:
-            del self._asked[address]
+        else:
+            self._arrived[wanted] = found
 
     def _lose(self, address: str, problem: Exception) -> None:
         """Give a producer up for a while."""
         logger.warning("producer %s is done without: %s", address, str(problem) or type(problem).__name__)
         self._lost_at[address] = time.monotonic()
         if (connection := self._connections.pop(address, None)) is not None:
+            self._unasked += (*connection.owed,)
             connection.close()
-        self._unasked += tuple(self._asked.pop(address, ()))
 
 
 def _number_of(wanted: Wanted) -> int:

@@ -1,34 +1,43 @@
 """A producer: tokenises samples, and decodes the items that ranks request, ahead of their need, in its own processes.
 
 A connection belongs to one reading process of a rank. It first sends a description of its data set and model, so one producer
-serves any run; then it sends lists of items, which are returned in that order, a few of them decoded ahead. Tensor and context
-parallel ranks want the same items: each is decoded once and kept for the others, as far as memory allows. If there is no index of
+serves any run; then it asks for items, a few at a time, so that a slow rank holds up only itself. Tensor and context parallel
+ranks want the same items: each is decoded once and kept for the others, as far as memory allows. If there is no index of
 the data set yet, samples come first, whose texts are tokenised and whose items are measured.
 """
 
+import asyncio
+import hmac
 import json
 import logging
 import multiprocessing
 import os
 import socket
+import sys
 import threading
-from collections import Counter, OrderedDict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from functools import lru_cache
-from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from megatron.runtime.feed.producers.curve import derive_keys, set_options
+from megatron.runtime.feed.producers.strangers import Strangers
 from megatron.runtime.feed.producers.wire import (
+    MOST_REQUEST_BYTES,
     SampleBlock,
     Wanted,
     WireError,
     describe_pixels,
     pack_index,
-    prove_token,
-    receive_frame,
-    send_frame,
+    pack_message,
+    unpack_message,
     unpack_wanted,
 )
 from multimodal.data.chat.text_settings import TextSettings
@@ -40,12 +49,24 @@ from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import ModelGraph
 
-SILENCE_SECONDS = 10.0
-"""Seconds within which a connected peer must prove its token and describe its data set."""
 ITEMS_AHEAD = 2
-"""Items of a connection that are decoded ahead of those sent, per decoding process."""
+"""Items of a connection that are decoded ahead of those received, per decoding process."""
 MOST_DATA_SETS = 8
+MOST_CONNECTIONS = 10_000
+"""Connections whose data sets are remembered, the least recently used of which are forgotten first."""
+IO_THREADS = 2
+"""Threads that encrypt and send."""
 logger = logging.getLogger(__name__)
+
+
+class _OnlyRanks(NamedTuple):
+    """Admits those who have the secret key of the run's ranks."""
+
+    public: bytes
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return True for the ranks' key; pyzmq calls this."""
+        return hmac.compare_digest(key, self.public)
 
 
 class Producer:
@@ -53,23 +74,26 @@ class Producer:
 
     def __init__(self, *, token: bytes, num_workers: int, cache_bytes: int) -> None:
         """num_workers: number of decoding processes; cache_bytes: most bytes of items that are kept after they were sent."""
-        self._token, self._num_workers = token, num_workers
+        self._keys, self._num_workers = derive_keys(token, is_producer=True), num_workers
         self._pool = self._make_pool()
         self._lock = threading.Lock()
         self._items: OrderedDict[tuple[str, WantedItem], Future[ItemPixels]] = OrderedDict()
         self._cache_bytes, self._kept_bytes = cache_bytes, 0
+        self._data_sets: OrderedDict[bytes, str] = OrderedDict()
+        """Connection -> its data set."""
+        self._num_unanswered: Counter[bytes] = Counter()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._is_closed = asyncio.Event()
 
     def serve(self, listener: socket.socket) -> None:
-        """Accept connections, a thread for each, until the listener is closed."""
-        while True:
-            try:
-                connection, address = listener.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve_peer, args=(connection, address), daemon=True).start()
+        """Answer all who connect to the listener, which is closed at the end, until this is closed."""
+        asyncio.run(self._serve(listener))
 
     def close(self) -> None:
-        """End the decoding processes."""
+        """End; may be called from any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):  # it has ended
+                self._loop.call_soon_threadsafe(self._is_closed.set)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_pool(self) -> ProcessPoolExecutor:
@@ -77,38 +101,89 @@ class Producer:
         context = multiprocessing.get_context("spawn")
         return ProcessPoolExecutor(self._num_workers, mp_context=context, initializer=_end_with_parent)
 
-    def _serve_peer(self, connection: socket.socket, address: Sequence[Any]) -> None:
-        pool = self._pool
-        with connection:
-            try:
-                connection.settimeout(SILENCE_SECONDS)
-                prove_token(connection, self._token, is_producer=True)
-                data_set, _ = receive_frame(connection)
-                send_frame(connection, _check_data_set(str(data_set)))
-                connection.settimeout(None)
-                while True:
-                    said, _ = receive_frame(connection)
-                    pool = self._pool
-                    self._send_items(connection, str(data_set), unpack_wanted(said))
-            except (WireError, OSError) as problem:
-                logger.info("%s:%s: left (%s)", *address[:2], problem)
-            except (BrokenProcessPool, CancelledError):
-                logger.warning("a process that decodes was killed; the ranks that waited for it decode by themselves")
-                self._replace(pool)
+    @property
+    def _num_ahead(self) -> int:
+        return ITEMS_AHEAD * self._num_workers
 
-    def _send_items(self, connection: socket.socket, data_set: str, wanted: Sequence[Wanted]) -> None:
-        remaining = iter(wanted)
-        producing = deque(self._produce(data_set, each) for each in islice(remaining, ITEMS_AHEAD * self._num_workers))
-        while producing:
-            try:
-                found = producing.popleft().result()
+    async def _serve(self, listener: socket.socket) -> None:
+        self._loop = asyncio.get_running_loop()
+        context = zmq.asyncio.Context(io_threads=IO_THREADS)
+        admission = AsyncioAuthenticator(context)
+        admission.start()
+        admission.configure_curve_callback("*", _OnlyRanks(self._keys.other))
+        router = context.socket(zmq.ROUTER)
+        set_options(router, self._keys, most_bytes=MOST_REQUEST_BYTES)
+        router.curve_server = True
+        router.setsockopt(zmq.SNDHWM, 4 * self._num_ahead)  # more than a rank may be owed: none that fits is dropped
+        port = listener.getsockname()[1]
+        listener.setblocking(False)
+        router.setsockopt(zmq.USE_FD, listener.detach())
+        strangers = Strangers(router, port=port)
+        router.bind("tcp://127.0.0.1:*")  # the listener's address, not this one
+        tasks = {asyncio.ensure_future(each) for each in (strangers.watch(), self._answer_all(router, strangers))}
+        closed = asyncio.ensure_future(self._is_closed.wait())
+        try:
+            done, _ = await asyncio.wait({*tasks, closed}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()  # raises what ended it
+        finally:
+            router.disable_monitor()
+            admission.stop()
+            context.destroy(0)
+
+    async def _answer_all(self, router: zmq.asyncio.Socket, strangers: Strangers) -> None:
+        answers: set[asyncio.Task[None]] = set()
+        while True:
+            peer, number, *rest = await router.recv_multipart(copy=False)
+            strangers.forget(number.get(zmq.SRCFD))
+            name = peer.bytes
+            if len(rest) != 1 or self._num_unanswered[name] > self._num_ahead:
+                logger.warning("a rank asks for more than it may, and gets no answer")
+                continue
+            self._num_unanswered[name] += 1
+            task = asyncio.ensure_future(self._answer(router, name, number.bytes, rest[0].bytes))
+            answers.add(task)
+            task.add_done_callback(answers.discard)
+
+    async def _answer(self, router: zmq.asyncio.Socket, peer: bytes, number: bytes, text: bytes) -> None:
+        pool, payload = self._pool, b""
+        said: Mapping[str, Any]
+        try:
+            if peer not in self._data_sets:
+                said = await self._open(peer, text.decode())
+            else:
+                self._data_sets.move_to_end(peer)
+                wanted = unpack_wanted(unpack_message(text))
+                found = await asyncio.wrap_future(self._produce(self._data_sets[peer], wanted))
                 if isinstance(found, ItemPixels):
-                    send_frame(connection, describe_pixels(found), found.patches.tobytes())
+                    said, payload = describe_pixels(found), found.patches.tobytes()
                 else:
-                    send_frame(connection, *pack_index(found))
-            except BraidError as problem:
-                send_frame(connection, {"error": str(problem)})
-            producing.extend(self._produce(data_set, each) for each in islice(remaining, 1))
+                    said, payload = pack_index(found)
+        except BraidError as problem:
+            said = {"error": str(problem)}
+        except (WireError, OSError, ValueError) as problem:
+            logger.warning("a request failed: %s", problem)
+            said = {"failure": str(problem)}
+        except (BrokenProcessPool, CancelledError, asyncio.CancelledError) as problem:
+            if self._is_closed.is_set():
+                raise
+            logger.warning("a process that decodes was killed; the ranks that waited for it decode by themselves")
+            self._replace(pool)
+            said = {"failure": f"a process that decodes was killed ({type(problem).__name__})"}
+        if self._num_unanswered[peer] > 1:
+            self._num_unanswered[peer] -= 1
+        else:
+            del self._num_unanswered[peer]
+        await router.send_multipart([peer, number, pack_message(said), payload], copy=False)
+
+    async def _open(self, peer: bytes, data_set: str) -> Mapping[str, Any]:
+        problem = await asyncio.to_thread(_check_data_set, data_set)
+        if problem:
+            return problem
+        self._data_sets[peer] = sys.intern(data_set)
+        while len(self._data_sets) > MOST_CONNECTIONS:
+            self._data_sets.popitem(last=False)
+        return {"ahead": self._num_ahead}
 
     def _produce(self, data_set: str, wanted: Wanted) -> "Future[ItemPixels] | Future[SampleIndex]":
         if isinstance(wanted, WantedItem):
@@ -188,7 +263,7 @@ def _check_data_set(data_set: str) -> Mapping[str, str]:
         _open_indexer(data_set)
     except BraidError as problem:
         return {"error": str(problem)}
-    except (KeyError, TypeError, ValueError) as problem:
+    except (KeyError, TypeError, ValueError, RecursionError) as problem:
         raise WireError(f"a data set that is none ({problem})") from problem
     return {}
 

@@ -1,15 +1,11 @@
-"""The protocol of ranks and producers: frames of JSON and plain numbers over TCP, between peers that know one token.
+"""What ranks and producers say to each other: messages of JSON, followed by plain numbers.
 
-Nothing that is received is ever executed or unpickled. The token is proven, not sent: each side answers the other's random
-challenge with an HMAC. Later frames are neither encrypted nor signed, so producers belong into the run's own network.
+A rank's first message describes its data set; each later one asks for one item, or one block of samples. Every message has a
+number, with which its answer comes, in any order. Nothing that is received is ever executed or unpickled.
 """
 
-import hmac
 import json
 import math
-import os
-import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,10 +20,9 @@ from multimodal.data.index.sample_index import IndexedItem, IndexedSample, Sampl
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError
 
-MOST_JSON_BYTES, MOST_PIXEL_BYTES = 64 * 2**20, 2**32
+MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
+"""Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
 LEAST_TOKEN_BYTES = 16
-_CHALLENGE_BYTES = 32
-_SIZES = struct.Struct("!IQ")
 _DTYPES = ("uint8", "float32")
 _INDEX_DTYPES = ("uint8", "bool", "int32", "int64")
 _SEGMENTS: Mapping[str, Callable[..., Segment]] = {"text": TextSegment, "image": ImageSegment, "audio": AudioSegment}
@@ -78,59 +73,30 @@ def parse_address(text: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def prove_token(connection: socket.socket, token: bytes, *, is_producer: bool) -> None:
-    """Prove the token to each other; raises WireError if the peer does not know it."""
-    own, roles = os.urandom(_CHALLENGE_BYTES), (b"producer", b"rank")
-    mine, other = roles if is_producer else roles[::-1]
-    connection.sendall(own)
-    theirs = receive_bytes(connection, _CHALLENGE_BYTES)
-    connection.sendall(hmac.digest(token, mine + theirs, "sha256"))
-    if not hmac.compare_digest(receive_bytes(connection, 32), hmac.digest(token, other + own, "sha256")):
-        raise WireError("it has another token")
+def pack_message(said: Any) -> bytes:
+    """Return the message that says this."""
+    return json.dumps(said).encode()
 
 
-def send_frame(connection: socket.socket, said: Any, payload: bytes = b"") -> None:
-    """Send JSON, followed by numbers; raises OSError."""
-    text = json.dumps(said).encode()
-    connection.sendall(_SIZES.pack(len(text), len(payload)) + text)
-    if payload:
-        connection.sendall(payload)
-
-
-def receive_frame(connection: socket.socket) -> tuple[Any, bytearray]:
-    """Receive a frame of `send_frame`; raises WireError or OSError."""
-    num_json_bytes, num_bytes = _SIZES.unpack(receive_bytes(connection, _SIZES.size))
-    if num_json_bytes > MOST_JSON_BYTES or num_bytes > MOST_PIXEL_BYTES:
-        raise WireError(f"a message of {num_json_bytes + num_bytes} bytes, which is no message of this protocol")
+def unpack_message(text: bytes | memoryview) -> Any:
+    """Return the argument of `pack_message`; raises WireError."""
     try:
-        return json.loads(receive_bytes(connection, num_json_bytes)), receive_bytes(connection, num_bytes)
-    except ValueError as problem:
+        return json.loads(bytes(text))
+    except (ValueError, RecursionError) as problem:
         raise WireError(f"a message that is no JSON ({problem})") from problem
 
 
-def receive_bytes(connection: socket.socket, count: int) -> bytearray:
-    """Receive exactly this many bytes; raises WireError if the peer closes before, and OSError."""
-    received = bytearray(count)
-    view, done = memoryview(received), 0
-    while done < count:
-        found = connection.recv_into(view[done:])
-        if not found:
-            raise WireError("the connection was closed")
-        done += found
-    return received
+def pack_wanted(wanted: Wanted) -> Any:
+    """Return a request in JSON's form: an item, or a list of samples to index."""
+    return _pack_block(wanted) if isinstance(wanted, SampleBlock) else {**asdict(wanted.item), "where": wanted.where}
 
 
-def pack_wanted(wanted: Sequence[Wanted]) -> list[Any]:
-    """Return a request in JSON's form: items, and lists of samples to index."""
-    return [_pack_block(each) if isinstance(each, SampleBlock) else {**asdict(each.item), "where": each.where} for each in wanted]
-
-
-def unpack_wanted(said: Sequence[Any]) -> list[Wanted]:
+def unpack_wanted(said: Any) -> Wanted:
     """Return the argument of `pack_wanted`; raises WireError."""
     try:
-        return [_unpack_block(each) if isinstance(each, list) else _unpack_item(**each) for each in said]
+        return _unpack_block(said) if isinstance(said, list) else _unpack_item(**said)
     except (KeyError, TypeError, ValueError) as problem:
-        raise WireError(f"items that are none ({problem})") from problem
+        raise WireError(f"a request that is none ({problem})") from problem
 
 
 def _unpack_item(*, unit: str, path: str, size: Sequence[int], grid: Sequence[int], tile: int, where: str) -> WantedItem:
@@ -186,7 +152,7 @@ def pack_index(index: SampleIndex) -> tuple[dict[str, Any], bytes]:
     return {"summary": index.summary, "arrays": arrays}, b"".join(array.tobytes() for array in index.arrays.values())
 
 
-def build_block(said: Mapping[str, Any], payload: bytearray, *, num_samples: int) -> IndexedBlock:
+def build_block(said: Mapping[str, Any], payload: bytearray | memoryview, *, num_samples: int) -> IndexedBlock:
     """Return the samples from the results of `pack_index`; raises WireError unless there are this many."""
     try:
         arrays, position = {}, 0

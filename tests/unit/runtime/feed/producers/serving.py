@@ -15,9 +15,11 @@ class Serving:
         self.producer = Producer(token=token, num_workers=2, cache_bytes=cache_bytes)
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self.listener.getsockname()[1]}"
-        threading.Thread(target=self.producer.serve, args=(self.listener,), daemon=True).start()
+        self._thread = threading.Thread(target=self.producer.serve, args=(self.listener,), daemon=True)
+        self._thread.start()
 
     def stop(self) -> None:
-        """Accept nobody any more."""
-        self.listener.shutdown(socket.SHUT_RDWR)
-        self.listener.close()
+        """End it, and all of its connections."""
+        self.producer.close()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(20)

@@ -1,7 +1,6 @@
 """Indices whose samples producers tokenise and measure are those that a rank builds by itself, and so are their errors."""
 
 import json
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron.runtime.feed.producers import produced_items, producer, wire
+from megatron.runtime.feed.producers import produced_items, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
+from megatron.runtime.feed.producers.producer import Producer
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import AudioSegment, ImageSegment, SegmentedSample
@@ -101,21 +101,21 @@ def test_what_a_lost_producer_owed_is_indexed_once(
 ) -> None:
     """It closes its connection between two blocks; without another the rank has to tokenise."""
     expected, failing = open_source(lines), serve()
-    send, port, sent = wire.send_frame, failing.listener.getsockname()[1], [0]
+    answer, asked = Producer._answer, [0]
 
-    def send_some(connection: socket.socket, said: Any, payload: bytes = b"") -> None:
-        if connection.getsockname()[1] == port:
-            sent[0] += 1
-            if sent[0] > 4:  # twice it has accepted the data set
-                failing.stop()
-                raise wire.WireError("planted")
-        send(connection, said, payload)
+    async def answer_some(self: Producer, *arguments: Any) -> None:
+        if self is failing.producer:
+            asked[0] += 1
+            if asked[0] > 3:
+                self.close()
+                return
+        await answer(self, *arguments)
 
-    monkeypatch.setattr(producer, "send_frame", send_some)
+    monkeypatch.setattr(Producer, "_answer", answer_some)
     if not has_other:
         monkeypatch.setattr(NoTokenizer, "encode", ByteTokenizer.encode)
     _check_alike(open_source(lines, failing, *([serve()] if has_other else [])), expected)
-    assert sent[0] > 4
+    assert asked[0] > 3
 
 
 @pytest.mark.parametrize("faults", [("missing.png",), ("missing.png", "no JSON"), ("no JSON", "missing.png")])
@@ -152,14 +152,12 @@ def test_samples_travel_as_they_are() -> None:
         AudioSegment("c"),
     )
     block = wire.SampleBlock(3, (SegmentedSample("line 1", segments), SegmentedSample("", ())))
-    assert wire.unpack_wanted(json.loads(json.dumps(wire.pack_wanted([block])))) == [block]
+    assert wire.unpack_wanted(json.loads(json.dumps(wire.pack_wanted(block)))) == block
 
 
-@pytest.mark.parametrize(
-    "said", [[[]], [["a"]], [[0, 1]], [[0, ["", {"kind": "film"}]]], [[0, ["", {"kind": "text", "role": 1}]]]]
-)
+@pytest.mark.parametrize("said", [[], ["a"], [0, 1], [0, ["", {"kind": "film"}]], [0, ["", {"kind": "text", "role": 1}]]])
 def test_samples_that_are_none_are_refused(said: Any) -> None:
-    with pytest.raises(wire.WireError, match="items that are none"):
+    with pytest.raises(wire.WireError, match="a request that is none"):
         wire.unpack_wanted(said)
 
 

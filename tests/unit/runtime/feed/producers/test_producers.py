@@ -3,7 +3,7 @@
 import socket
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron.runtime.feed.producers import produced_items, producer, wire
+from megatron.runtime.feed.producers import connection, curve, produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
+from megatron.runtime.feed.producers.producer import Producer
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedItem
@@ -113,22 +114,22 @@ def test_a_lost_producer_s_items_come_from_the_other(
 ) -> None:
     """It closes its connection in the middle of a step."""
     failing, other = serve(), serve()
-    sent, send, port = [0], wire.send_frame, failing.listener.getsockname()[1]
+    answer, asked = Producer._answer, [0]
 
-    def send_two(connection: socket.socket, said: Any, payload: bytes = b"") -> None:
-        if connection.getsockname()[1] == port:
-            sent[0] += 1
-            if sent[0] > 3:  # it has accepted the data set, and sent two items
-                failing.stop()
-                raise wire.WireError("planted")
-        send(connection, said, payload)
+    async def answer_some(self: Producer, *arguments: Any) -> None:
+        if self is failing.producer:
+            asked[0] += 1
+            if asked[0] > 3:
+                self.close()
+                return
+        await answer(self, *arguments)
 
-    monkeypatch.setattr(producer, "send_frame", send_two)
+    monkeypatch.setattr(Producer, "_answer", answer_some)
     found = _open(tmp_path, failing, other)
     for _ in range(2):
         found.expect(wanted)
         _check(found, wanted)
-    assert sent[0] > 3
+    assert asked[0] > 3
     assert set(decoded) == set(wanted)
 
 
@@ -154,7 +155,7 @@ def test_without_producers_a_rank_decodes_until_one_is_back(
 
 def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It decodes for ever."""
-    monkeypatch.setattr(produced_items, "SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "SILENCE_SECONDS", 0.3)
     hanging = Serving()
     asked: list[Future[object]] = []
     monkeypatch.setattr(hanging.producer, "_decode", lambda data_set, item: asked.append(Future()) or asked[-1])
@@ -180,7 +181,7 @@ def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
 
 def test_both_sides_refuse_another_token(serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
     found = _open(tmp_path, serve(token=b"another token, as long"))
-    with pytest.raises(ConfigError, match="--producers 127.0.0.1:.*: it has another token; start it with"):
+    with pytest.raises(ConfigError, match="--producers 127.0.0.1:.*: it has another token, or is no producer; start it with"):
         found.check()
 
 
@@ -204,11 +205,11 @@ def test_noise_ends_a_connection_and_nothing_else(
     noise: bytes, serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
 ) -> None:
     serving = serve()
-    with socket.create_connection(wire.parse_address(serving.address), timeout=10) as connection:
-        connection.sendall(noise)
-        connection.shutdown(socket.SHUT_WR)
+    with socket.create_connection(wire.parse_address(serving.address), timeout=10) as peer:
+        peer.sendall(noise)
+        peer.shutdown(socket.SHUT_WR)
         with suppress(ConnectionResetError):  # it did not read all of it
-            while connection.recv(1024):
+            while peer.recv(1024):
                 pass
     found = _open(tmp_path, serving)
     found.expect(wanted)
@@ -231,10 +232,10 @@ def test_items_that_are_none_are_refused(said: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [[{}], [1], [{"unit": "vision", "path": "a", "size": [1], "grid": [1, 1], "tile": 0, "where": ""}], 3]
+    "said", [{}, [], [1], {"unit": "vision", "path": "a", "size": [1], "grid": [1, 1], "tile": 0, "where": ""}]
 )
 def test_requests_that_are_none_are_refused(said: Any) -> None:
-    with pytest.raises(wire.WireError, match="items that are none"):
+    with pytest.raises(wire.WireError, match="a request that is none"):
         wire.unpack_wanted(said)
 
 
@@ -252,3 +253,33 @@ def test_tokens_are_read(tmp_path: Path) -> None:
         wire.read_token(tmp_path / "short")
     with pytest.raises(ConfigError, match="cannot be read .*; write one"):
         wire.read_token(tmp_path / "missing")
+
+
+def test_a_message_that_is_nested_too_deeply_is_no_json() -> None:
+    with pytest.raises(wire.WireError, match="no JSON"):
+        wire.unpack_message(b"[" * 10**6)
+
+
+@pytest.mark.parametrize("says", [b"", b"\xff", b"\xff\0\0\0\0\0\0\0\1\x7f\3\0CURVE" + b"\0" * 60 + b"\2" + b"\xff" * 8])
+def test_strangers_without_number_keep_no_rank_away(
+    says: bytes, serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
+) -> None:
+    """They say nothing, or a part of a greeting, or announce a frame of 2**64 bytes; all stay connected."""
+    serving = serve()
+    with ExitStack() as stack:
+        for _ in range(300):
+            peer = stack.enter_context(socket.create_connection(wire.parse_address(serving.address), timeout=20))
+            with suppress(OSError):  # it had to make place for others
+                peer.sendall(says)
+        found = _open(tmp_path, serving)
+        found.check()
+        found.expect(wanted)
+        _check(found, wanted)
+
+
+def test_a_silent_stranger_in_a_producer_s_place_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(curve, "HANDSHAKE_SECONDS", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        found = ProducedItems([f"127.0.0.1:{listener.getsockname()[1]}"], token=TOKEN, data_set="", local=_local())
+        with pytest.raises(ConfigError, match="did not prove the token within|has another token"):
+            found.check()
