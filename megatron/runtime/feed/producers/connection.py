@@ -72,7 +72,7 @@ class Connection:
 
     def _prove_token(self) -> None:
         deadline = time.monotonic() + curve.HANDSHAKE_SECONDS
-        while self._monitor.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
+        while self._monitor.poll(max(0, round(1000 * (deadline - time.monotonic())))):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 return
             raise WireError("it has another token, or is no producer")
@@ -126,7 +126,7 @@ class Connection:
     def _receive(self) -> tuple[int, dict[str, Any], memoryview]:
         deadline = time.monotonic() + SILENCE_SECONDS
         while not self._socket.poll(0):
-            ready = dict(self._poller.poll(max(0.0, 1000 * (deadline - time.monotonic()))))
+            ready = dict(self._poller.poll(max(0, round(1000 * (deadline - time.monotonic())))))
             if not ready:
                 raise WireError(f"it said nothing for {SILENCE_SECONDS:.0f} s")
             if self._monitor in ready and recv_monitor_message(self._monitor)["event"] & _ENDS and not self._socket.poll(0):

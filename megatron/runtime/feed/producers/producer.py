@@ -185,7 +185,7 @@ class Producer:
             self._data_sets.popitem(last=False)
         return {"ahead": self._num_ahead}
 
-    def _produce(self, data_set: str, wanted: Wanted) -> "Future[ItemPixels] | Future[SampleIndex]":
+    def _produce(self, data_set: str, wanted: Wanted) -> "Future[Any]":
         if isinstance(wanted, WantedItem):
             return self._decode(data_set, wanted)
         return self._pool.submit(index_block, data_set, wanted)

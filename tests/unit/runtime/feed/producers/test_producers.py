@@ -232,7 +232,7 @@ def test_items_that_are_none_are_refused(said: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [{}, [], [1], {"unit": "vision", "path": "a", "size": [1], "grid": [1, 1], "tile": 0, "where": ""}]
+    "said", [{}, [], ["a"], {"unit": "vision", "path": "a", "size": [1], "grid": [1, 1], "tile": 0, "where": ""}]
 )
 def test_requests_that_are_none_are_refused(said: Any) -> None:
     with pytest.raises(wire.WireError, match="a request that is none"):
