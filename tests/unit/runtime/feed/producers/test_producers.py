@@ -205,12 +205,12 @@ def test_noise_ends_a_connection_and_nothing_else(
     noise: bytes, serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path
 ) -> None:
     serving = serve()
-    with socket.create_connection(wire.parse_address(serving.address), timeout=10) as peer:
-        with suppress(OSError):  # it may be refused before all of it is sent or read
-            peer.sendall(noise)
-            peer.shutdown(socket.SHUT_WR)
-            while peer.recv(1024):
-                pass
+    address = wire.parse_address(serving.address)
+    with suppress(OSError), socket.create_connection(address, timeout=10) as peer:  # it may be refused before all of it is sent
+        peer.sendall(noise)
+        peer.shutdown(socket.SHUT_WR)
+        while peer.recv(1024):
+            pass
     found = _open(tmp_path, serving)
     found.expect(wanted)
     _check(found, wanted)
