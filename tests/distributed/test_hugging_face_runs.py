@@ -284,7 +284,8 @@ WRONG_RUNS: dict[str, tuple[Callable[[Path], Any], tuple[str, ...], str]] = {
     "a tokenizer with another placeholder": (
         partial(be_a_llava, image_token=8),
         ("--vision-tp", "2", "--colocate-units"),
-        r"the placeholder \(image\) is token \d+ of the tokenizer, but .*config.json says image_token_index 8; .* no chat template is used: ",
+        r"the placeholder \(image\) is token \d+ of the tokenizer, but .*config.json says image_token_index 8; "
+        ".* no chat template is used: ",
     ),
 }
 

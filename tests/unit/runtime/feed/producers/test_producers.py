@@ -181,7 +181,8 @@ def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
 
 def test_both_sides_refuse_another_token(serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
     found = _open(tmp_path, serve(token=b"another token, as long"))
-    with pytest.raises(ConfigError, match="--producers 127.0.0.1:.*: it (has another token, or is no producer|did not prove .*); start it with"):
+    unproven = "it (has another token, or is no producer|did not prove .*); start it with"
+    with pytest.raises(ConfigError, match=f"--producers 127.0.0.1:.*: {unproven}"):
         found.check()
 
 
