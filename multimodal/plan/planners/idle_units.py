@@ -1,11 +1,12 @@
 """Units without work in the data: planners leave them out, and they are placed afterwards on ranks of the others."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Role, Unit
@@ -33,8 +34,9 @@ def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
     """Add the units without work to a plan for the others: one replica each on the LLM's first ranks, in few stages.
 
     There they only cost memory and the update of their weights; another batch may have work for them. Encoders that a schedule
-    requires side by side are laid out as the others are. Sizes that the user has fixed are kept. Raises PlanError if these need
-    more GPUs than there are.
+    requires side by side are laid out as the others are. Where a schedule requires one chain over a grid, they continue it; if that
+    is not possible, the run takes the schedule that this one equals without. Sizes that the user has fixed are kept. Raises
+    PlanError if these need more GPUs than there are.
     """
     missing = [unit for unit in request.graph.units if unit.name not in run.plan.units]
     if not missing:
@@ -46,7 +48,43 @@ def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
     for unit in missing:
         is_beside = pattern is not None and unit.role is Role.ENCODER
         units[unit.name] = _beside(pattern, unit) if pattern and is_beside else _on_first_ranks(run.plan, unit, request)
-    return replace(run, plan=Plan({name: units[name] for name in request.graph.unit_names}))
+    placed = replace(run, plan=_in_order(units, request))
+    if row.layout is None or row.layout.is_met(request.graph, placed.plan):
+        return placed
+    in_chain = {unit.name: _in_chain(run.plan, unit, request) or units[unit.name] for unit in missing}
+    continued = _in_order({**units, **in_chain}, request)
+    if row.layout.is_met(request.graph, continued):
+        return replace(run, plan=continued)
+    return replace(placed, schedule=row.otherwise)
+
+
+def _in_order(units: Mapping[str, UnitPlan], request: PlanningRequest) -> Plan:
+    return Plan({name: units[name] for name in request.graph.unit_names})
+
+
+def _in_chain(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPlan | None:
+    """Lay a unit out so that a chain of all layers, dealt to the stages of one grid in turn, stays one.
+
+    The unit is either whole on the stage where the next unit begins (or the last one ends), or cut over one round of all stages;
+    None if neither is small, or the unit cannot have the grid's sizes.
+    """
+    names, place = request.graph.unit_names, request.graph.unit_names.index(unit.name)
+    before, after = ([name for name in part if name in plan.units] for part in (names[:place], names[place:]))
+    busy = [stage.ranks for name in (*before, *after) for stage in plan.units[name].replicas[0].virtual_stages]
+    sizes = plan.units[request.graph.backbone.name]
+    tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
+    if request.fixed(unit.name) != FixedSizes() or tensor not in request.tensor_parallel_sizes(unit.name) or context > 1:
+        return None
+    turn = list(dict.fromkeys(busy))
+    here = plan.units[after[0]].replicas[0].virtual_stages[0].ranks if after else busy[-1]
+    first = turn.index(here) if after else turn.index(here) + 1
+    memory = MemoryEstimate(request)
+    for ranks in ([here], turn[first:] + turn[:first]):
+        if len(ranks) <= unit.num_inner_layers and _is_small(memory, unit, even_layout(unit, tensor, 1, len(ranks))):
+            ranges = split_layers(unit.layers, num_stages=len(ranks))
+            stages = (Stage(each, (layers,)) for each, layers in zip(ranks, ranges, strict=True))
+            return UnitPlan((Replica(tuple(stages)),), tensor)
+    return None
 
 
 def _beside(pattern: UnitPlan, unit: Unit) -> UnitPlan:
@@ -80,10 +118,10 @@ def _smallest(unit: Unit, request: PlanningRequest, *, tensor: int, most_ranks: 
     most_stages = max(1, min(unit.num_inner_layers, most_ranks // (tensor * context * data)))
     counts = (fixed.pipeline_parallel_size,) if fixed.pipeline_parallel_size else range(1, most_stages + 1)
     layouts = [even_layout(unit, tensor, data, count, context=context) for count in counts]
+    return next((layout for layout in layouts if _is_small(memory, unit, layout)), layouts[-1])
 
-    def is_small(layout: UnitLayout) -> bool:
-        stages = range(layout.pipeline_parallel_size)
-        largest = max(memory.stage_bytes(unit.name, layout, stage, num_samples=0) for stage in stages)
-        return largest <= MOST_MEMORY_SHARE * request.memory_bytes
 
-    return next(filter(is_small, layouts), layouts[-1])
+def _is_small(memory: MemoryEstimate, unit: Unit, layout: UnitLayout) -> bool:
+    stages = range(layout.pipeline_parallel_size)
+    largest = max(memory.stage_bytes(unit.name, layout, stage, num_samples=0) for stage in stages)
+    return largest <= MOST_MEMORY_SHARE * memory.request.memory_bytes

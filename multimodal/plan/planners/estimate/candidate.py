@@ -57,7 +57,14 @@ class Candidate:
 
 
 def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float) -> PlannedRun:
-    """Return a run of a plan with the request's options, or with those that follow from the schedule."""
+    """Return a run of a plan with the request's options, as far as these change anything in it, and those of its schedule.
+
+    Without tensor parallelism there are no collectives to overlap, and without copies nothing is shared.
+    """
+    overlaps = request.tp_comm_overlap and any(max(unit.tensor_sizes) > 1 for unit in plan.units.values())
+    has_copies = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in plan.units.values())
+    if overlaps != request.tp_comm_overlap or (request.zero_stage == 3 and not has_copies):
+        request = request.changed(tp_comm_overlap=overlaps, sharding=request.sharding if has_copies else "optim")
     shared = request.with_shared_experts(plan)
     validate_plan(shared, graph=request.graph, world_size=shared.num_ranks)
     return PlannedRun(

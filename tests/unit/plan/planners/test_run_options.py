@@ -61,6 +61,12 @@ def test_layouts_with_hidden_collectives_are_listed_and_stay_so_with_other_sched
     assert not any(layout.to_run().tp_comm_overlap for kind in best_layouts(alone) for layout in kind)
 
 
+def test_options_that_change_nothing_in_a_plan_are_left_out():
+    for options in ({"tp_comm_overlap": True}, {"sharding": "optim_grads_params"}):
+        run = Candidate({"llm": even_layout(LLM, 1, 1, 2)}).to_run(request(TEXT_ONLY, **options), seconds=0.0)
+        assert (run.transformer_impl, run.tp_comm_overlap, run.sharding) == ("transformer_engine", False, "optim")
+
+
 def test_the_implementation_decides_what_is_kept():
     peaks = {}
     for implementation in ("local", "transformer_engine"):
