@@ -154,6 +154,11 @@ WRONG_INPUTS = [
         ("'painter'", "'image'"),
         num_ranks=3,
     ),
+    WrongInput(
+        "no memory for the model",
+        change_model(lambda units: units["llm"].update(hidden_size=32768, ffn_hidden_size=131072, num_layers=64)),
+        ("needs at least", "are free", "--llm-tensor-model-parallel-size", "--allow-low-memory"),
+    ),
     WrongInput("sizes do not fit the processes", flags_only("--llm-pp", 2), ("launch 3",)),
     WrongInput("a rank is left over", flags_only("--vision-tp", 2), ("launch",)),
     WrongInput("heads not divisible by tp", flags_only("--llm-tp", 3), ("--llm-tensor-model-parallel-size",), num_ranks=4),

@@ -214,6 +214,8 @@ class TrainingConfig:
     """Communication library; by default nccl where CUDA is present, else gloo."""
     allow_python_kernels: bool = False
     """Train on CUDA although the C++ kernels are not there, and decide every step with their slow Python references."""
+    allow_low_memory: bool = False
+    """Build the model although the plan needs more memory than a rank has free, by an estimate from below."""
     distributed_timeout_minutes: float = field(default=10.0, metadata={"minimum": 0.01, "maximum": 30000})
     """Minutes that a rank waits for its peers before the run ends with an error."""
 

@@ -1,8 +1,10 @@
 """Describes the machine of a run: as a known one of its kind, or with its memory and its links as measured here."""
 
+import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from statistics import median
 
@@ -66,13 +68,29 @@ def _memory_gb(ranks_per_node: int) -> float:
     """Return 10^9 bytes of one rank; ranks without accelerators share their node's memory, or the limit of this process."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e9
+    return _node_bytes() / ranks_per_node / 1e9
+
+
+def free_memory_bytes() -> float:
+    """Return the bytes that this rank can still take: of its accelerator, or its share of what its node has available."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    available = float(_node_bytes())
+    with suppress(OSError), open("/proc/meminfo") as file:
+        lines = (line.split() for line in file)
+        available = min(available, *(1024 * float(words[1]) for words in lines if words[0] == "MemAvailable:"), math.inf)
+    return available / ranks_on_node()
+
+
+def _node_bytes() -> int:
+    """Return the bytes of a node's memory, or the limit of this process."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         if os.path.isfile(limit):
             with open(limit) as file:
                 text = file.read().strip()
             total = min(total, int(text)) if text.isdecimal() else total
-    return total / ranks_per_node / 1e9
+    return total
 
 
 def measure_links(cluster: Cluster, *, rank: int, world_size: int) -> Cluster:

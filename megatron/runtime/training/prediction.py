@@ -41,10 +41,15 @@ def build_predictor(
 
     num_state_copies: of an elastic run's optimizer state.
     """
+    options = run_options(config, num_state_copies=num_state_copies)
+    return StepPredictor(schedules, _cluster_of(config), vocab_size, options)
+
+
+def run_options(config: RunConfig, *, num_state_copies: int | None) -> RunOptions:
+    """Return the flags that affect costs; num_state_copies: of an elastic run's optimizer state."""
     training = config.training
-    cluster = _cluster_of(config)
     default_stage = 0 if training.dtype == "float64" and num_state_copies is None else 1
-    options = RunOptions(
+    return RunOptions(
         recompute=training.recompute_granularity,
         zero_stage=3 if config.parallelism.shards_weights else default_stage,
         num_state_copies=num_state_copies,
@@ -53,7 +58,6 @@ def build_predictor(
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
         item_block_size=config.parallelism.item_block_size,
     )
-    return StepPredictor(schedules, cluster, vocab_size, options)
 
 
 def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:

@@ -33,6 +33,7 @@ from megatron.runtime.orchestrator.review import PlanReview
 from megatron.runtime.profiler import find_peak_tflops
 from megatron.runtime.report.reporting import check_places
 from megatron.runtime.session import Session, SessionOptions, check_vocabulary
+from megatron.runtime.training.memory_check import check_memory
 from megatron.runtime.training.prediction import EmulationTable, predict_layer_seconds
 from megatron.runtime.training.start_values import collect_flag_values, collect_start_values
 from megatron.runtime.training.trainer import Trainer, build_scheduler
@@ -173,6 +174,8 @@ def prepare_plan(config: RunConfig, world: World, inputs: Inputs) -> Prepared:
     check_vocabulary(vocab_size, graph=graph, plan=plan)
     emulation = EmulationTable.from_file(config.training.emulate, plan=plan) if config.training.emulate else None
     options = _session_options(config, graph, vocab_size=vocab_size, timeout=world.timeout, emulation=emulation)
+    if emulation is None and not config.training.allow_low_memory:
+        check_memory(config, inputs, plan, rank=world.rank, num_copies=options.num_state_copies)
     peak_tflops = config.logging.peak_tflops or find_peak_tflops(getattr(torch, config.training.dtype))
     return Prepared(config, inputs.data, options, plan, peak_tflops, emulation)
 

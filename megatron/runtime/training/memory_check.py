@@ -1,0 +1,77 @@
+"""Checks before anything is built that a rank has the memory which its part of the plan certainly needs."""
+
+import torch
+
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.unit_flags import LLM
+from megatron.runtime.orchestrator.machine import free_memory_bytes
+from megatron.runtime.orchestrator.orchestrate import Inputs, first_lengths
+from megatron.runtime.training.prediction import run_options
+from multimodal.balance import BALANCERS, UNBALANCED
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost.assigned_loads import AssignedLoads
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.cost.step_memory import StepMemory
+from multimodal.plan.least_memory import LeastMemory, least_memory
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import ConfigError
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.step_graph import StepGraph
+
+
+def check_memory(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_copies: int | None) -> None:
+    """Raise ConfigError if a rank's weights, gradients, optimizer state and activations exceed its free memory.
+
+    Activations are those of the first global batch; where lengths are unknown before decoding, they are not counted. num_copies:
+    of an elastic run's optimizer state.
+    """
+    needed, free = estimate(config, inputs, plan, rank=rank, num_copies=num_copies), free_memory_bytes()
+    if needed.total_bytes <= free:
+        return
+    state, activations = needed.state_bytes / 1e9, needed.activation_bytes / 1e9
+    raise ConfigError(
+        f"rank {rank} needs at least {state + activations:.3g} GB ({state:.3g} for weights, gradients and optimizer state, "
+        f"{activations:.3g} for activations), and {free / 1e9:.3g} GB are free; {', or '.join(_fixes(config, plan, needed))}; or "
+        "build it all the same with --allow-low-memory"
+    )
+
+
+def estimate(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_copies: int | None) -> LeastMemory:
+    """Return the least bytes of a rank."""
+    training, graph, batch = config.training, inputs.graph, config.training.global_batch_size
+    lengths = tuple(SampleLengths(index, (), 1, 1) for index in range(batch))
+    if config.data.lengths_from != "decode":
+        lengths = tuple(first_lengths(config, inputs.data, most=batch))
+    options = BalanceOptions(
+        micro_batch_size=min(training.micro_batch_size, batch),
+        tokens_per_microbatch=training.tokens_per_microbatch,
+        encoder_micro_batch_sizes=training.encoder_micro_batch_sizes,
+        vocab_size=inputs.vocab_size,
+    )
+    layers = StageLayers(graph, plan, inputs.vocab_size)
+    step = StepGraph(graph, plan, BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=options))
+    costs = run_options(config, num_state_copies=num_copies)
+    memory = StepMemory(
+        layers, AssignedLoads(step, lengths, costs.item_block_size), costs, getattr(torch, training.dtype).itemsize
+    )
+    return least_memory(memory, rank=rank, schedule=BUILDERS[training.schedule])
+
+
+def _fixes(config: RunConfig, plan: Plan, needed: LeastMemory) -> list[str]:
+    """List flags that make a rank need less, those first that help most."""
+    state, activations = list[str](), list[str]()
+    if config.parallelism.plan is None:
+        state.append(
+            f"raise the parallel sizes (such as --{LLM}-tensor-model-parallel-size or --{LLM}-pipeline-model-parallel-size)"
+        )
+    else:
+        state.append("give another --plan (tools/plan.py finds plans that fit)")
+    has_copies = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in plan.units.values())
+    if has_copies and not config.parallelism.shards_weights and config.model.transformer_impl == "local":
+        state.append("add --data-parallel-sharding-strategy optim_grads_params")
+    if config.training.recompute_granularity != "full":
+        activations.append("add --recompute-granularity full")
+    if config.training.micro_batch_size > 1:
+        activations.append("lower --micro-batch-size")
+    return [*activations, *state] if needed.activation_bytes > needed.state_bytes else [*state, *activations]
