@@ -50,7 +50,7 @@ def main() -> None:
     """Parse the command line, load, draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder that holds the checkpoints")
-    parser.add_argument("--output", type=Path, default=ROOT / "docs" / "figures" / "digits_drawn.png")
+    parser.add_argument("--output", type=Path, default=Path("digits_drawn.png"), help="(digits_drawn.png)")
     parser.add_argument("--seed", type=int, default=1234)
     arguments = parser.parse_args()
     graph = ModelGraph.from_file(ROOT / "examples" / "digits_generator" / "model.yaml")

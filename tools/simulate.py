@@ -248,7 +248,7 @@ def size_of_checkpoint(costs: ModelCosts) -> CheckpointSize:
 
 
 def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
-    """Print a report as tables."""
+    """Print a report as tables; memory_bytes: None if nothing is known about memory (--costs)."""
     console = Console(width=120, highlight=False)
     mfu = f", MFU {report['mfu']:.1%}" if report["mfu"] else ""
     steps = f", mean of {len(report['iterations'])} steps" if len(report["iterations"]) > 1 else ""
@@ -265,7 +265,8 @@ def print_tables(report: dict[str, Any], *, memory_bytes: float | None) -> None:
     console.print(shares)
     lanes = Table("lane", "ranks", "stages", "busy", "activations GB", "memory GB", box=None)
     for index, lane in enumerate(report["lanes"]):
-        memory = (f"{lane[key] / 1e9:.3f}" for key in ("peak_activation_bytes", "peak_memory_bytes"))
+        peaks = (lane[key] for key in ("peak_activation_bytes", "peak_memory_bytes"))
+        memory = ("unknown" if memory_bytes is None else f"{peak / 1e9:.3f}" for peak in peaks)
         lanes.add_row(
             str(index), format_ranks(lane["ranks"]), ", ".join(lane["stages"]), format_seconds(lane["busy_seconds"]), *memory
         )

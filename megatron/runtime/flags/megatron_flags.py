@@ -166,7 +166,7 @@ NOT_AVAILABLE: Mapping[str, str] = MappingProxyType(
         "checkpoints are whole; choose at --load with --no-load-optim and --no-load-rng": (
             "no-save-optim no-save-rng save-params-interval load-main-params-from-ckpt"
         ),
-        "a checkpoint is written to --save, while training waits": (
+        "checkpoints are written to --save, with --async-save while training goes on": (
             "non-persistent-* replication replication-* async-strategy async-ckpt-* use-persistent-ckpt-worker"
         ),
         "samples are read from a manifest; see docs/data.md": (

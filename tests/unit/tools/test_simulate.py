@@ -70,6 +70,12 @@ def test_cornstarchs_frozen_model_is_simulated(capsys):
     assert report["iteration_seconds"] >= 24 * (0.02815 + 0.0513) + 2 * 0.07504
 
 
+def test_memory_that_a_table_of_costs_does_not_tell_is_unknown(capsys):
+    assert main(["--costs", str(ROOT / "examples/costs/cornstarch-vlm-m.yaml"), "--schedule", "1f1b"]) == 0
+    printed = capsys.readouterr().out
+    assert "unknown" in printed and "0.000" not in printed
+
+
 def test_context_parallel_ranks_have_whole_items_unless_told_otherwise(flags, tmp_path, capsys):
     vision = {"context_parallel_size": 2, "replicas": [{"stages": [{"ranks": [0, 1], "layers": [[0, 6]]}]}]}
     (tmp_path / "plan.yaml").write_text(yaml.safe_dump({"units": {**PLAN["units"], "vision": vision}}))
