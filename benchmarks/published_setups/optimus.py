@@ -37,8 +37,8 @@ STRONG_SCALING = {48: (1.17 + 0.296 * 16, 1.31 + 0.285 * 16)}
 LARGE_OPTIMUS_SECONDS = (5.906 / 1.213, 5.87 / 1.205)
 """On 3,072 GPUs: 21.3 and 20.5 % faster than the two (abstract), which are the same 4.87 s."""
 NOT_PLAIN = (
-    "1.17 s beside 0.296 s for each microbatch is less than even 1F1B over 8 stages needs (2.07 s), and its published layout, the "
-    "encoder beside the first of 8 LLM stages, needs twice as long; simulated with one encoder stage and seven LLM stages"
+    "1.17 s beside 0.296 s for each microbatch is less than even 1F1B over 8 stages needs (2.07 s), and its published layout, "
+    "the encoder beside the first of 8 LLM stages, needs twice as long; simulated with one encoder stage and seven LLM stages"
 )
 TABLE_1 = {
     "dp_all_gather": 0.033,
