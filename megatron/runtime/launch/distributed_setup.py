@@ -226,13 +226,12 @@ class World:
 
         Raises RanksLostError if an earlier rank fails.
         """
-        node, before = f"{name}/{platform.node()}", "" if self.rank == 0 else f"{name}/0"
-        if self.local_rank != 0:
-            before = node
-        if before:
-            _wait(self.meeting, before, math.inf, missing=str)
+        node = f"{name}/{platform.node()}"
+        is_first_of_node = self.rank == 0 or self.meeting.store.add(f"{node}/claimed", 1) == 1
+        if self.rank != 0:
+            _wait(self.meeting, f"{name}/0" if is_first_of_node else node, math.inf, missing=str)
         yield
-        if self.local_rank == 0:
+        if is_first_of_node:
             self.meeting.store.set(node, "done")
         if self.rank == 0:
             self.meeting.store.set(f"{name}/0", "done")

@@ -40,13 +40,19 @@ def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
             f"the environment variable RANK is {rank} but WORLD_SIZE is {size}: ranks count from 0 to {size - 1}; "
             "launch with torchrun"
         )
+    local_rank = _whole_number(environ, "LOCAL_RANK", default=rank)
+    if local_rank >= size:
+        raise ConfigError(
+            f"the environment variable LOCAL_RANK is {local_rank} but WORLD_SIZE is {size}: a node has no more ranks than a run; "
+            "launch with torchrun"
+        )
     port = _whole_number(environ, "MASTER_PORT", default=0 if size == 1 else 29500)
     if port > 65535:
         raise ConfigError(f"the environment variable MASTER_PORT is {port}, expected a port: 1 to 65535")
     return RankPlace(
         rank=rank,
         size=size,
-        local_rank=_whole_number(environ, "LOCAL_RANK", default=rank),
+        local_rank=local_rank,
         address=environ.get("MASTER_ADDR") or "127.0.0.1",
         port=port,
         launcher_keeps_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",

@@ -4,13 +4,15 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from threading import Event
+from typing import Any
 
 import pytest
 from torch.distributed import PrefixStore, Store
 
 from megatron.runtime.launch import meeting as meeting_module
-from megatron.runtime.launch.distributed_setup import agree_on_start, digest_of
+from megatron.runtime.launch.distributed_setup import World, agree_on_start, digest_of
 from megatron.runtime.launch.failure import RanksLostError, explain_lost_ranks
 from megatron.runtime.launch.meeting import Meeting, StoreGoneError, ask_within, open_meeting
 from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
@@ -158,6 +160,7 @@ def test_ranks_that_do_not_come_are_named(meetings: list[Meeting]) -> None:
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE must be the number of processes, found 'two'"),
         ({"RANK": "-1"}, "RANK must be a whole number, found '-1'"),
+        ({"LOCAL_RANK": "2", "WORLD_SIZE": "2"}, "LOCAL_RANK is 2 but WORLD_SIZE is 2: a node has no more ranks than a run"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK is 2 but WORLD_SIZE is 2: ranks count from 0 to 1"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT is 70000"),
     ],
@@ -185,3 +188,21 @@ def test_a_failure_waits_for_a_slow_connection(meetings: list[Meeting], monkeypa
     monkeypatch.setattr(meeting_module, "ask_within", ask)
     assert replace(meetings[1], opened_line=opened).claim_failure(seconds=0.5)
     assert patience[0] > patience[1] == 0.5
+
+
+@pytest.mark.parametrize("local_ranks", [(0, 1, 2), (1, 1, 1)])
+def test_ranks_of_a_node_take_turns_after_rank_0_whatever_a_launcher_calls_them(
+    local_ranks: tuple[int, ...], meetings: list[Meeting]
+) -> None:
+    order: list[int] = []
+    watch: Any = None
+
+    def enter(rank: int) -> None:
+        world = World(rank, NUM_RANKS, local_ranks[rank], meetings[rank], timedelta(seconds=10), watch)
+        with world.in_turn("index"):
+            order.append(rank)
+
+    with ThreadPoolExecutor(NUM_RANKS) as pool:
+        for done in [pool.submit(enter, rank) for rank in (2, 1, 0)]:
+            done.result(30)
+    assert order[0] == 0 and sorted(order) == [0, 1, 2]
