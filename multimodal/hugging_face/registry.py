@@ -1,6 +1,6 @@
 """All families of Hugging Face's models that can be trained here, and the family of a folder or a model graph."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -80,7 +80,25 @@ def _find(folder: str | Path, known: Mapping[str, Family]) -> tuple[Family, dict
         )
     if config.get("quantization_config") is not None:
         raise ModelError(f"{path}: quantization_config: quantised weights cannot be trained; take the model that it was made of")
+    for problem in _type_problems(config):
+        raise ModelError(f"{path}: {problem}; correct it")
     return known[name], config
+
+
+def _type_problems(config: Mapping[str, Any], place: str = "") -> Iterator[str]:
+    """Yield what is no mapping but should hold the configuration of a part, and what is no whole number but counts something."""
+    for key, value in config.items():
+        if value is None:
+            continue
+        if key.endswith("_config"):
+            if isinstance(value, Mapping):
+                yield from _type_problems(value, f"{place}{key}.")
+            else:
+                yield f"{place}{key} is {value!r}, expected a mapping"
+        elif key.startswith("num_") or key in ("patch_size", "image_size"):
+            numbers = value if isinstance(value, list) and value else [value]
+            if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
+                yield f"{place}{key} is {value!r}, expected a whole number"
 
 
 def read_graph(folder: str | Path) -> ModelGraph:

@@ -97,6 +97,8 @@ def test_biases_everywhere_or_nowhere(tmp_path: Path) -> None:
         ({"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama"),
         ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
         ({"hidden_size": "64"}, "unit 'llm', hidden_size: expected a positive integer"),
+        ({"rope_config": 3}, "rope_config is 3, expected a mapping"),
+        ({"part_config": {"num_hidden_layers": "2"}}, "part_config.num_hidden_layers is '2', expected a whole number"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not divisible by num_query_groups 3"),
     ],
 )
