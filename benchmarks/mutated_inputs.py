@@ -2,7 +2,7 @@
 
 A run that accepts the input trains as one process does.
 
-    python benchmarks/mutated_inputs.py                          200 kinds of single mutations, drawn at random
+    python benchmarks/mutated_inputs.py                          500 kinds of single mutations, drawn at random
     python benchmarks/mutated_inputs.py --number 0 --area model  all kinds of one area
 
 Prints every mutation that breaks the claim with the output of its run, then a table of all areas. Ranks are forked on this
@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the mutations are those of
 
 from tests.distributed.mutations.judge import Outcome
 from tests.distributed.mutations.mutation import Mutation
-from tests.distributed.mutations.run import run_mutation, save_checkpoint_to_mutate
+from tests.distributed.mutations.run import run_mutation, save_given
 from tests.distributed.mutations.table import draw_mutations, list_mutations
 
 LIMIT_SECONDS = 20.0
@@ -30,8 +30,8 @@ LIMIT_SECONDS = 20.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the mutations; returns the number of those that broke the claim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--number", type=int, default=200, help="kinds of mutations to draw; 0: all")
-    parser.add_argument("--area", help="only kinds of this area (flag, model, plan, manifest, image, checkpoint, rank)")
+    parser.add_argument("--number", type=int, default=500, help="kinds of mutations to draw; 0: all")
+    parser.add_argument("--area", help="only kinds of this area (flag, model, cluster, folder, adapter, producer, ...)")
     parser.add_argument("--seed", type=int, default=0, help="which kinds are drawn")
     parser.add_argument("--at-once", type=int, default=2, help="runs beside each other")
     parser.add_argument("--json", type=Path, help="also write every outcome into this file")
@@ -49,10 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(mutations: Sequence[Mutation], *, num_at_once: int, seed: int) -> list[Outcome]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        checkpoint = save_checkpoint_to_mutate(folder / "base")
+        given = save_given(folder / "base")
 
         def run(index: int) -> Outcome:
-            outcome = run_mutation(mutations[index], folder=folder / str(index), checkpoint=checkpoint, seed=seed)
+            outcome = run_mutation(mutations[index], folder=folder / str(index), given=given, seed=seed)
             if outcome.problems:
                 print(f"-- {outcome.mutation.name}: {'; '.join(outcome.problems)}\n{outcome.output}", flush=True)
             return outcome

@@ -151,6 +151,6 @@ def _check_shares(cluster: Cluster, top: Plain) -> None:
             at.fail(f"a share of the {of} cannot exceed 1, found {share}; give 0 to 1")
     if cluster.inter_node.nics_per_node > cluster.gpus_per_node:
         network.inner("nics_per_node", None, where=network.where).fail(
-            f"{cluster.inter_node.nics_per_node} cards for {cluster.gpus_per_node} accelerators; "
+            f"nics_per_node says {cluster.inter_node.nics_per_node} cards for {cluster.gpus_per_node} accelerators; "
             "give one card with the bandwidth that one accelerator can use"
         )

@@ -26,8 +26,8 @@ class LeastMemory(NamedTuple):
 def least_memory(memory: StepMemory, *, rank: int, schedule: ScheduleRow) -> LeastMemory:
     """Return a lower bound of the simulated peak of a rank for the step whose loads `memory` has.
 
-    Stage s of P keeps at least P - s microbatches before its first backward, as in 1F1B; where units take turns in rounds (DIP), no
-    more than a round has. Here they are the smallest ones. O(n log n) in the microbatches of the rank's stages.
+    Stage s of P keeps at least P - s microbatches before its first backward, as in 1F1B; where units take turns in rounds
+    (DIP), no more than a round has. Here they are the smallest ones. O(n log n) in the microbatches of the rank's stages.
     """
     kept = sum(_kept_bytes(memory, stage, schedule) for stage in memory.layers.of_rank[rank])
     return LeastMemory(memory.static_bytes(rank), kept)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.distributed.mutations.flags import set_flag
-from tests.distributed.mutations.mutation import Inputs, Mutation, short
+from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
 from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
 
 
@@ -24,16 +24,16 @@ def checkpoint_mutations() -> Iterator[Mutation]:
     for name, change in changes.items():
         for which in range(3):
             apply = partial(_change_checkpoint, change=change, which=which)
-            yield Mutation(f"checkpoint: file {which} {name}", apply, ("saved",), must_be_refused=True, needs_checkpoint=True)
+            yield Mutation(f"checkpoint: file {which} {name}", apply, ("saved",), must_be_refused=True, given=Given.CHECKPOINT)
     for leaf in LEAVES:
         apply = partial(_change_manifest_of_checkpoint, leaf=leaf)
-        yield Mutation(f"checkpoint: something = {short(leaf)}", apply, ("saved",), must_be_refused=True, needs_checkpoint=True)
+        yield Mutation(f"checkpoint: something = {short(leaf)}", apply, ("saved",), must_be_refused=True, given=Given.CHECKPOINT)
     yield Mutation(
         "checkpoint: of another step",
         lambda inputs: inputs.checkpoint.rename(inputs.checkpoint.parent / "step_00000003"),
         ("saved",),
         must_be_refused=True,
-        needs_checkpoint=True,
+        given=Given.CHECKPOINT,
     )
     for name, flag, value in (
         ("seed", "--seed", 7),
@@ -42,7 +42,7 @@ def checkpoint_mutations() -> Iterator[Mutation]:
         ("precision", "--dtype", "float32"),
     ):
         apply = partial(set_flag, flag=flag, value=value)
-        yield Mutation(f"checkpoint: of another {name}", apply, (flag,), must_be_refused=True, needs_checkpoint=True)
+        yield Mutation(f"checkpoint: of another {name}", apply, (flag,), must_be_refused=True, given=Given.CHECKPOINT)
 
 
 def _change_checkpoint(inputs: Inputs, *, change: Callable[[Inputs, Path], object], which: int) -> None:

@@ -18,13 +18,13 @@ _WITHOUT_EFFECT = frozenset(
         *("--schedule-passes", "--recompute-granularity", "--micro-batch-size", "--balance", "--balance-granularity"),
         *("--balance-num-microbatches", "--merge-encoders", "--unit-costs", "--rearrange-nodes"),
         *("--context-parallel-distribution", "--context-parallel-block-size", "--lengths-from", "--num-workers"),
-        *("--save", "--tensorboard-dir", "--report-dir"),
+        *("--save", "--tensorboard-dir", "--report-dir", "--cluster"),
     }
 )
 """Flags that say how a run trains or what it writes, and not what it learns: one process does without them."""
 _FIX = re.compile(
     r"\b(use|set|give|leave|remove|choose|raise|lower|add|keep|write|rename|replace|correct|change|launch|install|start|list|take|make|"
-    r"must be|must|expected|needs|make room|save|resume|put|name|regenerate|repair|convert|re-create|delete|shorten|"
+    r"must be|must|expected|needs|make room|save|resume|put|name|regenerate|copy|repair|convert|re-create|delete|shorten|"
     r"has no|are|is one of|invalid choice|lists all flags)\b"
 )
 
@@ -60,6 +60,8 @@ def judge(mutation: Mutation, inputs: Inputs, launched: Launched) -> Outcome:
 
 
 def _problems_of_refusal(mutation: Mutation, messages: Sequence[str]) -> list[str]:
+    if mutation.area == "environment":  # ranks that do not know each other all say the same
+        messages = list(dict.fromkeys(message.rpartition(" [")[0] for message in messages))
     if len(messages) != 1:
         return [f"expected one message, found {len(messages)}"]
     problems = [f"the message does not name {name!r}" for name in mutation.names if name not in messages[0]]

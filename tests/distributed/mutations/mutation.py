@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,27 @@ PLAN = {
 """The plan of a run that takes a file in place of the sizes."""
 
 
+CLUSTER = {
+    "gpus_per_node": 2,
+    "peak_tflops": 0.1,
+    "memory_gb": 8.0,
+    "dtype": "float64",
+    "intra_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 10.0},
+    "inter_node": {"bandwidth_gbytes_per_second": 1.0, "latency_us": 10.0, "nics_per_node": 1},
+}
+"""A machine, for a run that goes by durations."""
+
+
+class Given(StrEnum):
+    """What a run can be given beside its working files, by the name of its folder."""
+
+    CHECKPOINT = "saved"
+    FOLDER = "folder"
+    """Of Hugging Face."""
+    ADAPTER = "adapter"
+    """Of PEFT, beside such a folder."""
+
+
 @dataclass
 class Inputs:
     """All that a launch is given; a mutation changes one thing of it."""
@@ -27,6 +49,13 @@ class Inputs:
     flags_of_rank: dict[int, dict[str, object]] = field(default_factory=dict)
     """Flags that one rank has in another form; None: a switch."""
     environment_of_rank: dict[int, dict[str, str]] = field(default_factory=dict)
+
+    def write_cluster(self, cluster: Any) -> Path:
+        """Have the run balance by the durations of a machine."""
+        path = self.folder / "cluster.yaml"
+        path.write_text(yaml.safe_dump(cluster, sort_keys=False))
+        self.flags |= {"--cluster": path, "--balance": "auto"}
+        return path
 
     @property
     def manifest(self) -> Path:
@@ -57,11 +86,11 @@ class Mutation(NamedTuple):
     names: tuple[str, ...] = ()
     """What a refusal's message must contain: the flag, or the file and the key."""
     must_be_refused: bool = False
-    needs_checkpoint: bool = False
+    given: Given | None = None
 
     @property
     def area(self) -> str:
-        """flag, model, plan, manifest, image, checkpoint or rank."""
+        """The first word of the name: flag, model, plan, cluster, manifest, image, checkpoint, folder, adapter, producer, ..."""
         return self.name.split(":")[0]
 
 

@@ -1,38 +1,73 @@
-"""A run of the small model with one mutation, or with none to save the checkpoint that others change."""
+"""A run of the small model with one mutation, or with none to save what others start from and change."""
 
 import random
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from tests.distributed.launch import launch
 from tests.distributed.mutations.judge import Outcome, judge
 from tests.distributed.mutations.launch_inputs import HANG_SECONDS, as_arguments, base_flags, launch_inputs
-from tests.distributed.mutations.mutation import Inputs, Mutation
+from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.small_run import NUM_RANKS, write_working_files
 
+IMAGE_TOKEN = 264
+"""The first id that bytes leave free."""
 
-def save_checkpoint_to_mutate(folder: Path) -> Path:
-    """Train the small run and save it; returns the folder of its checkpoints, for `run_mutation`."""
+
+def save_given(folder: Path) -> Path:
+    """Save what mutations start from: a checkpoint and, where transformers is installed, a folder and adapters."""
     folder.mkdir(parents=True)
     write_working_files(folder)
-    launched = launch(as_arguments(base_flags(folder) | {"--save": folder / "saved"}), num_ranks=NUM_RANKS)
+    _train(base_flags(folder) | {"--save": folder / Given.CHECKPOINT})
+    if find_spec("transformers") is not None:
+        small_llava().save_pretrained(folder / Given.FOLDER)
+        _train(_from_folder(folder) | {"--freeze": "vision", "--lora-rank": 2, "--save-adapter": folder / Given.ADAPTER})
+    return folder
+
+
+def _train(flags: dict[str, object]) -> None:
+    launched = launch(as_arguments(flags), num_ranks=NUM_RANKS)
     assert launched.exit_codes == (0,) * NUM_RANKS, launched.output
-    return folder / "saved"
 
 
-def run_mutation(mutation: Mutation, *, folder: Path, checkpoint: Path, seed: int = 0) -> Outcome:
+def _from_folder(folder: Path) -> dict[str, object]:
+    flags = {name: value for name, value in base_flags(folder).items() if name != "--model"}
+    return flags | {"--load-hf": folder / Given.FOLDER, "--tokenizer-type": "ByteTokenizer"}
+
+
+def small_llava() -> Any:
+    """Return a LLaVA of two layers each, as transformers builds it."""
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    shape = {"hidden_size": 16, "intermediate_size": 20, "num_attention_heads": 4, "num_hidden_layers": 2}
+    vision = CLIPVisionConfig(**shape, image_size=16, patch_size=4)
+    text = LlamaConfig(**shape, vocab_size=300)
+    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=IMAGE_TOKEN))
+
+
+def run_mutation(mutation: Mutation, *, folder: Path, given: Path, seed: int = 0) -> Outcome:
     """Launch the small run with one mutation and judge what became of it.
 
-    folder: a new folder for its files; checkpoint: what `save_checkpoint_to_mutate` returned.
+    folder: a new folder for its files; given: what `save_given` returned.
     """
     folder.mkdir(parents=True)
     write_working_files(folder)
     inputs = Inputs(folder, random.Random(f"{seed} {mutation.name}"), base_flags(folder))
-    if mutation.needs_checkpoint:
-        shutil.copytree(checkpoint, folder / "saved")
-        inputs.flags |= {"--load": folder / "saved", "--train-iters": 4, "--exit-interval": 4}
+    if mutation.given is not None:
+        needed = (Given.FOLDER, mutation.given) if mutation.given is Given.ADAPTER else (mutation.given,)
+        for each in needed:
+            shutil.copytree(given / each, folder / each)
+        inputs.flags = _flags_of(mutation.given, folder)
     mutation.apply(inputs)
     launched = launch_inputs(inputs)
     if isinstance(launched, str):
         return Outcome(mutation, False, (launched,), "", HANG_SECONDS, "")
     return judge(mutation, inputs, launched)
+
+
+def _flags_of(given: Given, folder: Path) -> dict[str, object]:
+    if given is Given.CHECKPOINT:
+        return base_flags(folder) | {"--load": folder / given, "--train-iters": 4, "--exit-interval": 4}
+    return _from_folder(folder) | ({"--load-adapter": folder / given} if given is Given.ADAPTER else {})

@@ -3,10 +3,12 @@
 import random
 
 from tests.distributed.mutations.checkpoints import checkpoint_mutations
+from tests.distributed.mutations.connections import connection_mutations
 from tests.distributed.mutations.data import image_mutations, manifest_mutations
 from tests.distributed.mutations.files import document_mutations, graph_mutations, text_mutations, write_model
 from tests.distributed.mutations.flags import flag_mutations
-from tests.distributed.mutations.mutation import PLAN, Mutation
+from tests.distributed.mutations.folders import folder_mutations
+from tests.distributed.mutations.mutation import CLUSTER, PLAN, Mutation
 from tests.distributed.mutations.one_rank import rank_mutations
 from tests.distributed.small_run import MODEL
 
@@ -17,13 +19,17 @@ def list_mutations() -> tuple[Mutation, ...]:
         *flag_mutations(),
         *document_mutations("model", MODEL, write_model),
         *document_mutations("plan", PLAN, lambda inputs, plan: inputs.write_plan(plan)),
+        *document_mutations("cluster", CLUSTER, lambda inputs, cluster: inputs.write_cluster(cluster)),
         *text_mutations("model", lambda inputs: inputs.folder / "model.yaml"),
         *text_mutations("plan", lambda inputs: inputs.write_plan(PLAN)),
+        *text_mutations("cluster", lambda inputs: inputs.write_cluster(CLUSTER)),
         *text_mutations("manifest", lambda inputs: inputs.manifest),
         *graph_mutations(),
         *manifest_mutations(),
         *image_mutations(),
         *checkpoint_mutations(),
+        *folder_mutations(),
+        *connection_mutations(),
         *rank_mutations(),
     )
     assert len({mutation.name for mutation in found}) == len(found)
