@@ -56,20 +56,19 @@ def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
     vision = read_tower(given, class_token=_class_token(config, tower), where=where)
     return {
         **vision,
-        "num_layers": _num_layers_used(config, tower, vision["num_layers"]),
+        "num_layers": _num_layers_used(config, vision["num_layers"]),
         "projector_hidden_size": text_size,
         "projector_norm": "none",
     }
 
 
-def _num_layers_used(config: Config, tower: Tower, num_layers: int) -> int:
+def _num_layers_used(config: Config, num_layers: int) -> int:
     layer = config.get("vision_feature_layer", -2)
     used = layer + num_layers + 1 if isinstance(layer, int) and layer < 0 else layer
-    most = num_layers - 1 if tower.has_last_norm else num_layers
-    if not isinstance(used, int) or not 1 <= used <= most:
+    if not isinstance(used, int) or not 1 <= used <= num_layers:
         raise ModelError(
-            f"vision_feature_layer is {layer!r}, and only the output of one of the first {most} of {num_layers} layers can "
-            "be taken here; take a model of that kind"
+            f"vision_feature_layer is {layer!r}, and only the output of one of the {num_layers} layers can be taken here; take a "
+            "model of that kind"
         )
     return used
 

@@ -204,7 +204,9 @@ def _comparable(unit: Unit) -> dict[str, Any]:
     for key, value in asdict(replace(unit, lora=None)).items():
         found |= value if isinstance(value, dict) else {key: value}
     found["num_query_groups"], found["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
-    found["add_qkv_bias"] |= found["add_bias_linear"]
+    biases = unit.transformer.biases
+    found |= {"add_bias_linear": all(biases.values()), "add_qkv_bias": biases["linear_qkv"]}
+    found |= {"add_proj_bias": biases["linear_proj"], "add_mlp_bias": biases["linear_fc1"]}
     if unit.image is not None:
         found |= {key: value * (unit.image.in_channels // len(value)) for key in _OF_CHANNELS if (value := found[key])}
     if found["experts"] is not None:  # their balancing is up to the run

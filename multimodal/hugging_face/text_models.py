@@ -5,6 +5,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, write_keys
+from multimodal.hugging_face.rotary_positions import read_rotary, write_rotary
 from multimodal.hugging_face.weight_names import UnitNames, Weight, grouped_qkv, stacked, vocabulary
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -77,19 +78,24 @@ class TextFamily(NamedTuple):
     """Values of keys that a config.json lacks, as in transformers."""
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
-    may_have_biases: bool = False
-    """True if attention_bias and mlp_bias together give every matrix a bias."""
+    bias_keys: tuple[str, ...] = ()
+    """The keys among attention_bias and mlp_bias that the family has."""
     experts: ExpertKeys | None = None
     """For families whose layers have experts."""
 
 
+_BIASES = ("attention_bias", "mlp_bias")
 TEXT_FAMILIES = {
     family.model_type: family
     for family in (
-        TextFamily("LlamaForCausalLM", "llama", {"vocab_size": 32000, "intermediate_size": 11008}, may_have_biases=True),
+        TextFamily("LlamaForCausalLM", "llama", {"vocab_size": 32000, "intermediate_size": 11008}, bias_keys=_BIASES),
         TextFamily("Qwen2ForCausalLM", "qwen2", {"vocab_size": 151936, "num_key_value_heads": 32}, add_qkv_bias=True),
         TextFamily(
-            "Qwen3ForCausalLM", "qwen3", {"vocab_size": 151936, "num_key_value_heads": 32, "head_dim": 128}, qk_layernorm=True
+            "Qwen3ForCausalLM",
+            "qwen3",
+            {"vocab_size": 151936, "num_key_value_heads": 32, "head_dim": 128},
+            qk_layernorm=True,
+            bias_keys=_BIASES[:1],
         ),
         TextFamily(
             "MixtralForCausalLM",
@@ -108,6 +114,7 @@ TEXT_FAMILIES = {
                 "num_key_value_heads": 4,
             },
             qk_layernorm=True,
+            bias_keys=_BIASES[:1],
             experts=_QWEN3_MOE,
         ),
     )
@@ -140,11 +147,6 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "pretraining_tp": (1, None),
 }
-_ROTARY_TYPES = (None, "default", "llama3", "dynamic")
-_SCALING = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-_LENGTH = "max_position_embeddings"
-_DYNAMIC_SCALING = ("factor", _LENGTH)
-_FIELDS = {"llama3": "rotary_scaling", "dynamic": "rotary_dynamic_scaling"}
 
 
 def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
@@ -159,13 +161,13 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     if family.model_type == "mixtral":
         require(config, {"sliding_window": (None,)}, where=where)
     given = {key: value for key, value in config.items() if value is not None}
-    fields = read_keys(_KEYS, {**_DEFAULTS, **family.defaults, **given})
+    defaults = {**_DEFAULTS, **family.defaults}
+    fields = read_keys(_KEYS, {**defaults, **given})
     return {
         "role": "backbone",
         **fields,
-        **_read_rotary(config, where=where),
-        "add_qkv_bias": family.add_qkv_bias,
-        "add_bias_linear": _has_biases(family, config, where=where),
+        **read_rotary({**defaults, **given}, where=where),
+        **_read_biases(family, config, where=where),
         "qk_layernorm": family.qk_layernorm,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "has_exact_vocabulary": True,
@@ -197,88 +199,53 @@ def _write_experts(experts: ExpertKeys, unit: Unit) -> dict[str, Any]:
     return {**config, **balances, **({} if experts.always_among_chosen else {"norm_topk_prob": not described.router_pre_softmax})}
 
 
-def _has_biases(family: TextFamily, config: Config, *, where: str) -> bool:
-    """Return whether all matrices have a bias; raises ModelError if only some have one, besides queries, keys and values."""
-    attention, mlp = bool(config.get("attention_bias")), bool(config.get("mlp_bias"))
+def _read_biases(family: TextFamily, config: Config, *, where: str) -> dict[str, bool]:
+    """Return the matrices that have a bias; raises ModelError for biases that models of the family cannot have."""
     if family.add_qkv_bias:  # the family has these biases and no others, whatever its config.json says
-        return False
-    if attention != mlp or (attention and not family.may_have_biases):
-        raise ModelError(
-            f"{where}attention_bias is {attention} and mlp_bias {mlp}; layers have all biases here or none, so take a model "
-            "without them"
-        )
-    return attention
+        return {"add_qkv_bias": True}
+    require(config, {key: (False, None) for key in _BIASES if key not in family.bias_keys}, where=where)
+    attention, mlp = (bool(config.get(key)) for key in _BIASES)
+    if attention and mlp:
+        return {"add_bias_linear": True}
+    return {"add_qkv_bias": attention, "add_proj_bias": attention, "add_mlp_bias": mlp}
 
 
-def rotary_entries(config: Config, *, where: str) -> dict[str, Any]:
-    """Return the entries of `rope_scaling` and `rope_parameters`, as versions of transformers call them; raises ModelError."""
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(config.get(key), Mapping | None):
-            raise ModelError(f"{where}{key} is {config[key]!r}, expected a mapping, or null; correct it")
-    return {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
-
-
-def _read_rotary(config: Config, *, where: str) -> dict[str, Any]:
-    """Return the rotary positions, wherever a version of transformers put them; raises ModelError for unsupported ones."""
-    parameters = rotary_entries(config, where=where)
-    kind = parameters.get("rope_type", parameters.get("type"))
-    if kind not in _ROTARY_TYPES:
-        raise ModelError(
-            f"{where}rope_parameters (or rope_scaling) are of type {kind!r}, which cannot be trained here; expected 'default', "
-            "'llama3' or 'dynamic': take a model whose rotary positions are not scaled otherwise"
-        )
-    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        raise ModelError(f"{where}partial_rotary_factor is not 1, which cannot be trained here; take another model")
-    theta = parameters.get("rope_theta") or config.get("rope_theta") or 10000.0
-    if not isinstance(theta, int | float):
-        raise ModelError(f"{where}rope_theta is {theta!r}, expected a number; correct it")
-    base = float(theta)
-    if kind in (None, "default"):
-        return {"rotary_base": base}
-    given: Config = parameters
-    needed: tuple[str, ...] = _SCALING
-    if kind == "dynamic":
-        given, needed = {**parameters, _LENGTH: config.get(_LENGTH)}, _DYNAMIC_SCALING
-    if missing := [key for key in needed if given.get(key) is None]:
-        raise ModelError(f"{where}rope_parameters (or rope_scaling) are of type '{kind}' without {missing[0]}; add it")
-    return {"rotary_base": base, _FIELDS[kind]: [given[key] for key in needed]}
+def _write_biases(family: TextFamily, unit: Unit) -> dict[str, bool]:
+    biases = unit.transformer.biases
+    found = {"attention_bias": biases["linear_proj"], "mlp_bias": biases["linear_fc1"]}
+    return {key: True for key in family.bias_keys if found[key]}
 
 
 def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
     """Return the configuration of an LLM in the form of config.json."""
-    config = write_keys(_KEYS, unit)
-    if unit.transformer.rotary_scaling:
-        values = dict(zip(_SCALING, unit.transformer.rotary_scaling, strict=True))
-        config |= {"rope_scaling": {**values, "rope_type": "llama3", _SCALING[3]: int(values[_SCALING[3]])}}
-    if unit.transformer.rotary_dynamic_scaling:
-        factor, length = unit.transformer.rotary_dynamic_scaling
-        config |= {"rope_scaling": {"factor": factor, "rope_type": "dynamic"}, _LENGTH: int(length)}
-    if unit.transformer.add_bias_linear:
-        config |= {"attention_bias": True, "mlp_bias": True}
     return {
         "architectures": [family.name],
         "model_type": family.model_type,
-        **config,
+        **write_keys(_KEYS, unit),
+        **write_rotary(unit),
+        **_write_biases(family, unit),
         **({} if family.experts is None else _write_experts(family.experts, unit)),
         "hidden_act": "silu",
-        "rope_theta": unit.transformer.rotary_base,
         "tie_word_embeddings": unit.ties_embeddings,
     }
 
 
 def write_inner_text(unit: Unit) -> dict[str, Any]:
     """Return the configuration of an LLM inside another model, by the only family that can describe it."""
-    name = "qwen3" if unit.transformer.qk_layernorm else "qwen2" if unit.transformer.add_qkv_bias else "llama"
+    shape = unit.transformer
+    has_qkv_bias_alone = shape.biases["linear_qkv"] and not shape.biases["linear_proj"]
+    name = "qwen3" if shape.qk_layernorm else "qwen2" if has_qkv_bias_alone else "llama"
     return write_text_unit(TEXT_FAMILIES[name], unit)
 
 
 def write_placed_text(unit: Unit, model_type: str) -> dict[str, Any]:
     """Return the configuration of an LLM whose tokens have a time, rows and columns."""
-    rotary = {"rope_type": "default", "rope_theta": unit.transformer.rotary_base}
+    plain = write_inner_text(unit)
+    rotary = {"rope_type": "default", **plain.get("rope_scaling", {}), "rope_theta": unit.transformer.rotary_base}
     rotary |= {"mrope_section": list(unit.transformer.rotary_sections)}
     if unit.transformer.has_interleaved_sections:
         rotary["mrope_interleaved"] = True
-    config = {key: value for key, value in write_inner_text(unit).items() if key not in ("architectures", "rope_theta")}
+    config = {key: value for key, value in plain.items() if key not in ("architectures", "rope_theta", "rope_scaling")}
     return {**config, "model_type": model_type, "rope_parameters": rotary}
 
 

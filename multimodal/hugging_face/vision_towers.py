@@ -32,7 +32,7 @@ class Tower(NamedTuple):
     """Names of its weights inside the tower; last: the norm before its last_hidden_state, if any."""
     has_class_token: bool
     has_last_norm: bool
-    """True if transformers' output of the last layer has passed a norm."""
+    """True if the output of the last layer has passed a norm in some versions of transformers, unless one more layer follows."""
     is_scaled: bool = False
     """True if its layers scale their branches, and its positions are interpolated to images of another size."""
     computed: Mapping[str, tuple[Any, ...]] = {}

@@ -16,13 +16,15 @@ def rotary_frequencies(
     sections: Sequence[int] = (),
     is_interleaved: bool = False,
     scaling: Sequence[float] = (),
+    divisors: Tensor | None = None,
 ) -> Tensor:
     """Return the angles by which megatron-core's layers rotate queries and keys.
 
     positions: [num_tokens] or [num_tokens, num_axes], integers. The channel pairs of a head are shared evenly among the axes, as
     in Qwen2-VL's vision encoder with rows and columns. With `sections` (its LLM), the pairs of one axis are `sections[axis]`
     successive pairs; if interleaved (Qwen3-VL), every third pair as long as the axis has pairs left, and all other pairs belong
-    to the first axis. Frequencies are those of a single axis. scaling: as in Transformer.rotary_scaling, for one axis.
+    to the first axis. Frequencies are those of a single axis. scaling: as in Transformer.rotary_scaling, for one axis; divisors:
+    of the LLM's frequencies, [head_channels / 2], for every token or [num_tokens, head_channels / 2].
 
     Shape: [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
     """
@@ -32,13 +34,31 @@ def rotary_frequencies(
         exponent = torch.arange(0, head_channels, 2, device=positions.device, dtype=dtype) / head_channels
         axes = torch.tensor(axes_of_pairs(sections, is_interleaved=is_interleaved), device=positions.device)
         angles = positions.expand(-1, len(sections)).to(dtype).index_select(1, axes) * (1.0 / base**exponent)
+        angles = angles if divisors is None else angles / divisors
         return torch.cat((angles, angles), dim=-1)[:, None, None, :]
     num_axes = positions.shape[1]
     channels = head_channels // num_axes
     exponent = torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels
     inverse = _slowed(1.0 / base**exponent, scaling)  # [channels / 2]
     angles = (positions.to(dtype)[:, :, None] * inverse).flatten(1)  # [num_tokens, head_channels / 2]
+    angles = angles if divisors is None else angles / divisors
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+
+
+def frequency_divisors(
+    factors: Sequence[float], long_factors: Sequence[float], *, short_length: int, lengths: Tensor, dtype: torch.dtype
+) -> Tensor | None:
+    """Return the divisors of each token's frequencies: those of short sequences, or of longer ones; None if there are none.
+
+    lengths: [num_tokens], of each token's sequence. Returns [head_channels / 2], or [num_tokens, head_channels / 2].
+    """
+    if not factors:
+        return None
+    short = torch.tensor(factors, dtype=dtype, device=lengths.device)
+    if not long_factors:
+        return short
+    longer = torch.tensor(long_factors, dtype=dtype, device=lengths.device)
+    return torch.where((lengths > short_length)[:, None], longer, short)
 
 
 def axes_of_pairs(sections: Sequence[int], *, is_interleaved: bool) -> list[int]:

@@ -95,6 +95,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         kv_channels=shape.head_channels,
         normalization=shape.normalization,
         layernorm_epsilon=shape.layernorm_epsilon,
+        softmax_scale=shape.softmax_scale,
         gated_linear_unit=shape.is_gated,
         activation_func=ACTIVATIONS[shape.activation],
         add_bias_linear=shape.add_bias_linear,

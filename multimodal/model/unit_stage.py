@@ -19,7 +19,7 @@ from multimodal.model.layers.carried_states import CarriedStates, join
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
-from multimodal.model.rotary import rotary_frequencies
+from multimodal.model.rotary import frequency_divisors, rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
 from multimodal.model.stage_segments import StageSegments, join_segments
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
@@ -242,16 +242,33 @@ class UnitStage(MegatronModule):
         """Return the rotary angles of this rank's rows; None if the first layer adds positions."""
         if not self.unit.transformer.has_rotary_positions:
             return None
+        shape, dtype = self.unit.transformer, self.options.precision.rotary_dtype
         frequencies = rotary_frequencies(
             batch.places,
-            head_channels=self.unit.transformer.head_channels,
-            base=self.unit.transformer.rotary_base,
-            dtype=self.options.precision.rotary_dtype,
-            sections=self.unit.transformer.rotary_sections,
-            is_interleaved=self.unit.transformer.has_interleaved_sections,
-            scaling=self.unit.transformer.rotary_scaling,
+            head_channels=shape.head_channels,
+            base=shape.rotary_base,
+            dtype=dtype,
+            sections=shape.rotary_sections,
+            is_interleaved=shape.has_interleaved_sections,
+            scaling=shape.rotary_scaling,
+            divisors=frequency_divisors(
+                shape.rotary_factors,
+                shape.rotary_long_factors,
+                short_length=shape.rotary_short_length or 0,
+                lengths=self._sequence_lengths(batch),
+                dtype=dtype,
+            ),
         )
         return pad_rows(frequencies, self._num_padded_rows(batch.num_tokens))
+
+    def _sequence_lengths(self, batch: PackedInput) -> Tensor:
+        """Return [num_tokens]: the length of each token's sequence, where rotary positions depend on it."""
+        device = batch.positions.device
+        if not self.unit.transformer.rotary_long_factors:
+            return torch.empty(0, device=device)
+        packed = batch.packed or pack_lengths(batch, batch.num_tokens)
+        numbers = packed.sequence_numbers(device)[: batch.num_tokens]
+        return torch.tensor((*batch.lengths, 0), device=device).index_select(0, numbers)
 
     def _position_inputs(self, batch: PackedInput) -> tuple[Tensor | None, PackedLengths]:
         return self.frequencies(batch), batch.packed or pack_lengths(batch, self._num_padded_rows(batch.num_tokens))

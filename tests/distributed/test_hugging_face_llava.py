@@ -52,6 +52,13 @@ def siglip_and_qwen2() -> Any:
     return build(vision, text, vision_feature_select_strategy="full")
 
 
+def siglip_to_its_end() -> Any:
+    from transformers import LlamaConfig, SiglipVisionConfig
+
+    text = LlamaConfig(**SHAPE, vocab_size=VOCABULARY)
+    return build(SiglipVisionConfig(**VISION), text, vision_feature_select_strategy="full", vision_feature_layer=-1)
+
+
 def dinov2_and_qwen2() -> Any:
     from transformers import Dinov2Config, Qwen2Config
 
@@ -119,6 +126,7 @@ def images_of(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapp
         (clip_and_llama, 1),
         (clip_with_its_class_token, 1),
         (siglip_and_qwen2, 1),
+        (siglip_to_its_end, 1),
         (dinov2_and_qwen2, 1),
         (registers_and_llama, 1),
         (internvl, 2),

@@ -57,6 +57,36 @@ def qwen3() -> Any:
     return Qwen3ForCausalLM(Qwen3Config(**SHAPE, head_dim=8))
 
 
+PLAIN = {key: value for key, value in SHAPE.items() if key != "rope_theta"}
+
+
+def qwen3_with_attention_biases() -> Any:
+    """Positions divided by one factor."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    scaling = {"rope_type": "linear", "rope_theta": 50.0, "factor": 3.0}
+    return Qwen3ForCausalLM(Qwen3Config(**PLAIN, head_dim=8, attention_bias=True, rope_parameters=scaling))
+
+
+def llama_with_mlp_biases() -> Any:
+    """YaRN: the pairs between those that turn often and rarely are divided by something between 1 and the factor."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    scaling = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 4.0}
+    sizes = {"head_dim": 16, "max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**PLAIN, **sizes, mlp_bias=True, rope_parameters=scaling))
+
+
+def llama_of_two_lengths() -> Any:
+    """LongRoPE: sequences of more than 6 tokens, which most samples are, have factors of their own."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0], "original_max_position_embeddings": 6}
+    scaling = {"rope_type": "longrope", "rope_theta": 50.0, **factors}
+    sizes = {"max_position_embeddings": 24}
+    return LlamaForCausalLM(LlamaConfig(**PLAIN, **sizes, attention_bias=True, rope_parameters=scaling))
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -79,7 +109,18 @@ PLANS: Plans = {
 }
 
 
-@pytest.mark.parametrize("build", [llama, llama_of_long_contexts, qwen2, qwen3])
+@pytest.mark.parametrize(
+    "build",
+    [
+        llama,
+        llama_of_long_contexts,
+        llama_with_mlp_biases,
+        llama_of_two_lengths,
+        qwen2,
+        qwen3,
+        qwen3_with_attention_biases,
+    ],
+)
 def test_logits_and_gradients_equal_transformers(build: Callable[[], Any], ranks: RankPool, tmp_path: Path) -> None:
     compare_logits(build, tmp_path / "model", ranks, shapes=SAMPLES).assert_under_plans(PLANS, ranks)
 

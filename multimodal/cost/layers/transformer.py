@@ -51,10 +51,10 @@ class TransformerLayer(Layer):
     def num_vector_entries(self) -> int:
         """Two norms, and biases as the shape has them."""
         shape = self.unit.transformer
-        inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
-        qkv_bias = sum(self._widths) if shape.add_qkv_bias or shape.add_bias_linear else 0
         head_norms = 2 * shape.head_channels * self.norm_vector_entries() // shape.hidden_size if shape.qk_layernorm else 0
-        biases = qkv_bias + (2 * shape.hidden_size + inner if shape.add_bias_linear else 0)
+        inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
+        outputs = sum(self._widths), shape.hidden_size, inner, shape.hidden_size
+        biases = sum(size for size, has_bias in zip(outputs, shape.biases.values(), strict=True) if has_bias)
         scales = 2 * shape.hidden_size if shape.has_layer_scale else 0
         return 2 * self.norm_vector_entries() + head_norms + biases + scales
 

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -65,6 +66,7 @@ class TransformerKind(LayerKind):
         if context.unit.transformer.has_layer_scale:
             add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+        _add_biases(spec, context.unit)
         self.adapt(spec)
         config = context.config
         if options.transformer_impl != "local":
@@ -172,6 +174,26 @@ def _linear_layers(num_overlapped_parts: int) -> tuple[ModuleSpec | type, Module
         return DeferrableColumnParallelLinear, DeferrableRowParallelLinear
     params = {"num_overlapped_parts": num_overlapped_parts}
     return ModuleSpec(OverlappedColumnParallelLinear, params=params), ModuleSpec(OverlappedRowParallelLinear, params=params)
+
+
+def _add_biases(spec: ModuleSpec, unit: Unit) -> None:
+    """Give those linear layers a bias that megatron-core's configuration does not tell from the others."""
+    shape = unit.transformer
+    parts = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
+    for part, name in zip((parts[0], parts[1], parts[1]), ("linear_proj", "linear_fc1", "linear_fc2"), strict=True):
+        if shape.biases[name] and not shape.add_bias_linear:
+            setattr(part, name, _with_bias(getattr(part, name)))
+
+
+def _with_bias(linear: Any) -> Any:
+    """Return a linear layer, or its spec, with a bias."""
+    if isinstance(linear, ModuleSpec):
+        return ModuleSpec(_with_bias(linear.module), params=linear.params)
+
+    def build(self: Any, *arguments: Any, **options: Any) -> None:
+        linear.__init__(self, *arguments, **{**options, "bias": True})
+
+    return type(linear.__name__, (linear,), {"__init__": build})
 
 
 def _transformer_engine_spec(has_head_norms: bool) -> ModuleSpec:

@@ -71,6 +71,8 @@ def check_unit(unit: Unit) -> None:
             f"expected 2 numbers, of the backbone only, without rotary_scaling and rotary_sections, found {list(dynamic)}; "
             "correct them",
         )
+    if problem := _problem_of_factors(unit):
+        fail("rotary_factors", problem)
     if shape.experts is not None and (problem := _problem_of_experts(unit, shape.experts)):
         fail("experts", problem)
     if unit.deepstack_layers and (unit.has_linear_projector or unit.deepstack_layers[-1] >= shape.num_layers):
@@ -121,13 +123,35 @@ def _problem_of_module(unit: Unit) -> str:
     return ""
 
 
+def _problem_of_factors(unit: Unit) -> str:
+    shape, num_pairs = unit.transformer, unit.transformer.head_channels // 2
+    given = shape.rotary_factors, shape.rotary_long_factors
+    if not any(given) and shape.rotary_short_length is None and shape.rotary_attention_factor == 1.0:
+        return ""
+    if unit.role is not Role.BACKBONE or shape.rotary_scaling or shape.rotary_dynamic_scaling:
+        return "belongs to the backbone, without rotary_scaling and rotary_dynamic_scaling; remove one of them"
+    if any(len(each) not in (0, num_pairs) for each in given):
+        return (
+            f"expected {num_pairs} numbers, one for each channel pair of a head, here and in rotary_long_factors, found "
+            f"{len(given[0])} and {len(given[1])}; correct them"
+        )
+    if not given[0] or (shape.rotary_short_length is None and (given[1] or shape.rotary_attention_factor != 1.0)):
+        return (
+            "rotary_long_factors and rotary_attention_factor need rotary_factors and rotary_short_length beside them; give all, "
+            "or rotary_factors alone"
+        )
+    if shape.rotary_short_length is None and len(set(given[0])) > 1:
+        return "factors that differ need rotary_short_length beside them; add it"
+    return ""
+
+
 def _problem_of_experts(unit: Unit, experts: Experts) -> str:
     if unit.role is not Role.BACKBONE:
         return "experts belong to the backbone; remove them here"
     if experts.router_topk > experts.num_experts:
         return f"router_topk {experts.router_topk} is above num_experts {experts.num_experts}; lower it to at most that"
-    if unit.transformer.add_bias_linear:
-        return "experts have no biases; leave add_bias_linear out"
+    if unit.transformer.biases["linear_fc1"]:
+        return "experts have no biases; leave add_bias_linear and add_mlp_bias out"
     if MOE_TRANSFORMER not in unit.layers:
         return f"no layer of the list has them; name some {MOE_TRANSFORMER}, or leave experts out"
     return ""

@@ -25,6 +25,10 @@ class Transformer:
     """Activation of the MLP: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
+    add_proj_bias: bool = False
+    """The projection behind attention has a bias, even if add_bias_linear is false."""
+    add_mlp_bias: bool = False
+    """Both matrices of the MLP have a bias, even if add_bias_linear is false."""
     qk_layernorm: bool = False
     """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
     layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
@@ -38,6 +42,15 @@ class Transformer:
     rotary_dynamic_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
     """Backbone only: factor and context length of positions that slow down in sequences beyond that length (dynamic NTK). Shorter
     sequences rotate as without it; longer ones are not trained."""
+    rotary_factors: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
+    """Backbone only: numbers by which the rotary frequency of each channel pair of a head is divided, which linear scaling, YaRN
+    and LongRoPE come to; empty: none."""
+    rotary_long_factors: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
+    """Backbone only: the same in sequences of more than `rotary_short_length` tokens (LongRoPE); empty: as in all others."""
+    rotary_short_length: int | None = field(default=None, metadata=up_to(2**31))
+    """Backbone only: the length of sequences before the model was made fit for longer ones; None: all factors are one."""
+    rotary_attention_factor: float = field(default=1.0, metadata={"above": 0, "maximum": 1000})
+    """Backbone only: rotated queries and keys are multiplied by it (YaRN, LongRoPE)."""
     rotary_sections: tuple[int, ...] = field(default=(), metadata={"minimum": 1, "maximum": 2**16})
     """Backbone only: channel pairs of a head that rotate by time, row and column (M-RoPE); empty: all by the token's position."""
     has_interleaved_sections: bool = False
@@ -45,6 +58,13 @@ class Transformer:
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
     experts: Experts | None = None
     """Backbone only: the experts of layers of kind moe_transformer; all layers are of this kind if no kinds are listed."""
+
+    @property
+    def biases(self) -> dict[str, bool]:
+        """The linear layers, by name, and whether each has a bias."""
+        own = self.add_qkv_bias, self.add_proj_bias, self.add_mlp_bias, self.add_mlp_bias
+        names = "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"
+        return {name: self.add_bias_linear or has_bias for name, has_bias in zip(names, own, strict=True)}
 
     @property
     def is_gated(self) -> bool:
@@ -60,6 +80,13 @@ class Transformer:
     def head_channels(self) -> int:
         """Channels of one attention head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def softmax_scale(self) -> float | None:
+        """Factor of queries times keys; None: 1 / sqrt(head_channels)."""
+        if self.rotary_attention_factor == 1.0:
+            return None
+        return float(self.head_channels**-0.5 * self.rotary_attention_factor**2)
 
     @property
     def query_groups(self) -> int:

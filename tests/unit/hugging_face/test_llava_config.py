@@ -61,6 +61,8 @@ def test_siglip_keeps_every_patch(tmp_path: Path) -> None:
     assert unit.image is not None
     assert (unit.image.class_token, unit.image.has_patch_bias, unit.image.has_pre_norm) == (None, True, False)
     assert (unit.transformer.num_layers, unit.transformer.activation) == (26, "gelu_tanh")
+    whole = read(tmp_path, vision_config=vision, vision_feature_select_strategy="full", vision_feature_layer=-1).unit("vision")
+    assert (whole.transformer.num_layers, whole.projector_norm) == (27, "none")
 
 
 def test_it_can_be_planned(tmp_path: Path) -> None:
@@ -84,7 +86,7 @@ def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer is \[-2, -5\], and only the output of one of the first 24"),
+        ({"vision_feature_layer": [-2, -5]}, r"vision_feature_layer is \[-2, -5\], and only the output of one of the 24"),
         ({"vision_feature_layer": -30}, "vision_feature_layer is -30"),
         ({"vision_config": {"model_type": "vit"}}, "model_type is 'vit', expected one of clip_vision_model, siglip_vision_model"),
         ({"vision_config": {**CLIP, "hidden_act": "relu"}}, "vision_config: hidden_act is 'relu', and only 'quick_gelu' or"),

@@ -13,6 +13,7 @@ from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Experts, ModelGraph
 
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_attention_heads": 8}
 LLAMA = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_attention_heads": 4}
 
 
@@ -78,12 +79,65 @@ def test_positions_that_slow_down_beyond_a_length(tmp_path: Path) -> None:
         read(tmp_path, rope_scaling=scaling, max_position_embeddings=None)
 
 
-def test_biases_everywhere_or_nowhere(tmp_path: Path) -> None:
-    graph = read(tmp_path, attention_bias=True, mlp_bias=True)
-    assert graph.backbone.transformer.add_bias_linear
-    assert architecture_of(graph).name == "LlamaForCausalLM"
-    with pytest.raises(ModelError, match=r"config.json: attention_bias is True and mlp_bias False; layers have all biases here"):
-        read(tmp_path, attention_bias=True)
+QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_key_value_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("config", "biases"),
+    [
+        ({"attention_bias": True, "mlp_bias": True}, [True, True, True, True]),
+        ({"attention_bias": True}, [True, True, False, False]),
+        ({"mlp_bias": True}, [False, False, True, True]),
+        ({**QWEN3, "attention_bias": True}, [True, True, False, False]),
+    ],
+)
+def test_biases_of_attention_and_mlp(config: dict[str, Any], biases: list[bool], tmp_path: Path) -> None:
+    graph = read(tmp_path, **config)
+    assert list(graph.backbone.transformer.biases.values()) == biases
+    family = architecture_of(graph)
+    assert family.name == (LLAMA | config)["architectures"][0]
+    assert family.to_config is not None
+    written = family.to_config(graph)
+    assert {key: written[key] for key in ("attention_bias", "mlp_bias") if key in config} == {
+        key: value for key, value in config.items() if key.endswith("_bias")
+    }
+
+
+@pytest.mark.parametrize(
+    ("scaling", "config"),
+    [
+        ({"type": "linear", "factor": 4.0}, {}),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, {"max_position_embeddings": 131072}),
+        ({"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 0.5}, {"max_position_embeddings": 4096}),
+        (
+            {"type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8},
+            {"max_position_embeddings": 64, "original_max_position_embeddings": 16},
+        ),
+    ],
+)
+def test_scaled_positions_are_written_as_what_computes_the_same(
+    scaling: dict[str, Any], config: dict[str, Any], tmp_path: Path
+) -> None:
+    graph = read(tmp_path, rope_scaling=scaling, **config)
+    assert len(graph.backbone.transformer.rotary_factors) == 8
+    family = architecture_of(graph)
+    assert family.to_config is not None
+    again = ModelGraph.from_dict(family.to_graph({**config, **family.to_config(graph)}))
+    assert again.backbone.transformer == replace(graph.backbone.transformer, num_query_groups=4, kv_channels=16)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rotary_factors": [1.0] * 7}, "expected 8 numbers, one for each channel pair"),
+        ({"rotary_factors": [1.0] * 8, "rotary_long_factors": [2.0] * 8}, "rotary_attention_factor need rotary_factors"),
+        ({"rotary_factors": [1.0] * 8, "rotary_scaling": [8.0, 1.0, 4.0, 16.0]}, "without rotary_scaling"),
+    ],
+)
+def test_factors_that_do_not_fit_are_refused(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    plain = read(tmp_path).to_dict()
+    with pytest.raises(ModelError, match=message):
+        ModelGraph.from_dict({"units": {"llm": {**plain["units"]["llm"], **changed}}})
 
 
 @pytest.mark.parametrize(
@@ -91,9 +145,12 @@ def test_biases_everywhere_or_nowhere(tmp_path: Path) -> None:
     [
         ({"architectures": None}, "architectures is None, which cannot be trained here; expected one of LlamaForCausalLM"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu', and only 'silu' can be trained here"),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, "of type 'linear', which cannot be trained here"),
         ({"rope_scaling": 7}, "rope_scaling is 7, expected a mapping, or null"),
         ({"rope_theta": "big"}, "rope_theta is 'big', expected a number"),
+        ({"rope_scaling": {"type": "ntk", "factor": 2}}, "of type 'ntk', which cannot be trained here"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor of rotary positions is '2', expected a number above 0"),
+        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "'yarn' without original_max_position_embeddings; add it"),
+        ({**MIXTRAL, "attention_bias": True}, "attention_bias is True, and only False or None can be trained here"),
         ({"model_type": "gpt2"}, "model_type is 'gpt2', expected one of llama"),
         ({"quantization_config": {"bits": 4}}, "quantised weights cannot be trained"),
         ({"hidden_size": "64"}, "unit 'llm', hidden_size: expected a positive integer"),
@@ -136,7 +193,6 @@ def test_rows_of_merged_weights(tmp_path: Path) -> None:
     assert rows_of(names, unit, "layers.1.mlp.router.weight", num_rows=8) == ()
 
 
-MIXTRAL = {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "num_attention_heads": 8}
 QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 
 
