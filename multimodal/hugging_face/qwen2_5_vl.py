@@ -12,7 +12,7 @@ from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fuse
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
-_TEXT_DEFAULTS = {
+TEXT_DEFAULTS = {
     "vocab_size": 152064,
     "hidden_size": 8192,
     "intermediate_size": 29568,
@@ -49,7 +49,7 @@ _IMAGE_KEYS = (
     Key("window_size", "window_size"),
     Key("fullatt_block_indexes", "full_attention_layers"),
 )
-_PIXELS = {
+PIXELS = {
     "mean": [0.48145466, 0.4578275, 0.40821073],
     "std": [0.26862954, 0.26130258, 0.27577711],
     "min_pixels": 3136,
@@ -59,7 +59,13 @@ _PIXELS = {
 _SECTIONS = (16, 24, 24)
 
 
-def vision_names(qkv: Weight) -> UnitNames:
+_GATED = (
+    Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
+    Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+)
+
+
+def vision_names(qkv: Weight, *, mlp: tuple[Weight, ...] = _GATED) -> UnitNames:
     """Return the names of the encoder's weights; qkv: those of queries, keys and values."""
     return UnitNames(
         first=(Tensor("weight", "visual.patch_embed.proj.weight"),),
@@ -68,8 +74,7 @@ def vision_names(qkv: Weight) -> UnitNames:
             Weight("pre_mlp_layernorm", ("norm2",)),
             qkv,
             Weight("self_attention.linear_proj", ("attn.proj",)),
-            Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
-            Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+            *mlp,
         ),
         last=(
             Weight("norm", ("visual.merger.ln_q",)),
@@ -89,7 +94,7 @@ IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_i
 
 def read_qwen2_5_vl(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for unsupported values."""
-    llm = read_placed_text(config, defaults=_TEXT_DEFAULTS)
+    llm = read_placed_text(config, defaults=TEXT_DEFAULTS)
     return {"units": {"vision": read_native_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
 
 
@@ -125,7 +130,7 @@ def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
         **read_keys(_VISION_KEYS, vision),
         "add_bias_linear": True,
         "layernorm_epsilon": 1e-6,
-        "image": {**_PIXELS, **read_keys(_IMAGE_KEYS, vision), "in_channels": channels, "has_patch_bias": False},
+        "image": {**PIXELS, **read_keys(_IMAGE_KEYS, vision), "in_channels": channels, "has_patch_bias": False},
     }
 
 
@@ -154,10 +159,10 @@ def patch_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     return {"visual.patch_embed.proj.weight": (size, channels, *([1] if len(sides) == 2 else []), *sides)}
 
 
-def check_output_size(found: int, text_size: int) -> None:
+def check_output_size(found: int, text_size: int, *, key: str = "out_hidden_size") -> None:
     """Raise ModelError if an encoder's output size is not the LLM's."""
     if found != text_size:
-        raise ModelError(f"vision_config: out_hidden_size is {found}, but the LLM's hidden_size {text_size}; correct one of them")
+        raise ModelError(f"vision_config: {key} is {found}, but the LLM's hidden_size {text_size}; correct one of them")
 
 
 QWEN2_5_VL = Architecture(

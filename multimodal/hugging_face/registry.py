@@ -12,6 +12,7 @@ from multimodal.hugging_face.processors import processors_of, read_processors, w
 from multimodal.hugging_face.qwen2_5_omni import QWEN2_5_OMNI
 from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
+from multimodal.hugging_face.qwen2_vl import QWEN2_VL
 from multimodal.hugging_face.qwen3_vl import QWEN3_VL
 from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
 from multimodal.hugging_face.vision_towers import VISION_ENCODERS
@@ -27,6 +28,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     for architecture in (
         *map(text_architecture, TEXT_FAMILIES.values()),
         LLAVA,
+        QWEN2_VL,
         QWEN2_5_VL,
         QWEN3_VL,
         INTERNVL,

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL of transformers: windows, M-RoPE and merger; the same logits and gradients, in one process and under any plan."""
+"""Qwen2.5-VL and Qwen2-VL of transformers: the same logits and gradients, in one process and under any plan."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +38,18 @@ PLANS: Plans = {
 }
 
 
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+    "rope_parameters": {"rope_type": "default", "mrope_section": [1, 3, 2], "rope_theta": 5000.0},
+}
+
+
 def qwen2_5_vl(**changes: Any) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -52,18 +64,18 @@ def qwen2_5_vl(**changes: Any) -> Any:
         "out_hidden_size": 24,
         "initializer_range": 0.3,
     }
-    text = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 24,
-        "intermediate_size": 20,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 2,
-        "initializer_range": 0.3,
-        "rope_parameters": {"rope_type": "default", "mrope_section": [1, 3, 2], "rope_theta": 5000.0},
-    }
     ids = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 59, "vision_end_token_id": 58}
-    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, text_config=text, **ids, **changes))
+    return Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(vision_config=vision, text_config=TEXT, **ids, **changes))
+
+
+def qwen2_vl() -> Any:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    ids = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 59, "vision_end_token_id": 58}
+    vision = {"depth": 3, "embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2, "num_heads": 4, "patch_size": 2}
+    return Qwen2VLForConditionalGeneration(
+        Qwen2VLConfig(vision_config={**vision, "initializer_range": 0.3}, text_config=TEXT, **ids)
+    )
 
 
 def images_of(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
@@ -89,6 +101,11 @@ def test_logits_and_gradients_equal_transformers(is_tied: bool, ranks: RankPool,
 
     comparison = compare_logits(make, tmp_path / "model", ranks, shapes=SAMPLES, inputs=images_of)
     comparison.assert_under_plans(dict(list(PLANS.items())[: 1 if is_tied else None]), ranks)
+
+
+def test_qwen2_vl_equals_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    comparison = compare_logits(qwen2_vl, tmp_path / "model", ranks, shapes=SAMPLES, inputs=images_of)
+    comparison.assert_under_plans(PLANS, ranks)
 
 
 @pytest.mark.parametrize("grid", [(6, 10), (2, 2), (8, 8), (4, 22)])

@@ -68,6 +68,20 @@ def test_the_published_config_is_understood(tmp_path: Path) -> None:
     assert ModelGraph.from_dict(graph.to_dict()) == graph
 
 
+def test_qwen2_vl_has_neither_windows_nor_gates(tmp_path: Path) -> None:
+    vision = {"embed_dim": 1280, "hidden_size": 2048, "mlp_ratio": 4, "in_chans": 3}
+    named = {"architectures": ["Qwen2VLForConditionalGeneration"], "model_type": "qwen2_vl"}
+    graph = read(tmp_path, **named, vision_config=vision)
+    unit = graph.unit("vision")
+    assert unit.layers == ("patch_embedding", *["transformer"] * 32, "projector")
+    assert (unit.transformer.ffn_hidden_size, unit.transformer.activation) == (5120, "quick_gelu")
+    assert architecture_of(graph).name == named["architectures"][0]
+    with pytest.raises(ModelError, match="vision_config: hidden_size is 64, but the LLM's hidden_size 2048"):
+        read(tmp_path, **named, vision_config={**vision, "hidden_size": 64})
+    with pytest.raises(ModelError, match="embed_dim is 1280 and mlp_ratio '4', expected numbers"):
+        read(tmp_path, **named, vision_config={**vision, "mlp_ratio": "4"})
+
+
 def test_newer_versions_nest_the_llm(tmp_path: Path) -> None:
     text = {key: value for key, value in PUBLISHED.items() if key not in ("architectures", "vision_config", "rope_scaling")}
     text |= {"model_type": "qwen2_5_vl_text", "rope_parameters": {"rope_type": "default", "mrope_section": [16, 24, 24]}}

@@ -1,0 +1,108 @@
+"""Qwen2-VL: a vision encoder without windows, a merger, and a Qwen2 whose positions have rows and columns."""
+
+from typing import Any
+
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
+from multimodal.hugging_face.processors import write_image_processor
+from multimodal.hugging_face.qwen2_5_vl import (
+    IMAGE_TOKENS,
+    PIXELS,
+    SPELLINGS,
+    TEXT_DEFAULTS,
+    check_output_size,
+    patch_shapes,
+    read_placed_text,
+    vision_names,
+)
+from multimodal.hugging_face.text_models import decoder_names, write_placed_text
+from multimodal.hugging_face.weight_names import Weight, fused_qkv
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph
+
+_VISION_DEFAULTS = {
+    "depth": 32,
+    "embed_dim": 1280,
+    "hidden_size": 3584,
+    "hidden_act": "quick_gelu",
+    "mlp_ratio": 4,
+    "num_heads": 16,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "initializer_range": 0.02,
+}
+_VISION_KEYS = (
+    Key("depth", "num_layers"),
+    Key("embed_dim", "hidden_size"),
+    Key("num_heads", "num_attention_heads"),
+    Key("initializer_range", "init_method_std"),
+)
+_IMAGE_KEYS = (
+    Key("patch_size", "patch_size"),
+    Key("spatial_merge_size", "merge_size"),
+    Key("temporal_patch_size", "num_frames"),
+)
+
+
+def read_qwen2_vl(config: Config) -> dict[str, Any]:
+    """Return the plain form of the model graph; raises ModelError for unsupported values."""
+    llm = read_placed_text(config, defaults=TEXT_DEFAULTS)
+    vision = with_defaults(config.get("vision_config") or {}, _VISION_DEFAULTS)
+    require(vision, {"hidden_act": ("quick_gelu",)}, where="vision_config: ")
+    check_output_size(vision["hidden_size"], llm["hidden_size"], key="hidden_size")
+    size, ratio = vision["embed_dim"], vision["mlp_ratio"]
+    if not isinstance(size, int) or isinstance(ratio, bool) or not isinstance(ratio, int | float):
+        raise ModelError(f"vision_config: embed_dim is {size!r} and mlp_ratio {ratio!r}, expected numbers; correct them")
+    unit = {
+        "role": "encoder",
+        **read_keys(_VISION_KEYS, vision),
+        "ffn_hidden_size": int(size * ratio),
+        "normalization": "LayerNorm",
+        "activation": "quick_gelu",
+        "add_bias_linear": True,
+        "layernorm_epsilon": 1e-6,
+        "image": {
+            **PIXELS,
+            **read_keys(_IMAGE_KEYS, vision),
+            "in_channels": vision.get("in_channels", vision.get("in_chans", 3)),
+            "has_patch_bias": False,
+        },
+    }
+    return {"units": {"vision": unit, "llm": llm}}
+
+
+def write_qwen2_vl(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json; reading it back shows that the inner width is no multiple of the hidden size, if it is none."""
+    (vision,) = graph.encoders
+    shape = vision.transformer
+    channels = {"in_channels": vision.image.in_channels} if vision.image is not None else {}
+    return {
+        "architectures": ["Qwen2VLForConditionalGeneration"],
+        "model_type": "qwen2_vl",
+        "text_config": write_placed_text(graph.backbone, "qwen2_vl_text"),
+        "vision_config": {
+            **write_keys((*_VISION_KEYS, *_IMAGE_KEYS), vision),
+            **channels,
+            "mlp_ratio": shape.ffn_hidden_size // shape.hidden_size,
+            "hidden_act": shape.activation,
+            "hidden_size": graph.backbone.transformer.hidden_size,
+            "model_type": "qwen2_vl",
+        },
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
+_QKV = Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)
+_MLP = Weight("mlp.linear_fc1", ("mlp.fc1",)), Weight("mlp.linear_fc2", ("mlp.fc2",))
+QWEN2_VL = Architecture(
+    "Qwen2VLForConditionalGeneration",
+    "qwen2_vl",
+    read_qwen2_vl,
+    write_qwen2_vl,
+    (vision_names(_QKV, mlp=_MLP), decoder_names()),
+    spellings=SPELLINGS,
+    module_spelling=SPELLINGS[1],
+    to_processor=write_image_processor,
+    shapes=patch_shapes,
+    placeholders=IMAGE_TOKENS,
+)
