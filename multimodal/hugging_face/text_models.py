@@ -1,12 +1,12 @@
-"""Llama, Qwen2, Qwen3 and Mixtral: RMSNorm, SwiGLU, rotary positions, grouped queries; one row for the differences of each."""
+"""Text models of one shape, RMSNorm, SwiGLU, rotary positions, grouped queries; one row for the differences of each family."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, write_keys
+from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.rotary_positions import read_rotary, write_rotary
-from multimodal.hugging_face.weight_names import UnitNames, Weight, grouped_qkv, stacked, vocabulary
+from multimodal.hugging_face.weight_names import UnitNames, Weight, fused_qkv, grouped_qkv, stacked, vocabulary
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
@@ -22,6 +22,23 @@ DECODER_LAYER = (
     Weight("self_attention.linear_proj", ("self_attn.o_proj",)),
     Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
     Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+)
+
+
+PHI3_LAYER = (
+    *NORMS,
+    Weight("self_attention.linear_qkv", ("self_attn.qkv_proj",), fused_qkv),
+    Weight("self_attention.linear_proj", ("self_attn.o_proj",)),
+    Weight("mlp.linear_fc1", ("mlp.gate_up_proj",)),
+    Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+)
+INTERNLM2_LAYER = (
+    Weight("input_layernorm", ("attention_norm",)),
+    Weight("pre_mlp_layernorm", ("ffn_norm",)),
+    Weight("self_attention.linear_qkv", ("attention.wqkv",)),  # by groups of heads, as here
+    Weight("self_attention.linear_proj", ("attention.wo",)),
+    Weight("mlp.linear_fc1", ("feed_forward.w1", "feed_forward.w3"), stacked),
+    Weight("mlp.linear_fc2", ("feed_forward.w2",)),
 )
 
 
@@ -59,12 +76,18 @@ _QWEN3_MOE = ExpertKeys(
 )
 
 
-def decoder_names(prefix: str = "", *, experts: ExpertKeys | None = None) -> UnitNames:
-    """Return the names of an LLM's weights, all of which begin with `prefix`."""
+def decoder_names(
+    prefix: str = "",
+    *,
+    layer: tuple[Weight, ...] = DECODER_LAYER,
+    embedding: str = "model.embed_tokens",
+    head: str = "lm_head",
+) -> UnitNames:
+    """Return the names of an LLM's weights, all of which begin with `prefix`; layer: those inside a layer."""
     return UnitNames(
-        first=(Weight("word_embeddings", (f"{prefix}model.embed_tokens",), vocabulary),),
-        body=(*DECODER_LAYER, *(experts.names if experts is not None else ())),
-        last=(Weight("norm", (f"{prefix}model.norm",)), Weight("output_layer", (f"{prefix}lm_head",), vocabulary)),
+        first=(Weight("word_embeddings", (f"{prefix}{embedding}",), vocabulary),),
+        body=layer,
+        last=(Weight("norm", (f"{prefix}model.norm",)), Weight("output_layer", (f"{prefix}{head}",), vocabulary)),
         prefix=prefix + "model.layers.{}.",
     )
 
@@ -79,9 +102,18 @@ class TextFamily(NamedTuple):
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     bias_keys: tuple[str, ...] = ()
-    """The keys among attention_bias and mlp_bias that the family has."""
+    """The keys that give attention a bias, and the MLP, as far as the family has them."""
     experts: ExpertKeys | None = None
     """For families whose layers have experts."""
+    has_sliding_window: bool = False
+    """True if sliding_window bounds attention in all layers."""
+    names: UnitNames = decoder_names()
+    """Names of its weights."""
+
+    @property
+    def fits_inside(self) -> bool:
+        """True if the LLM inside other models may be of the family: its weights are named as most are."""
+        return self.names == decoder_names()
 
 
 _BIASES = ("attention_bias", "mlp_bias")
@@ -102,6 +134,7 @@ TEXT_FAMILIES = {
             "mixtral",
             {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
             experts=_MIXTRAL,
+            names=decoder_names(layer=(*DECODER_LAYER, *_MIXTRAL.names)),
         ),
         TextFamily(
             "Qwen3MoeForCausalLM",
@@ -116,6 +149,34 @@ TEXT_FAMILIES = {
             qk_layernorm=True,
             bias_keys=_BIASES[:1],
             experts=_QWEN3_MOE,
+            names=decoder_names(layer=(*DECODER_LAYER, *_QWEN3_MOE.names)),
+        ),
+        TextFamily(
+            "MistralForCausalLM",
+            "mistral",
+            {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
+            has_sliding_window=True,
+        ),
+        TextFamily(
+            "Phi3ForCausalLM",
+            "phi3",
+            {
+                "vocab_size": 32064,
+                "hidden_size": 3072,
+                "intermediate_size": 8192,
+                "rms_norm_eps": 1e-5,
+                "max_position_embeddings": 4096,
+                "original_max_position_embeddings": 4096,
+            },
+            has_sliding_window=True,
+            names=decoder_names(layer=PHI3_LAYER),
+        ),
+        TextFamily(
+            "InternLM2ForCausalLM",
+            "internlm2",
+            {"vocab_size": 103168, "intermediate_size": 11008, "bias": True, "max_position_embeddings": 2048},
+            bias_keys=("bias",),
+            names=decoder_names(layer=INTERNLM2_LAYER, embedding="model.tok_embeddings", head="output"),
         ),
     )
 }
@@ -141,6 +202,8 @@ _KEYS = (
 _COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_dropout": (0, 0.0, None),
+    "resid_pdrop": (0, 0.0, None),
+    "embd_pdrop": (0, 0.0, None),
     "use_sliding_window": (False, None),
     "router_jitter_noise": (0, 0.0, None),
     "decoder_sparse_step": (1, None),
@@ -154,20 +217,22 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
 
     where: the place of the configuration in a config.json, for messages.
     """
-    family = TEXT_FAMILIES.get(config.get("model_type", ""))
+    known = {name: family for name, family in TEXT_FAMILIES.items() if family.fits_inside or not where}
+    family = known.get(config.get("model_type", ""))
     if family is None:
-        raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(TEXT_FAMILIES)}")
+        raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(known)}")
     require(config, _COMPUTED, where=where)
     if family.model_type == "mixtral":
         require(config, {"sliding_window": (None,)}, where=where)
-    given = {key: value for key, value in config.items() if value is not None}
-    defaults = {**_DEFAULTS, **family.defaults}
-    fields = read_keys(_KEYS, {**defaults, **given})
+    full = with_defaults(config, {**_DEFAULTS, **family.defaults})
+    fields = read_keys(_KEYS, full)
+    window = config.get("sliding_window", full.get("sliding_window"))  # null is none, and no key transformers' default
     return {
         "role": "backbone",
         **fields,
-        **read_rotary({**defaults, **given}, where=where),
-        **_read_biases(family, config, where=where),
+        **read_rotary(full, where=where),
+        **_read_biases(family, full, where=where),
+        "sliding_window": window if family.has_sliding_window else None,
         "qk_layernorm": family.qk_layernorm,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "has_exact_vocabulary": True,
@@ -204,16 +269,15 @@ def _read_biases(family: TextFamily, config: Config, *, where: str) -> dict[str,
     if family.add_qkv_bias:  # the family has these biases and no others, whatever its config.json says
         return {"add_qkv_bias": True}
     require(config, {key: (False, None) for key in _BIASES if key not in family.bias_keys}, where=where)
-    attention, mlp = (bool(config.get(key)) for key in _BIASES)
+    attention, mlp = (bool(config.get(key)) for key in (*family.bias_keys, *_BIASES[len(family.bias_keys) :]))
     if attention and mlp:
         return {"add_bias_linear": True}
     return {"add_qkv_bias": attention, "add_proj_bias": attention, "add_mlp_bias": mlp}
 
 
 def _write_biases(family: TextFamily, unit: Unit) -> dict[str, bool]:
-    biases = unit.transformer.biases
-    found = {"attention_bias": biases["linear_proj"], "mlp_bias": biases["linear_fc1"]}
-    return {key: True for key in family.bias_keys if found[key]}
+    found = unit.transformer.biases["linear_proj"], unit.transformer.biases["linear_fc1"]
+    return dict(zip(family.bias_keys, found, strict=False))
 
 
 def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
@@ -224,6 +288,7 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
         **write_keys(_KEYS, unit),
         **write_rotary(unit),
         **_write_biases(family, unit),
+        **({"sliding_window": unit.transformer.sliding_window} if family.has_sliding_window else {}),
         **({} if family.experts is None else _write_experts(family.experts, unit)),
         "hidden_act": "silu",
         "tie_word_embeddings": unit.ties_embeddings,
@@ -235,6 +300,7 @@ def write_inner_text(unit: Unit) -> dict[str, Any]:
     shape = unit.transformer
     has_qkv_bias_alone = shape.biases["linear_qkv"] and not shape.biases["linear_proj"]
     name = "qwen3" if shape.qk_layernorm else "qwen2" if has_qkv_bias_alone else "llama"
+    name = "mistral" if shape.sliding_window is not None else name
     return write_text_unit(TEXT_FAMILIES[name], unit)
 
 
@@ -258,4 +324,4 @@ def text_architecture(family: TextFamily) -> Architecture:
     def to_config(graph: ModelGraph) -> dict[str, Any]:
         return write_text_unit(family, graph.backbone)
 
-    return Architecture(family.name, family.model_type, to_graph, to_config, (decoder_names(experts=family.experts),))
+    return Architecture(family.name, family.model_type, to_graph, to_config, (family.names,))

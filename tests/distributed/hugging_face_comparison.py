@@ -1,5 +1,6 @@
 """Holds a tiny model of transformers against Braid: logits and gradients in one process and under plans, and what is written."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from safetensors.torch import load_file
 
 from multimodal.balance.balance_options import BalanceOptions
@@ -97,10 +99,12 @@ def compare_logits(
 def assert_steps(comparison: Comparison, model: Any, ranks: RankPool) -> None:
     """On two tensor parallel ranks, AdamW makes the same of all weights as torch's does of a model that has its gradients."""
     folder, target = (comparison.folder.parent / name for name in ("stepped in torch", "stepped"))
-    sizes: dict[str, Any] = {unit.name: (2, 1, 1) for unit in comparison.graph.units}
-    case = comparison.case({**sizes, "colocated": len(sizes) > 1})
+    units = comparison.graph.units
+    sizes: dict[str, Any] = {unit.name: (1 if unit.transformer.qk_norm_spans_heads else 2, 1, 1) for unit in units}
+    is_uneven = len({each[0] for each in sizes.values()}) > 1
+    case = comparison.case({**sizes, "colocated": len(sizes) > 1 and not is_uneven})
     how: dict[str, Any] = {"rate": RATE, "decay": DECAY, "betas": BETAS}
-    ranks.run(partial(step_here, **how), FromFolder(comparison.folder, target), case, world_size=2)
+    ranks.run(partial(step_here, **how), FromFolder(comparison.folder, target), case, world_size=3 if is_uneven else 2)
     update_in_torch(model, **how)
     model.save_pretrained(folder)
     before, mine, theirs = (weights_of(each) for each in (comparison.folder, target, folder))
@@ -118,11 +122,14 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_loads(folder: Path, like: Any, source: PaddedSource, inputs: Inputs, *, expected: list[np.ndarray]) -> None:
-    """Transformers loads a folder as the same kind of model, finds all weights and no others, and computes the same."""
+    """Transformers loads a folder as the model that it is named, finds all weights and no others, and computes the same."""
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     experts = getattr(like.config, "_experts_implementation", None)  # the default for experts has no float64
     options = {} if experts is None else {"experts_implementation": experts}
     with double_precision():
-        model, info = type(like).from_pretrained(folder, dtype=torch.float64, output_loading_info=True, **options)
+        model, info = getattr(transformers, name).from_pretrained(
+            folder, dtype=torch.float64, output_loading_info=True, **options
+        )
     assert not any(info.values()), info
     logits, _ = run_transformers(model.train(), source, inputs)
     for mine, theirs in zip(logits, expected, strict=True):

@@ -1,14 +1,19 @@
-"""Llama, Qwen and Mixtral of transformers: the same logits and gradients in float64, in one process and under any plan."""
+"""Text models of transformers: the same logits and gradients in float64, in one process and under any plan."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
-from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare_logits
+from multimodal.cost.layers.registry import read_model
+from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare_logits, weights_of
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 
@@ -87,6 +92,23 @@ def llama_of_two_lengths() -> Any:
     return LlamaForCausalLM(LlamaConfig(**PLAIN, **sizes, attention_bias=True, rope_parameters=scaling))
 
 
+def mistral() -> Any:
+    """Its window is as long as the longest sample."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=12))
+
+
+def phi3() -> Any:
+    """Queries, keys and values in one tensor, gate and up in another; LongRoPE's factors of short sequences."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0]}
+    lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
+    scaling = {"rope_type": "longrope", "rope_theta": 50.0, **factors, "original_max_position_embeddings": 32}
+    return Phi3ForCausalLM(Phi3Config(**PLAIN, **lengths, rope_parameters=scaling, pad_token_id=None, sliding_window=12))
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -116,6 +138,8 @@ PLANS: Plans = {
         llama_of_long_contexts,
         llama_with_mlp_biases,
         llama_of_two_lengths,
+        mistral,
+        phi3,
         qwen2,
         qwen3,
         qwen3_with_attention_biases,
@@ -123,6 +147,50 @@ PLANS: Plans = {
 )
 def test_logits_and_gradients_equal_transformers(build: Callable[[], Any], ranks: RankPool, tmp_path: Path) -> None:
     compare_logits(build, tmp_path / "model", ranks, shapes=SAMPLES).assert_under_plans(PLANS, ranks)
+
+
+def test_internlm2_is_a_llama_under_other_names(ranks: RankPool, tmp_path: Path) -> None:
+    """Its programs are not executed: a Llama's weights are packed as they expect them, group of heads by group."""
+    llama = compare_logits(llama_without_biases, tmp_path / "llama", ranks, shapes=SAMPLES)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    save_file(as_internlm2(weights_of(llama.folder)), folder / "model.safetensors")
+    config = {key: value for key, value in SHAPE.items() if key != "rope_theta"} | {"rope_theta": 5000.0, "bias": False}
+    named = {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "rms_norm_eps": 1e-6, "head_dim": 6}
+    (folder / "config.json").write_text(json.dumps({**config, **named}))
+    graph = read_model(folder)
+    assert graph == read_model(llama.folder)
+    replace(llama, folder=folder, graph=graph).assert_under_plans(PLANS, ranks)
+
+
+def llama_without_biases() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return LlamaForCausalLM(LlamaConfig(**SHAPE))
+
+
+def as_internlm2(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A Llama's weights as InternLM2's program reads them: [groups, queries + key + value, channels] rows of one tensor."""
+    names = {
+        "model.embed_tokens": "model.tok_embeddings",
+        "lm_head": "output",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.up_proj": "feed_forward.w3",
+        "mlp.down_proj": "feed_forward.w2",
+    }
+    found = {}
+    for key, value in weights.items():
+        if ".q_proj." in key:
+            parts = [weights[key.replace(".q_proj.", f".{each}_proj.")] for each in ("q", "k", "v")]
+            groups = [part.unflatten(0, (SHAPE["num_key_value_heads"], -1, 6)) for part in parts]
+            found[key.replace("self_attn.q_proj", "attention.wqkv")] = torch.cat(groups, dim=1).flatten(0, 2)
+        elif "self_attn" not in key or "o_proj" in key:
+            name = next((key.replace(theirs, ours) for theirs, ours in names.items() if theirs in key), key)
+            found[name] = value.contiguous()
+    return found
 
 
 WITH_EXPERTS: Plans = {

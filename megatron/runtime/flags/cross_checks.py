@@ -109,6 +109,12 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
             f"--seq-length {config.data.seq_length} is beyond the {longest:.0f} tokens from which on the model scales its rotary "
             "positions (rotary_dynamic_scaling), which is not computed here; lower it"
         )
+    window = graph.backbone.transformer.sliding_window
+    if window is not None and config.data.seq_length > window:
+        raise ConfigError(
+            f"--seq-length {config.data.seq_length} is beyond the {window} tokens that the model's tokens attend to "
+            "(sliding_window), and attention is not bounded here; lower it to at most that"
+        )
     _check_layers_can_be_built(graph)
     if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
         raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")

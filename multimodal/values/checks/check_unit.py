@@ -71,6 +71,15 @@ def check_unit(unit: Unit) -> None:
             f"expected 2 numbers, of the backbone only, without rotary_scaling and rotary_sections, found {list(dynamic)}; "
             "correct them",
         )
+    if shape.qk_norm_spans_heads and (
+        unit.role is not Role.ENCODER or not shape.qk_layernorm or shape.query_groups != shape.num_attention_heads
+    ):
+        fail(
+            "qk_norm_spans_heads",
+            "qk_norm_spans_heads belongs to encoders with qk_layernorm and a key for every query head; remove it here",
+        )
+    if shape.sliding_window is not None and unit.role is not Role.BACKBONE:
+        fail("sliding_window", "sliding_window belongs to the backbone; remove it here")
     if problem := _problem_of_factors(unit):
         fail("rotary_factors", problem)
     if shape.experts is not None and (problem := _problem_of_experts(unit, shape.experts)):

@@ -31,6 +31,9 @@ class Transformer:
     """Both matrices of the MLP have a bias, even if add_bias_linear is false."""
     qk_layernorm: bool = False
     """Norms over the channels of each query and key head, before rotary positions (Qwen3)."""
+    qk_norm_spans_heads: bool = False
+    """Encoders, with qk_layernorm: one norm of the channels of all heads together (InternViT 6B), so tensor parallel ranks cannot
+    share the heads."""
     layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
     has_layer_scale: bool = False
     """The outputs of attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
@@ -55,6 +58,9 @@ class Transformer:
     """Backbone only: channel pairs of a head that rotate by time, row and column (M-RoPE); empty: all by the token's position."""
     has_interleaved_sections: bool = False
     """Backbone only: the three sections are interleaved pair by pair (Qwen3-VL) instead of one behind the other."""
+    sliding_window: int | None = field(default=None, metadata=up_to(2**31))
+    """Backbone only: tokens attend to so many tokens, themselves and those before them. Only sequences that are no longer are
+    trained, in which it changes nothing."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
     experts: Experts | None = None
     """Backbone only: the experts of layers of kind moe_transformer; all layers are of this kind if no kinds are listed."""

@@ -92,7 +92,10 @@ def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:
         ({"vision_config": {**CLIP, "hidden_act": "relu"}}, "vision_config: hidden_act is 'relu', and only 'quick_gelu' or"),
         ({"vision_config": {**CLIP, "image_size": 13}}, "image_size 13 holds 0 patches of patch_size 14 a side"),
         ({"multimodal_projector_bias": False}, "multimodal_projector_bias is False, and only True"),
-        ({"text_config": {"model_type": "mistral"}}, "text_config: model_type is 'mistral', expected one of llama, qwen2, qwen3"),
+        (
+            {"text_config": {"model_type": "phi3"}},
+            "text_config: model_type is 'phi3', expected one of llama, qwen2, qwen3, mistral",
+        ),
         ({"vision_config": {**CLIP, "model_type": "siglip_vision_model"}}, "vision_feature_select_strategy is 'default'"),
         ({"vision_config": {**CLIP, "model_type": "dinov2_with_registers"}}, "vision_feature_select_strategy is 'default'"),
         ({"vision_config": {"model_type": "dinov2", "hidden_dropout_prob": 0.1}}, "hidden_dropout_prob is 0.1, and only 0"),

@@ -40,7 +40,14 @@ def test_every_version_says_where_positions_come_from(positions: dict[str, Any],
 
 @pytest.mark.parametrize(
     "name",
-    ["LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "MixtralForCausalLM", "Qwen3MoeForCausalLM"],
+    [
+        "LlamaForCausalLM",
+        "Qwen2ForCausalLM",
+        "Qwen3ForCausalLM",
+        "MixtralForCausalLM",
+        "Qwen3MoeForCausalLM",
+        "MistralForCausalLM",
+    ],
 )
 def test_a_graph_tells_its_family(name: str, tmp_path: Path) -> None:
     family = ARCHITECTURES[name]
@@ -230,6 +237,13 @@ def test_a_run_may_balance_experts_of_a_model_that_does_not(tmp_path: Path) -> N
     assert shape.experts is not None
     balanced = replace(shape, experts=replace(shape.experts, aux_loss_coeff=0.01))
     check_same_model(tmp_path, replace(graph, units=(replace(graph.backbone, transformer=balanced),)))
+
+
+@pytest.mark.parametrize(("given", "expected"), [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 512}, 512)])
+def test_the_window_of_a_mistral(given: dict[str, Any], expected: int | None, tmp_path: Path) -> None:
+    graph = read(tmp_path, architectures=["MistralForCausalLM"], model_type="mistral", num_key_value_heads=2, **given)
+    assert graph.backbone.transformer.sliding_window == expected
+    assert architecture_of(graph).name == ("LlamaForCausalLM" if expected is None else "MistralForCausalLM")
 
 
 def test_every_expert_has_its_own_weights(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def test_some_layers_may_have_them() -> None:
         ({"num_experts": 2, "router_topk": 3}, {}, "router_topk 3 is above num_experts 2; lower it"),
         ({}, {}, "num_experts"),
         ({"num_experts": 4, "aux_loss_coeff": -1}, {}, "aux_loss_coeff"),
-        ({"num_experts": 4}, {"add_bias_linear": True}, "experts have no biases; leave add_bias_linear out"),
+        ({"num_experts": 4}, {"add_bias_linear": True}, "experts have no biases; leave add_bias_linear and add_mlp_bias out"),
         ({"num_experts": 4}, {"layers": ["token_embedding", "transformer", "transformer", "head"]}, "name some moe_transformer"),
     ],
 )
