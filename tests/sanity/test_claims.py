@@ -40,11 +40,13 @@ PROOFS = {
             "distributed/test_hugging_face_runs.py::test_tools_convert_in_both_directions",
             "distributed/test_hugging_face_crash.py::test_a_killed_export_leaves_no_folder_by_half",
         ),
-        "Llama, Qwen2, Qwen3, Mixtral, Qwen3 with experts": (
+        "Llama, Mistral, Phi-3, InternLM2, Qwen2, Qwen3, Mixtral, Qwen3 with experts": (
             "distributed/test_hugging_face_text.py::test_logits_and_gradients_equal_transformers",
+            "distributed/test_hugging_face_text.py::test_internlm2_is_a_llama_under_other_names",
             "distributed/test_hugging_face_text.py::test_experts_equal_those_of_transformers",
         ),
         "LLaVA-1.5": ("distributed/test_hugging_face_llava.py::test_logits_and_gradients_equal_transformers",),
+        "Qwen2-VL": ("distributed/test_hugging_face_qwen2_5_vl.py::test_qwen2_vl_equals_transformers",),
         "Qwen2.5-VL": ("distributed/test_hugging_face_qwen2_5_vl.py::test_logits_and_gradients_equal_transformers",),
         "Qwen3-VL": ("distributed/test_hugging_face_qwen3_vl.py::test_logits_and_gradients_equal_transformers",),
         "Qwen2-Audio": ("distributed/test_hugging_face_audio.py::test_qwen2_audio_equals_transformers",),
