@@ -1,4 +1,4 @@
-"""InternVL3: an InternViT of 300 million parameters, which merges four patches into a token, and a Qwen2, Qwen3 or Llama."""
+"""InternVL3: an InternViT, four patches of which become a token, and a Qwen2, Qwen3 or Llama."""
 
 from functools import partial
 from typing import Any
@@ -22,14 +22,14 @@ _DEFAULTS = {
     "image_size": [448, 448],
     "patch_size": [14, 14],
     "attention_bias": False,
+    "norm_type": "layer_norm",
+    "use_qk_norm": False,
 }
 _COMPUTED = {
-    "attention_bias": (True,),
     "attention_dropout": (0, 0.0, None),
     "hidden_dropout_prob": (0, 0.0, None),
     "projection_dropout": (0, 0.0, None),
     "hidden_act": ("gelu",),
-    "norm_type": ("layer_norm",),
     "use_absolute_position_embeddings": (True,),
     "use_mask_token": (False,),
     "use_mean_pooling": (True,),
@@ -43,6 +43,9 @@ _COMPUTED_OUTSIDE = {
 _PIXELS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "fit": "stretch"}
 """Values of the published image processors."""
 _PROJECTOR_EPSILON = 1e-5
+_HEADS_EPSILON = 1e-6
+"""Of norms of queries and keys, whatever that of the others is."""
+_NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 VISION = UnitNames(
     first=(
@@ -55,6 +58,8 @@ VISION = UnitNames(
         Weight("input_layernorm", ("layernorm_before",)),
         Weight("pre_mlp_layernorm", ("layernorm_after",)),
         Weight("self_attention.linear_qkv", ("attention.q_proj", "attention.k_proj", "attention.v_proj"), grouped_qkv),
+        Weight("self_attention.q_layernorm", ("attention.q_norm",)),
+        Weight("self_attention.k_layernorm", ("attention.k_norm",)),
         Weight("self_attention.linear_proj", ("attention.projection_layer",)),
         Weight("mlp.linear_fc1", ("mlp.fc1",)),
         Weight("mlp.linear_fc2", ("mlp.fc2",)),
@@ -82,19 +87,22 @@ def read_internvl(config: Config) -> dict[str, Any]:
 
 def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     vision = with_defaults(given, _DEFAULTS)
-    if vision.get("use_qk_norm"):
-        raise ModelError(
-            "vision_config: use_qk_norm is True, as in the InternViT of 6 billion parameters (InternVL of 26 billion and more): "
-            "norms of queries and keys over all heads together cannot be trained here; take an InternVL with the InternViT of "
-            "300 million parameters"
+    require(vision, {**_COMPUTED, "norm_type": tuple(_NORMS)}, where="vision_config: ")
+    spans_heads = bool(vision["use_qk_norm"])
+    if spans_heads:  # transformers' own norm
+        require(
+            vision, {"norm_type": ("rms_norm",), "layer_norm_eps": (_HEADS_EPSILON,)}, where="vision_config: use_qk_norm, but "
         )
-    require(vision, _COMPUTED, where="vision_config: ")
     return {
         "role": "encoder",
         **read_keys(VIT_KEYS, vision),
-        "normalization": "LayerNorm",
+        "normalization": _NORMS[vision["norm_type"]],
         "activation": "gelu",
-        "add_bias_linear": True,
+        "add_qkv_bias": bool(vision["attention_bias"]),
+        "add_proj_bias": True,
+        "add_mlp_bias": True,
+        "qk_layernorm": spans_heads,
+        "qk_norm_spans_heads": spans_heads,
         "has_rotary_positions": False,
         "has_layer_scale": True,
         "image": {
@@ -107,6 +115,7 @@ def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
         },
         "projector_hidden_size": text_size,
         "projector_norm": "merged",
+        "projector_normalization": "LayerNorm",
         "projector_norm_epsilon": _PROJECTOR_EPSILON,
     }
 
@@ -122,6 +131,9 @@ def write_internvl(graph: ModelGraph) -> dict[str, Any]:
         "vision_config": {
             **{key: values[0] for key, values in _COMPUTED.items()},
             **write_keys(VIT_KEYS, vision),
+            "norm_type": next((name for name, kind in _NORMS.items() if kind == vision.transformer.normalization)),
+            "attention_bias": vision.transformer.biases["linear_qkv"],
+            "use_qk_norm": vision.transformer.qk_norm_spans_heads,
             "image_size": [(image.position_grid or image.grid_size) * image.patch_size] * 2,
             "patch_size": [image.patch_size, image.patch_size],
             "num_channels": image.in_channels,

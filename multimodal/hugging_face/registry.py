@@ -206,6 +206,8 @@ def _comparable(unit: Unit) -> dict[str, Any]:
     for key, value in asdict(replace(unit, lora=None)).items():
         found |= value if isinstance(value, dict) else {key: value}
     found["num_query_groups"], found["kv_channels"] = unit.transformer.query_groups, unit.transformer.head_channels
+    if found["projector_norm"] != "none":
+        found["projector_normalization"] = unit.projector_normalization or unit.transformer.normalization
     biases = unit.transformer.biases
     found |= {"add_bias_linear": all(biases.values()), "add_qkv_bias": biases["linear_qkv"]}
     found |= {"add_proj_bias": biases["linear_proj"], "add_mlp_bias": biases["linear_fc1"]}

@@ -43,3 +43,14 @@ class HeadNorm(Norm):
         super().__init__(config, hidden_size, eps)
         for parameter in self.parameters():
             parameter.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
+
+
+class AllHeadsNorm(Norm):
+    """Normalises the channels of all heads together; one rank has them all."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size * config.num_attention_heads, eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [..., heads, channels]; returns the same shape and dtype."""
+        return super().forward(hidden.flatten(-2)).view_as(hidden)

@@ -52,6 +52,7 @@ class TransformerLayer(Layer):
         """Two norms, and biases as the shape has them."""
         shape = self.unit.transformer
         head_norms = 2 * shape.head_channels * self.norm_vector_entries() // shape.hidden_size if shape.qk_layernorm else 0
+        head_norms *= shape.num_attention_heads if shape.qk_norm_spans_heads else 1
         inner = shape.ffn_hidden_size * (2 if self._is_gated else 1)
         outputs = sum(self._widths), shape.hidden_size, inner, shape.hidden_size
         biases = sum(size for size, has_bias in zip(outputs, shape.biases.values(), strict=True) if has_bias)

@@ -24,7 +24,7 @@ from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
-from multimodal.model.norm import HeadNorm, Norm
+from multimodal.model.norm import AllHeadsNorm, HeadNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -63,6 +63,9 @@ class TransformerKind(LayerKind):
             num_overlapped_parts=options.num_overlapped_parts,
             has_head_norms=context.config.qk_layernorm,
         )
+        if context.unit.transformer.qk_norm_spans_heads:
+            attention = spec.submodules.self_attention.submodules
+            attention.q_layernorm = attention.k_layernorm = AllHeadsNorm
         if context.unit.transformer.has_layer_scale:
             add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add

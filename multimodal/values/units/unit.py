@@ -25,7 +25,7 @@ class Role(StrEnum):
 
 _OF_PROJECTORS = (
     *("has_linear_projector", "has_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon"),
-    *("queries", "join"),
+    *("projector_normalization", "queries", "join"),
 )
 _ENDS = {
     Role.ENCODER: ("patch_embedding", "projector"),
@@ -54,6 +54,8 @@ class Unit:
     """Encoders only: a projector is one product, instead of two with a GELU between them."""
     projector_norm: Literal["patches", "merged", "none"] = "patches"
     """Encoders only: the norm before the projector's first product: over every patch, or over the patches that are merged."""
+    projector_normalization: Literal["LayerNorm", "RMSNorm"] | None = None
+    """Encoders only: the kind of that norm; None: `normalization`."""
     projector_norm_epsilon: float | None = field(default=None, metadata={"above": 0, "maximum": 1})
     """Encoders only; None: layernorm_epsilon."""
     join: Literal["features", "sequence"] | None = None
@@ -199,6 +201,8 @@ class Unit:
             "ffn_hidden_size of experts": shape.expert_hidden_size,
             "shared_expert_intermediate_size": (shape.experts and shape.experts.shared_expert_intermediate_size) or 0,
         }
+        if shape.qk_norm_spans_heads:
+            own["norms of queries and keys over all heads"] = 1
         if self.layers[-1] == "projector":
             own["projector_hidden_size"] = self.projector_inner_size
         if self.queries is None:
@@ -238,7 +242,17 @@ class Unit:
         return self.lora.modules(self.layers[layer_index]) if self.lora is not None else ()
 
 
-_OPTIONAL = ("image", "audio", "vocab_size", "projector_norm_epsilon", "join", "queries", "lora", "weights")
+_OPTIONAL = (
+    "image",
+    "audio",
+    "vocab_size",
+    "projector_normalization",
+    "projector_norm_epsilon",
+    "join",
+    "queries",
+    "lora",
+    "weights",
+)
 """Keys of a unit that are omitted if they are not set."""
 
 

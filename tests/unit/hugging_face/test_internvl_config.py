@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 
 from multimodal.cost.layers.registry import read_model
-from multimodal.values.errors import ModelError
+from multimodal.hugging_face.registry import architecture_of
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph
 
 VISION = {"model_type": "internvl_vision", "attention_bias": True, "image_size": [448, 448], "patch_size": [14, 14]}
@@ -37,6 +40,26 @@ def test_the_published_config_is_understood(tmp_path: Path) -> None:
     assert ModelGraph.from_dict(graph.to_dict()) == graph
 
 
+LARGE = {"use_qk_norm": True, "norm_type": "rms_norm", "attention_bias": False}
+
+
+def test_the_large_vision_encoder_stays_on_whole_heads(tmp_path: Path) -> None:
+    graph = read(tmp_path, vision_config={**VISION, **LARGE})
+    (vision,) = graph.encoders
+    shape = vision.transformer
+    assert (shape.normalization, shape.qk_norm_spans_heads, vision.projector_normalization) == ("RMSNorm", True, "LayerNorm")
+    assert list(shape.biases.values()) == [False, True, True, True]
+    family = architecture_of(graph)
+    assert family.name == "InternVLForConditionalGeneration" and family.to_config is not None
+    written = family.to_config(graph)["vision_config"]
+    assert {key: written[key] for key in LARGE} == LARGE
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+    with pytest.raises(PlanError, match="norms of queries and keys over all heads"):
+        plan_disaggregated(
+            graph, sizes={"vision": UnitSizes(2, data_parallel_size=1), "llm": UnitSizes(1, data_parallel_size=1)}, world_size=3
+        )
+
+
 def test_the_image_processor_says_whether_images_are_cut(tmp_path: Path) -> None:
     processor = {"image_mean": [0.4, 0.4, 0.4], "image_std": [0.2, 0.2, 0.2], "size": {"height": 448, "width": 448}}
     found = []
@@ -55,9 +78,12 @@ def test_the_image_processor_says_whether_images_are_cut(tmp_path: Path) -> None
     ("config", "message"),
     [
         ({"downsample_ratio": 0.25}, "downsample_ratio is 0.25, and only 0.5"),
-        ({"vision_config": {**VISION, "norm_type": "rms_norm"}}, "vision_config: norm_type is 'rms_norm', and only 'layer_norm'"),
-        ({"vision_config": {**VISION, "use_qk_norm": True, "norm_type": "rms_norm"}}, "the InternViT of 6 billion .* cannot be"),
-        ({"vision_config": {**VISION, "attention_bias": False}}, "attention_bias is False, and only True"),
+        (
+            {"vision_config": {**VISION, "norm_type": "group_norm"}},
+            "vision_config: .*norm_type is 'group_norm', and only 'layer_norm'",
+        ),
+        ({"vision_config": {**VISION, "use_qk_norm": True}}, "use_qk_norm, but norm_type is 'layer_norm', and only 'rms_norm'"),
+        ({"vision_config": {**VISION, **LARGE, "layer_norm_eps": 1e-5}}, "use_qk_norm, but layer_norm_eps is 1e-05, and only"),
         ({"vision_config": {**VISION, "image_size": [448, 224]}}, r"image_size is \[448, 224\], and only squares"),
         ({"vision_feature_layer": -2}, "vision_feature_layer is -2, and only -1"),
     ],

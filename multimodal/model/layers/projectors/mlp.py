@@ -35,7 +35,8 @@ class MergedTokens(torch.nn.Module):
         self.drops_tokens = drops_tokens(unit)
         self.normalises_merged = unit.projector_norm == "merged"
         size = unit.merged_size if self.normalises_merged else config.hidden_size
-        whole = dataclasses.replace(config, sequence_parallel=False)
+        kind = unit.projector_normalization or config.normalization
+        whole = dataclasses.replace(config, sequence_parallel=False, normalization=kind)
         epsilon = unit.projector_norm_epsilon or config.layernorm_epsilon
         self.norm = None if unit.projector_norm == "none" else Norm(whole, size, eps=epsilon)
 
