@@ -27,6 +27,8 @@ from multimodal.values.errors import BraidError
 T = TypeVar("T")
 LARGEST_INTEGER = 2**53
 """The default maximum of integers: a float does not hold larger ones exactly."""
+_MOST_KEYS = 20
+"""Keys that an error lists where something else than a mapping is given; of more, those that are required."""
 LONGEST_TEXT = 200
 """The longest name or key, since messages repeat names and keys in full."""
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
@@ -61,7 +63,8 @@ class Plain:
     ) -> dict[str, "Plain"]:
         """Take the value as a mapping from texts; known: all keys that it may have (empty: any), required: keys it must have."""
         if not isinstance(self.value, Mapping) or len(self.value) < at_least:
-            self.refuse(expected or " with ".join(part for part in ("a mapping", ", ".join(known)) if part))
+            named = known if len(known) <= _MOST_KEYS else required or known[:_MOST_KEYS]
+            self.refuse(expected or " with ".join(part for part in ("a mapping", ", ".join(named)) if part))
         for key in self.value:
             if not isinstance(key, str):
                 self.fail(f"key {shown(key)} is not text; put it in quotes")
