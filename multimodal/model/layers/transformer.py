@@ -181,10 +181,11 @@ def _linear_layers(num_overlapped_parts: int) -> tuple[ModuleSpec | type, Module
 
 def _add_biases(spec: ModuleSpec, unit: Unit) -> None:
     """Give those linear layers a bias that megatron-core's configuration does not tell from the others."""
-    shape = unit.transformer
-    parts = spec.submodules.self_attention.submodules, spec.submodules.mlp.submodules
-    for part, name in zip((parts[0], parts[1], parts[1]), ("linear_proj", "linear_fc1", "linear_fc2"), strict=True):
-        if shape.biases[name] and not shape.add_bias_linear:
+    if unit.transformer.add_bias_linear:
+        return
+    for name, has_bias in unit.transformer.biases.items():
+        if has_bias and name != "linear_qkv":
+            part = getattr(spec.submodules, "self_attention" if name == "linear_proj" else "mlp").submodules
             setattr(part, name, _with_bias(getattr(part, name)))
 
 
