@@ -238,9 +238,19 @@ def test_deepstack_is_counted(unit: str, recompute: Any) -> None:
     assert unit_parameters(graph, described, vocab_size=VOCABULARY) == sum(each.numel() for each in stage.parameters())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_parameters_are_counted_as_they_are_built(shape: str) -> None:
-    graph = graph_of(shape)
+@pytest.mark.parametrize(
+    ("shape", "changes", "of_encoder"),
+    [
+        *((shape, {}, {}) for shape in SHAPES),
+        ("llama", {"add_qkv_bias": True, "add_proj_bias": True}, {}),
+        ("llama", {"add_mlp_bias": True}, {"projector_normalization": "LayerNorm"}),
+        ("llama", {"num_query_groups": 4}, {"qk_layernorm": True, "qk_norm_spans_heads": True}),
+    ],
+)
+def test_parameters_are_counted_as_they_are_built(shape: str, changes: dict[str, Any], of_encoder: dict[str, Any]) -> None:
+    plain = graph_of(shape).to_dict()
+    units = {name: {**unit, **changes, **(of_encoder if name == "vision" else {})} for name, unit in plain["units"].items()}
+    graph = ModelGraph.from_dict({**plain, "units": units})
     for unit in graph.units:
         total = 0
         for kind in dict.fromkeys(unit.layers):
