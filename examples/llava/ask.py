@@ -21,10 +21,10 @@ class Answerer:
 
     def __init__(self, folder: Path) -> None:
         try:
-            self.processor = AutoProcessor.from_pretrained(folder)
+            self.processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
         except ImportError as problem:
             raise SystemExit(f"error: transformers lacks what this processor needs: {' '.join(str(problem).split())}") from None
-        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32).eval()
+        self.model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
 
     @torch.no_grad()
     def answer(self, question: str, images: list[Image.Image]) -> str:

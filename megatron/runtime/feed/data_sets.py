@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.runtime.feed.index_progress import watch_indexing
 from megatron.runtime.feed.producers.wire import read_token
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from multimodal.data.chat.chat_format import ChatFormat
@@ -22,6 +21,7 @@ from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
+from multimodal.data.index.index_progress import watch_indexing
 from multimodal.data.index.item_reader import ItemReader, item_inputs
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource

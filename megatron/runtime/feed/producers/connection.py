@@ -1,16 +1,16 @@
-"""A rank's connection to one producer, which owes it answers: only as many requests are sent as the producer works ahead."""
+"""A rank's connection to one producer, which owes it answers: only as many requests are sent as the producer works ahead.
 
+ZeroMQ encrypts (CURVE), and admits only keys that follow from the run's token.
+"""
+
+import hmac
 import socket
 import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
-import zmq
-from zmq.utils.monitor import recv_monitor_message
-
-from megatron.runtime.feed.producers import curve
 from megatron.runtime.feed.producers.wire import (
     MOST_ANSWER_BYTES,
     IndexedBlock,
@@ -24,7 +24,21 @@ from megatron.runtime.feed.producers.wire import (
 )
 from multimodal.data.index.item_reader import WantedItem
 from multimodal.data.sample_source import ItemPixels
+from multimodal.values.errors import ConfigError
 
+try:
+    import zmq
+    from zmq.utils import z85
+    from zmq.utils.monitor import recv_monitor_message
+except ImportError as problem:
+    raise ConfigError(
+        "producers need the package 'pyzmq', on both sides; install it with: pip install braid[producers]"
+    ) from problem
+
+HANDSHAKE_SECONDS = 10.0
+"""Time for all of the handshake, however many bytes a peer sends meanwhile."""
+_BEAT_SECONDS, _BEATLESS_SECONDS = 3, 12
+"""Time between signs of life, and without one until a connection ends; libzmq gives them, whatever the process computes."""
 SILENCE_SECONDS = 30.0
 """A producer that owes an answer and sends none for this long is given up."""
 _ENDS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
@@ -32,12 +46,37 @@ Answer = ItemPixels | IndexedBlock | str
 """For what cannot be read: the reason."""
 
 
+class Keys(NamedTuple):
+    """A side's keys (in Z85), and the public one of the other side."""
+
+    secret: bytes
+    public: bytes
+    other: bytes
+
+
+def derive_keys(token: bytes, *, is_producer: bool) -> Keys:
+    """Return the keys of one side, which follow from the token alone."""
+    secrets = [z85.encode(hmac.digest(token, name, "sha256")) for name in (b"rank", b"producer")]
+    publics = [zmq.curve_public(secret) for secret in secrets]
+    return Keys(secrets[is_producer], publics[is_producer], publics[not is_producer])
+
+
+def set_options(socket: zmq.Socket, keys: Keys, *, most_bytes: int) -> None:
+    """Set keys and limits; most_bytes: largest part of a message that the other side may send."""
+    socket.curve_secretkey, socket.curve_publickey = keys.secret, keys.public
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, most_bytes)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, round(1000 * HANDSHAKE_SECONDS))
+    socket.setsockopt(zmq.HEARTBEAT_IVL, 1000 * _BEAT_SECONDS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * _BEATLESS_SECONDS)
+
+
 class Connection:
     """An open connection; all methods raise WireError if the producer is lost."""
 
-    def __init__(self, address: tuple[str, int], *, context: zmq.Context, keys: curve.Keys, data_set: str) -> None:
+    def __init__(self, address: tuple[str, int], *, context: zmq.Context, keys: Keys, data_set: str) -> None:
         """Connect, prove the token to each other, and let the producer open the data set. Raises WireError or OSError."""
-        with socket.create_connection(address, timeout=curve.HANDSHAKE_SECONDS) as reached:  # says why, where there is nobody
+        with socket.create_connection(address, timeout=HANDSHAKE_SECONDS) as reached:  # says why, where there is nobody
             (host, port), is_long = reached.getpeername()[:2], reached.family == socket.AF_INET6
         self.owed: dict[Wanted, None] = {}
         """All that was asked for and has not come, in order."""
@@ -47,7 +86,7 @@ class Connection:
         """Number of a request -> what it asks for; None: it is no longer wanted."""
         self._num_sent = 0
         self._socket = context.socket(zmq.DEALER)
-        curve.set_options(self._socket, keys, most_bytes=MOST_ANSWER_BYTES)
+        set_options(self._socket, keys, most_bytes=MOST_ANSWER_BYTES)
         self._socket.curve_serverkey = keys.other
         self._socket.setsockopt(zmq.IPV6, is_long)
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
@@ -71,12 +110,12 @@ class Connection:
             raise
 
     def _prove_token(self) -> None:
-        deadline = time.monotonic() + curve.HANDSHAKE_SECONDS
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
         while self._monitor.poll(max(0, round(1000 * (deadline - time.monotonic())))):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 return
             raise WireError("it has another token, or is no producer")
-        raise WireError(f"it did not prove the token within {curve.HANDSHAKE_SECONDS:.0f} s")
+        raise WireError(f"it did not prove the token within {HANDSHAKE_SECONDS:.0f} s")
 
     def ask(self, wanted: Iterable[Wanted]) -> None:
         """Ask for these, too."""

@@ -18,8 +18,7 @@ from typing import TypeVar
 
 import zmq
 
-from megatron.runtime.feed.producers.connection import Answer, Connection
-from megatron.runtime.feed.producers.curve import derive_keys
+from megatron.runtime.feed.producers.connection import Answer, Connection, derive_keys
 from megatron.runtime.feed.producers.wire import IndexedBlock, SampleBlock, Wanted, WireError, parse_address
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment

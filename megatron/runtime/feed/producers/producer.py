@@ -27,7 +27,7 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
-from megatron.runtime.feed.producers.curve import derive_keys, set_options
+from megatron.runtime.feed.producers.connection import derive_keys, set_options
 from megatron.runtime.feed.producers.strangers import Strangers
 from megatron.runtime.feed.producers.wire import (
     MOST_REQUEST_BYTES,

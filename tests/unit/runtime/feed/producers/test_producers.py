@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from megatron.runtime.feed.producers import connection, curve, produced_items, producer, wire
+from megatron.runtime.feed.producers import connection, produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
 from megatron.runtime.feed.producers.producer import Producer
 from multimodal.data.chat.text_settings import TextSettings
@@ -279,7 +279,7 @@ def test_strangers_without_number_keep_no_rank_away(
 
 
 def test_a_silent_stranger_in_a_producer_s_place_is_told_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(curve, "HANDSHAKE_SECONDS", 0.3)
+    monkeypatch.setattr(connection, "HANDSHAKE_SECONDS", 0.3)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         found = ProducedItems([f"127.0.0.1:{listener.getsockname()[1]}"], token=TOKEN, data_set="", local=_local())
         with pytest.raises(ConfigError, match="did not prove the token within|has another token"):

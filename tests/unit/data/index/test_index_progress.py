@@ -6,7 +6,7 @@ import logging
 import pytest
 from rich.console import Console
 
-from megatron.runtime.feed.index_progress import watch_indexing
+from multimodal.data.index.index_progress import watch_indexing
 
 
 def watched(console: Console, seconds: list[float]) -> list[int]:
