@@ -57,10 +57,11 @@ def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster) -> dict[st
         predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[SCHEDULE]), cluster, VOCAB_SIZE)
         options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE, predictor=predictor)
         assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
-        schedule = build_schedule(BUILDERS[SCHEDULE], StepGraph(graph, plan, assignment))
-        costs = ModelCosts(schedule.step, lengths, cluster, VOCAB_SIZE)
+        step = StepGraph(graph, plan, assignment)
+        schedule = build_schedule(BUILDERS[SCHEDULE], step.shape)
+        costs = ModelCosts(step, lengths, cluster, VOCAB_SIZE)
         predicted = simulate_schedule(schedule, costs).iteration_seconds
-        timelines = emulate(EmulatedRun(schedule, costs, num_iterations=3))
+        timelines = emulate(EmulatedRun(schedule, assignment, costs, num_iterations=3))
         found[name] = {
             "predicted": predicted,
             "measured": statistics.median(timeline.duration_seconds for timeline in timelines),

@@ -96,7 +96,7 @@ def measure(samples: Sequence[SampleLengths], *, schedule: str, passes: str, num
             start = time.process_time()
             assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
             milliseconds.append(1e3 * (time.process_time() - start))
-            built = build_schedule(BUILDERS[schedule], StepGraph(graph, plan, assignment), passes=passes_named(passes))
+            built = build_schedule(BUILDERS[schedule], StepGraph(graph, plan, assignment).shape, passes=passes_named(passes))
             costs = ModelCosts(StepGraph(graph, plan, assignment), lengths, cluster, VOCAB_SIZE)
             simulation = simulate_schedule(built, costs)
             steps.append(simulation.iteration_seconds)

@@ -95,7 +95,7 @@ def measure(lengths: Sequence[SampleLengths], *, graph: ModelGraph, size: int, m
         float(replicas.max() / replicas.mean()),
         gathered / sum(load.all.num_tokens for load in loads),
         float(replicas.sum() * size),
-        simulate_schedule(build_schedule(BUILDERS["1f1b"], step), costs).iteration_seconds,
+        simulate_schedule(build_schedule(BUILDERS["1f1b"], step.shape), costs).iteration_seconds,
     )
 
 

@@ -64,7 +64,7 @@ from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import validate_assignment
 
 try:
-    from multimodal.values.arrays.length_arrays import LengthBatch
+    from multimodal.values.length_arrays import LengthBatch
 except ImportError:  # an older checkout without such batches
     LengthBatch = tuple  # type: ignore[assignment, misc]
 
@@ -140,7 +140,12 @@ def decide(
         built = clock.time("next", lambda given=assignment, costs=costs: _schedule(schedules, given, costs))
         same, _ = _check(schedules.step(BALANCERS[balancer](lengths, **balance)), lengths)
         clock.time("again", lambda given=same, costs=costs: _schedule(schedules, given, costs))
-        clock.time("own", lambda built=built, lengths=lengths, digest=digest: _own_part(built, lengths, digest, rank))
+        clock.time(
+            "own",
+            lambda built=built, assignment=assignment, lengths=lengths, digest=digest: _own_part(
+                built, assignment, lengths, digest, rank
+            ),
+        )
         steps.append(clock.seconds)
     least = {part: min(seconds[part] for seconds in steps) for part in steps[0]} | first.seconds
     return {part: least[part] for part in PARTS} | {"step": sum(least[part] for part in PARTS if part not in NOT_IN_A_STEP)}
@@ -157,13 +162,13 @@ def _check(step: Any, lengths: Sequence[SampleLengths]) -> tuple[Any, int]:
 
 
 def _schedule(schedules: ScheduleCache, assignment: Assignment, costs: Callable[[Assignment], StepCosts] | None) -> Schedule:
-    found = schedules.find(assignment, None if costs is None else costs(assignment))
-    return found.schedule.for_step(schedules.step(assignment))
+    return schedules.find(schedules.step(assignment).shape, None if costs is None else costs(assignment)).schedule
 
 
-def _own_part(schedule: Any, lengths: Sequence[SampleLengths], digest: int, rank: int) -> None:
-    schedule.lane(schedule.step.plan.lane_of_rank[rank])
-    step = Step(schedule=schedule, lengths={sample.sample_id: sample for sample in lengths}, inputs={}, digest=digest)
+def _own_part(schedule: Any, assignment: Any, lengths: Sequence[SampleLengths], digest: int, rank: int) -> None:
+    schedule.lane(schedule.shape.plan.lane_of_rank[rank])
+    by_id = {sample.sample_id: sample for sample in lengths}
+    step = Step(schedule=schedule, assignment=assignment, lengths=by_id, inputs={}, digest=digest)
     with_emulated_inputs(step, rank=rank)
 
 

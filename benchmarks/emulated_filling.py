@@ -67,6 +67,7 @@ class Candidate(NamedTuple):
     """A schedule that is compared."""
 
     schedule: Schedule
+    assignment: Assignment
     costs: ModelCosts
     simulated_seconds: float
 
@@ -116,8 +117,8 @@ class Case:
         items = (ItemLengths("vision", NUM_PATCHES, NUM_PATCHES // 4),)
         lengths = [SampleLengths(sample, items, NUM_TEXT_TOKENS, NUM_TEXT_TOKENS) for sample in samples]
         costs = EmulatedCosts(step, lengths, self.cluster, 128, OPTIONS)
-        schedule = build_schedule(BUILDERS[builder].with_costs(costs), step, costs=costs)
-        return Candidate(schedule, costs, simulate_schedule(schedule, costs).iteration_seconds)
+        schedule = build_schedule(BUILDERS[builder].with_costs(costs), step.shape, costs=costs)
+        return Candidate(schedule, assignment, costs, simulate_schedule(schedule, costs).iteration_seconds)
 
     def candidates(self) -> dict[str, Candidate]:
         """Return the best candidate of every kind."""
@@ -177,7 +178,7 @@ def measure(num_ranks: int, *, seconds: float, num_iterations: int) -> dict[str,
     before = cpu_time()
     for _ in range(0, num_iterations, STEPS_AT_A_TIME):
         for name, each in found.items():
-            timelines = emulate(EmulatedRun(each.schedule, each.costs, num_iterations=STEPS_AT_A_TIME))
+            timelines = emulate(EmulatedRun(each.schedule, each.assignment, each.costs, num_iterations=STEPS_AT_A_TIME))
             measured[name] += [timeline.duration_seconds for timeline in timelines]
     rows = {name: _row(each, measured[name], found["optimus"], measured["optimus"]) for name, each in found.items()}
     return {"num_ranks": num_ranks, "cores_busy": busy_share(before), "load": os.getloadavg()[1], "rows": rows}
@@ -186,8 +187,8 @@ def measure(num_ranks: int, *, seconds: float, num_iterations: int) -> dict[str,
 def _row(each: Candidate, seconds: list[float], best: Candidate, best_seconds: list[float]) -> dict[str, Any]:
     median = statistics.median(seconds)
     return {
-        "encoder": f"tp {each.schedule.step.plan.units['vision'].tensor_parallel_size} x dp "
-        f"{each.schedule.step.plan.units['vision'].data_parallel_size}",
+        "encoder": f"tp {each.schedule.shape.plan.units['vision'].tensor_parallel_size} x dp "
+        f"{each.schedule.shape.plan.units['vision'].data_parallel_size}",
         "inside": int((each.schedule.modes == SlotMode.INSIDE).sum()),
         "simulated": each.simulated_seconds,
         "measured": median,

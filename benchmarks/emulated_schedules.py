@@ -120,8 +120,8 @@ def build_run(name: str, num_stages: dict[str, int], *, layer_seconds: float, nu
     plan = build_plan(graph, num_stages, order={"interleaved-1f1b": "around", "zb-v": "back"}.get(name, "straight"))
     samples = range(NUM_MICROBATCHES)
     assignment = Assignment({unit: (tuple((Atom(s, -1 if unit == "llm" else 0),) for s in samples),) for unit in num_stages})
-    schedule = build_schedule(BUILDERS[name], StepGraph(graph, plan, assignment))
-    return EmulatedRun(schedule, LayerCosts(plan, layer_seconds), num_iterations)
+    schedule = build_schedule(BUILDERS[name], StepGraph(graph, plan, assignment).shape)
+    return EmulatedRun(schedule, assignment, LayerCosts(plan, layer_seconds), num_iterations)
 
 
 def compare_schedules(*, layer_seconds: float, num_iterations: int) -> list[dict[str, Any]]:

@@ -76,7 +76,7 @@ def build_step() -> StepGraph:
 
 def build_schedule(step: StepGraph, mode: SlotMode) -> Schedule:
     """Build 1F1B with the second forward and first backward of every encoder before, or inside, computations of the LLM."""
-    schedule = Schedule.of_lanes(step, (Lane((rank,), tuple(_lane(rank, mode))) for rank in range(NUM_RANKS)))
+    schedule = Schedule.of_lanes(step.shape, (Lane((rank,), tuple(_lane(rank, mode))) for rank in range(NUM_RANKS)))
     lowered = insert_communication(schedule)
     validate_schedule(lowered)
     return lowered
@@ -125,7 +125,8 @@ def measure(*, layer_seconds: float, num_iterations: int) -> dict[str, dict[str,
     for name, mode in (("in line", SlotMode.IN_LINE), ("inside", SlotMode.INSIDE)):
         schedule = build_schedule(step, mode)
         simulated = simulate_schedule(schedule, costs)
-        measured = statistics.median(each.duration_seconds for each in emulate(EmulatedRun(schedule, costs, num_iterations)))
+        run = EmulatedRun(schedule, step.assignment, costs, num_iterations)
+        measured = statistics.median(each.duration_seconds for each in emulate(run))
         rows[name] = {
             "simulated": simulated.iteration_seconds,
             "measured": measured,

@@ -68,11 +68,11 @@ def simulate_replica(
         if action.kind is ActionKind.REDUCE_GRADIENTS:
             return 0.0
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        atoms = assignment.atoms(place) if action.subset < 0 else step.consumers(place)[action.subset]
+        atoms = assignment.atoms(place) if action.subset < 0 else step.subsets(place)[action.subset]
         loads = llm if action.unit == "llm" else encoder
         return sum(loads[atom.sample_id] for atom in atoms) * (1 if action.kind is ActionKind.FORWARD else 2)
 
-    schedule = BUILDERS[builder](step)
+    schedule = BUILDERS[builder](step.shape)
     if splits:
         schedule = split_backward(schedule)
     return execute_lanes(schedule, seconds=np.array(list(map(seconds, schedule.work.computed)))).duration_seconds

@@ -166,7 +166,7 @@ def measure(held_seconds: float, num_iterations: int, *, rank: int) -> tuple[dic
             session.zero_gradients()
             dist.barrier()
             start = time.perf_counter()
-            result = session.executor.execute(step, is_training=True)
+            result = session.executor.execute(step)
             session.finish_gradients()
             dist.barrier()
             if iteration:  # the first one warms up

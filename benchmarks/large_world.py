@@ -52,7 +52,7 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.arrays.length_arrays import LengthBatch
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -147,8 +147,8 @@ def measure_hand_over(step: Any, *, repeats: int) -> float:
     return statistics.median(seconds[1:])
 
 
-def decide(graph: ModelGraph, plan: Plan, *, schedule: str, balance: str) -> tuple[Any, list[SampleLengths]]:
-    """Return the schedule of the second step, and its lengths, as a loader decides it."""
+def decide(graph: ModelGraph, plan: Plan, *, schedule: str, balance: str) -> tuple[Any, Any, list[SampleLengths]]:
+    """Return the schedule of the second step, its assignment and its lengths, as a loader decides it."""
     cache = ScheduleCache(graph, plan, BUILDERS[schedule], ())
     for seed in range(2):
         lengths = [replace(sample, sample_id=number) for number, sample in enumerate(draw_lengths(seed))]
@@ -156,19 +156,20 @@ def decide(graph: ModelGraph, plan: Plan, *, schedule: str, balance: str) -> tup
         assignment = BALANCERS[balance](batch, graph=graph, plan=plan, options=BalanceOptions())
         assignment = drop_idle_samples(assignment, graph=graph, lengths=batch)
         found = cache.schedule(assignment)
-    return found, lengths
+    return found, assignment, lengths
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure this checkout."""
     graph = ModelGraph.from_file(MODEL)
     plan = plan_disaggregated(graph, sizes=SIZES, world_size=NUM_RANKS)
-    schedule, lengths = decide(graph, plan, schedule=arguments.schedule, balance=arguments.balance)
+    schedule, assignment, lengths = decide(graph, plan, schedule=arguments.schedule, balance=arguments.balance)
     rows = {}
     for name, rank in RANKS.items():
-        schedule.lane(schedule.step.plan.lane_of_rank[rank])
-        digest = assignment_digest(schedule.step.assignment)
-        step = Step(schedule=schedule, lengths={sample.sample_id: sample for sample in lengths}, inputs={}, digest=digest)
+        schedule.lane(schedule.shape.plan.lane_of_rank[rank])
+        digest = assignment_digest(assignment)
+        by_id = {sample.sample_id: sample for sample in lengths}
+        step = Step(schedule=schedule, assignment=assignment, lengths=by_id, inputs={}, digest=digest)
         groups_seconds = measure_groups(graph, plan, rank=rank)
         taken = measure_hand_over(with_emulated_inputs(step, rank=rank), repeats=arguments.repeats)
         rows[name] = {"groups_seconds": groups_seconds, "hand_over_seconds": taken}

@@ -45,8 +45,8 @@ from multimodal.values.action import Action, Resource
 from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
 from multimodal.values.timeline import Timeline
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork
 
 OWN_TIME = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]; "
 
@@ -95,10 +95,11 @@ def replay(planned: digits.Planned, timeline: Timeline, lengths: Sequence[Sample
     )
     assignment = BALANCERS[answer["balance"]](lengths, graph=graph, plan=plan, options=options)
     passes = passes_named(",".join(answer["schedule_passes"]))
-    schedule = build_schedule(BUILDERS[answer["schedule"]], StepGraph(graph, plan, assignment), passes=passes)
+    step = StepGraph(graph, plan, assignment)
+    schedule = build_schedule(BUILDERS[answer["schedule"]], step.shape, passes=passes)
     seconds = {event.action: event.end_seconds - event.start_seconds for event in timeline.events}
     run_options = RunOptions(transformer_impl="local")
-    costs = MeasuredCosts(schedule.step, lengths, cluster, digits.VOCAB_SIZE, run_options, seconds=seconds)
+    costs = MeasuredCosts(step, lengths, cluster, digits.VOCAB_SIZE, run_options, seconds=seconds)
     return simulate_schedule(schedule, costs).iteration_seconds
 
 

@@ -183,7 +183,7 @@ def _ranks(lane: int) -> tuple[int, ...]:
 def measure(size: Size, *, repeats: int) -> Measurement:
     """Build one schedule and time its simulation."""
     start = time.perf_counter()
-    schedule = gather_parameters(BUILDERS["interleaved-1f1b"](build_case(size)))
+    schedule = gather_parameters(BUILDERS["interleaved-1f1b"](build_case(size).shape))
     schedule = insert_communication(schedule)
     build_seconds = time.perf_counter() - start
     costs = StragglerCosts(size)

@@ -30,6 +30,7 @@ from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.session import Session, SessionOptions
+from megatron.runtime.step.decision import StepDecision
 from multimodal.data.digits import glyph_pool, load_handwritten_digits
 from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.tokenizer import ByteTokenizer
@@ -37,7 +38,6 @@ from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph
 
 ROOT = Path(__file__).resolve().parents[1]
 NUM_SAMPLES = 8
@@ -100,7 +100,7 @@ def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource
     assignment = Assignment({**{unit.name: ((),) for unit in graph.encoders}, backbone: samples, painter.name: samples})
     inputs = load_inputs(
         source,
-        StepGraph(graph, whole_plan(graph), assignment),
+        StepDecision(session.schedules(forward_only=True).schedule(assignment), assignment, lengths={}),
         rank=0,
         source_index={index: index for index in range(len(source))},
     ).inputs

@@ -91,7 +91,7 @@ def build_example(figure: Figure) -> tuple[StepGraph, StepCosts]:
     table = CostTable.from_dict({"num_microbatches": NUM_MICROBATCHES, "units": units})
     step = build_table_step(table)
     if figure.is_deferred:
-        step = step.with_assignment(_deferred())
+        step = StepGraph(step.graph, step.plan, _deferred())
     return step, _ExampleCosts(table, reduction_seconds=figure.reduction_seconds)
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     folder = figure_folder(__doc__)
     for name, figure in FIGURES.items():
         step, costs = build_example(figure)
-        before = BUILDERS[figure.builder](step)
+        before = BUILDERS[figure.builder](step.shape)
         timelines = {figure.before: _simulate(before, costs), figure.after: _simulate(PASSES[name](before), costs)}
         draw_comparison(timelines, folder / f"pass-{name}.png")
         print(name, [round(timeline.duration_seconds, 2) for timeline in timelines.values()])

@@ -86,7 +86,7 @@ def main() -> None:
         if row.num_rounds > 1:
             continue  # repeats the schedule of one round
         figure = figure_of(name, row)
-        timeline = timeline_of_unit_costs(build_schedule(row, row.step_for(build_example(figure))))
+        timeline = timeline_of_unit_costs(build_schedule(row, row.step_for(build_example(figure)).shape))
         draw_timeline(timeline, folder / f"{name}.png", title=figure.title)
 
 

@@ -63,7 +63,8 @@ def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_ite
     step, costs = next(iter(build_steps(flags)))
     check_virtual_stages(schedule, step.graph, step.plan)
     builder = BUILDERS[schedule].with_costs(costs)
-    return EmulatedRun(build_schedule(builder, step, passes=passes_named(passes), costs=costs), costs, num_iterations)
+    built = build_schedule(builder, step.shape, passes=passes_named(passes), costs=costs)
+    return EmulatedRun(built, step.assignment, costs, num_iterations)
 
 
 def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:

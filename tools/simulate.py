@@ -228,7 +228,7 @@ def simulate_step(costed: CostedStep, *, builder: str, passes: Sequence[Pass]) -
     """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
     check_virtual_stages(builder, costed.step.graph, costed.step.plan)
     costs = costed.costs
-    schedule = build_schedule(BUILDERS[builder].with_costs(costs), costed.step, passes=passes, costs=costs)
+    schedule = build_schedule(BUILDERS[builder].with_costs(costs), costed.step.shape, passes=passes, costs=costs)
     return simulate_schedule(schedule, costs)
 
 

@@ -317,4 +317,4 @@ def _small_step(session: Session, num_microbatches: int) -> Step:
             for unit in graph.units
         }
     )
-    return emulated_step(session.schedules().schedule(assignment), num_tokens=_NUM_TOKENS, rank=0)
+    return emulated_step(session.schedules().schedule(assignment), assignment, num_tokens=_NUM_TOKENS, rank=0)

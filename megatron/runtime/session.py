@@ -153,7 +153,7 @@ class Session:
         self.zero_gradients()
         if not step.cuts.gathers_parameters:
             self.complete_parameters()
-        return self.executor.execute(step, is_training=True)
+        return self.executor.execute(step)
 
     def take_expert_losses(self) -> float:
         """Return this rank's share of the loss that balances experts, summed over layers and tokens since the last call."""

@@ -10,9 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from multimodal.balance.unit_cost import UnitCost
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 

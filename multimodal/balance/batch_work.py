@@ -12,9 +12,9 @@ from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, atom_loads, atom_numbers
-from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.arrays.rows import Integers, group_rows, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
+from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from multimodal.balance.batch_work import sum_by
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Assignment
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.sample_lengths import SampleLengths
 
 

@@ -8,9 +8,9 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, read_batch
 from multimodal.balance.cut_evenly import cut_evenly
 from multimodal.balance.placement import deal, follow_llm
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths

@@ -10,9 +10,9 @@ from multimodal.balance.algorithms.post_balance import post_balance_array
 from multimodal.balance.balance_options import Granularity
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.cut_evenly import cut_evenly
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.arrays.rows import Integers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths

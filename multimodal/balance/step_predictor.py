@@ -15,8 +15,8 @@ from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import ScheduleRow
 from multimodal.schedule.simulate import simulate_seconds
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Assignment
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.sample_lengths import SampleLengths
 
 MOST_SIMULATED_COMPUTATIONS = 20_000
@@ -78,7 +78,7 @@ class StepPrediction:
         """Seconds of the step: simulated, or the lower bound if simulating takes long. Raises ScheduleError."""
         if not self.is_simulated:
             return self.least_seconds
-        return simulate_seconds(self.schedules.find(self.costs.step.assignment, self.costs).compiled, self.costs)
+        return simulate_seconds(self.schedules.find(self.costs.step.shape, self.costs).compiled, self.costs)
 
     @cached_property
     def least_seconds(self) -> float:

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Assignment, Microbatch
 from multimodal.values.errors import AssignmentError
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths

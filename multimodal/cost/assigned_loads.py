@@ -9,9 +9,9 @@ import numpy as np
 
 from multimodal.cost.item_shares import ItemDealer, RankLoad
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
-from multimodal.values.arrays.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.assignment import Atom, Microbatch
+from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
 from multimodal.values.step_graph import StepGraph
@@ -40,7 +40,7 @@ class AssignedLoads:
         return self._sums(unit, routes.atom_starts, atom_numbers(self.step.graph.unit(unit), self._lengths, routes))
 
     def of_subsets(self, unit: str) -> UnitLoad:
-        """The loads of the sample subsets of all microbatches, in the order of `StepGraph.consumers`."""
+        """The loads of the sample subsets of all microbatches, in the order of `StepShape.consumers`."""
         routes = self.routes_from(unit)
         columns: list[Any] = [np.asarray(column)[routes.by_consumer] for column in self.of_routes(unit)]
         return UnitLoad(*columns)
@@ -61,9 +61,9 @@ class AssignedLoads:
         """The loads that determine the seconds of microbatches, or of sample subsets."""
         if unit not in self._dealers:
             return list(map(ComputedLoad, _rows(self.of_subsets(unit) if of_subsets else self.of_microbatches(unit))))
-        places = (place for place in self.step.microbatches if place.unit == unit)
+        places = (place for place in self.step.shape.microbatches if place.unit == unit)
         if of_subsets:
-            return [self._busiest(unit, atoms) for place in places for atoms in self.step.consumers(place)]
+            return [self._busiest(unit, atoms) for place in places for atoms in self.step.subsets(place)]
         return [self._busiest(unit, self.step.assignment.atoms(place)) for place in places]
 
     def kept(self, unit: str) -> RankLoad:
@@ -74,7 +74,7 @@ class AssignedLoads:
             is_spread = self.step.plan.units[unit].context_parallel_size > 1
             self._kept[unit] = RankLoad(nothing, loads) if is_spread else RankLoad(loads, nothing)
             if unit in self._dealers:
-                places = (place for place in self.step.microbatches if place.unit == unit)
+                places = (place for place in self.step.shape.microbatches if place.unit == unit)
                 fullest = [self._fullest(unit, self.step.assignment.atoms(place)) for place in places]
                 columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*fullest, strict=True)]
                 self._kept[unit] = RankLoad(*(UnitLoad(*part) for part in columns)) if fullest else self._kept[unit]
@@ -203,7 +203,7 @@ class UnitRoutes:
     first_target: Mapping[str, int]
     """Target unit -> number that its first microbatch has in `keys`."""
     by_consumer: Integers
-    """[num_routes] the routes in the order of `StepGraph.consumers`."""
+    """[num_routes] the routes in the order of `StepShape.consumers`."""
     subset_starts: Integers
     """[num_microbatches + 1] into `by_consumer`."""
     atom_starts: Integers
@@ -220,7 +220,7 @@ class UnitRoutes:
         chosen = slice(*np.searchsorted(routes.sources, (first, first + num_microbatches * is_source)).tolist())
         sources, targets = routes.sources[chosen] - first, routes.targets[chosen]
         index, replica = (
-            np.concatenate([getattr(numbered.placed[name], column) for name in numbered.units] or [targets])[targets]
+            np.concatenate([getattr(numbered.counts[name], column) for name in numbered.units] or [targets])[targets]
             for column in ("index_in_replica", "replica_of_microbatch")
         )
         num_targets = int(targets.max(initial=0)) + 1

@@ -23,7 +23,7 @@ from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.action import Action, ActionKind, LayerRange, Resource
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork
 
 _OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "links")
 """Attributes of `ModelCosts`, computed on first access, that hold for any samples under one plan."""

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from multimodal.cost.communication import TransferCost
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import Action, Place, Resource
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork, row_starts
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork, row_starts
 
 Floats = NDArray[np.float64]
 

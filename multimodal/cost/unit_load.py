@@ -6,8 +6,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.values.arrays.length_arrays import LengthArrays
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
+from multimodal.values.length_arrays import LengthArrays
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 

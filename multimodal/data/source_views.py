@@ -11,8 +11,8 @@ from multimodal.data.audio.audio_processing import silence_of
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
 from multimodal.values.model_graph import AudioInput, ModelGraph
+from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.units.item_passes import pass_items
 
 
 class SourceView(ABC):

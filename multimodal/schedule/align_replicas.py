@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
-from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.dependencies import dependencies
+from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.schedule import Schedule
+from multimodal.values.work.dependencies import dependencies
 
 
 class Join(NamedTuple):
@@ -62,7 +62,7 @@ class _Alignment:
     def __init__(self, schedule: Schedule, units: Collection[str] | None) -> None:
         self.units = units
         self.lanes = [lane.actions for lane in schedule.lanes]
-        self.step, self.plan = schedule.step, schedule.step.plan
+        self.shape, self.plan = schedule.shape, schedule.shape.plan
         self.joins: list[dict[int, list[Join]]] = [{} for _ in self.lanes]
         self.positions = [0] * len(self.lanes)
         self.num_passed: dict[Action, int] = {}
@@ -142,7 +142,7 @@ class _Alignment:
 
     def _must_wait(self, action: Action, *lanes: int) -> bool:
         """Return True if a dependency is not done; the lane is woken when it is."""
-        for need in dependencies(action, self.step, lowered=True):
+        for need in dependencies(action, self.shape, lowered=True):
             missing = [need] if need not in self.done else []
             if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted, but perhaps not sent yet
                 missing = [send for send in self._needs_of_receive(need) if send not in self.done]
@@ -152,11 +152,11 @@ class _Alignment:
         return False
 
     def _needs_of_receive(self, receive: Action) -> tuple[Action, ...]:
-        return dependencies(receive, self.step, lowered=True)
+        return dependencies(receive, self.shape, lowered=True)
 
     def _join(self, action: Action) -> Join:
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        num_passes = len(self.step.cuts.subsets(place)) if action.kind is ActionKind.FORWARD else 1
+        num_passes = len(self.shape.cuts.subsets(place)) if action.kind is ActionKind.FORWARD else 1
         kind = action.kind if self.units is None else kind_of_exchange(action)
         return Join(kind, action.unit, action.stage, num_passes)
 

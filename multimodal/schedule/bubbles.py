@@ -7,7 +7,7 @@ import numpy as np
 from multimodal.schedule.compile_schedule import CompiledSchedule
 from multimodal.schedule.simulate_events import EventTimes, Floats, NodeKind
 from multimodal.values.action import ActionKind
-from multimodal.values.step_work import KIND_NUMBERS
+from multimodal.values.work.step_work import KIND_NUMBERS
 
 BUBBLE_KINDS = ("dp_all_gather", "dp_reduce_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp")
 

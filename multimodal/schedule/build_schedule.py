@@ -17,25 +17,26 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 
 
 def build_schedule(
     builder: Builder,
-    step: StepGraph,
+    shape: StepShape,
     *,
     passes: Sequence[Pass] = (),
     is_checked: bool = True,
     costs: StepCosts | None = None,
 ) -> Schedule:
-    """Return a lowered schedule. The run, the simulator and the emulator all use this function.
+    """Return a lowered schedule of a shape. The run, the simulator and the emulator all use this function.
 
     passes: applied one after another to the builder's schedule, unless it is forward-only: then there is nothing to cut.
     is_checked: validate the result; costs: those that the builder used, if any; they know the options of the run.
     Raises ScheduleError.
     """
-    schedule = builder(step)
-    for rewrite in () if step.forward_only else passes:
+    schedule = builder(shape)
+    for rewrite in () if shape.forward_only else passes:
         schedule = rewrite(schedule)
     lowered = insert_communication(schedule)
     if is_checked:
@@ -70,14 +71,14 @@ class BuiltSchedule:
     def computes_together(self) -> bool:
         """True if replicas share experts, and compute in one order; raises ScheduleError if their orders differ."""
         check_expert_groups(self.schedule)
-        return bool(self.schedule.step.plan.units_with_shared_experts)
+        return bool(self.schedule.shape.plan.units_with_shared_experts)
 
 
 @dataclass
 class ScheduleCache:
     """Lowered, validated schedules by shape, with the simulator's compiled form and the executor's joins.
 
-    Schedules depend on counts and routes, not on sample ids: steps of one shape (`StepGraph.shape`) share their schedule.
+    Schedules depend on counts and routes, not on sample ids: steps of one shape share their schedule.
     """
 
     graph: ModelGraph
@@ -87,10 +88,10 @@ class ScheduleCache:
     """Applied one after another to the builder's schedule, unless it is forward-only: then there is nothing to cut."""
     forward_only: bool = False
     capacity: int = 64
-    _built: dict[object, BuiltSchedule] = field(default_factory=dict)
+    _built: dict[StepShape, BuiltSchedule] = field(default_factory=dict)
 
     def step(self, assignment: Assignment) -> StepGraph:
-        """Return the uncut step of an assignment."""
+        """Return the step of an assignment."""
         return StepGraph(self.graph, self.plan, assignment, forward_only=self.forward_only)
 
     @property
@@ -98,21 +99,20 @@ class ScheduleCache:
         """True if schedules depend on the costs of the step in addition to its shape."""
         return isinstance(self.builder, ScheduleRow) and self.builder.needs_costs
 
-    def find(self, assignment: Assignment, costs: StepCosts | None = None) -> BuiltSchedule:
-        """Return the schedule of this assignment, built for it or for one of the same shape; raises ScheduleError.
+    def find(self, shape: StepShape, costs: StepCosts | None = None) -> BuiltSchedule:
+        """Return the schedule of a shape, built now or for an earlier step of this shape; raises ScheduleError.
 
         costs: of the step; a builder that needs costs builds anew whenever they are given, and otherwise takes unit costs.
         """
-        step = self.step(assignment)
         if costs is not None and isinstance(self.builder, ScheduleRow) and self.builder.needs_costs:
             builder = self.builder.with_costs(costs)
-            return BuiltSchedule(build_schedule(builder, step, passes=self.passes, costs=costs))
-        if step.shape not in self._built:
+            return BuiltSchedule(build_schedule(builder, shape, passes=self.passes, costs=costs))
+        if shape not in self._built:
             if len(self._built) >= self.capacity:
                 self._built.pop(next(iter(self._built)))
-            self._built[step.shape] = BuiltSchedule(build_schedule(self.builder, step, passes=self.passes))
-        return self._built[step.shape]
+            self._built[shape] = BuiltSchedule(build_schedule(self.builder, shape, passes=self.passes))
+        return self._built[shape]
 
     def schedule(self, assignment: Assignment) -> Schedule:
-        """Return the schedule that `find` finds without costs, for exactly this assignment; raises ScheduleError."""
-        return self.find(assignment).schedule.for_step(self.step(assignment))
+        """Return the schedule that `find` finds for an assignment's shape, without costs; raises ScheduleError."""
+        return self.find(self.step(assignment).shape).schedule

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,8 +14,8 @@ from multimodal.schedule.simulate_events import EventArrays, Floats, NodeKind
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, StepWork, take_rows
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, StepWork, take_rows
 
 _COMPUTE, _RECEIVE = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.RECEIVE]
 _LACKING = -1
@@ -154,7 +154,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     Raises ScheduleError if an action needs one that the schedule lacks. O((actions + dependencies) log actions).
     """
     work, pieces, num_lanes = schedule.work, schedule.pieces, schedule.num_lanes
-    component_of_lane = _components(schedule.step)
+    component_of_lane = _components(schedule.shape)
     lane_order = np.argsort(component_of_lane, kind="stable")
     by_component = _slots_of_lanes(schedule, lane_order)
     resources, collective_of = work.resources, work.collective_rows[0]
@@ -234,22 +234,23 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     )
 
 
-def connected_lanes(step: StepGraph) -> tuple[tuple[int, ...], ...]:
+@lru_cache(maxsize=32)
+def connected_lanes(shape: StepShape) -> tuple[tuple[int, ...], ...]:
     """Return the lanes that routes and pipelines connect, component by component, ordered by their first lane.
 
     With equal data parallel sizes, a component is one replica of every unit. O(stages x ranks + routes).
     """
-    plan = step.plan
+    plan = shape.plan
     lanes_of = {
         (name, index): sorted({plan.lane_of_rank[rank] for rank in replica.ranks})
-        for name in step.graph.unit_names
+        for name in shape.graph.unit_names
         for index, replica in enumerate(plan.units[name].replicas)
     }
     root = list(range(len(plan.lanes)))
     for lanes in lanes_of.values():
         _unite(root, lanes)
-    for source, target in step.graph.edges:
-        for ends in step.replica_routes(source, target):
+    for source, target in shape.graph.edges:
+        for ends in shape.replica_routes(source, target):
             _unite(root, [lanes_of[end][0] for end in zip((source, target), ends, strict=True)])
     members: dict[int, list[int]] = {}
     for lane in range(len(root)):
@@ -257,10 +258,10 @@ def connected_lanes(step: StepGraph) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, members.values()))
 
 
-def _components(step: StepGraph) -> Integers:
+def _components(shape: StepShape) -> Integers:
     """Return each lane's component, [num_lanes]."""
-    component_of_lane = np.zeros(len(step.plan.lanes), np.int64)
-    for index, lanes in enumerate(step.once(connected_lanes)):
+    component_of_lane = np.zeros(len(shape.plan.lanes), np.int64)
+    for index, lanes in enumerate(connected_lanes(shape)):
         component_of_lane[list(lanes)] = index
     return component_of_lane
 

@@ -14,8 +14,8 @@ from multimodal.values.action import ActionKind, Place
 from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.parts.cuts import SegmentCut
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
 
 Bools = NDArray[np.bool_]
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
@@ -49,38 +49,38 @@ class Parts(NamedTuple):
         return np.repeat(self.first[pieces] - row_starts(counts)[:-1], counts) + np.arange(int(counts.sum()))
 
 
-def cut_finely(step: StepGraph, units: Collection[str], *, lanes: Collection[int]) -> StepGraph:
+def cut_finely(shape: StepShape, units: Collection[str], *, lanes: Collection[int]) -> StepShape:
     """Return the step with every forward and backward of these units in these lanes cut into single segments."""
     cuts: dict[tuple[int, bool], SegmentCut] = {}
     segments: dict[Place, SegmentCut] = {}
-    for place, num_segments in _places(step, units, lanes):
-        has_backward = step.backward_need(*place[:3]).has_backward
+    for place, num_segments in _places(shape, units, lanes):
+        has_backward = shape.backward_need(*place[:3]).has_backward
         bounds = tuple(range(1, num_segments))
         cut = cuts.setdefault((num_segments, has_backward), SegmentCut(num_segments, bounds, bounds if has_backward else ()))
         if bounds:
             segments[place] = cut
-    return step.with_cuts(replace(step.cuts, segments=segments))
+    return shape.with_cuts(replace(shape.cuts, segments=segments))
 
 
-def count_fine_pieces(step: StepGraph, units: Collection[str]) -> dict[int, int]:
+def count_fine_pieces(shape: StepShape, units: Collection[str]) -> dict[int, int]:
     """Return the number of pieces that `cut_finely` makes of these units' computations, by the first lane of their replicas."""
     counts: dict[int, int] = defaultdict(int)
     for name in units:
-        for replica, each in enumerate(step.plan.units[name].replicas):
-            num_segments = sum(count_segments(step.graph.unit(name), stage.layers) for stage in each.virtual_stages)
-            counts[step.lanes_of(name, replica, 0)[0]] += 2 * num_segments * step.num_microbatches(name, replica)
+        for replica, each in enumerate(shape.plan.units[name].replicas):
+            num_segments = sum(count_segments(shape.graph.unit(name), stage.layers) for stage in each.virtual_stages)
+            counts[shape.lanes_of(name, replica, 0)[0]] += 2 * num_segments * shape.num_microbatches(name, replica)
     return counts
 
 
-def _places(step: StepGraph, units: Collection[str], lanes: Collection[int]) -> Iterator[tuple[Place, int]]:
+def _places(shape: StepShape, units: Collection[str], lanes: Collection[int]) -> Iterator[tuple[Place, int]]:
     """Yield the places of units in some lanes, with the number of segments of their stages."""
     for name in sorted(units):
-        for replica, each in enumerate(step.plan.units[name].replicas):
-            if step.lanes_of(name, replica, 0)[0] not in lanes:
+        for replica, each in enumerate(shape.plan.units[name].replicas):
+            if shape.lanes_of(name, replica, 0)[0] not in lanes:
                 continue
             for stage in each.virtual_stages:
-                num_segments = count_segments(step.graph.unit(name), stage.layers)
-                for microbatch in range(step.num_microbatches(name, replica)):
+                num_segments = count_segments(shape.graph.unit(name), stage.layers)
+                for microbatch in range(shape.num_microbatches(name, replica)):
                     yield Place(name, replica, stage.index, microbatch), num_segments
 
 
@@ -99,12 +99,12 @@ class PlacedParts(NamedTuple):
     """The index of that piece's wait."""
 
 
-def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
+def join_parts(shape: StepShape, lanes: Sequence[PlacedParts]) -> Schedule:
     """Build the schedule of such lanes: parts of one piece that stand together, in line or in one wait, form one range.
 
     They must stand together in all of their lanes: ranks that run a piece together must have the same ranges.
     """
-    work = step_work(step)
+    work = step_work(shape)
     all_parts = PlacedParts(*map(np.concatenate, zip(*lanes, strict=True)))
     sizes = np.zeros(work.num_computed, np.int64)
     np.maximum.at(sizes, all_parts.pieces, all_parts.parts + 1)
@@ -115,7 +115,7 @@ def join_parts(step: StepGraph, lanes: Sequence[PlacedParts]) -> Schedule:
     kept = PlacedParts(*(column[begins[keys]] for column in all_parts))
     is_later = kept.parts > 0
     cuts = _segment_cuts(work, kept.pieces[is_later], kept.boundaries[is_later])
-    cut = step.with_cuts(replace(step.cuts, segments=cuts)) if cuts else step
+    cut = shape.with_cuts(replace(shape.cuts, segments=cuts)) if cuts else shape
     before = np.append(0, np.cumsum(begins))
     pieces = Parts.of(work, step_work(cut)).first[kept.pieces] + (before[keys] - before[starts[all_parts.pieces]])[begins[keys]]
     modes = np.where(kept.carriers == NO_CARRIER, SlotMode.IN_LINE, SlotMode.INSIDE).astype(np.uint8)

@@ -18,8 +18,8 @@ from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, Resource
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers
 from multimodal.values.timeline import TimelineEvent
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers
 
 Floats = NDArray[np.float64]
 _EXECUTION = "execution"
@@ -180,7 +180,7 @@ def lane_arrays(schedule: Schedule, *, seconds: Floats | None = None) -> dict[st
     stage_starts, stage_lanes = work.lane_rows
     collectives, member_starts, members = work.collective_rows
     durations = np.zeros(num_pieces)
-    durations[: work.num_computed] = schedule.step.once(unit_costs) if seconds is None else seconds
+    durations[: work.num_computed] = unit_costs(schedule.shape) if seconds is None else seconds
     return {
         "lane_starts": schedule.lane_starts,
         "lane_actions": schedule.pieces,

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.values.action import Resource
-from multimodal.values.step_work import RESOURCE_NUMBERS, Bytes, Integers
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Bytes, Integers
 
 _SEND, _RECEIVE = RESOURCE_NUMBERS[Resource.SEND], RESOURCE_NUMBERS[Resource.RECEIVE]
 Floats = NDArray[np.float64]

@@ -7,7 +7,7 @@ from multimodal.schedule.align_replicas import align_replicas, exchanges_tokens,
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
 
 _BACKWARD, _INPUT_GRADIENT = (KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT))
 _EXCHANGING = [KIND_NUMBERS[ActionKind.FORWARD], _BACKWARD, _INPUT_GRADIENT]
@@ -19,9 +19,9 @@ def check_expert_groups(schedule: Schedule) -> None:
     In every layer with experts they exchange tokens, so the i-th computation of a stage must be of one kind and microbatch in all
     replicas, and some order of the whole step must bring all of them there together. O(actions + dependencies).
     """
-    units = schedule.step.plan.units_with_shared_experts
+    units = schedule.shape.plan.units_with_shared_experts
     for unit in units:
-        plan = schedule.step.plan.units[unit]
+        plan = schedule.shape.plan.units[unit]
         for stage in range(plan.num_virtual_stages):
             orders = [_order(schedule, unit, replica, stage) for replica in range(plan.data_parallel_size)]
             for replica, order in enumerate(orders):
@@ -69,7 +69,7 @@ def _problem(unit: str, found: str) -> str:
 
 def _order(schedule: Schedule, unit: str, replica: int, stage: int) -> list[Action]:
     """Return the computations of one stage of one replica, as if it were replica 0."""
-    lane = schedule.lanes[schedule.step.plan.lanes_of_stage(unit, replica, stage)[0]]
+    lane = schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]]
     return [
         action._replace(kind=kind_of_exchange(action), replica=0)
         for action in lane.actions

@@ -8,7 +8,7 @@ import numpy as np
 
 from multimodal.kernels import kernels
 from multimodal.schedule.fill_idle_lanes_reference import fill_idle_lanes_reference
-from multimodal.values.step_work import Bytes, Integers
+from multimodal.values.work.step_work import Bytes, Integers
 
 
 class FilledLanes(NamedTuple):

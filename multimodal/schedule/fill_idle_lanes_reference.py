@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from multimodal.values.step_work import Bytes, Integers
+from multimodal.values.work.step_work import Bytes, Integers
 
 _NONE = -1
 

@@ -22,8 +22,8 @@ from multimodal.schedule.split_in_line import Waits
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 TOLERANCES = (0, 20, 40, 60, 80, 100)
 """Percentages of an encoder's computation that may exceed a bubble; the one with the shortest step is taken."""
@@ -59,7 +59,7 @@ class Movable(NamedTuple):
 class FilledPipelines:
     """All pipelines of a step, filled. The schedule is made when it is asked for."""
 
-    step: StepGraph
+    shape: StepShape
     way: "_Filling"
     groups: Sequence[tuple[Sequence[Integers], "_FilledPipeline | None"]]
     """The lanes of pipelines that are alike, and how the first of them is filled; None: it runs in the order of 1F1B."""
@@ -72,13 +72,13 @@ class FilledPipelines:
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule, with reductions."""
-        lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(self.step.plan.lanes)
+        lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(self.shape.plan.lanes)
         for group, filled in self.groups:
             placed = self.way.in_order(group[0]) if filled is None else filled.place()
             for pipeline in group:
                 for lane, parts in zip(pipeline.tolist(), self.way.moved(placed, group[0], pipeline), strict=True):
                     lanes[lane] = parts
-        return place_reductions(join_parts(self.step, lanes))
+        return place_reductions(join_parts(self.shape, lanes))
 
 
 def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> FilledPipelines:
@@ -86,8 +86,8 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
 
     in_line: of a step in the compute dialect without collectives, cut only into input and weight gradients.
     """
-    step = in_line.step
-    whole = _Filling(in_line, step, costs, movable)
+    shape = in_line.shape
+    whole = _Filling(in_line, shape, costs, movable)
     alike = whole.alike_pipelines()
     longest_first = [group[0] for group in sorted(alike, key=len, reverse=True)]
     fine = _fill_finely(whole, longest_first, costs, movable) if movable.goes_inside else None
@@ -96,7 +96,7 @@ def fill_pipelines(in_line: Schedule, costs: StepCosts, movable: Movable) -> Fil
         ways = [whole, fine] if fine is not None and fine.has_cut(group[0]) else [whole]
         found = [filled for way in ways if (filled := way.fill(group[0])) is not None]
         groups.append((group, min(found, key=lambda filled: filled.lanes.end, default=None)))
-    return FilledPipelines(step, whole, groups)
+    return FilledPipelines(shape, whole, groups)
 
 
 def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCosts, movable: Movable) -> "_Filling | None":
@@ -104,17 +104,17 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
 
     That is so if the computations do not report their waits, or if replicas share weights, which they must gather in one order.
     """
-    step = whole.cut
-    units = frozenset(shared_encoders(step)).difference(place.unit for place in step.cuts.split)
+    shape = whole.cut
+    units = frozenset(shared_encoders(shape)).difference(place.unit for place in shape.cuts.split)
     options = costs.options or MOST_COLLECTIVES
-    if not units or step.cuts.segments or options.hides_waits or options.zero_stage >= 3:
+    if not units or shape.cuts.segments or options.hides_waits or options.zero_stage >= 3:
         return None
-    lanes, num_segments, counts = set[int](), 0, count_fine_pieces(step, units)
+    lanes, num_segments, counts = set[int](), 0, count_fine_pieces(shape, units)
     for pipeline in pipelines:
         count = sum(counts.get(lane, 0) for lane in pipeline.tolist())
         if num_segments + count <= MOST_SEGMENTS:
             lanes, num_segments = lanes | set(pipeline.tolist()), num_segments + count
-    cut = cut_finely(step, units, lanes=lanes)
+    cut = cut_finely(shape, units, lanes=lanes)
     fine = _Filling(whole.in_line, cut, costs, movable, inside=units, lanes=lanes) if lanes else None
     return fine if fine is not None and fine.has_waits else None
 
@@ -125,7 +125,7 @@ class _Filling:
     def __init__(
         self,
         in_line: Schedule,
-        cut: StepGraph,
+        cut: StepShape,
         costs: StepCosts,
         movable: Movable,
         *,
@@ -194,7 +194,7 @@ class _Filling:
     def alike_pipelines(self) -> list[list[Integers]]:
         """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""
         found: dict[bytes, list[Integers]] = {}
-        for pipeline in map(np.array, self.cut.once(connected_lanes)):
+        for pipeline in map(np.array, connected_lanes(self.cut)):
             pieces = self._pieces_of(pipeline)
             to_fill = self._lanes_to_fill(pieces, pipeline)
             group = found.setdefault(b"".join(array.tobytes() for array in (*vars(to_fill).values(), self.waiting[pieces])), [])
@@ -257,7 +257,7 @@ class _Filling:
     @cached_property
     def _pieces_of_lane(self) -> Mapping[int, Integers]:
         """The first lane of each pipeline -> its computations."""
-        pipelines = self.cut.once(connected_lanes)
+        pipelines = connected_lanes(self.cut)
         pipeline_of_lane = np.zeros(self.in_line.num_lanes, np.int64)
         for index, pipeline in enumerate(pipelines):
             pipeline_of_lane[list(pipeline)] = index

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from multimodal.values.action import Resource
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_work import RESOURCE_NUMBERS
+from multimodal.values.work.step_work import RESOURCE_NUMBERS
 
 Floats = NDArray[np.float64]
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]

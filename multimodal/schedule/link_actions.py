@@ -6,7 +6,7 @@ import numpy as np
 
 from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers
-from multimodal.values.step_work import Bytes
+from multimodal.values.work.step_work import Bytes
 
 IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT, HAS_GRADIENT, HAS_WEIGHT_GRADIENT = 1, 2, 4, 8, 16
 """Bits of an action's flags; csrc/list_schedule.h."""

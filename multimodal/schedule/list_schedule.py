@@ -22,9 +22,10 @@ from multimodal.schedule.list_schedule_reference import list_schedule_reference
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import order_by, row_numbers, row_starts
+from multimodal.values.parts.cuts import Cuts, StageKey, StageSplit
 from multimodal.values.schedule import NO_WAIT, Schedule, SlotMode
-from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
 
 _FORWARD, _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.FORWARD], KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 _GRADIENTS = [KIND_NUMBERS[ActionKind.BACKWARD], KIND_NUMBERS[ActionKind.INPUT_GRADIENT]]
@@ -56,7 +57,7 @@ class Policy:
     """Order of equally urgent actions: lower ranks go first. Columns of [num_computed], the most significant first."""
 
 
-def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
+def list_schedule(shape: StepShape, policy: Policy) -> Schedule:
     """Build a compute-dialect schedule by letting every lane always take its most urgent ready action.
 
     An action is ready when its dependencies are done; forwards of one stage go in microbatch order. Backwards are more urgent
@@ -72,11 +73,11 @@ def list_schedule(step: StepGraph, policy: Policy) -> Schedule:
 
     Runs as a C++ kernel, with the same result, if the kernels are built. O((actions + dependencies) log actions).
     """
-    listed, arrays = _list_pieces(step, policy)
+    listed, arrays = _list_pieces(shape, policy)
     run = list_schedule_reference if kernels is None else kernels.list_schedule
-    lane_starts, order = run(**arrays, num_lanes=len(step.plan.lanes))
+    lane_starts, order = run(**arrays, num_lanes=len(shape.plan.lanes))
     assert len(order) == len(arrays["lanes"]), "the policy's orders contradict the dependencies"
-    return place_reductions(Schedule.in_line(step, lane_starts, listed[order]))
+    return place_reductions(Schedule.in_line(shape, lane_starts, listed[order]))
 
 
 def forwards_first(work: StepWork) -> Integers:
@@ -85,10 +86,10 @@ def forwards_first(work: StepWork) -> Integers:
     return phases
 
 
-def split_all(step: StepGraph) -> StepGraph:
+def split_all(shape: StepShape) -> StepShape:
     """Return the step with every backward cut into an input gradient and, if weights are trained, a weight gradient."""
-    counts = {stage: step.num_microbatches(*stage[:2]) for stage in step.stages if step.backward_need(*stage).has_backward}
-    return step.with_cuts(Cuts(split=StageSplit({stage: count for stage, count in counts.items() if count})))
+    counts = {stage: shape.num_microbatches(*stage[:2]) for stage in shape.stages if shape.backward_need(*stage).has_backward}
+    return shape.with_cuts(Cuts(split=StageSplit({stage: count for stage, count in counts.items() if count})))
 
 
 def place_reductions(schedule: Schedule) -> Schedule:
@@ -115,7 +116,7 @@ def _reductions(work: StepWork) -> tuple[Integers, Integers]:
     """Return the lane and the piece of every reduction, lane after lane, in the order that all lanes follow."""
     pieces = np.flatnonzero(work.kinds == _REDUCTION)
     stages = work.computed_stages[pieces]
-    is_idle = np.array([unit.placed.num_microbatches == 0 for unit in work.pieces.units.values()], bool)
+    is_idle = np.array([unit.counted.num_microbatches == 0 for unit in work.pieces.units.values()], bool)
     units, indices = work.pieces.unit_of_stage[stages], work.pieces.index_of_stage[stages]
     order = np.lexsort((work.pieces.parts[pieces], work.replicas[pieces], -indices, -units, is_idle[units]))
     starts, lanes = work.lanes_of(pieces[order])
@@ -141,12 +142,12 @@ def _with_reductions(schedule: Schedule, lanes: Integers, reductions: Integers, 
     pieces = np.insert(schedule.pieces, behind + 1, reductions)
     starts = schedule.lane_starts + row_starts(np.bincount(lanes, minlength=schedule.num_lanes))
     modes, waits = np.insert(schedule.modes, behind + 1, SlotMode.IN_LINE), np.insert(schedule.waits, behind + 1, NO_WAIT)
-    return Schedule(schedule.step, starts, pieces, modes, waits)
+    return Schedule(schedule.shape, starts, pieces, modes, waits)
 
 
-def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:
+def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, NDArray[Any]]]:
     """Sort a step's computations by urgency and link them: their numbers, and the kernel's arguments (csrc/list_schedule.h)."""
-    work = step_work(step)
+    work = step_work(shape)
     chosen = np.flatnonzero(work.kinds != _REDUCTION)
     listed = chosen[_by_urgency(work, chosen, policy)]
     flags = _flags(work, listed)
@@ -166,7 +167,7 @@ def _list_pieces(step: StepGraph, policy: Policy) -> tuple[Integers, dict[str, N
     return listed, {
         "lane_starts": lane_starts,
         "lanes": lanes,
-        "costs": step.once(unit_costs)[listed],
+        "costs": unit_costs(shape)[listed],
         "microbatches": microbatches,
         "groups": groups,
         "flags": flags,

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from multimodal.schedule.link_actions import HAS_GRADIENT, HAS_WEIGHT_GRADIENT, IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT
 from multimodal.values.arrays.rows import flat_rows
-from multimodal.values.step_work import Bytes, Integers
+from multimodal.values.work.step_work import Bytes, Integers
 
 
 def list_schedule_reference(

@@ -16,8 +16,8 @@ from multimodal.schedule.passes import Pass
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.action import ActionKind, Resource
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Integers, StepWork, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Integers, StepWork, step_work
 
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
@@ -35,17 +35,17 @@ class Filling(NamedTuple):
     """The step in the order of the schedule."""
 
 
-def measure_filling(builder: Builder, step: StepGraph, costs: StepCosts, *, passes: Sequence[Pass] = ()) -> Filling | None:
+def measure_filling(builder: Builder, shape: StepShape, costs: StepCosts, *, passes: Sequence[Pass] = ()) -> Filling | None:
     """Simulate a step with encoders that take no time, with encoders around the LLM's work, and as `builder` orders it.
 
     None if encoders compute nothing. Raises ScheduleError as the builder does.
     """
-    ordered = builder(step)
+    ordered = builder(shape)
     coarse = order_coarsely(ordered)
-    encoders = frozenset(unit.name for unit in step.graph.encoders)
+    encoders = frozenset(unit.name for unit in shape.graph.encoders)
 
     def simulate(schedule: Schedule, costs: StepCosts) -> Simulation:
-        return simulate_schedule(build_schedule(lambda _: schedule, step, passes=passes, is_checked=False), costs)
+        return simulate_schedule(build_schedule(lambda _: schedule, shape, passes=passes, is_checked=False), costs)
 
     alone = simulate(coarse, _WithoutEncoders(costs, encoders))
     filled = simulate(ordered, costs)
@@ -59,14 +59,14 @@ def measure_filling(builder: Builder, step: StepGraph, costs: StepCosts, *, pass
 def order_coarsely(schedule: Schedule) -> Schedule:
     """Return a schedule of the compute dialect with the encoders' forwards first in every lane, and their backwards last."""
     work, pieces = schedule.work, schedule.pieces
-    encodes = of_units(work, pieces, frozenset(unit.name for unit in schedule.step.graph.encoders))
+    encodes = of_units(work, pieces, frozenset(unit.name for unit in schedule.shape.graph.encoders))
     kinds = work.kinds[pieces]
     phases = np.where(encodes, np.where(kinds == KIND_NUMBERS[ActionKind.FORWARD], 0, 2), 1)
     kept = np.flatnonzero(kinds != KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS])
     lanes = schedule.lane_of_slot[kept]
     order = kept[np.lexsort((kept, phases[kept], lanes))]
     rows = np.split(pieces[order], np.cumsum(np.bincount(lanes, minlength=schedule.num_lanes))[:-1])
-    return place_reductions(Schedule.of_numbers(schedule.step, rows))
+    return place_reductions(Schedule.of_numbers(schedule.shape, rows))
 
 
 def _share(found: Simulation, *, alone: Simulation, encoding: float) -> float:
@@ -77,7 +77,7 @@ def _share(found: Simulation, *, alone: Simulation, encoding: float) -> float:
 def _lane_seconds(found: Simulation, units: frozenset[str]) -> float:
     """Return the seconds that computations of these units take in all lanes."""
     compiled = found.compiled
-    work, pieces = step_work(compiled.schedule.step), compiled.computed.pieces
+    work, pieces = step_work(compiled.schedule.shape), compiled.computed.pieces
     seconds = compiled.computed_seconds * np.diff(work.lanes_of(pieces)[0])
     return float(seconds[of_units(work, pieces, units)].sum())
 

@@ -11,8 +11,8 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.values.action import Action, SegmentRange
 from multimodal.values.arrays.rows import Integers
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import StepWork
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import StepWork
 
 Bools = NDArray[np.bool_]
 MOST_COLLECTIVES = RunOptions(transformer_impl="local", recompute="full", sequence_parallel=True)
@@ -59,10 +59,10 @@ def own_waits(action: Action, layers: StageLayers, *, options: RunOptions) -> tu
     return computation_waits(action.kind, layers.in_order(action[1:4]), options=options, covers=covers, unit=unit)
 
 
-def shared_encoders(step: StepGraph) -> Iterator[str]:
+def shared_encoders(shape: StepShape) -> Iterator[str]:
     """Yield the encoders whose ranges of segments may run inside other computations: those whose tokens no ranks share."""
-    for unit in step.graph.encoders:
-        if step.plan.units[unit.name].context_parallel_size == 1:
+    for unit in shape.graph.encoders:
+        if shape.plan.units[unit.name].context_parallel_size == 1:
             yield unit.name
 
 

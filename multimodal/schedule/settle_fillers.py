@@ -10,7 +10,7 @@ from multimodal.schedule.compile_schedule import CompiledSchedule, compile_sched
 from multimodal.schedule.simulate_events import EventTimes, simulate_events
 from multimodal.values.action import Resource
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers
 
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
@@ -30,7 +30,7 @@ def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
     order = np.array(list(chain.from_iterable(lanes)), np.int64)
     modes = np.where(schedule.modes == SlotMode.FILLS_WAIT, SlotMode.IN_LINE, schedule.modes).astype(np.uint8)
     return Schedule(
-        schedule.step, schedule.lane_starts, schedule.pieces[order], modes[order], schedule.waits[order], schedule.lowered
+        schedule.shape, schedule.lane_starts, schedule.pieces[order], modes[order], schedule.waits[order], schedule.lowered
     )
 
 

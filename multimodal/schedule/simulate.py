@@ -18,8 +18,8 @@ from multimodal.values.action import Place
 from multimodal.values.arrays.rows import row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
-from multimodal.values.step_work import Integers, StepWork
 from multimodal.values.timeline import Timeline, TimelineEvent
+from multimodal.values.work.step_work import Integers, StepWork
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def simulate_schedule(schedule: Schedule, costs: StepCosts) -> Simulation:
         busy_seconds=tuple(busy_seconds.tolist()),
         peak_activation_bytes=peaks,
         peak_total_bytes=tuple(peak + costs.static_bytes(lane) for lane, peak in enumerate(peaks)),
-        num_microbatches=max((sum(map(len, each)) for each in schedule.step.assignment.units.values()), default=0),
+        num_microbatches=max((each.num_microbatches for each in schedule.shape.counts.values()), default=0),
         compiled=compiled,
         times=times,
     )
@@ -125,7 +125,7 @@ def timeline_of_unit_costs(schedule: Schedule) -> Timeline:
     In the lowered dialect the time for which a lane waits for a message is an event of its receive. Raises ScheduleError
     when the schedule cannot finish.
     """
-    compiled = compile_schedule(schedule).with_costs(UnitCosts(schedule.step))
+    compiled = compile_schedule(schedule).with_costs(UnitCosts(schedule.shape))
     return build_timeline(compiled, _run(compiled))
 
 
@@ -168,7 +168,7 @@ def build_timeline(compiled: CompiledSchedule, times: EventTimes) -> Timeline:
     columns = (compiled.lane_of_entry[entries], start[nodes], end[nodes])
     events = [*map(TimelineEvent, actions, *(column.tolist() for column in columns)), *inside, *_waits(compiled, times)]
     ordered = sorted(events, key=lambda event: (event.start_seconds, event.lane, event.end_seconds))
-    return Timeline(schedule.step.plan.lanes, tuple(ordered))
+    return Timeline(schedule.shape.plan.lanes, tuple(ordered))
 
 
 def _inside(compiled: CompiledSchedule, inside: InsideSlots, times: EventTimes) -> list[TimelineEvent]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.kernels import kernels
-from multimodal.values.step_work import Bytes, Integers
+from multimodal.values.work.step_work import Bytes, Integers
 
 Floats = NDArray[np.float64]
 

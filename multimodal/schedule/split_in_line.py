@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 from multimodal.cost.step_costs import StepCosts
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
+from multimodal.values.parts.cuts import StageSplit
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StageSplit, StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, row_starts, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, row_starts, step_work
 
 
 class Waits(NamedTuple):
@@ -32,13 +33,13 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
 
     schedule: of an uncut step, in the compute dialect, all in line. Collectives are left out.
     """
-    step, work = schedule.step, schedule.work
+    shape, work = schedule.shape, schedule.work
     counts = {
-        stage: step.num_microbatches(*stage[:2])
-        for stage in step.stages
-        if stage[0] in units and step.backward_need(*stage).has_backward
+        stage: shape.num_microbatches(*stage[:2])
+        for stage in shape.stages
+        if stage[0] in units and shape.backward_need(*stage).has_backward
     }
-    split = step.with_cuts(replace(step.cuts, split=StageSplit({stage: count for stage, count in counts.items() if count > 0})))
+    split = shape.with_cuts(replace(shape.cuts, split=StageSplit({stage: count for stage, count in counts.items() if count > 0})))
     first, num_parts = np.full((2, work.num_computed), -1)
     for name, old in work.pieces.units.items():
         new = step_work(split).pieces.units[name]
@@ -53,9 +54,9 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
     return Schedule.in_line(split, row_starts(num_in_lane), halves)
 
 
-def reduced_units(step: StepGraph, costs: StepCosts) -> frozenset[str]:
+def reduced_units(shape: StepShape, costs: StepCosts) -> frozenset[str]:
     """Return the units whose reductions take time, which other computations can hide."""
-    work = step_work(step)
+    work = step_work(shape)
     reductions = np.flatnonzero(work.kinds == _REDUCTION)
     takes_time = costs.of_pieces(work, reductions).seconds > 0
     return frozenset(work.stages[stage][0] for stage in np.unique(work.computed_stages[reductions[takes_time]]).tolist())
@@ -77,11 +78,11 @@ def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
     microbatches that any lane of the replica has in flight in this order, over all stages of the replica in the lane. schedule: a
     result of `split_in_line`.
     """
-    step, is_split = schedule.step, _has_weight_gradients(schedule)
+    shape, is_split = schedule.shape, _has_weight_gradients(schedule)
     found = [np.zeros((2, 0), np.int64)]
-    for index, replica in enumerate(step.plan.units[unit].replicas):
+    for index, replica in enumerate(shape.plan.units[unit].replicas):
         is_own = np.array([stage[:2] == (unit, index) for stage in schedule.work.stages], bool) & is_split
-        lanes = {lane for stage in range(len(replica.virtual_stages)) for lane in step.lanes_of(unit, index, stage)}
+        lanes = {lane for stage in range(len(replica.virtual_stages)) for lane in shape.lanes_of(unit, index, stage)}
         orders = [_LaneOrder.of(schedule, lane, is_own) for lane in sorted(lanes)]
         most = max(order.most_in_flight for order in orders)
         found += [order.with_limit(most) for order in orders]
@@ -145,7 +146,7 @@ def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
     found = [np.zeros((2, 0), np.int64)]
     for name in units:
         grid = work.pieces.units[name]
-        for first, end in pairwise(grid.placed.microbatch_starts.tolist()):
+        for first, end in pairwise(grid.counted.microbatch_starts.tolist()):
             for width, backwards in zip(grid.width[:, first:end], grid.backward[:, first:end], strict=True):
                 if len(width) > 1 and (width > 1).all():
                     weights = backwards[np.argsort(position[backwards])] + 1

@@ -29,7 +29,7 @@ from multimodal.values.action import (
 )
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 _LANE_PATTERN = re.compile(r"lane (\d+(?:,\d+)*):")
 _ACTION_PATTERN = re.compile(
@@ -63,12 +63,12 @@ def _lane_to_text(lane: Lane) -> str:
     return f"lane {','.join(map(str, lane.ranks))}:{' ' if actions else ''}{actions}"
 
 
-def schedule_from_text(text: str, step: StepGraph, *, lowered: bool = False) -> Schedule:
+def schedule_from_text(text: str, shape: StepShape, *, lowered: bool = False) -> Schedule:
     """Parse the text that `schedule_to_text` prints (blank lines are skipped).
 
     Raises ScheduleError with line, column and token, also for actions that the step does not have.
     """
-    return Schedule.of_lanes(step, lanes_from_text(text), lowered=lowered)
+    return Schedule.of_lanes(shape, lanes_from_text(text), lowered=lowered)
 
 
 def lanes_from_text(text: str) -> tuple[Lane, ...]:

@@ -14,7 +14,7 @@ from multimodal.values.action import Action, ActionKind, Resource, action_to_tex
 from multimodal.values.arrays.rows import order_by, row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode, slot_error
-from multimodal.values.step_work import RESOURCE_NUMBERS, Integers, StepWork, take_rows
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork, take_rows
 
 _COMPUTE, _SEND, _RECEIVE = (RESOURCE_NUMBERS[each] for each in (Resource.COMPUTE, Resource.SEND, Resource.RECEIVE))
 
@@ -101,11 +101,11 @@ class _SlotOrder:
 
     def check_segments(self) -> None:
         """Check that places cut into ranges of segments have as many segments as their stages' layers."""
-        step, counts = self.schedule.step, dict[tuple[str, int, int], int]()
-        for place, cut in step.cuts.segments.items():
+        shape, counts = self.schedule.shape, dict[tuple[str, int, int], int]()
+        for place, cut in shape.cuts.segments.items():
             stage = place[:3]
             if stage not in counts:
-                counts[stage] = count_segments(step.graph.unit(place.unit), step.plan.virtual_stage(*stage).layers)
+                counts[stage] = count_segments(shape.graph.unit(place.unit), shape.plan.virtual_stage(*stage).layers)
             if cut.num_segments != counts[stage]:
                 forward = Action(ActionKind.FORWARD, *place, covers=cut.forwards[-1])
                 end = cut.num_segments
@@ -211,8 +211,8 @@ def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:
         is_computed = schedule.pieces < schedule.work.num_computed
         starts = row_starts(np.bincount(schedule.lane_of_slot[is_computed], minlength=schedule.num_lanes))
         pieces, modes, waits = schedule.pieces[is_computed], schedule.modes[is_computed], schedule.waits[is_computed]
-        computed = Schedule(schedule.step, starts, pieces, modes, waits)
-        is_same = before is not None and before.step is schedule.step and np.array_equal(before.lane_starts, starts)
+        computed = Schedule(schedule.shape, starts, pieces, modes, waits)
+        is_same = before is not None and before.shape is schedule.shape and np.array_equal(before.lane_starts, starts)
         if before is not None and is_same and np.array_equal(before.pieces, computed.pieces):
             computed = before
         if not (execution := execute_lanes(computed)).stuck:

@@ -15,7 +15,7 @@ from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollect
 from multimodal.values.action import Action, Resource, action_to_text
 from multimodal.values.arrays.rows import row_numbers, take_rows
 from multimodal.values.schedule import Schedule, slot_error
-from multimodal.values.step_work import KINDS, RESOURCE_NUMBERS
+from multimodal.values.work.step_work import KINDS, RESOURCE_NUMBERS
 
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 _FEWEST_COLLECTIVES = replace(MOST_COLLECTIVES, recompute=None, sequence_parallel=False)
@@ -44,9 +44,9 @@ def validate_inside(schedule: Schedule, *, options: RunOptions | None = None) ->
 
 class _Checks:
     def __init__(self, schedule: Schedule, options: RunOptions | None) -> None:
-        self.schedule, self.work, self.step = schedule, schedule.work, schedule.step
+        self.schedule, self.work, self.shape = schedule, schedule.work, schedule.shape
         self.inside = InsideSlots.of(schedule)
-        self.layers = StageLayers(self.step.graph, self.step.plan, vocab_size=0)
+        self.layers = StageLayers(self.shape.graph, self.shape.plan, vocab_size=0)
         self.options, self.own_options = options or MOST_COLLECTIVES, options or _FEWEST_COLLECTIVES
 
     def check_kinds(self) -> None:
@@ -61,7 +61,7 @@ class _Checks:
         own, carriers = (work.pieces.unit_of_stage[work.computed_stages[each]] for each in (inside.pieces, inside.carriers))
         self._refuse(own == carriers, lambda text: f"it runs inside {text}, which is of the same unit; run it by itself")
         pieces, which = np.unique(inside.carriers, return_inverse=True)
-        is_cut = np.array([self._action(piece).place in self.step.cuts.segments for piece in pieces.tolist()], bool)
+        is_cut = np.array([self._action(piece).place in self.shape.cuts.segments for piece in pieces.tolist()], bool)
         self._refuse(
             is_cut[which.ravel()],
             lambda text: (
@@ -91,7 +91,7 @@ class _Checks:
         key = self.work.stages[stage]
         if self.layers.tensor_size(key) == 1 or self.options.hides_waits:
             return 0
-        unit = self.step.graph.unit(key[0])
+        unit = self.shape.graph.unit(key[0])
         return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options, unit=unit))
 
     def check_collectives(self) -> None:
@@ -99,7 +99,7 @@ class _Checks:
 
         def problem(_: str) -> str:
             action = self._action(int(self.inside.pieces[np.argmin(self.collectives.fits_inside)]))
-            plan, layers = self.step.plan.units[action.unit], self.layers.in_order(action[1:4])
+            plan, layers = self.shape.plan.units[action.unit], self.layers.in_order(action[1:4])
             if plan.context_parallel_size > 1:
                 return f"it exchanges keys and values over {plan.context_parallel_size} context parallel ranks; run it by itself"
             wait = next(wait for wait in own_waits(action, self.layers, options=self.own_options) if not wait.is_at_end)

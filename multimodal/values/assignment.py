@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from multimodal.values.arrays.placed_atoms import Atom, Microbatch, MicrobatchPlace, PlacedAtoms, PlacedUnits, Replicas
+from multimodal.values.arrays.microbatches import MicrobatchPlace
+from multimodal.values.arrays.placed_atoms import Atom, Microbatch, PlacedAtoms, PlacedUnits, Replicas
 from multimodal.values.arrays.routes import Route, Routes, build_routes
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role
 
-__all__ = ["Assignment", "Atom", "Microbatch", "MicrobatchPlace", "PlacedAtoms", "Route", "Routes", "build_routes"]
+__all__ = ["Assignment", "Atom", "Microbatch", "MicrobatchPlace", "PlacedAtoms", "Route", "Routes"]
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class Assignment:
     def routes(self, graph: ModelGraph) -> "Routes":
         """All routes along the graph's edges, built once per assignment."""
         if graph.edges not in self._routes_by_edges:
-            self._routes_by_edges[graph.edges] = build_routes(graph, self.placed)
+            by_item = {edge: graph.unit(edge[1]).role is Role.ENCODER for edge in graph.edges}
+            self._routes_by_edges[graph.edges] = build_routes(by_item, self.placed)
         return self._routes_by_edges[graph.edges]
 
     def to_dict(self) -> dict[str, Any]:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from multimodal.values.checks.check_unit import check_unit
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain
+from multimodal.values.units.check_unit import check_unit
 from multimodal.values.units.experts import Experts
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
 from multimodal.values.units.lora import Lora

@@ -11,10 +11,10 @@ import numpy as np
 from multimodal.values.action import Action
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.lane import NO_WAIT, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
-from multimodal.values.parts.read_cuts import check_coverages, read_cuts
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import Bytes, Integers, StepWork, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.read_cuts import check_coverages, read_cuts
+from multimodal.values.work.step_work import Bytes, Integers, StepWork, step_work
 
 __all__ = ["NO_WAIT", "Lane", "Schedule", "Slot", "SlotMode", "lane_of", "read_cuts", "show_slots", "slot_error"]
 
@@ -23,9 +23,12 @@ _MODES = tuple(SlotMode)
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """A step, and the order in which every lane of `Plan.lanes` runs its work: numbers of `step_work`, lane after lane."""
+    """A shape, and the order in which every lane of `Plan.lanes` runs its work: numbers of `step_work`, lane after lane.
 
-    step: StepGraph
+    It holds nobody's samples: all steps of the shape can run it.
+    """
+
+    shape: StepShape
     lane_starts: Integers
     """[num_lanes + 1] into `pieces` and `modes`."""
     pieces: Integers
@@ -46,12 +49,12 @@ class Schedule:
         pieces = self.pieces.astype(np.int32) if self.pieces.max(initial=0) < 2**31 else self.pieces
         modes = self.modes if self.modes.any() else None
         waits = self.waits if (self.waits != NO_WAIT).any() else None
-        return _unpickled, (self.step, self.lane_starts, pieces, modes, waits, self.lowered, self._lanes)
+        return _unpickled, (self.shape, self.lane_starts, pieces, modes, waits, self.lowered, self._lanes)
 
     @classmethod
     def of_numbers(
         cls,
-        step: StepGraph,
+        shape: StepShape,
         lanes: Iterable[Integers],
         modes: Iterable[Bytes] | None = None,
         waits: Iterable[Integers] | None = None,
@@ -64,31 +67,31 @@ class Schedule:
         pieces = np.concatenate([np.zeros(0, np.int64), *rows])
         flat = np.zeros(len(pieces), np.uint8) if modes is None else np.concatenate([np.zeros(0, np.uint8), *modes])
         inside = np.full(len(pieces), NO_WAIT) if waits is None else np.concatenate([np.zeros(0, np.int64), *waits])
-        return cls(step, starts, pieces, flat, inside, lowered)
+        return cls(shape, starts, pieces, flat, inside, lowered)
 
     @classmethod
-    def in_line(cls, step: StepGraph, lane_starts: Integers, pieces: Integers) -> "Schedule":
+    def in_line(cls, shape: StepShape, lane_starts: Integers, pieces: Integers) -> "Schedule":
         """Build a schedule in the compute dialect in which all work is in line."""
-        return cls(step, lane_starts, pieces, np.zeros(len(pieces), np.uint8), np.full(len(pieces), NO_WAIT))
+        return cls(shape, lane_starts, pieces, np.zeros(len(pieces), np.uint8), np.full(len(pieces), NO_WAIT))
 
     @classmethod
-    def of_lanes(cls, step: StepGraph, lanes: Iterable[Lane], *, lowered: bool = False) -> "Schedule":
-        """Build a schedule of lanes; the cuts of the step are read from their actions.
+    def of_lanes(cls, shape: StepShape, lanes: Iterable[Lane], *, lowered: bool = False) -> "Schedule":
+        """Build a schedule of lanes; the cuts of the shape are read from their actions.
 
-        Raises ScheduleError where the lanes are not the plan's, for an action that the step lacks, and for one that stands in a
+        Raises ScheduleError where the lanes are not the plan's, for an action that the shape lacks, and for one that stands in a
         lane that does not execute its stage, or twice in a lane. O(actions log).
         """
         rows = tuple(lanes)
-        _check_ranks(rows, step.plan)
-        check_coverages(rows, step)
-        step = step.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows), step.plan))
-        numbers = step_work(step).numbers(lowered=lowered)
+        _check_ranks(rows, shape.plan)
+        check_coverages(rows, shape)
+        shape = shape.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows), shape.plan))
+        numbers = step_work(shape).numbers(lowered=lowered)
         pieces = [list(map(numbers.get, lane.actions)) for lane in rows]
-        if any(None in lane for lane in pieces) or not _belong(step_work(step), pieces):
-            raise _misplaced(rows, step, numbers, lowered=lowered)
+        if any(None in lane for lane in pieces) or not _belong(step_work(shape), pieces):
+            raise _misplaced(rows, shape, numbers, lowered=lowered)
         modes = [np.array([slot.mode for slot in lane.slots], np.uint8) for lane in rows]
         waits = [np.array([slot.wait for slot in lane.slots], np.int64) for lane in rows]
-        return cls.of_numbers(step, [np.array(lane, np.int64) for lane in pieces], modes, waits, lowered=lowered)
+        return cls.of_numbers(shape, [np.array(lane, np.int64) for lane in pieces], modes, waits, lowered=lowered)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Schedule):
@@ -97,10 +100,10 @@ class Schedule:
 
     __hash__ = None  # type: ignore[assignment]
 
-    @property
+    @cached_property
     def work(self) -> StepWork:
-        """The numbered pieces of the step."""
-        return step_work(self.step)
+        """The numbered pieces of the shape."""
+        return step_work(self.shape)
 
     @property
     def num_lanes(self) -> int:
@@ -116,7 +119,7 @@ class Schedule:
         if index not in self._lanes:
             slots = slice(self.lane_starts[index], self.lane_starts[index + 1])
             actions = map(self.work.action, self.pieces[slots].tolist())
-            self._lanes[index] = Lane(self.step.plan.lanes[index], self._slots(actions, slots))
+            self._lanes[index] = Lane(self.shape.plan.lanes[index], self._slots(actions, slots))
         return self._lanes[index]
 
     @property
@@ -126,7 +129,7 @@ class Schedule:
             all_actions = self.work.actions if self.lowered else self.work.computed
             slots = self._slots(map(all_actions.__getitem__, self.pieces.tolist()), slice(None))
             for index, (first, last) in enumerate(pairwise(self.lane_starts.tolist())):
-                self._lanes.setdefault(index, Lane(self.step.plan.lanes[index], slots[first:last]))
+                self._lanes.setdefault(index, Lane(self.shape.plan.lanes[index], slots[first:last]))
         return tuple(map(self._lanes.__getitem__, range(self.num_lanes)))
 
     def _slots(self, actions: Iterable[Action], places: slice) -> tuple[Slot, ...]:
@@ -148,17 +151,12 @@ class Schedule:
         return bool((self.modes == SlotMode.INSIDE).any())
 
     def with_lanes(self, lanes: Iterable[Lane]) -> "Schedule":
-        """Return a schedule of the same step and dialect with other slots; the cuts of the step are read from them."""
-        return Schedule.of_lanes(self.step, lanes, lowered=self.lowered)
-
-    def for_step(self, step: StepGraph) -> "Schedule":
-        """Return the same schedule for a step of the same shape, such as the next global batch's."""
-        same = self.lane_starts, self.pieces, self.modes, self.waits, self.lowered
-        return Schedule(self.step.with_assignment(step.assignment), *same)
+        """Return a schedule of the same shape and dialect with other slots; the cuts of the shape are read from them."""
+        return Schedule.of_lanes(self.shape, lanes, lowered=self.lowered)
 
 
 def _unpickled(
-    step: StepGraph,
+    shape: StepShape,
     lane_starts: Integers,
     pieces: Integers,
     modes: Bytes | None,
@@ -167,7 +165,7 @@ def _unpickled(
     lanes: dict[int, Lane],
 ) -> Schedule:
     found = Schedule(
-        step,
+        shape,
         lane_starts,
         pieces.astype(np.int64, copy=False),
         np.zeros(len(pieces), np.uint8) if modes is None else modes,
@@ -201,7 +199,7 @@ def _belong(work: StepWork, lanes: Sequence[Sequence[int | None]]) -> bool:
     return bool(np.isin(stages[pieces] * len(lanes) + lane_of_slot, allowed).all() and (keys[1:] != keys[:-1]).all())
 
 
-def _misplaced(lanes: Sequence[Lane], step: StepGraph, numbers: Mapping[Action, int], *, lowered: bool) -> ScheduleError:
+def _misplaced(lanes: Sequence[Lane], shape: StepShape, numbers: Mapping[Action, int], *, lowered: bool) -> ScheduleError:
     """Return an error about the first action that stands in a wrong place."""
     for index, lane in enumerate(lanes):
         first: dict[Action, int] = {}
@@ -210,7 +208,7 @@ def _misplaced(lanes: Sequence[Lane], step: StepGraph, numbers: Mapping[Action, 
             if action not in numbers:
                 dialect = "lowered" if lowered else "compute"
                 problem = f"unknown action: no such action belongs to this step in the {dialect} dialect; remove it"
-            elif index not in (wanted := step.lanes_of(*action[1:4])):
+            elif index not in (wanted := shape.lanes_of(*action[1:4])):
                 where = ", ".join(map(str, wanted))
                 problem = f"wrong lane: it stands in lane {index} but belongs to lane {where}; move it there"
             elif action in first:

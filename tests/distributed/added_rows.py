@@ -21,12 +21,12 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 SCHEDULE, BALANCER, PLANNER = "forwards-first", "backwards-dealt", "one-stage-each"
 
 
-def build_forwards_first(step: StepGraph) -> Schedule:
+def build_forwards_first(step: StepShape) -> Schedule:
     """Build 1F1B with one more microbatch in flight in each stage, and forwards before backwards inside that limit."""
     limits = {stage: limit + 1 for stage, limit in forward_limits(step).items()}
     return list_schedule(step, Policy(forward_limits=limits, forwards_go_first=True))

@@ -209,7 +209,7 @@ def run_on_rank(case: GradientCase) -> RankGradients:
 
 def run_step(session: Session, step: Step) -> RankGradients:
     """Execute a step and report."""
-    result = session.executor.execute(step, is_training=True)
+    result = session.executor.execute(step)
     session.finish_gradients()
     return _report(session, {step.graph.backbone.name: result.loss_sum, **result.generator_loss_sums})
 

@@ -31,7 +31,7 @@ class SplitStages:
         def rewritten(action: Action) -> list[Action]:
             if action.kind is not ActionKind.BACKWARD or not self._draw("split", *action.place[:3]):
                 return [action]
-            need = schedule.step.backward_need(*action.place[:3])
+            need = schedule.shape.backward_need(*action.place[:3])
             kinds = (ActionKind.INPUT_GRADIENT, *((ActionKind.WEIGHT_GRADIENT,) if need.trains_weights else ()))
             return [action._replace(kind=kind) for kind in kinds]
 
@@ -64,7 +64,7 @@ class CutMicrobatches:
     seed: int
 
     def __call__(self, schedule: Schedule) -> Schedule:
-        graph = schedule.step.graph
+        graph = schedule.shape.graph
         encoders = {unit.name for unit in graph.encoders if graph.gives_items_once(unit.name)}
 
         def rewritten(action: Action) -> list[Action]:
@@ -72,7 +72,7 @@ class CutMicrobatches:
             is_backward = action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
             if not is_backward or action.unit not in encoders or not _draw(self.seed, *place):
                 return [action]
-            subsets = [SampleSubset(index) for index in range(len(schedule.step.consumers(place)))]
+            subsets = [SampleSubset(index) for index in range(len(schedule.shape.consumers(place)))]
             random.Random(f"{self.seed} {place} {action.stage}").shuffle(subsets)
             return [action._replace(covers=subset) for subset in subsets]
 
@@ -88,7 +88,7 @@ class FillWithWeightGradients:
     def __call__(self, schedule: Schedule) -> Schedule:
         lanes = []
         for lane in schedule.lanes:
-            is_alone = all(len(schedule.step.lanes_of(*action.place[:3])) == 1 for action in lane.actions)
+            is_alone = all(len(schedule.shape.lanes_of(*action.place[:3])) == 1 for action in lane.actions)
             fillers = {index for index in range(len(lane.actions) - 1) if is_alone and self._fills(lane.actions, index)}
             lanes.append(lane_of(lane.ranks, lane.actions, fillers))
         return schedule.with_lanes(lanes)
@@ -113,7 +113,7 @@ class RunInsideWaits:
 
     def __call__(self, schedule: Schedule) -> Schedule:
         drawn = random.Random(self.seed)
-        encoders = {unit.name for unit in schedule.step.graph.encoders}
+        encoders = {unit.name for unit in schedule.shape.graph.encoders}
         schedule = _map_actions(schedule, lambda action: self._cut(schedule, action) if action.unit in encoders else [action])
         ranges: dict[tuple[ActionKind, Place], list[Action]] = defaultdict(list)
         for action in dict.fromkeys(slot.action for lane in schedule.lanes for slot in lane.slots):
@@ -133,8 +133,8 @@ class RunInsideWaits:
     def _cut(self, schedule: Schedule, action: Action) -> list[Action]:
         if action.kind not in (_FORWARD, _BACKWARD):
             return [action]
-        layers = schedule.step.plan.virtual_stage(*action.place[:3]).layers
-        count = count_segments(schedule.step.graph.unit(action.unit), layers)
+        layers = schedule.shape.plan.virtual_stage(*action.place[:3]).layers
+        count = count_segments(schedule.shape.graph.unit(action.unit), layers)
         drawn = random.Random(f"{self.seed} {action}")
         bounds = [bound for bound in range(1, count) if drawn.random() < self.density]
         ranges = [action._replace(covers=SegmentRange(first, end)) for first, end in pairwise((0, *bounds, count))]
@@ -159,7 +159,7 @@ class RunInsideWaits:
         return schedule
 
     def _count_waits(self, schedule: Schedule, action: Action) -> int:
-        step = schedule.step
+        step = schedule.shape
         if action.kind not in (_FORWARD, _BACKWARD) or action.covers or step.plan.units[action.unit].tensor_parallel_size == 1:
             return 0
         layers = StageLayers(step.graph, step.plan, vocab_size=0).in_order(action.place[:3])

@@ -23,8 +23,7 @@ def agree(case: GradientCase, other: Assignment | None, odd_rank: int) -> str | 
     rank = dist.get_rank()
     step = plan_case(case)
     if other is not None and rank == odd_rank:
-        schedule = step.schedule.for_step(step.schedule.step.with_assignment(other))
-        step = replace(step, schedule=schedule, digest=assignment_digest(other))
+        step = replace(step, assignment=other, digest=assignment_digest(other))
     try:
         stop = StopReason.SIGTERM if rank == 1 else StopReason.DURATION
         return check_agreement(step, number=3, wait_seconds=0.25 * rank, stop=stop, device=torch.device("cpu"))

@@ -67,7 +67,7 @@ def test_samples_that_are_decoded_first_say_where_their_items_are(ranks: RankPoo
 def evaluate_on_rank(case: GradientCase) -> tuple[int, dict[int, bool]]:
     """What this rank says of a forward in which greedy decoding is compared with the targets."""
     step = plan_case(case, forward_only=True)
-    result = build_session(case).executor.execute(step, is_training=False)
+    result = build_session(case).executor.execute(step)
     return result.num_correct_tokens, dict(result.correct_samples)
 
 

@@ -27,8 +27,8 @@ from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.values.action import ACTION_TABLE
 from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import Schedule, lane_of
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import step_work
 
 ORIGINAL = schedules.get_forward_backward_func
 SHAPE = PipelineShape(num_stages=2, num_chunks=2, num_microbatches=4, forward_only=False)
@@ -87,12 +87,12 @@ def test_chunks_alternate_between_ranks_as_megatrons_do() -> None:
     assert [stage.ranks for stage in replica.virtual_stages] == [(0,), (1,), (0,), (1,)]
 
 
-def _split_backwards(step: StepGraph) -> Schedule:
+def _split_backwards(step: StepShape) -> Schedule:
     text = schedule_to_text(build_gpipe(step))
     return schedule_from_text(text.replace("B model/0/3/0", "I model/0/3/0; W model/0/3/0"), step)
 
 
-def _last_microbatch_first(step: StepGraph) -> Schedule:
+def _last_microbatch_first(step: StepShape) -> Schedule:
     schedule = build_one_f_one_b(step)
     reordered = (
         (a._replace(microbatch=3 - a.microbatch) if a.microbatch >= 0 else a for a in lane.actions) for lane in schedule.lanes

@@ -47,8 +47,9 @@ GENERATOR = {"upstream": ["llm"], "stages": [{"forward": 0.001, "input_gradient"
 def build_run(schedule: str, passes: str, *, with_generator: bool = False) -> EmulatedRun:
     units = {**TABLE["units"], **({"painter": GENERATOR} if with_generator else {})}
     table = CostTable.from_dict({**TABLE, "units": units})
-    lowered = build_schedule(BUILDERS[schedule], build_table_step(table), passes=passes_named(passes))
-    return EmulatedRun(lowered, TableCosts(table), num_iterations=1)
+    step = build_table_step(table)
+    lowered = build_schedule(BUILDERS[schedule], step.shape, passes=passes_named(passes))
+    return EmulatedRun(lowered, step.assignment, TableCosts(table), num_iterations=1)
 
 
 @pytest.mark.parametrize("with_generator", [False, True])
@@ -57,7 +58,7 @@ def test_every_computation_takes_its_seconds_on_its_lane(
     ranks: RankPool, schedule: str, passes: str, with_generator: bool
 ) -> None:
     run = build_run(schedule, passes, with_generator=with_generator)
-    found = ranks.run(_emulate, run, world_size=run.schedule.step.plan.num_ranks)
+    found = ranks.run(_emulate, run, world_size=run.schedule.shape.plan.num_ranks)
     (timeline,) = found[0]
     assert isinstance(timeline, Timeline)
     computed = [event for event in timeline.events if ACTION_TABLE[event.action.kind].resource is Resource.COMPUTE]
@@ -74,8 +75,8 @@ def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
     table = CostTable.from_dict({**TABLE, "units": {**TABLE["units"], "painter": GENERATOR}})
     step = build_table_step(table)
     spread = Plan({name: _spread(unit, size) for (name, unit), size in zip(step.plan.units.items(), (2, 3, 2), strict=True)})
-    lowered = build_schedule(BUILDERS["1f1b"], StepGraph(step.graph, spread, step.assignment))
-    run = EmulatedRun(lowered, TableCosts(table), num_iterations=1, num_tokens=300)
+    lowered = build_schedule(BUILDERS["1f1b"], StepGraph(step.graph, spread, step.assignment).shape)
+    run = EmulatedRun(lowered, step.assignment, TableCosts(table), num_iterations=1, num_tokens=300)
     ((timeline,), *_) = ranks.run(_emulate, run, world_size=spread.num_ranks)
     expected = {action for lane in lowered.lanes for action in lane.actions if _is_computation(action)}
     assert {event.action for event in timeline.events if _is_computation(event.action)} == expected
@@ -96,8 +97,8 @@ def test_replicas_that_share_experts_begin_together(ranks: RankPool) -> None:
     sizes = UnitSizes(data_parallel_size=2, pipeline_parallel_size=2, expert_parallel_size=2)
     plan = Plan({"llm": grid_of(graph.unit("llm"), sizes=sizes, first_rank=0)})
     placed = Assignment({"llm": tuple(tuple((Atom(2 * replica + each),) for each in range(2)) for replica in range(2))})
-    schedule = build_schedule(BUILDERS["zb-h1"], StepGraph(graph, plan, placed))
-    ((timeline,), *_) = ranks.run(_emulate, EmulatedRun(schedule, LateCosts(), num_iterations=1), world_size=4)
+    schedule = build_schedule(BUILDERS["zb-h1"], StepGraph(graph, plan, placed).shape)
+    ((timeline,), *_) = ranks.run(_emulate, EmulatedRun(schedule, placed, LateCosts(), num_iterations=1), world_size=4)
     together = defaultdict(list)
     for event in timeline.events:
         if _is_computation(event.action) and exchanges_tokens(event.action):
@@ -129,9 +130,9 @@ def test_work_inside_a_computation_runs_in_its_waits(ranks: RankPool) -> None:
     plans = {"vision": build_unit_plan(graph, "vision", dp=2, pp=1), "llm": build_unit_plan(graph, "llm", dp=1, pp=1, tp=2)}
     encoded = tuple(tuple((Atom(sample, replica),) for sample in range(2)) for replica in range(2))
     step = StepGraph(graph, Plan(plans), Assignment({"vision": encoded, "llm": (((Atom(0),), (Atom(1),)),)}))
-    schedule = insert_communication(schedule_from_text(INSIDE, step))
+    schedule = insert_communication(schedule_from_text(INSIDE, step.shape))
     validate_schedule(schedule, options=RunOptions(transformer_impl="local", sequence_parallel=False))
-    run = EmulatedRun(schedule, InsideCosts(), num_iterations=1)
+    run = EmulatedRun(schedule, step.assignment, InsideCosts(), num_iterations=1)
     ((timeline,), *_) = ranks.run(_emulate, run, world_size=2)
     events = {(event.lane, event.action): event for event in timeline.events}
     expected = {(event.lane, event.action) for event in simulate_schedule(schedule, run.costs).timeline.events}

@@ -102,7 +102,7 @@ def test_four_tensor_parallel_ranks(ranks: RankPool) -> None:
 
 def events_of(case: GradientCase) -> tuple[TimelineEvent, ...]:
     session, step = build_session(case), plan_case(case)
-    return session.executor.execute(step, is_training=True).events
+    return session.executor.execute(step).events
 
 
 def test_work_inside_has_events_within_those_of_its_carrier(ranks: RankPool, case: GradientCase) -> None:
@@ -110,7 +110,7 @@ def test_work_inside_has_events_within_those_of_its_carrier(ranks: RankPool, cas
     for rank, events in enumerate(ranks.run(events_of, case, world_size=4)):
         spans = {event.action: event for event in events}
         carried: list[TimelineEvent] = []
-        for slot in schedule.lane(schedule.step.plan.lane_of_rank[rank]).slots:
+        for slot in schedule.lane(schedule.shape.plan.lane_of_rank[rank]).slots:
             if slot.mode is SlotMode.INSIDE:
                 carried.append(spans[slot.action])
             elif ACTION_TABLE[slot.action.kind].resource is Resource.COMPUTE:
@@ -137,7 +137,7 @@ def count_held_back(case: GradientCase) -> int:
 def test_collectives_of_work_in_a_wait_start_when_it_is_over(ranks: RankPool, case: GradientCase) -> None:
     schedule = schedule_of(case)
     for rank, count in enumerate(ranks.run(count_held_back, case, world_size=4)):
-        lane = schedule.lane(schedule.step.plan.lane_of_rank[rank])
+        lane = schedule.lane(schedule.shape.plan.lane_of_rank[rank])
         assert 0 < count == len(lane.inside)
 
 

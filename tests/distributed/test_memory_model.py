@@ -72,14 +72,15 @@ CLUSTER = Cluster.from_dict(
 
 def measured_bytes(case: GradientCase) -> int:
     """Runs on a rank."""
-    return build_session(case).executor.execute(plan_case(case), is_training=True).peak_activation_bytes
+    return build_session(case).executor.execute(plan_case(case)).peak_activation_bytes
 
 
 def predicted_bytes(case: GradientCase) -> list[int]:
     lengths = [case.source.lengths(index) for index in range(len(case.source))]
-    schedule = build_schedule(BUILDERS[case.builder], StepGraph(case.graph, case.plan, case.assignment))
+    step = StepGraph(case.graph, case.plan, case.assignment)
+    schedule = build_schedule(BUILDERS[case.builder], step.shape)
     options = RunOptions(case.recompute, sequence_parallel=case.sequence_parallel, transformer_impl="local")
-    costs = ModelCosts(schedule.step, lengths, CLUSTER, VOCABULARY, options)
+    costs = ModelCosts(step, lengths, CLUSTER, VOCABULARY, options)
     found = simulate_schedule(schedule, costs)
     ranks = range(case.plan.num_ranks)
     return [found.peak_activation_bytes[case.plan.lane_of_rank[rank]] + costs.memory.broker_bytes(rank) for rank in ranks]

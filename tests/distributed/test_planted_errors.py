@@ -83,10 +83,10 @@ def cut_case(case: GradientCase) -> GradientCase:
 
 
 def test_the_cut_case_without_an_error_passes(ranks: RankPool, cut_case: GradientCase) -> None:
-    schedule = BUILDERS[cut_case.builder](StepGraph(cut_case.graph, cut_case.plan, cut_case.assignment))
+    schedule = BUILDERS[cut_case.builder](StepGraph(cut_case.graph, cut_case.plan, cut_case.assignment).shape)
     for rewrite in cut_case.passes:
         schedule = rewrite(schedule)
-    cuts = schedule.step.cuts
+    cuts = schedule.shape.cuts
     assert 2 in cuts.num_subsets.values() and cuts.split, "choose another seed"
     assert_matches(cut_case, ranks)
 

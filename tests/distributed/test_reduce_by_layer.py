@@ -123,7 +123,7 @@ def split_last_backwards(schedule: Schedule) -> Schedule:
 
     def rewritten(lane: Lane) -> Iterator[Action]:
         for before, action in zip((None, *lane.actions), lane.actions, strict=False):
-            if before is not None and schedule.step.begins_early(before) and action.kind is ActionKind.BACKWARD:
+            if before is not None and schedule.shape.begins_early(before) and action.kind is ActionKind.BACKWARD:
                 yield from (action._replace(kind=kind) for kind in (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT))
             else:
                 yield action

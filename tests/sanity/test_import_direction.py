@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+from collections import defaultdict
 
 import pytest
 
@@ -94,9 +95,13 @@ def _is_allowed_in_runtime(module, name):
     return bool(name) and (name[0] == room or name[0] in RUNTIME_ROOMS_BELOW.get(room, set()))
 
 
-def find_circle(sources):
-    """Return the modules of some circle of imports, wherever in a module they stand; sources: module -> source."""
+def find_circle(sources, *, knows_itself=False):
+    """Return the modules of some circle of imports, wherever in a module they stand; sources: module -> source.
+
+    knows_itself: True if what a name stands for may import what it stands for, too (a folder).
+    """
     needs = {module: {_owner(name, sources) for name in list_imports(source)} - {None} for module, source in sources.items()}
+    needs = {module: found - {module} for module, found in needs.items()} if knows_itself else needs
     try:
         graphlib.TopologicalSorter(needs).prepare()
     except graphlib.CycleError as problem:
@@ -118,6 +123,13 @@ def test_imports_point_down(path):
 
 def test_no_modules_import_each_other_in_a_circle():
     assert find_circle({module_name(path): path.read_text() for path in MODULES}) == []
+
+
+def test_no_folder_of_the_values_needs_what_needs_it():
+    sources = defaultdict(str)
+    for path in list_python_files("multimodal/values"):
+        sources[".".join(module_name(path).split(".")[:3])] += path.read_text() + "\n"
+    assert find_circle(sources, knows_itself=True) == []
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
 
     Raises ConfigError if the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
     """
-    schedule = build_schedule(BUILDERS[name], pipeline_step(shape))
+    schedule = build_schedule(BUILDERS[name], pipeline_step(shape).shape)
     for lane in schedule.lanes:
         _check_lane(lane, name=name)
     return schedule

@@ -30,11 +30,11 @@ from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import Timeline
-from multimodal.values.units.item_passes import pass_items
 
 TIMEOUT = timedelta(minutes=5)
 _VOCAB_SIZE = 128
@@ -45,7 +45,9 @@ class EmulatedRun:
     """A schedule to run, with the values that the simulator takes, too."""
 
     schedule: Schedule
-    """Lowered and validated; with its step."""
+    """Lowered and validated."""
+    assignment: Assignment
+    """Of the schedule's shape."""
     costs: StepCosts
     num_iterations: int = 5
     num_tokens: int = 8
@@ -57,7 +59,7 @@ def emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
 
     Raises RuntimeError or torch's ProcessRaisedException, with the traceback, if a rank fails.
     """
-    timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.schedule.step.plan.num_ranks)
+    timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.schedule.shape.plan.num_ranks)
     return timelines
 
 
@@ -99,9 +101,9 @@ def _serve_rank(
 def emulate_on_rank(run: EmulatedRun, *, rank: int) -> tuple[Timeline, ...]:
     """Run this rank's part in an initialised world; collective. Returns the timelines on rank 0, nothing elsewhere."""
     run = replace(run, schedule=settle_fillers(run.schedule, run.costs))
-    graph, plan = run.schedule.step.graph, run.schedule.step.plan
+    graph, plan = run.schedule.shape.graph, run.schedule.shape.plan
     session = emulated_session(graph, plan, cost=cache(_Costs(run).compute))
-    step = emulated_step(run.schedule, num_tokens=run.num_tokens, rank=rank)
+    step = emulated_step(run.schedule, run.assignment, num_tokens=run.num_tokens, rank=rank)
     timelines = [_run_step(session, step) for _ in range(run.num_iterations + 1)]
     return tuple(timeline for timeline in timelines[1:] if timeline is not None)
 
@@ -150,10 +152,10 @@ def _run_step(session: Session, step: Step) -> Timeline | None:
     return gather_timeline(result.events, origin_seconds=origin_seconds, plan=session.plan, rank=dist.get_rank())
 
 
-def emulated_step(schedule: Schedule, *, num_tokens: int, rank: int) -> Step:
+def emulated_step(schedule: Schedule, assignment: Assignment, *, num_tokens: int, rank: int) -> Step:
     """Return a step without data: every sample has one target token, every item and text `num_tokens` tokens."""
-    lengths = _lengths(schedule.step.graph, schedule.step.assignment, num_tokens)
-    step = Step(schedule=schedule, lengths={sample.sample_id: sample for sample in lengths}, inputs={})
+    lengths = _lengths(schedule.shape.graph, assignment, num_tokens)
+    step = Step(schedule=schedule, assignment=assignment, lengths={sample.sample_id: sample for sample in lengths}, inputs={})
     return with_emulated_inputs(step, rank=rank)
 
 

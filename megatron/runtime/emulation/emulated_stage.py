@@ -28,7 +28,7 @@ from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.schedule.align_replicas import exchanges_tokens
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.step_graph import SegmentCut
+from multimodal.values.parts.cuts import SegmentCut
 
 Cost = Callable[[Action], ComputeCost]
 """Returns the cost of a computation."""

@@ -14,17 +14,17 @@ from multimodal.values.errors import ConfigError
 class Executor(RankResources):
     """Executes steps with a rank's resources, which are the same for all steps."""
 
-    def execute(self, step: Step, *, is_training: bool) -> StepResult:
-        """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters.
+    def execute(self, step: Step) -> StepResult:
+        """Run this rank's lane of `step.schedule`; gradients accumulate in the stages' parameters if it has backwards.
 
         Raises ConfigError if the schedule splits backwards of Transformer Engine layers that do not delay weight gradients, or
         runs segments of such layers, and if work is placed in waits that --tp-comm-overlap removes.
         """
         self._check_implementation(step)
         for stage in self.stages.values():
-            stage.train(is_training)
+            stage.train(not step.shape.forward_only)
             stage.num_step_tokens = step.num_tokens
-        running = RunningStep(self, step, is_training=is_training)
+        running = RunningStep(self, step)
         memory_before = _start_counting_cuda_memory()
         self.clock.start_step()
         running.run(step.schedule.lane(self.lane))

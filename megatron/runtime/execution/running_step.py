@@ -20,7 +20,7 @@ from multimodal.model.stage_input import PackedInput, stack_items
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.action import Action, ActionKind, LayerRange, SegmentRange
 from multimodal.values.assignment import MicrobatchPlace, Route
-from multimodal.values.backward_need import BackwardNeed, has_trainable_output, stage_backward_need
+from multimodal.values.backward_need import BackwardNeed, has_trainable_output
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,8 @@ class OpenSegments(NamedTuple):
 class RunningStep(StepMessages):
     """One step as a rank's stages compute it, with its results."""
 
-    def __init__(self, executor: RankResources, step: Step, *, is_training: bool) -> None:
+    def __init__(self, executor: RankResources, step: Step) -> None:
         super().__init__(executor, step)
-        self.is_training = is_training
         self.loss_sums: dict[str, list[Tensor]] = {}
         """The losses of every unit with a loss, microbatch by microbatch."""
         self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
@@ -70,7 +69,7 @@ class RunningStep(StepMessages):
             self._forward_segments(action)
             return
         need = self._need(action)
-        has_backward = self.is_training and need.has_backward
+        has_backward = need.has_backward
         hidden, items, batches = self._collect(action)
         hiddens = self._split_rows(action, hidden, batches)
         with self.clock.span(action), self._filling_waits(action), torch.set_grad_enabled(has_backward):
@@ -110,7 +109,7 @@ class RunningStep(StepMessages):
 
     def reduce_gradients(self, action: Action) -> None:
         """Start a reduction, or finish one that a backward has begun; or, before that backward, prepare it."""
-        unit, is_early = self.executor.gradients[action.unit], self.step.schedule.step.begins_early(action)
+        unit, is_early = self.executor.gradients[action.unit], self.step.shape.begins_early(action)
         start = unit.expect_last_backward if is_early else unit.start_reduction
         if isinstance(unit, UnlikeGradients) and not is_early:
             assert isinstance(action.covers, LayerRange)
@@ -161,7 +160,7 @@ class RunningStep(StepMessages):
 
     def _open_segments(self, action: Action) -> OpenSegments:
         need, cut, stage = self._need(action), self.step.cuts.segments[action.place], self.stage(action.place)
-        has_backward = self.is_training and need.has_backward
+        has_backward = need.has_backward
         hidden, items, (batch,) = self._collect(action)
         if hidden is not None:
             hidden.requires_grad_(has_backward and need.sends_gradient)
@@ -195,7 +194,7 @@ class RunningStep(StepMessages):
         """Take all inputs of a forward: hidden states, upstream outputs, and the inputs of its sample subsets."""
         hidden, items = self.collect_inputs(action)
         self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
-        has_backward = self.is_training and self._need(action).has_backward
+        has_backward = self._need(action).has_backward
         for route, tensor in items:
             tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
         return (
@@ -211,7 +210,7 @@ class RunningStep(StepMessages):
         return self.stage(action.place).waits.filled_by(self.fill_wait, go_on=self.end_wait)
 
     def _need(self, action: Action) -> BackwardNeed:
-        return stage_backward_need(self.step.graph, self.executor.plan, action.unit, action.replica, action.stage)
+        return self.step.shape.backward_need(*action[1:4])
 
     def _gathering_weights(self, action: Action) -> AbstractContextManager[None]:
         """Gather weights and reduce gradients while an action computes, if the stage's weights are sharded."""

@@ -23,9 +23,9 @@ from megatron.runtime.step.step import Step
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.action import Action, Coverage, Place, SampleSubset
 from multimodal.values.assignment import MicrobatchPlace, Route
-from multimodal.values.dependencies import must_travel
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.work.dependencies import must_travel
 
 _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""

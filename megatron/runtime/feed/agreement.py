@@ -31,9 +31,9 @@ def assignment_digest(assignment: Assignment) -> int:
     return int.from_bytes(digest.digest()) >> 2
 
 
-def decision_digest(schedule: Schedule) -> int:
+def decision_digest(assignment: Assignment, schedule: Schedule) -> int:
     """Return such a number for an assignment and the order of its work, if the order depends on more than the assignment."""
-    digest = hashlib.blake2b(assignment_digest(schedule.step.assignment).to_bytes(8), digest_size=8)
+    digest = hashlib.blake2b(assignment_digest(assignment).to_bytes(8), digest_size=8)
     for array in (schedule.lane_starts, schedule.pieces, schedule.modes, schedule.waits):
         digest.update(array.tobytes())
     return int.from_bytes(digest.digest()) >> 2

@@ -6,16 +6,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from megatron.runtime.step.decision import StepDecision
 from multimodal.balance.batch_work import list_items
 from multimodal.model.stage_input import PackedInput
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
+from multimodal.values.parts.item_passes import list_conditions
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.units.item_passes import list_conditions
 
 
 def put_conditions_before(
-    packed: PackedInput, images: Microbatch, place: MicrobatchPlace, step: StepGraph, *, lengths: Mapping[int, SampleLengths]
+    packed: PackedInput, images: Microbatch, place: MicrobatchPlace, step: StepDecision, *, lengths: Mapping[int, SampleLengths]
 ) -> PackedInput:
     """Return a generator's input with the tokens of the items before each image in front of its patches.
 
@@ -45,7 +45,7 @@ def put_conditions_before(
 
 
 def _rows_handed_over(
-    place: MicrobatchPlace, step: StepGraph, lengths: Mapping[int, SampleLengths]
+    place: MicrobatchPlace, step: StepDecision, lengths: Mapping[int, SampleLengths]
 ) -> tuple[dict[Atom, int], Tensor]:
     """Return the first row of every item among the received ones, route by route, and the source unit of each row."""
     graph, first_row, sources = step.graph, dict[Atom, int](), list[int]()

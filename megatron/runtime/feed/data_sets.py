@@ -32,7 +32,7 @@ from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tok
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
 from multimodal.values.errors import CheckpointError, ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.units.item_passes import count_llm_tokens
+from multimodal.values.parts.item_passes import count_llm_tokens
 
 if TYPE_CHECKING:
     from megatron.runtime.feed.producers.produced_items import ProducedItems

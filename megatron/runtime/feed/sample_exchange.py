@@ -22,6 +22,7 @@ from megatron.runtime.feed.sample_messages import (
     unpack_described,
     unpack_pieces,
 )
+from megatron.runtime.feed.step_inputs import item_ranks
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
@@ -157,7 +158,7 @@ class SampleExchange:
 def needed_pieces(step: StepGraph, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:
     """Return rank -> pieces of the global batch that it needs, by the rules of `load_inputs`.
 
-    Texts go to the LLM; pixels to the ranks of `StepGraph.item_ranks`.
+    Texts go to the LLM; pixels to the ranks of `item_ranks`.
     """
     found: dict[int, dict[Piece, None]] = {}
     for name, replicas in step.assignment.units.items():
@@ -168,7 +169,7 @@ def needed_pieces(step: StepGraph, lengths: Mapping[int, SampleLengths]) -> dict
                 ranks, pieces = step.plan.units[name].replicas[index].ranks, [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
             else:
                 items = atoms if role is Role.ENCODER else list_items(atoms, unit=name, lengths_by_sample=lengths)
-                ranks, pieces = step.item_ranks(name, index), [Piece(*item) for item in items]
+                ranks, pieces = item_ranks(step.graph, step.plan, name, index), [Piece(*item) for item in items]
             for rank in ranks:
                 found.setdefault(rank, {}).update(dict.fromkeys(pieces))
     return {rank: list(pieces) for rank, pieces in found.items()}

@@ -8,6 +8,7 @@ from itertools import accumulate
 import torch
 
 from megatron.runtime.feed.condition_inputs import put_conditions_before
+from megatron.runtime.step.decision import StepDecision
 from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.batch_work import list_items
@@ -19,9 +20,9 @@ from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.stage_input import PackedInput, share_input
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
-from multimodal.values.model_graph import Role, Unit
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.units.item_passes import first_joined_token
+from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.parts.item_passes import first_joined_token
+from multimodal.values.plan import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,16 +37,16 @@ class LoadedInputs:
 
 def load_inputs(
     source: SampleSource,
-    step: StepGraph,
+    step: StepDecision,
     *,
     rank: int,
     source_index: Mapping[int, int],
     placement: TokenPlacement | None = None,
     options: BuildOptions | None = None,
 ) -> LoadedInputs:
-    """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`StepGraph.item_ranks`).
+    """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`item_ranks`).
 
-    Microbatches that run in sample subsets (`StepGraph.cuts`) are packed subset by subset.
+    Microbatches that run in sample subsets (`StepDecision.cuts`) are packed subset by subset.
     source_index: sample id -> index in `source`;
     placement: the tokens of each rank, if a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
     options: of the run's stages, for which masks and other derived values are prepared; None: stages derive them when they run.
@@ -73,13 +74,13 @@ def load_inputs(
         for replica_index, replica in enumerate(unit_plan.replicas):
             if rank not in replica.ranks:
                 continue
-            has_items = rank in step.item_ranks(name, replica_index)
-            for microbatch in range(step.num_microbatches(name, replica_index)):
+            has_items = rank in item_ranks(step.graph, step.plan, name, replica_index)
+            for microbatch in range(step.assignment.num_microbatches(name, replica_index)):
                 place = MicrobatchPlace(name, replica_index, microbatch)
                 if unit.join is not None:
                     inputs[place] = own(_joined_input(source, unit, place, step, source_index), place)
                 elif unit.role is Role.ENCODER:
-                    subsets = step.sample_subsets(place)
+                    subsets = step.subsets(place)
                     packed = tuple(
                         own(_encoder_input(source, unit, atoms, source_index, with_pixels=has_items), place, part)
                         for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
@@ -100,14 +101,28 @@ def load_inputs(
     return LoadedInputs(inputs, target_samples, subset_inputs)
 
 
-def _needed_items(step: StepGraph, *, rank: int, source_index: Mapping[int, int], source: SampleSource) -> list[tuple[int, int]]:
+def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[int, ...]:
+    """Return the ranks that need the pixels or sound of a replica's items.
+
+    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them; and no rank of the
+    backbone, or of an encoder that takes what others give.
+    """
+    described = graph.unit(unit)
+    if described.role is Role.BACKBONE or described.join is not None:
+        return ()
+    return plan.units[unit].replicas[replica].virtual_stages[0 if described.role is Role.ENCODER else -1].ranks
+
+
+def _needed_items(
+    step: StepDecision, *, rank: int, source_index: Mapping[int, int], source: SampleSource
+) -> list[tuple[int, int]]:
     """Return (index in the source, item) of everything that this rank needs decoded, in the order of its microbatches."""
     found: list[tuple[int, int]] = []
     for name, unit_plan in step.plan.units.items():
         for replica in range(len(unit_plan.replicas)):
-            if rank not in step.item_ranks(name, replica):
+            if rank not in item_ranks(step.graph, step.plan, name, replica):
                 continue
-            for microbatch in range(step.num_microbatches(name, replica)):
+            for microbatch in range(step.assignment.num_microbatches(name, replica)):
                 atoms = step.assignment.atoms(MicrobatchPlace(name, replica, microbatch))
                 is_encoder = step.graph.unit(name).role is Role.ENCODER
                 items = atoms if is_encoder else _items_of(atoms, name, source=source, source_index=source_index)
@@ -144,7 +159,7 @@ def _encoder_input(
 
 
 def _joined_input(
-    source: SampleSource, unit: Unit, place: MicrobatchPlace, step: StepGraph, source_index: Mapping[int, int]
+    source: SampleSource, unit: Unit, place: MicrobatchPlace, step: StepDecision, source_index: Mapping[int, int]
 ) -> PackedInput:
     """Make every item a sequence of the outputs of other encoders, whose places are counted from its first token."""
     atoms, graph = step.assignment.atoms(place), step.graph
@@ -168,7 +183,7 @@ def _generator_input(
     source: SampleSource,
     unit: Unit,
     place: MicrobatchPlace,
-    step: StepGraph,
+    step: StepDecision,
     source_index: Mapping[int, int],
     *,
     with_pixels: bool,
@@ -189,7 +204,7 @@ def _generator_input(
 def _language_input(
     source: SampleSource,
     place: MicrobatchPlace,
-    step: StepGraph,
+    step: StepDecision,
     source_index: Mapping[int, int],
 ) -> tuple[PackedInput, tuple[int, ...]]:
     has_places = bool(step.graph.backbone.transformer.rotary_sections)

@@ -36,9 +36,9 @@ from multimodal.data.global_batches import GlobalBatches
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import validate_assignment
 
@@ -141,19 +141,20 @@ def plan_step(
     """
     asked = schedules.step(assignment)
     validate_assignment(asked, lengths)
-    assignment = as_computed(asked, lengths).assignment
+    placed = as_computed(asked, lengths)
+    assignment = placed.assignment
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
-    built = schedules.find(assignment, costs)
-    ordered = built.schedule
+    built = schedules.find(placed.shape, costs)
+    schedule = built.schedule
     if not (built.computes_together or shards_weights or costs_of is None):  # these depend on the order as built
-        ordered = built.to_run(lambda: costs_of(assignment, lengths))
-    schedule = ordered.for_step(schedules.step(assignment))
-    schedule.lane(schedule.step.plan.lane_of_rank[rank])  # made here, ahead of training
+        schedule = built.to_run(lambda: costs_of(assignment, lengths))
+    schedule.lane(placed.plan.lane_of_rank[rank])  # made here, ahead of training
     step = Step(
         schedule=schedule,
+        assignment=assignment,
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},
-        digest=assignment_digest(assignment) if costs is None else decision_digest(schedule),
+        digest=assignment_digest(assignment) if costs is None else decision_digest(assignment, schedule),
         sharing=sharing,
         joins=built.joins if shards_weights else (),
     )
@@ -161,7 +162,7 @@ def plan_step(
         return with_emulated_inputs(step, rank=rank)
     loaded = load_inputs(
         source,
-        schedule.step,
+        step,
         rank=rank,
         source_index=source_index,
         placement=step.placement,

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, Route, Routes
 from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.parts.cuts import Cuts
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import Cuts
+from multimodal.values.shape import StepShape
+from multimodal.values.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -21,34 +23,41 @@ class StepDecision:
     """The decisions about one global batch, alike on every rank."""
 
     schedule: Schedule
-    """The lowered schedule, with its step."""
+    """The lowered schedule of the step's shape."""
+    assignment: Assignment
+    """The places of all samples."""
     lengths: Mapping[int, SampleLengths]
     """Sample id -> lengths."""
 
     @property
+    def shape(self) -> StepShape:
+        """The schedule's shape."""
+        return self.schedule.shape
+
+    @property
     def graph(self) -> ModelGraph:
         """The model."""
-        return self.schedule.step.graph
+        return self.shape.graph
 
     @property
     def plan(self) -> Plan:
         """The places of all layers."""
-        return self.schedule.step.plan
-
-    @property
-    def assignment(self) -> Assignment:
-        """The places of all samples."""
-        return self.schedule.step.assignment
+        return self.shape.plan
 
     @property
     def routes(self) -> Routes:
         """The hand-overs of microbatches between units."""
-        return self.schedule.step.routes
+        return self.assignment.routes(self.graph)
 
     @property
     def cuts(self) -> Cuts:
         """The schedule's cuts of backwards and reductions."""
-        return self.schedule.step.cuts
+        return self.shape.cuts
+
+    @property
+    def placed(self) -> StepGraph:
+        """The samples in their places, without the order of the work."""
+        return StepGraph(self.graph, self.plan, self.assignment, self.shape.forward_only)
 
     @cached_property
     def num_target_tokens(self) -> int:
@@ -84,8 +93,14 @@ class StepDecision:
         return sum(sample.num_tokens for sample in self.lengths.values())
 
     def subsets(self, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
-        """Return the sample subsets that a microbatch runs as; a single one if its backward is not cut."""
-        return self.schedule.step.sample_subsets(place)
+        """Return the sample subsets that a microbatch runs as; a single one if its backward is not cut.
+
+        The forward of a cut microbatch runs subset by subset, too, so that each subset has an autograd graph of its own. Packed
+        samples do not attend to each other, so this changes no number.
+        """
+        if place not in self.cuts.num_subsets:
+            return (self.assignment.atoms(place),)
+        return self.placed.subsets(place)
 
     def part_of(self, route: Route) -> int:
         """Return the index of the source's sample subset from which the route takes its rows."""

@@ -137,7 +137,7 @@ class Trainer:
         num_correct_tokens, num_right_answers, num_tokens, num_samples = 0, 0, 0, 0
         with torch.no_grad():
             for step in steps:
-                result = self.session.executor.execute(step, is_training=False)
+                result = self.session.executor.execute(step)
                 losses = losses.plus(LossSums.of_step(step, result))
                 num_correct_tokens += result.num_correct_tokens
                 in_words = step.samples_in_words

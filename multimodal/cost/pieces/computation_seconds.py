@@ -15,7 +15,7 @@ from multimodal.cost.unit_load import ComputedLoad, Floats, UnitLoad
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.arrays.rows import row_numbers
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KINDS, Integers, StepWork, row_starts
+from multimodal.values.work.step_work import KINDS, Integers, StepWork, row_starts
 
 _ROW_OF_KIND = np.array([COMPUTATIONS.index(kind) if kind in COMPUTATIONS else -1 for kind in KINDS])
 
@@ -115,7 +115,7 @@ class ComputationSeconds:
         placed, seconds = self.step.assignment.placed[unit], self.of_unit(unit)
         has_backward = np.zeros((seconds.shape[2], placed.num_replicas), bool)
         for stage, where in self.stages.alike(unit):
-            has_backward[where] = self.step.backward_need(*stage).has_backward
+            has_backward[where] = self.step.shape.backward_need(*stage).has_backward
         has_backward = has_backward[:, placed.replica_of_microbatch]
         found: Floats = np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
         return found
@@ -123,7 +123,7 @@ class ComputationSeconds:
     def of_unit(self, unit: str, *, of_subsets: bool = False) -> Floats:
         """[2, kinds, num_stages, num_rows] seconds of the `COMPUTATIONS`, and the waits for collectives inside layers among them.
 
-        Rows are the unit's microbatches, or the sample subsets of all of them in the order of `StepGraph.consumers`.
+        Rows are the unit's microbatches, or the sample subsets of all of them in the order of `StepShape.consumers`.
         """
         if (unit, of_subsets) not in self._known:
             replicas, rows = self.step.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)

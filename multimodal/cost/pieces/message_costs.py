@@ -9,7 +9,7 @@ from multimodal.cost.pieces.stage_links import StageLinks
 from multimodal.cost.unit_load import Floats
 from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import Role
-from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
 
 
 @dataclass(frozen=True)

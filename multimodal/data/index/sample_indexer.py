@@ -26,7 +26,7 @@ from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
-from multimodal.values.units.item_passes import count_llm_tokens
+from multimodal.values.parts.item_passes import count_llm_tokens
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,10 @@ from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 
-Builder = Callable[[StepGraph], Schedule]
+Builder = Callable[[StepShape], Schedule]
 """Builds a schedule in the compute dialect; raises ScheduleError if the plan's layout does not allow it."""
 
 
@@ -97,21 +98,21 @@ class ScheduleRow:
     is_tried_first: bool = False
     """True if a search tries it on every kind of layout that suits it, not only on the best layouts."""
 
-    def __call__(self, step: StepGraph) -> Schedule:
+    def __call__(self, shape: StepShape) -> Schedule:
         """Build the schedule, so that a row is a `Builder`. One that needs costs takes unit costs; see `with_costs`."""
-        return self.with_costs(UnitCosts(step))(step)
+        return self.with_costs(UnitCosts(shape))(shape)
 
     def with_costs(self, costs: StepCosts) -> Builder:
         """Return the builder for a step with these costs."""
         build = partial(self.build, costs=costs) if self.needs_costs else self.build
         return build if self.takes_fed_encoders else partial(self._build_unfed, build)
 
-    def _build_unfed(self, build: Builder, step: StepGraph) -> Schedule:
-        if fed := fed_encoders(step.graph):
+    def _build_unfed(self, build: Builder, shape: StepShape) -> Schedule:
+        if fed := fed_encoders(shape.graph):
             raise ScheduleError(
                 f"{', '.join(fed)}: encoders that encoders feed; {self.meaning}: for others only; choose {self.otherwise}"
             )
-        return build(step)
+        return build(shape)
 
     def step_for(self, step: StepGraph) -> StepGraph:
         """Return the step that the schedule is built and simulated for, including work that copies of encoders repeat.

@@ -10,13 +10,14 @@ import numpy as np
 from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import integers, row_starts
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StageKey, StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
 
 
-def build_breadth_first(step: StepGraph) -> Schedule:
+def build_breadth_first(shape: StepShape) -> Schedule:
     """Build the breadth-first schedule over the unit graph, in the compute dialect (Lamy-Poirier, arXiv 2211.05953).
 
     Every lane runs all its forwards, then all its backwards, and both in rounds: all microbatches pass a stage's first layer
@@ -29,16 +30,16 @@ def build_breadth_first(step: StepGraph) -> Schedule:
     waits only to keep this order: if nothing of a round is ready, the next round begins. With P stages of v ranges and m >= P
     microbatches the bubble is (P - 1) / (v m) of the work, as in interleaved 1F1B. One unit without such ranges runs GPipe.
     """
-    return list_schedule(step, Policy(phase=forwards_first, rank=partial(_rank, step=step)))
+    return list_schedule(shape, Policy(phase=forwards_first, rank=partial(_rank, shape=shape)))
 
 
-def _rank(work: StepWork, *, step: StepGraph) -> tuple[Integers, ...]:
+def _rank(work: StepWork, *, shape: StepShape) -> tuple[Integers, ...]:
     """Order by most remaining rounds, then by the LLM's microbatch that the action serves, then by progress."""
-    rounds, (first, last) = pipeline_rounds(step), _served_by_piece(work, step)
+    rounds, (first, last) = pipeline_rounds(shape), _served_by_piece(work, shape)
     unit = work.pieces.unit_of_stage[work.computed_stages]
     stage = work.pieces.index_of_stage[work.computed_stages]
     is_forward = work.kinds == KIND_NUMBERS[ActionKind.FORWARD]
-    is_upstream = unit < step.graph.unit_names.index(step.graph.backbone.name)
+    is_upstream = unit < shape.graph.unit_names.index(shape.graph.backbone.name)
     after, before = (
         integers(of_stage.get(key, 0) for key in work.stages)[work.computed_stages] for of_stage in (rounds.after, rounds.before)
     )
@@ -64,15 +65,15 @@ class PipelineRounds(NamedTuple):
     """Rounds from the stage to the end of the graph, without the stage's own."""
 
 
-def pipeline_rounds(step: StepGraph) -> PipelineRounds:
+def pipeline_rounds(shape: StepShape) -> PipelineRounds:
     """Count the rounds of every virtual stage.
 
     Consecutive stages of a unit form one round until a physical stage comes up a second time; so with ranges dealt in turn, range
     c of every stage is round c. Different units are different rounds, unless a replica ends in the lanes in which the next one
     begins and neither has other partners: then the two rounds are one, as a microbatch goes on at once. O(stages + routes).
     """
-    graph, plan = step.graph, step.plan
-    flows = _Flows(step)
+    graph, plan = shape.graph, shape.plan
+    flows = _Flows(shape)
     own = {
         (unit, index): _rounds_of_stages(replica)
         for unit in graph.unit_names
@@ -113,12 +114,12 @@ def _rounds_of_stages(replica: Replica) -> tuple[int, ...]:
 class _Flows:
     """The replicas that each replica routes to and from, by replica and the other end's unit."""
 
-    def __init__(self, step: StepGraph) -> None:
-        self.plan = step.plan
+    def __init__(self, shape: StepShape) -> None:
+        self.plan = shape.plan
         self.targets: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
         self.sources: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
-        for source, target in step.graph.edges:
-            for given, taken in step.replica_routes(source, target):
+        for source, target in shape.graph.edges:
+            for given, taken in shape.replica_routes(source, target):
                 self.targets[(source, given), target].add((target, taken))
                 self.sources[(target, taken), source].add((source, given))
 
@@ -129,13 +130,13 @@ class _Flows:
         return is_alone and self.plan.lanes_of_stage(*source, last) == self.plan.lanes_of_stage(*target, 0)
 
 
-def _served_by_piece(work: StepWork, step: StepGraph) -> tuple[Integers, Integers]:
+def _served_by_piece(work: StepWork, shape: StepShape) -> tuple[Integers, Integers]:
     """Return the first and the last of the LLM's microbatches that each piece's microbatch is linked to, [num_computed]."""
-    served = served_microbatches(step)
-    first = row_starts([len(served[unit][0]) for unit in step.graph.unit_names])
+    served = served_microbatches(shape)
+    first = row_starts([len(served[unit][0]) for unit in shape.graph.unit_names])
     numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
     numbers[work.microbatches < 0] = 0
-    ends = [np.concatenate([served[unit][end] for unit in step.graph.unit_names] + [integers((0,))]) for end in (0, 1)]
+    ends = [np.concatenate([served[unit][end] for unit in shape.graph.unit_names] + [integers((0,))]) for end in (0, 1)]
     return ends[0][numbers], ends[1][numbers]
 
 
@@ -143,19 +144,19 @@ Served = Mapping[str, tuple[Integers, Integers]]
 """unit -> the first and the last of the LLM's microbatches, of any replica, that each of its microbatches is linked to."""
 
 
-def served_microbatches(step: StepGraph) -> Served:
+def served_microbatches(shape: StepShape) -> Served:
     """Follow the routes between every unit and the LLM; microbatches without routes count as their own number. O(routes)."""
-    graph, backbone = step.graph, step.graph.backbone.name
+    graph, backbone = shape.graph, shape.graph.backbone.name
     position = graph.unit_names.index(backbone)
     served: dict[str, tuple[Integers, Integers]] = {}
     for unit in graph.unit_names[position::-1]:
         others = graph.downstream(unit) if unit != backbone else ()
         served[unit] = _span(
-            step, unit, [(served[other], *step.routes.of_edge(unit, other)) for other in others if other in served]
+            shape, unit, [(served[other], *shape.routes.of_edge(unit, other)) for other in others if other in served]
         )
     for unit in graph.unit_names[position + 1 :]:
-        routes = [(served[other], *step.routes.of_edge(other, unit)[::-1]) for other in graph.upstream(unit)]
-        served[unit] = _span(step, unit, routes)
+        routes = [(served[other], *shape.routes.of_edge(other, unit)[::-1]) for other in graph.upstream(unit)]
+        served[unit] = _span(shape, unit, routes)
     return served
 
 
@@ -163,8 +164,8 @@ _Linked = tuple[tuple[Integers, Integers], Integers, Integers]
 """The span of another unit's microbatches, and the two ends of routes: this unit's and the other unit's."""
 
 
-def _span(step: StepGraph, unit: str, linked: Sequence[_Linked]) -> tuple[Integers, Integers]:
-    own = step.assignment.placed[unit].index_in_replica
+def _span(shape: StepShape, unit: str, linked: Sequence[_Linked]) -> tuple[Integers, Integers]:
+    own = shape.counts[unit].index_in_replica
     firsts, lasts = np.full(len(own), np.iinfo(np.int64).max), np.full(len(own), -1)
     for (first, last), here, there in linked:
         np.minimum.at(firsts, here, first[there])

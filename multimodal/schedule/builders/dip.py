@@ -7,20 +7,20 @@ import numpy as np
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.placed_atoms import PlacedAtoms
-from multimodal.values.arrays.routes import Routes
+from multimodal.values.arrays.microbatches import MicrobatchCounts
+from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.arrays.rows import row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
 
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 PHASES = 3
 """Phases of a round: encoder forwards; the LLM and the generators; encoder backwards."""
 
 
-def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:
+def build_dip(shape: StepShape, *, num_rounds: int = 1) -> Schedule:
     """Build the DIP schedule, in the compute dialect.
 
     Every lane finishes the forwards of all its encoders, then runs the 1F1B of the LLM (and of the units behind it), then the
@@ -33,14 +33,14 @@ def build_dip(step: StepGraph, *, num_rounds: int = 1) -> Schedule:
     """
     if num_rounds < 1:
         raise ScheduleError(f"dip: num_rounds must be at least 1, found {num_rounds}")
-    encoders = frozenset(unit.name for unit in step.graph.encoders)
-    limits = forward_limits(step)
+    encoders = frozenset(unit.name for unit in shape.graph.encoders)
+    limits = forward_limits(shape)
     limits = {stage: limit for stage, limit in limits.items() if stage[0] not in encoders}
-    phase = partial(_phases, routes=step.routes, num_rounds=num_rounds)
-    return list_schedule(step, Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits), phase=phase))
+    phase = partial(_phases, routes=shape.routes, num_rounds=num_rounds)
+    return list_schedule(shape, Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, limits), phase=phase))
 
 
-def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
+def _phases(work: StepWork, *, routes: RouteEnds, num_rounds: int) -> Integers:
     """Return the phase of every computation, [num_computed].
 
     Microbatch k of the LLM belongs to round floor(k rounds / K), with K the most microbatches of any replica. An upstream
@@ -49,18 +49,18 @@ def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
     """
     graph, units = work.graph, work.pieces.units
     encoders, backbone = {unit.name for unit in graph.encoders}, graph.backbone.name
-    of_llm = units[backbone].placed
+    of_llm = units[backbone].counted
     count = int(of_llm.counts.max(initial=1))
     own = PHASES * (of_llm.index_in_replica * num_rounds // count) + 1
     forward: dict[str, Integers] = {}
     backward: dict[str, Integers] = {}
     others = [unit for unit in graph.unit_names if unit not in encoders]
     for unit in others:  # upstream units stand first; a unit's forwards go in the order of its microbatches
-        phases = own.copy() if unit == backbone else np.ones(units[unit].placed.num_microbatches, np.int64)
+        phases = own.copy() if unit == backbone else np.ones(units[unit].counted.num_microbatches, np.int64)
         if unit != backbone:
             given, taken = routes.of_edge(backbone, unit)
             np.maximum.at(phases, taken, forward[backbone][given])
-        forward[unit] = _rising(phases, units[unit].placed)
+        forward[unit] = _rising(phases, units[unit].counted)
     for unit in reversed(others):
         backward[unit] = forward[unit].copy()
         for target in graph.downstream(unit):
@@ -68,15 +68,15 @@ def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
             np.maximum.at(backward[unit], given, backward[target][taken])
     last = PHASES * num_rounds - 1
     for unit in (unit for unit in reversed(graph.unit_names) if unit in encoders):
-        num_microbatches = units[unit].placed.num_microbatches
+        num_microbatches = units[unit].counted.num_microbatches
         before, after = np.full(num_microbatches, last), np.full(num_microbatches, -1)
         for target in graph.downstream(unit):
             given, taken = routes.of_edge(unit, target)
             np.minimum.at(before, given, forward[target][taken] - 1)
             np.maximum.at(after, given, backward[target][taken])
-        forward[unit] = -_rising(-before[::-1], units[unit].placed, is_reversed=True)[::-1]
+        forward[unit] = -_rising(-before[::-1], units[unit].counted, is_reversed=True)[::-1]
         backward[unit] = np.where(after < 0, last - 1, after) + 1
-    first = row_starts([units[unit].placed.num_microbatches for unit in graph.unit_names])
+    first = row_starts([units[unit].counted.num_microbatches for unit in graph.unit_names])
     numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
     numbers[work.microbatches < 0] = 0
     phases_of = [np.concatenate([of_unit[unit] for unit in graph.unit_names] + [[0]]) for of_unit in (forward, backward)]
@@ -84,9 +84,9 @@ def _phases(work: StepWork, *, routes: Routes, num_rounds: int) -> Integers:
     return found
 
 
-def _rising(phases: Integers, placed: PlacedAtoms, *, is_reversed: bool = False) -> Integers:
+def _rising(phases: Integers, counted: MicrobatchCounts, *, is_reversed: bool = False) -> Integers:
     """Return the running maximum of the phases of each replica's microbatches; is_reversed: from the last to the first."""
-    replicas = placed.replica_of_microbatch
-    apart = (placed.num_replicas - replicas[::-1] if is_reversed else replicas) * (1 + 2 * int(np.abs(phases).max(initial=0)))
+    replicas = counted.replica_of_microbatch
+    apart = (counted.num_replicas - replicas[::-1] if is_reversed else replicas) * (1 + 2 * int(np.abs(phases).max(initial=0)))
     rising: Integers = np.maximum.accumulate(phases + apart) - apart
     return rising

@@ -8,14 +8,20 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.assignment import Assignment, MicrobatchPlace, Routes
+from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace, NumberedMicrobatches
+from multimodal.values.arrays.routes import RouteEnds
+from multimodal.values.arrays.rows import row_starts
+from multimodal.values.assignment import Assignment, Routes
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 
 
@@ -46,40 +52,53 @@ def replicate_microbatches(step: StepGraph) -> StepGraph:
     units = dict(step.assignment.units)
     for encoder in (unit.name for unit in step.graph.encoders):
         copies = range(step.plan.units[encoder].data_parallel_size)
-        rows = [_microbatches_of_copy(encoder, copy, step) for copy in copies]
+        rows = [_microbatches_of_copy(encoder, copy, step.shape) for copy in copies]
         units[encoder] = tuple(tuple(step.assignment.atoms(place) for place in row) for row in rows)
     return replace(step, assignment=ReplicatedAssignment(units, step.assignment))
 
 
-def _microbatches_of_copy(encoder: str, copy: int, step: StepGraph) -> tuple[MicrobatchPlace, ...]:
+def _microbatches_of_copy(encoder: str, copy: int, shape: StepShape) -> tuple[MicrobatchPlace, ...]:
     """Return the microbatches that an encoder's replica computes: its own, then others' in the order in which they are used."""
-    backbone, plan, routes = step.graph.backbone.name, step.plan, step.routes.to_target
+    backbone, plan = shape.graph.backbone.name, shape.plan
     beside, _ = plan.stage_of_ranks[backbone, plan.units[encoder].replicas[copy].ranks]
-    own = [MicrobatchPlace(encoder, copy, number) for number in range(step.num_microbatches(encoder, copy))]
-    takers = [MicrobatchPlace(backbone, beside, number) for number in range(step.num_microbatches(backbone, beside))]
-    taken = (route.source for taker in takers for route in routes.get(taker, ()) if route.source.unit == encoder)
+    own = [MicrobatchPlace(encoder, copy, number) for number in range(shape.num_microbatches(encoder, copy))]
+    takers = [MicrobatchPlace(backbone, beside, number) for number in range(shape.num_microbatches(backbone, beside))]
+    taken = (source for taker in takers for source in shape.routes.sources_of.get(taker, ()) if source.unit == encoder)
     return tuple(dict.fromkeys((*own, *taken)))
 
 
-def build_encoders_replicated(step: StepGraph) -> Schedule:
+def build_encoders_replicated(shape: StepShape) -> Schedule:
     """Build the 1F1B of an LLM whose every stage holds whole encoders and runs them for each microbatch, in the compute dialect.
 
     The replica that originally has an encoder microbatch computes it for use. The copies beside the other stages of the LLM
     replica that uses it repeat its forward right before their stage's forward, and its backward, if the encoder has one, right
     after their stage's backward. Encoders whose results only their own stage uses run at the same places.
 
-    step: the result of `replicate_microbatches`.
+    shape: of the result of `replicate_microbatches`.
     """
-    assert isinstance(step.assignment, ReplicatedAssignment), "the builder is called with what replicate_microbatches returns"
-    original = replace(step, assignment=step.assignment.original)
+    original = _without_repeated(shape)
     lanes = (_LaneWithEncoders(lane, original) for lane in build_one_f_one_b(original).lanes)
-    return place_reductions(Schedule.of_lanes(step, [lane_of(each.lane.ranks, each.actions()) for each in lanes]))
+    return place_reductions(Schedule.of_lanes(shape, [lane_of(each.lane.ranks, each.actions()) for each in lanes]))
+
+
+def _without_repeated(shape: StepShape) -> StepShape:
+    """Return the shape without the microbatches of encoders that feed nobody: those that copies repeat."""
+    counts = dict(shape.counts)
+    for encoder in (unit.name for unit in shape.graph.encoders):
+        edges = (shape.routes.of_edge(encoder, target)[0] for target in shape.graph.downstream(encoder))
+        used = np.unique(np.concatenate(list(edges)))
+        num_used = np.bincount(counts[encoder].replica_of_microbatch[used], minlength=counts[encoder].num_replicas)
+        counts[encoder] = MicrobatchCounts(row_starts(num_used))
+    there = shape.routes.microbatches
+    numbered = NumberedMicrobatches({unit: counts[unit] for unit in there.units})
+    ends = (there.numbers_in(numbered, numbers) for numbers in (shape.routes.sources, shape.routes.targets))
+    return replace(shape, counts=counts, routes=RouteEnds(numbered, *ends))
 
 
 class _LaneWithEncoders:
     """Rewrites one lane: encoder work, repeated or for this stage only, moves next to the LLM action that needs it."""
 
-    def __init__(self, lane: Lane, original: StepGraph) -> None:
+    def __init__(self, lane: Lane, original: StepShape) -> None:
         self.lane, self.graph, self.plan, self.original = lane, original.graph, original.plan, original
         graph, plan = original.graph, original.plan
         self.forward_of: dict[MicrobatchPlace, Action] = {}
@@ -92,7 +111,7 @@ class _LaneWithEncoders:
 
     def _stays_here(self, place: MicrobatchPlace) -> bool:
         """Return True if an encoder's own microbatch is used only by the LLM's first stage on these ranks."""
-        targets = (route.target for route in self.original.routes.from_source.get(place, ()))
+        targets = self.original.routes.targets_of.get(place, ())
         return all(self.plan.virtual_stage(target.unit, target.replica, 0).ranks == self.lane.ranks for target in targets)
 
     def actions(self) -> Iterator[Action]:
@@ -121,8 +140,7 @@ class _LaneWithEncoders:
         if action.unit != self.graph.backbone.name:
             return []
         target = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        routes = self.original.routes.to_target.get(target, ())
-        return [route.source for route in routes if route.source in self.forward_of]
+        return [source for source in self.original.routes.sources_of.get(target, ()) if source in self.forward_of]
 
     def _has_backward(self, place: MicrobatchPlace) -> bool:
         return self.original.backward_need(place.unit, place.replica, 0).has_backward

@@ -2,13 +2,13 @@
 
 from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 
-def build_gpipe(step: StepGraph) -> Schedule:
+def build_gpipe(shape: StepShape) -> Schedule:
     """Build the GPipe schedule over the unit graph, in the compute dialect.
 
     The simplest schedule and the baseline of all: it keeps the activations of every microbatch at once.
-    `StepGraph.forward_only` leaves backwards and reductions out (evaluation).
+    `StepShape.forward_only` leaves backwards and reductions out (evaluation).
     """
-    return list_schedule(step, Policy(phase=forwards_first))
+    return list_schedule(shape, Policy(phase=forwards_first))

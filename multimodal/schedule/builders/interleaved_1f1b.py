@@ -13,13 +13,14 @@ from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers, integers
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan, Replica, UnitPlan
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StageKey, StepGraph
-from multimodal.values.step_work import step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import step_work
 
 
-def build_interleaved_1f1b(step: StepGraph) -> Schedule:
+def build_interleaved_1f1b(shape: StepShape) -> Schedule:
     """Build the interleaved 1F1B schedule over the unit graph, in the compute dialect.
 
     A unit whose P stages hold v > 1 chunks each, dealt in turn (chunk c of stage s is virtual stage c P + s), runs Megatron's
@@ -31,36 +32,36 @@ def build_interleaved_1f1b(step: StepGraph) -> Schedule:
     decides between the two. Units and replicas without such chunks run 1F1B. Where all units lie on one grid whose lanes hold the
     whole chain of their layers in turn (Megatron-LM balanced), the chain runs Megatron's order as if it were one unit.
     """
-    graph, plan = step.graph, step.plan
-    if orders := list(_chain_orders(step)):
-        return list_schedule(step, Policy(orders=orders))
+    graph, plan = shape.graph, shape.plan
+    if orders := list(_chain_orders(shape)):
+        return list_schedule(shape, Policy(orders=orders))
     interleaved = {unit: is_interleaved(plan.units[unit]) for unit in graph.unit_names}
-    depths, spans = _depths(step), interleaved_spans(step)
+    depths, spans = _depths(shape), interleaved_spans(shape)
     limits = stage_limits(depths, spans=spans)
     groups: dict[StageKey, StageKey] = {}
     for unit in (unit for unit in interleaved if interleaved[unit]):
-        _limit_stages(unit, step, spans, limits, groups)
-    orders = [order for unit in interleaved if interleaved[unit] for order in _orders(unit, step)]
-    policy = Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits), group_of=groups, orders=orders)
-    return list_schedule(step, policy)
+        _limit_stages(unit, shape, spans, limits, groups)
+    orders = [order for unit in interleaved if interleaved[unit] for order in _orders(unit, shape)]
+    policy = Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, limits), group_of=groups, orders=orders)
+    return list_schedule(shape, policy)
 
 
-def interleaved_spans(step: StepGraph) -> dict[StageKey, int]:
+def interleaved_spans(shape: StepShape) -> dict[StageKey, int]:
     """Return, for each stage, the microbatches that the units downstream of it keep in flight there (`microbatch_spans`)."""
-    replicas = {name: unit.replicas for name, unit in step.plan.units.items()}
-    buffered = {unit: list(map(add, depths, map(_num_buffered, replicas[unit]))) for unit, depths in _depths(step).items()}
-    return microbatch_spans(step, depths=buffered)
+    replicas = {name: unit.replicas for name, unit in shape.plan.units.items()}
+    buffered = {unit: list(map(add, depths, map(_num_buffered, replicas[unit]))) for unit, depths in _depths(shape).items()}
+    return microbatch_spans(shape, depths=buffered)
 
 
-def _depths(step: StepGraph) -> Depths:
+def _depths(shape: StepShape) -> Depths:
     """Return the depths of a step's units."""
-    counts = {name: int(step.assignment.placed[name].counts.max()) for name in step.plan.units}
+    counts = {name: int(shape.counts[name].counts.max()) for name in shape.plan.units}
     return {
         name: [
             _depth(len(each.stages), num_chunks(each), counts[name]) if is_dealt(each) else len(each.virtual_stages)
             for each in unit.replicas
         ]
-        for name, unit in step.plan.units.items()
+        for name, unit in shape.plan.units.items()
     }
 
 
@@ -132,34 +133,34 @@ def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
 
 
 def _limit_stages(
-    name: str, step: StepGraph, spans: dict[StageKey, int], limits: dict[StageKey, int], groups: dict[StageKey, StageKey]
+    name: str, shape: StepShape, spans: dict[StageKey, int], limits: dict[StageKey, int], groups: dict[StageKey, StageKey]
 ) -> None:
     """Let the chunks of one stage share a limit: the warm-up, one more, and the microbatches that downstream units need in each.
 
     Chunks without a backward keep their own limits.
     """
-    unit = step.plan.units[name]
+    unit = shape.plan.units[name]
     for replica, each in enumerate(unit.replicas):
         for stage_index, held in enumerate(chunk_stages(each) if is_dealt(each) else ()):
             stages = [(name, replica, stage) for stage in held]
-            stages = [stage for stage in stages if step.backward_need(*stage).has_backward]
+            stages = [stage for stage in stages if shape.backward_need(*stage).has_backward]
             if len(stages) < 2:
                 continue
-            num_microbatches = step.num_microbatches(name, replica)
+            num_microbatches = shape.num_microbatches(name, replica)
             num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), num_microbatches)
             limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, step: StepGraph) -> list[Integers]:
-    unit, work = step.plan.units[name], step_work(step)
-    is_exact = not step.forward_only and not step.graph.downstream(name)
+def _orders(name: str, shape: StepShape) -> list[Integers]:
+    unit, work = shape.plan.units[name], step_work(shape)
+    is_exact = not shape.forward_only and not shape.graph.downstream(name)
     orders = [
         (order, replica, stages)
         for replica, each in enumerate(unit.replicas)
         for stage_index, stages in enumerate(chunk_stages(each) if is_dealt(each) else ())
         for order in _orders_of_stage(
-            stage_index, len(each.stages), num_chunks(each), step.num_microbatches(name, replica), is_exact
+            stage_index, len(each.stages), num_chunks(each), shape.num_microbatches(name, replica), is_exact
         )
     ]
     return ordered_pieces(orders, work, name=name)
@@ -173,24 +174,24 @@ def _orders_of_stage(stage_index: int, num_stages: int, chunks: int, num_microba
     return tuple(map(order_of, wanted))
 
 
-def _chain_orders(step: StepGraph) -> Iterator[Integers]:
+def _chain_orders(shape: StepShape) -> Iterator[Integers]:
     """Yield the order of every lane if all units form one interleaved chain; nothing if they do not."""
-    graph, plan = step.graph, step.plan
-    busy = [unit for unit in graph.unit_names if step.assignment.placed[unit].num_microbatches]
+    graph, plan = shape.graph, shape.plan
+    busy = [unit for unit in graph.unit_names if shape.counts[unit].num_microbatches]
     sizes = {plan.units[unit].data_parallel_size for unit in busy}
     if len(graph.units) == 1 or len(sizes) != 1:
         return
     replicas = range(sizes.pop())
-    chains = list(takewhile(bool, (chain_of_replica(step, replica) for replica in replicas)))
+    chains = list(takewhile(bool, (chain_of_replica(shape, replica) for replica in replicas)))
     if len(chains) < len(replicas):
         return
-    numbers = step_work(step).computed_numbers
+    numbers = step_work(shape).computed_numbers
     for replica, positions in enumerate(chain for chain in chains if chain is not None):
         num_lanes = len({plan.lanes_of_stage(unit, replica, stage) for position in positions for unit, stage in position})
-        shape = {"num_stages": num_lanes, "chunks": len(positions) // num_lanes}
-        num_microbatches = step.num_microbatches(graph.backbone.name, replica)
+        sizes_of_lane = {"num_stages": num_lanes, "chunks": len(positions) // num_lanes}
+        num_microbatches = shape.num_microbatches(graph.backbone.name, replica)
         for lane in range(num_lanes):
-            steps = interleaved_order(lane, **shape, num_microbatches=num_microbatches)
+            steps = interleaved_order(lane, **sizes_of_lane, num_microbatches=num_microbatches)
             actions = chain_actions(steps, positions, replica=replica, lane=lane, num_lanes=num_lanes)
             yield integers(numbers[action] for action in actions if action in numbers)
 

@@ -7,22 +7,22 @@ import numpy as np
 from multimodal.schedule.builders.unit_order import Step
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 Position = tuple[tuple[str, int], ...]
 """The (unit, virtual stage) pairs that a lane runs in sequence as one chunk: several if one unit ends in it."""
 
 
-def chain_of_replica(step: StepGraph, replica: int) -> tuple[Position, ...] | None:
+def chain_of_replica(shape: StepShape, replica: int) -> tuple[Position, ...] | None:
     """Return the virtual stages of all units as one chain if lanes hold them in turn as Megatron deals model chunks; else None.
 
     Position c P + s of the chain is chunk c of lane s of P lanes (Optimus, Appendix B). All units must lie on these lanes
     together, have the same microbatches in this replica, and more than one chunk in each lane. Units without microbatches do
     not count, unless none has any.
     """
-    held = [name for name in step.graph.unit_names if replica < step.plan.units[name].data_parallel_size]
-    units = [name for name in held if step.num_microbatches(name, replica)] or held
-    return dealt_positions(units, step.plan, replica) if _is_coupled(step, units, replica) else None
+    held = [name for name in shape.graph.unit_names if replica < shape.plan.units[name].data_parallel_size]
+    units = [name for name in held if shape.num_microbatches(name, replica)] or held
+    return dealt_positions(units, shape.plan, replica) if _is_coupled(shape, units, replica) else None
 
 
 def dealt_positions(units: Sequence[str], plan: Plan, replica: int) -> tuple[Position, ...] | None:
@@ -61,17 +61,17 @@ def chain_actions(
             yield Action(step.kind, unit, replica, stage, step.microbatch)
 
 
-def _is_coupled(step: StepGraph, units: Sequence[str], replica: int) -> bool:
+def _is_coupled(shape: StepShape, units: Sequence[str], replica: int) -> bool:
     """Return True if microbatch k of every unit needs microbatch k of the others, and nothing else."""
-    counts = {step.num_microbatches(unit, replica) for unit in units}
-    return len(counts) == 1 and all(_is_straight(step, *edge) for edge in step.graph.edges)
+    counts = {shape.num_microbatches(unit, replica) for unit in units}
+    return len(counts) == 1 and all(_is_straight(shape, *edge) for edge in shape.graph.edges)
 
 
-def _is_straight(step: StepGraph, source: str, target: str) -> bool:
+def _is_straight(shape: StepShape, source: str, target: str) -> bool:
     """Return True if each microbatch of one unit leads only to the microbatch of the same number of another one."""
-    ends = step.routes.of_edge(source, target)
-    places = [step.assignment.placed[unit] for unit in (source, target)]
+    ends = shape.routes.of_edge(source, target)
+    counts = [shape.counts[unit] for unit in (source, target)]
     return all(
-        np.array_equal(*(getattr(placed, name)[end] for placed, end in zip(places, ends, strict=True)))
+        np.array_equal(*(getattr(counted, name)[end] for counted, end in zip(counts, ends, strict=True)))
         for name in ("replica_of_microbatch", "index_in_replica")
     )

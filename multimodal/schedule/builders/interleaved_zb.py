@@ -18,7 +18,7 @@ from multimodal.schedule.split_in_line import (
 )
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 MORE_IN_FLIGHT = (1, 4, 8, 16, 32)
 """Microbatches of layer ranges that a lane may keep beyond those of interleaved 1F1B."""
@@ -26,7 +26,7 @@ _LEAST_GAIN = 1e-3
 """Share of the pipelines' time by which keeping more must shorten it to be worthwhile."""
 
 
-def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
+def build_interleaved_zb(shape: StepShape, costs: StepCosts) -> Schedule:
     """Build interleaved 1F1B with weight gradients where a lane would be idle, in the compute dialect.
 
     Layer ranges of several units, or of a unit and its ends, take different times, so lanes wait for each other in every group of
@@ -37,11 +37,11 @@ def build_interleaved_zb(step: StepGraph, costs: StepCosts) -> Schedule:
     et al. (ZB-H1) have one layer range per stage, equal durations and no reductions. If the pipelines would not end earlier, the
     schedule is interleaved 1F1B.
     """
-    in_line = build_interleaved_1f1b(step)
+    in_line = build_interleaved_1f1b(shape)
     best = fill_pipelines(in_line, costs, _movable(in_line, (), 0))
-    if step.forward_only:
+    if shape.forward_only:
         return best.schedule
-    split, reduced = split_in_line(in_line, step.graph.unit_names), reduced_units(step, costs)
+    split, reduced = split_in_line(in_line, shape.graph.unit_names), reduced_units(shape, costs)
     room: Floats | None = None
     for num_more in MORE_IN_FLIGHT:
         filled = fill_pipelines(split, costs, _movable(split, reduced, num_more))

@@ -16,12 +16,12 @@ from multimodal.schedule.compile_schedule import connected_lanes
 from multimodal.schedule.execute_lanes import Floats, execute_unit
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.pieces import UnitPieces
 from multimodal.values.arrays.rows import Integers, row_numbers, row_starts
 from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, StepWork, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.pieces import UnitPieces
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
 
 _REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
 _SHORTEST_SECONDS = 1e-9
@@ -31,7 +31,7 @@ _NEEDED_FORWARD, _BACKWARD, _GENERATOR_FORWARD, _GENERATOR_BACKWARD, _FORWARD = 
 _AT_THE_END = np.inf
 
 
-def build_nested(step: StepGraph, costs: StepCosts) -> Schedule:
+def build_nested(shape: StepShape, costs: StepCosts) -> Schedule:
     """Build a schedule in which all lanes leave the LLM's pipeline at the same moments to encode and to generate.
 
     The LLM runs the 1F1B that it would run if encoders and generators took no time (interleaved if its stages hold several layer
@@ -49,13 +49,13 @@ def build_nested(step: StepGraph, costs: StepCosts) -> Schedule:
 
     `dip` has such phases for all of an encoder's microbatches at once: it takes as long, and keeps all of them in memory.
     """
-    work = step_work(step)
+    work = step_work(shape)
     computed = np.flatnonzero(work.kinds != _REDUCTION)
-    ordered = computed[np.lexsort(_Pauses(step, costs).keys[:, computed][::-1])]
+    ordered = computed[np.lexsort(_Pauses(shape, costs).keys[:, computed][::-1])]
     starts, lanes = work.lanes_of(ordered)
     by_lane = np.argsort(lanes, kind="stable")
-    lane_starts = row_starts(np.bincount(lanes, minlength=len(step.plan.lanes)))
-    return place_reductions(Schedule.in_line(step, lane_starts, ordered[row_numbers(starts)][by_lane]))
+    lane_starts = row_starts(np.bincount(lanes, minlength=len(shape.plan.lanes)))
+    return place_reductions(Schedule.in_line(shape, lane_starts, ordered[row_numbers(starts)][by_lane]))
 
 
 class _Moments(NamedTuple):
@@ -69,12 +69,12 @@ class _Moments(NamedTuple):
 class _Pauses:
     """The place of every computation: in a pause, or between two pauses."""
 
-    def __init__(self, step: StepGraph, costs: StepCosts) -> None:
-        self.step, self.work = step, step_work(step)
-        self.units, self.llm = self.work.pieces.units, self.work.pieces.units[step.graph.backbone.name]
-        self.start, self.end = _llm_times(step, costs)
-        self.component_of_lane = np.zeros(len(step.plan.lanes), np.int64)
-        for index, lanes in enumerate(step.once(connected_lanes)):
+    def __init__(self, shape: StepShape, costs: StepCosts) -> None:
+        self.shape, self.work = shape, step_work(shape)
+        self.units, self.llm = self.work.pieces.units, self.work.pieces.units[shape.graph.backbone.name]
+        self.start, self.end = _llm_times(shape, costs)
+        self.component_of_lane = np.zeros(len(shape.plan.lanes), np.int64)
+        for index, lanes in enumerate(connected_lanes(shape)):
             self.component_of_lane[list(lanes)] = index
 
     @property
@@ -85,7 +85,7 @@ class _Pauses:
         stages. The LLM's computations between two pauses keep their order.
         """
         found: dict[str, _Moments] = {}
-        for each in reversed(self.step.graph.units):  # an encoder after those that it feeds
+        for each in reversed(self.shape.graph.units):  # an encoder after those that it feeds
             if each.role is not Role.BACKBONE:
                 found[each.name] = self._moments(each.name, each.role, found)
         moments = np.unique(np.concatenate([np.zeros(0), *(each.ravel() for of_unit in found.values() for each in of_unit)]))
@@ -100,14 +100,14 @@ class _Pauses:
                 (numbers[0], unit.forward, forward, stages, unit.is_there),
                 (numbers[1], unit.backward, backward, -stages, there),
             ):
-                index = np.broadcast_to(unit.placed.index_in_replica, pieces.shape)
+                index = np.broadcast_to(unit.counted.index_in_replica, pieces.shape)
                 columns = (2 * np.searchsorted(moments, at) + 1, np.full_like(pieces, number), index, way)
                 keys[:, pieces[chosen]] = np.stack([column[chosen] for column in columns])
         return keys
 
     def _numbers_in_pause(self, name: str) -> tuple[int, int]:
         """Return the places of a unit's forwards and backwards in the order of a pause; encoders differ by those they feed."""
-        if self.step.graph.unit(name).role is Role.GENERATOR:
+        if self.shape.graph.unit(name).role is Role.GENERATOR:
             first = _GENERATOR_FORWARD, _GENERATOR_BACKWARD
         else:
             first = _NEEDED_FORWARD if self._is_awaited(name) else _FORWARD, _BACKWARD
@@ -120,7 +120,7 @@ class _Pauses:
 
     def _fed(self, name: str) -> list[str]:
         """Return the encoders that an encoder feeds."""
-        return [target for target in self.step.graph.downstream(name) if self.step.graph.unit(target).role is Role.ENCODER]
+        return [target for target in self.shape.graph.downstream(name) if self.shape.graph.unit(target).role is Role.ENCODER]
 
     def _is_awaited(self, name: str) -> bool:
         """Return True if other lanes wait, within the pause, for an encoder's forwards."""
@@ -137,16 +137,16 @@ class _Pauses:
 
         Groups of the same lanes are numbered in the order of their microbatches.
         """
-        plan = self.step.plan
+        plan = self.shape.plan
         lanes = [plan.lane_of_rank[replica.stages[0].ranks[0]] for replica in plan.units[unit.unit].replicas]
-        components = self.component_of_lane[lanes][unit.placed.replica_of_microbatch]
-        _, numbers = np.unique(np.stack((components, unit.placed.index_in_replica)), axis=1, return_inverse=True)
+        components = self.component_of_lane[lanes][unit.counted.replica_of_microbatch]
+        _, numbers = np.unique(np.stack((components, unit.counted.index_in_replica)), axis=1, return_inverse=True)
         return numbers.ravel()
 
     def _of_encoder(self, unit: UnitPieces, groups: Integers, found: Mapping[str, _Moments]) -> _Moments:
         needed, returned = np.full(groups.max(initial=-1) + 1, np.inf), np.zeros(groups.max(initial=-1) + 1)
-        for target in self.step.graph.downstream(unit.unit):
-            given, taken = self.step.routes.of_edge(unit.unit, target)
+        for target in self.shape.graph.downstream(unit.unit):
+            given, taken = self.shape.routes.of_edge(unit.unit, target)
             starts = found[target].forward[0] if target in found else self.start[self.llm.forward[0]]
             np.minimum.at(needed, groups[given], starts[taken])
             if unit.width.any():
@@ -170,7 +170,7 @@ class _Pauses:
 
     def _component_starts(self, unit: UnitPieces, groups: Integers) -> list[int]:
         """Return the first group of each component, and their number: groups of a component have consecutive numbers."""
-        firsts = np.unique(groups[unit.placed.index_in_replica == 0])
+        firsts = np.unique(groups[unit.counted.index_in_replica == 0])
         return [*firsts.tolist(), int(groups.max(initial=-1)) + 1]
 
     def _pauses_between(self, unit: str) -> Integers:
@@ -182,10 +182,10 @@ class _Pauses:
 
     def _lanes_of_stages(self, unit: str) -> Integers:
         """[num_stages] a number for the lanes of each stage of the first replica."""
-        return self.step.plan.stage_tables[unit].rank_groups[:: self.step.plan.units[unit].data_parallel_size]
+        return self.shape.plan.stage_tables[unit].rank_groups[:: self.shape.plan.units[unit].data_parallel_size]
 
     def _of_generator(self, unit: UnitPieces, groups: Integers) -> _Moments:
-        given, taken = self.step.routes.of_edge(self.llm.unit, unit.unit)
+        given, taken = self.shape.routes.of_edge(self.llm.unit, unit.unit)
         ready, needed = np.zeros(groups.max(initial=-1) + 1), np.full(len(groups), np.inf)
         np.maximum.at(ready, groups[taken], self.end[self.llm.outputs][given])
         last = self.llm.last_stages[given], given
@@ -196,11 +196,11 @@ class _Pauses:
         return _Moments(moments, moments)
 
 
-def _llm_times(step: StepGraph, costs: StepCosts) -> tuple[Floats, Floats]:
+def _llm_times(shape: StepShape, costs: StepCosts) -> tuple[Floats, Floats]:
     """Return when each computation of the LLM would start and end if nothing else took time, [num_computed]; 0 for others."""
-    llm = step.graph.backbone.name
-    in_line = (build_interleaved_1f1b if is_interleaved(step.plan.units[llm]) else build_one_f_one_b)(step)
-    return execute_unit(in_line, llm, seconds=np.maximum(_SHORTEST_SECONDS, _seconds(step_work(step), costs)))
+    llm = shape.graph.backbone.name
+    in_line = (build_interleaved_1f1b if is_interleaved(shape.plan.units[llm]) else build_one_f_one_b)(shape)
+    return execute_unit(in_line, llm, seconds=np.maximum(_SHORTEST_SECONDS, _seconds(step_work(shape), costs)))
 
 
 def _seconds(work: StepWork, costs: StepCosts) -> Floats:

@@ -5,23 +5,24 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StageKey, StepGraph
+from multimodal.values.shape import StepShape
 
 
-def build_one_f_one_b(step: StepGraph) -> Schedule:
+def build_one_f_one_b(shape: StepShape) -> Schedule:
     """Build the 1F1B schedule over the unit graph, in the compute dialect.
 
     Encoder and LLM stages form one pipeline. For a single unit this is textbook 1F1B (PipeDream-flush): stage s of P runs P - s -
     1 forwards, then forwards and backwards in turn, then the remaining backwards, whatever their durations: frozen or slow stages
-    keep the same order. `StepGraph.forward_only` leaves backwards and reductions out (evaluation).
+    keep the same order. `StepShape.forward_only` leaves backwards and reductions out (evaluation).
     """
-    limits = forward_limits(step)
-    return list_schedule(step, Policy(forward_limits=limits, forward_floors=forward_floors(step.plan, limits)))
+    limits = forward_limits(shape)
+    return list_schedule(shape, Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, limits)))
 
 
-def forward_limits(step: StepGraph) -> dict[StageKey, int]:
+def forward_limits(shape: StepShape) -> dict[StageKey, int]:
     """Return the number of microbatches that each stage may have in flight.
 
     Stage s of the P stages of the LLM: P - s. Stage s of the S stages of an encoder: S - s, plus the most microbatches of this
@@ -29,8 +30,8 @@ def forward_limits(step: StepGraph) -> dict[StageKey, int]:
     microbatch that is the limit of one pipeline of S + P stages. A stage without a backward only needs to be ahead of its
     consumer; its limit matters in a lane that it shares with other stages (alone in a lane, there is nothing to order).
     """
-    depths = stage_counts(step.plan)
-    return stage_limits(depths, spans=microbatch_spans(step, depths=depths))
+    depths = stage_counts(shape.plan)
+    return stage_limits(depths, spans=microbatch_spans(shape, depths=depths))
 
 
 Depths = Mapping[str, Sequence[int]]
@@ -59,43 +60,43 @@ def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageK
     return limits if is_pipeline or any(lanes != holders[0] for lanes in holders) else {}
 
 
-def microbatch_spans(step: StepGraph, *, depths: Depths) -> dict[StageKey, int]:
+def microbatch_spans(shape: StepShape, *, depths: Depths) -> dict[StageKey, int]:
     """Return, for each stage, the microbatches that the units downstream of it keep in flight there.
 
     The microbatches that units keep for those downstream of them add to their own depths; of a unit, the deepest replica counts.
     A stage without a backward only needs to be ahead of its consumers' next microbatch.
     """
     spans: dict[StageKey, int] = {}
-    for unit in reversed(step.graph.unit_names):
-        targets = step.graph.downstream(unit)
+    for unit in reversed(shape.graph.unit_names):
+        targets = shape.graph.downstream(unit)
         target_depth = max((max(depths[target]) + spans[target, 0, 0] for target in targets), default=0)
         wanted = {1, target_depth} if targets else set()
-        of_depths = {depth: _spans(step, unit, depth) for depth in wanted}
-        none = [0] * step.plan.units[unit].data_parallel_size
+        of_depths = {depth: _spans(shape, unit, depth) for depth in wanted}
+        none = [0] * shape.plan.units[unit].data_parallel_size
         for replica in range(len(none)):
-            for stage in range(step.plan.units[unit].num_stages_of(replica)):
-                keeps = step.backward_need(unit, replica, stage).has_backward
+            for stage in range(shape.plan.units[unit].num_stages_of(replica)):
+                keeps = shape.backward_need(unit, replica, stage).has_backward
                 spans[unit, replica, stage] = of_depths.get(target_depth if keeps else 1, none)[replica]
     return spans
 
 
-def _spans(step: StepGraph, unit: str, depth: int) -> list[int]:
+def _spans(shape: StepShape, unit: str, depth: int) -> list[int]:
     """Return the most microbatches of each encoder replica that any `depth` consecutive microbatches of the LLM span.
 
     While the LLM's replicas work on microbatches k .. k + depth - 1, a replica must have run (in order) every microbatch up to
     the last one that these need, and can have released those whose last consumer comes before k.
     """
-    placed = step.assignment.placed[unit]
-    firsts, lasts = np.full(placed.num_microbatches, np.iinfo(np.int64).max), np.full(placed.num_microbatches, -1)
-    for target in step.graph.downstream(unit):
-        given, taken = step.routes.of_edge(unit, target)
-        steps = step.assignment.placed[target].index_in_replica[taken]
+    counted = shape.counts[unit]
+    firsts, lasts = np.full(counted.num_microbatches, np.iinfo(np.int64).max), np.full(counted.num_microbatches, -1)
+    for target in shape.graph.downstream(unit):
+        given, taken = shape.routes.of_edge(unit, target)
+        steps = shape.counts[target].index_in_replica[taken]
         np.minimum.at(firsts, given, steps)
         np.maximum.at(lasts, given, steps)
     is_needed = lasts >= 0
-    replicas, num_steps = placed.replica_of_microbatch[is_needed], int(lasts.max(initial=-1)) + 1
-    last_needed_at, num_done_at = np.zeros((2, placed.num_replicas, num_steps + 1), np.int64)
-    np.maximum.at(last_needed_at, (replicas, firsts[is_needed]), placed.index_in_replica[is_needed] + 1)
+    replicas, num_steps = counted.replica_of_microbatch[is_needed], int(lasts.max(initial=-1)) + 1
+    last_needed_at, num_done_at = np.zeros((2, counted.num_replicas, num_steps + 1), np.int64)
+    np.maximum.at(last_needed_at, (replicas, firsts[is_needed]), counted.index_in_replica[is_needed] + 1)
     np.add.at(num_done_at, (replicas, lasts[is_needed]), 1)
     ahead = np.minimum(np.arange(num_steps) + depth - 1, num_steps)
     num_started = np.maximum.accumulate(last_needed_at, axis=1)[:, ahead]

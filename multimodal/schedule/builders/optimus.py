@@ -9,11 +9,11 @@ from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.schedule.split_in_line import fills_of, reduced_units, split_in_line, weights_before_forwards, weights_before_last
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 
 def build_optimus(
-    step: StepGraph, costs: StepCosts, *, memory_factor: float = math.inf, splits_backwards: bool = False
+    shape: StepShape, costs: StepCosts, *, memory_factor: float = math.inf, splits_backwards: bool = False
 ) -> Schedule:
     """Build a schedule in which encoders compute while the LLM's lanes would wait, in the compute dialect.
 
@@ -28,30 +28,30 @@ def build_optimus(
     as the LLM's stages keep no more than without (`weights_before_forwards`): with those of all units, or of all but the encoders
     on the LLM's ranks, which can then run in ranges of segments.
     """
-    interleaves = is_interleaved(step.plan.units[step.graph.backbone.name])
-    in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(step)
-    if not splits_backwards or step.forward_only:
+    interleaves = is_interleaved(shape.plan.units[shape.graph.backbone.name])
+    in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(shape)
+    if not splits_backwards or shape.forward_only:
         return fill_pipelines(in_line, costs, _movable(in_line, (), memory_factor)).schedule
-    reduced, lines = reduced_units(step, costs), [split_in_line(in_line, units) for units in _ways_to_split(step)]
+    reduced, lines = reduced_units(shape, costs), [split_in_line(in_line, units) for units in _ways_to_split(shape)]
     found = (fill_pipelines(line, costs, _movable(line, reduced, memory_factor)) for line in lines)
     return min(found, key=lambda filled: filled.end).schedule
 
 
 def _movable(in_line: Schedule, reduced: Collection[str], memory_factor: float) -> Movable:
     """Return all computations but the LLM's forwards and backwards as movable work."""
-    llm, last = in_line.step.graph.backbone.name, weights_before_last(in_line, reduced)
-    fills = fills_of(in_line, [unit for unit in in_line.step.graph.unit_names if unit != llm], last)
+    llm, last = in_line.shape.graph.backbone.name, weights_before_last(in_line, reduced)
+    fills = fills_of(in_line, [unit for unit in in_line.shape.graph.unit_names if unit != llm], last)
     return Movable(fills, weights_before_forwards(in_line, llm).joined(last), memory_factor, goes_inside=True)
 
 
-def _ways_to_split(step: StepGraph) -> list[list[str]]:
+def _ways_to_split(shape: StepShape) -> list[list[str]]:
     """Return the sets of units whose backwards are split: none; all but encoders on the LLM's ranks; if these train, all."""
-    ranks = set(step.plan.units[step.graph.backbone.name].ranks)
-    encoders = {unit.name for unit in step.graph.encoders}
-    trained = [name for name in step.graph.unit_names if _has_backward(step, name)]
-    apart = [name for name in trained if name not in encoders or ranks.isdisjoint(step.plan.units[name].ranks)]
+    ranks = set(shape.plan.units[shape.graph.backbone.name].ranks)
+    encoders = {unit.name for unit in shape.graph.encoders}
+    trained = [name for name in shape.graph.unit_names if _has_backward(shape, name)]
+    apart = [name for name in trained if name not in encoders or ranks.isdisjoint(shape.plan.units[name].ranks)]
     return [[], apart, trained] if len(apart) < len(trained) else [[], apart]
 
 
-def _has_backward(step: StepGraph, unit: str) -> bool:
-    return any(step.backward_need(*key).has_backward for key in step.stages if key[0] == unit)
+def _has_backward(shape: StepShape, unit: str) -> bool:
+    return any(shape.backward_need(*key).has_backward for key in shape.stages if key[0] == unit)

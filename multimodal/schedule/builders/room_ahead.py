@@ -11,9 +11,10 @@ from multimodal.schedule.encoder_limits import MEMORY_SHARE
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StageKey, StepGraph
-from multimodal.values.step_work import KIND_NUMBERS, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
@@ -23,7 +24,7 @@ _TRIED = (1.0, 2.0, 4.0)
 
 
 def build_within_memory(
-    step: StepGraph,
+    shape: StepShape,
     limits: Mapping[StageKey, int],
     *,
     costs: StepCosts,
@@ -33,7 +34,7 @@ def build_within_memory(
 
     limits: the microbatches that each stage keeps at least; build: makes a schedule from a function that scales a stage's limit.
     """
-    room = factors_within_memory(step, limits, costs=costs)
+    room = factors_within_memory(shape, limits, costs=costs)
     best, shortest = float("inf"), None
     for most in sorted({min(tried, max(room.values(), default=1.0)) for tried in _TRIED}):
         schedule = build(lambda stage, limit, most=most: floor(min(most, room[stage]) * limit))  # type: ignore[misc]
@@ -45,7 +46,7 @@ def build_within_memory(
     return shortest
 
 
-def factors_within_memory(step: StepGraph, limits: Mapping[StageKey, int], *, costs: StepCosts) -> dict[StageKey, float]:
+def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, costs: StepCosts) -> dict[StageKey, float]:
     """Return, for each stage, the largest of `FACTORS` that its lanes' memory allows for the limits of all of their stages.
 
     The largest microbatches are counted, so any microbatches fit. Replicas that exchange samples run only as far ahead as the
@@ -53,25 +54,25 @@ def factors_within_memory(step: StepGraph, limits: Mapping[StageKey, int], *, co
     no memory (`StepCosts.memory_bytes`). O(microbatches x stages log).
     """
     if isinf(costs.memory_bytes):
-        return dict.fromkeys(step.stages, FACTORS[-1])
-    needed = np.zeros((len(step.plan.lanes), len(FACTORS)))
-    for stage, kept in _kept_bytes(step, costs):
+        return dict.fromkeys(shape.stages, FACTORS[-1])
+    needed = np.zeros((len(shape.plan.lanes), len(FACTORS)))
+    for stage, kept in _kept_bytes(shape, costs):
         sums = np.append(0, np.cumsum(np.sort(kept)[::-1]))
         counts = np.floor(np.array(FACTORS) * limits[stage]).astype(np.int64)
-        needed[list(step.lanes_of(*stage))] += sums[np.minimum(counts, len(kept))]
+        needed[list(shape.lanes_of(*stage))] += sums[np.minimum(counts, len(kept))]
     room = MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(len(needed))])
     of_lane = np.maximum(np.count_nonzero(needed <= room[:, None], axis=1) - 1, 0)
-    groups = _exchanging_replicas(step)
+    groups = _exchanging_replicas(shape)
     least: dict[int, int] = {}
-    for stage in step.stages:
+    for stage in shape.stages:
         group = groups[stage[:2]]
-        least[group] = min(least.get(group, len(FACTORS)), *of_lane[list(step.lanes_of(*stage))].tolist())
-    return {stage: FACTORS[least[groups[stage[:2]]]] for stage in step.stages}
+        least[group] = min(least.get(group, len(FACTORS)), *of_lane[list(shape.lanes_of(*stage))].tolist())
+    return {stage: FACTORS[least[groups[stage[:2]]]] for stage in shape.stages}
 
 
-def _kept_bytes(step: StepGraph, costs: StepCosts) -> Iterator[tuple[StageKey, Integers]]:
+def _kept_bytes(shape: StepShape, costs: StepCosts) -> Iterator[tuple[StageKey, Integers]]:
     """Yield each stage that has microbatches, with the bytes that each of them keeps there."""
-    work = step_work(step)
+    work = step_work(shape)
     forwards = np.flatnonzero(work.kinds == _FORWARD)
     kept, stages = costs.kept_bytes(work, forwards), work.computed_stages[forwards]
     order = np.argsort(stages, kind="stable")
@@ -79,15 +80,15 @@ def _kept_bytes(step: StepGraph, costs: StepCosts) -> Iterator[tuple[StageKey, I
     yield from zip((work.stages[number] for number in numbers.tolist()), np.split(kept[order], starts[1:]), strict=True)
 
 
-def _exchanging_replicas(step: StepGraph) -> dict[tuple[str, int], int]:
+def _exchanging_replicas(shape: StepShape) -> dict[tuple[str, int], int]:
     """Return a group number for each (unit, replica): replicas between which samples travel, directly or not, share one."""
-    places = sorted({stage[:2] for stage in step.stages})
+    places = sorted({stage[:2] for stage in shape.stages})
     numbers = {place: number for number, place in enumerate(places)}
     groups: NDArray[np.int64] = np.arange(len(places))
     pairs = [
         (numbers[source, first], numbers[target, second])
-        for source, target in step.graph.edges
-        for first, second in step.replica_routes(source, target)
+        for source, target in shape.graph.edges
+        for first, second in shape.replica_routes(source, target)
     ]
     ends = np.array(pairs, np.int64).reshape(-1, 2)
     before = None

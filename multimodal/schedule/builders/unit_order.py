@@ -7,7 +7,7 @@ import numpy as np
 
 from multimodal.values.action import ActionKind
 from multimodal.values.plan import Replica
-from multimodal.values.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
 
 
 class Step(NamedTuple):

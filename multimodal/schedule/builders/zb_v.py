@@ -8,13 +8,14 @@ from multimodal.schedule.builders.zb_h1 import storage_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica, UnitPlan
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StageKey, StepGraph
-from multimodal.values.step_work import Integers, StepWork, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import Integers, StepWork, step_work
 
 
-def build_zb_v(step: StepGraph) -> Schedule:
+def build_zb_v(shape: StepShape) -> Schedule:
     """Build the ZB-V schedule over the unit graph, in the compute dialect.
 
     Stage s of P of a V-shaped unit holds virtual stages s and 2 P - 1 - s, so the first stage also ends the forward and starts
@@ -24,7 +25,7 @@ def build_zb_v(step: StepGraph) -> Schedule:
 
     Raises ScheduleError if no unit is V-shaped.
     """
-    graph, plan = step.graph, step.plan
+    graph, plan = shape.graph, shape.plan
     shaped = [unit for unit in graph.unit_names if is_v_shaped(plan.units[unit])]
     if not shaped:
         found = ", ".join(f"{name} {unit.describe_ranges()}" for name, unit in plan.units.items())
@@ -34,16 +35,16 @@ def build_zb_v(step: StepGraph) -> Schedule:
             "plan, or choose zb-h1"
         )
     depths = stage_counts(plan)
-    spans = microbatch_spans(step, depths=depths)
+    spans = microbatch_spans(shape, depths=depths)
     limits = stage_limits(depths, spans=spans)
-    storage = storage_limits(step, limits)
+    storage = storage_limits(shape, limits)
     groups: dict[StageKey, StageKey] = {}
     for unit in shaped:
-        _share_memory(unit, step, spans, limits, storage, groups)
-    split = split_all(step)
+        _share_memory(unit, shape, spans, limits, storage, groups)
+    split = split_all(shape)
     policy = Policy(
         forward_limits=limits,
-        forward_floors=forward_floors(step.plan, limits),
+        forward_floors=forward_floors(shape.plan, limits),
         storage_limits=storage,
         group_of=groups,
         forwards_go_first=True,
@@ -102,7 +103,7 @@ class _Order:
 
 def _share_memory(
     name: str,
-    step: StepGraph,
+    shape: StepShape,
     spans: dict[StageKey, int],
     limits: dict[StageKey, int],
     storage: dict[StageKey, int],
@@ -112,18 +113,18 @@ def _share_memory(
 
     A chunk without a backward keeps nothing, so its stage's chunks have limits of their own.
     """
-    unit = step.plan.units[name]
+    unit = shape.plan.units[name]
     for replica, each in enumerate(unit.replicas):
         for held in chunk_stages(each) if is_folded(each) else ():
             stages = [(name, replica, stage) for stage in held]
-            if not all(step.backward_need(*stage).has_backward for stage in stages):
+            if not all(shape.backward_need(*stage).has_backward for stage in stages):
                 continue
             limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
 def _orders(name: str, work: StepWork) -> list[Integers]:
-    unit, counts = work.plan.units[name], work.pieces.units[name].placed.counts.tolist()
+    unit, counts = work.plan.units[name], work.pieces.units[name].counted.counts.tolist()
     orders = [
         (_order_of_stage(stage_index, len(each.stages), counts[replica]), replica, stages)
         for replica, each in enumerate(unit.replicas)

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
 from multimodal.schedule.passes.lane_times import duration_of, lane_times, sort_lanes
 from multimodal.values.action import ACTION_TABLE, Action, Resource
-from multimodal.values.dependencies import dependencies
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import TimelineEvent
+from multimodal.values.work.dependencies import dependencies
 
 
 @keeps_earlier_passes(never_longer=True)
@@ -19,15 +19,15 @@ def defer_receives(schedule: Schedule) -> Schedule:
     lanes at once, an order that suits one may stop another). The result may keep more activations, but never takes longer: if
     moving does not pay, the schedule stays as it is. O(actions x window + dependencies).
     """
-    step, times = schedule.step, lane_times(schedule)
+    shape, times = schedule.shape, lane_times(schedule)
     ends = {event.action: event.end_seconds for lane in times for event in lane}
     starts = {event.action: event.start_seconds for lane in times for event in lane}
     for lane in times:
-        if any(len(step.lanes_of(*event.action[1:4])) > 1 for event in lane):
+        if any(len(shape.lanes_of(*event.action[1:4])) > 1 for event in lane):
             continue
-        ready = {event.action: max((ends[need] for need in dependencies(event.action, step)), default=0.0) for event in lane}
+        ready = {event.action: max((ends[need] for need in dependencies(event.action, shape)), default=0.0) for event in lane}
         starts |= _fill_gaps(lane, ready)
-    moved = sort_lanes(schedule.lanes, step, starts.__getitem__)
+    moved = sort_lanes(schedule.lanes, shape, starts.__getitem__)
     before, after = duration_of(schedule), duration_of(moved)
     return moved if after is not None and before is not None and after <= before else schedule
 

@@ -22,7 +22,7 @@ def delay_forward(schedule: Schedule) -> Schedule:
     O(stages x log(warm-up) executions).
     """
     length = duration_of(schedule)
-    for lanes in _lanes_by_stage(schedule.step.graph, schedule.step.plan):
+    for lanes in _lanes_by_stage(schedule.shape.graph, schedule.shape.plan):
         fewest, most = 0, min((_num_warm_up(schedule.lanes[lane].actions) for lane in lanes), default=1) - 1
         while fewest < most:
             middle = (fewest + most + 1) // 2

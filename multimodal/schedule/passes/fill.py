@@ -2,9 +2,9 @@
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.dependencies import dependencies, needs_message
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import dependencies, needs_message
 
 
 def fill(schedule: Schedule) -> Schedule:
@@ -16,24 +16,24 @@ def fill(schedule: Schedule) -> Schedule:
     microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (they must agree on the
     order), and so do weight gradients before a reduction by layer. O(actions + dependencies).
     """
-    return schedule.with_lanes(_fill_lane(lane, schedule.step, splits=True) for lane in schedule.lanes)
+    return schedule.with_lanes(_fill_lane(lane, schedule.shape, splits=True) for lane in schedule.lanes)
 
 
 def refill(schedule: Schedule) -> Schedule:
     """Do the same as `fill` with existing weight gradients, without splitting backwards. O(actions + dependencies)."""
-    return schedule.with_lanes(_fill_lane(lane, schedule.step, splits=False) for lane in schedule.lanes)
+    return schedule.with_lanes(_fill_lane(lane, schedule.shape, splits=False) for lane in schedule.lanes)
 
 
-def _fill_lane(lane: Lane, step: StepGraph, *, splits: bool) -> Lane:
-    if any(len(step.lanes_of(*action[1:4])) > 1 for action in lane.actions):
+def _fill_lane(lane: Lane, shape: StepShape, *, splits: bool) -> Lane:
+    if any(len(shape.lanes_of(*action[1:4])) > 1 for action in lane.actions):
         return lane
     slots: list[Slot] = []
     for position, slot in enumerate(lane.slots):
         action, carrier = slot.action, _carrier(lane, position)
-        waits = slot.mode is SlotMode.IN_LINE and carrier is not None and _waits_for_message(carrier, step)
+        waits = slot.mode is SlotMode.IN_LINE and carrier is not None and _waits_for_message(carrier, shape)
         if waits and action.kind is ActionKind.WEIGHT_GRADIENT:
             slots.append(Slot(action, SlotMode.FILLS_WAIT))
-        elif splits and waits and action.covers is None and _can_split(action, step) and not _carries(lane, position):
+        elif splits and waits and action.covers is None and _can_split(action, shape) and not _carries(lane, position):
             slots.append(Slot(action._replace(kind=ActionKind.INPUT_GRADIENT)))
             slots.append(Slot(action._replace(kind=ActionKind.WEIGHT_GRADIENT), SlotMode.FILLS_WAIT))
         else:
@@ -56,9 +56,9 @@ def _carries(lane: Lane, position: int) -> bool:
     return position > 0 and lane.slots[position - 1].mode is SlotMode.INSIDE
 
 
-def _can_split(action: Action, step: StepGraph) -> bool:
-    return action.kind is ActionKind.BACKWARD and step.backward_need(*action[1:4]) is BackwardNeed.FULL
+def _can_split(action: Action, shape: StepShape) -> bool:
+    return action.kind is ActionKind.BACKWARD and shape.backward_need(*action[1:4]) is BackwardNeed.FULL
 
 
-def _waits_for_message(action: Action, step: StepGraph) -> bool:
-    return any(needs_message(need, action, step.plan) for need in dependencies(action, step))
+def _waits_for_message(action: Action, shape: StepShape) -> bool:
+    return any(needs_message(need, action, shape.plan) for need in dependencies(action, shape))

@@ -2,9 +2,11 @@
 
 from dataclasses import replace
 
+import numpy as np
+
 from multimodal.values.action import ActionKind
-from multimodal.values.dependencies import collectives
 from multimodal.values.schedule import Lane, Schedule, Slot
+from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 
 def gather_parameters(schedule: Schedule) -> Schedule:
@@ -14,13 +16,12 @@ def gather_parameters(schedule: Schedule) -> Schedule:
     wait for each other in a circle. A lane only starts a gather at its slot, and a stage's first forward waits for it: the first
     stage's gather shows as a bubble (Optimus, Table 1), and the others hide behind computations. O(actions).
     """
-    if schedule.step.cuts.gathers_parameters:
+    if schedule.shape.cuts.gathers_parameters:
         return schedule
-    step = schedule.step.with_cuts(replace(schedule.step.cuts, gathers_parameters=True))
-    gathers: list[list[Slot]] = [[] for _ in schedule.lanes]
-    for action in collectives(step):
-        if action.kind is ActionKind.GATHER_PARAMETERS:
-            for lane in step.lanes_of(*action[1:4]):
-                gathers[lane].append(Slot(action))
+    shape = schedule.shape.with_cuts(replace(schedule.shape.cuts, gathers_parameters=True))
+    work, gathers = step_work(shape), list[list[Slot]]([] for _ in schedule.lanes)
+    for action in map(work.action, np.flatnonzero(work.kinds == KIND_NUMBERS[ActionKind.GATHER_PARAMETERS]).tolist()):
+        for lane in shape.lanes_of(*action[1:4]):
+            gathers[lane].append(Slot(action))
     pairs = zip(schedule.lanes, gathers, strict=True)
     return schedule.with_lanes(Lane(lane.ranks, (*first, *lane.slots)) for lane, first in pairs)

@@ -40,7 +40,7 @@ def insert_communication(schedule: Schedule) -> Schedule:
     moments = 2 * starts[schedule.pieces], 1 + 2 * starts[producers[(ends - work.num_computed) // 2]]
     order = order_by(np.concatenate((schedule.lane_of_slot, end_lanes)), np.concatenate(moments))
     return Schedule(
-        schedule.step,
+        schedule.shape,
         schedule.lane_starts + np.searchsorted(np.sort(end_lanes), np.arange(schedule.num_lanes + 1)),
         np.concatenate((schedule.pieces, ends))[order],
         np.concatenate((schedule.modes, np.zeros(len(ends), np.uint8)))[order],

@@ -29,12 +29,12 @@ def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass
     def decorate(rewrite: Pass) -> Pass:
         @wraps(rewrite)
         def rewritten(schedule: Schedule) -> Schedule:
-            cut = schedule.step.cuts.reduced_by_layer
+            cut = schedule.shape.cuts.reduced_by_layer
             _check_fillers(schedule)
             moved = rewrite(_plain(schedule))
             if cut:
                 moved = cut_reductions(moved.with_lanes(_with_early_reductions(lane, cut) for lane in moved.lanes), cut)
-                if moved.step.cuts.reduced_by_layer != cut:
+                if moved.shape.cuts.reduced_by_layer != cut:
                     return schedule
             if schedule.has_fillers:
                 moved = refill(moved)
@@ -61,7 +61,7 @@ def _check_fillers(schedule: Schedule) -> None:
 
 def _plain(schedule: Schedule) -> Schedule:
     """Return the same actions with whole reductions and without fillers."""
-    lanes = (with_whole_reductions(lane, schedule.step) for lane in schedule.lanes)
+    lanes = (with_whole_reductions(lane, schedule.shape) for lane in schedule.lanes)
     return schedule.with_lanes(lane_of(lane.ranks, lane.actions) for lane in lanes)
 
 

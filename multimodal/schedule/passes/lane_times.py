@@ -9,7 +9,7 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, lane_of, show_slots
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
 
 
@@ -37,7 +37,7 @@ def duration_of(schedule: Schedule, *, seconds: NDArray[np.float64] | None = Non
 
 
 def sort_lanes(
-    lanes: Iterable[Lane], step: StepGraph, key: Callable[[Action], float], added: Mapping[int, list[Action]] | None = None
+    lanes: Iterable[Lane], shape: StepShape, key: Callable[[Action], float], added: Mapping[int, list[Action]] | None = None
 ) -> Schedule:
     """Sort every lane by time; actions of equal time keep their order. added: more actions per lane, after those of their time.
 
@@ -47,6 +47,6 @@ def sort_lanes(
     rows = tuple(lanes)
     assert not any(lane.fillers for lane in rows), "fillers would be lost"
     return Schedule.of_lanes(
-        step,
+        shape,
         (lane_of(lane.ranks, sorted((*lane.actions, *(added or {}).get(index, ())), key=key)) for index, lane in enumerate(rows)),
     )

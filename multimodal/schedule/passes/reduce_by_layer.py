@@ -5,9 +5,9 @@ from dataclasses import replace
 
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 
 def reduce_by_layer(schedule: Schedule) -> Schedule:
@@ -18,100 +18,100 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
     replicas make the same calls in the same order. A reduction is cut if, in all lanes of all replicas, it stands right after the
     whole backward of the last microbatch, or there is no microbatch. Others stay whole: if weight gradients are split from the
     backward, if another reduction has to go first, if microbatches end in another order, and in stages of one layer. With unlike
-    replicas there are more parts (`StepGraph.reductions`), all stages of a unit are cut or none, and only the last part stands
+    replicas there are more parts (`StepShape.reductions`), all stages of a unit are cut or none, and only the last part stands
     behind the backward. If lanes would then wait for each other in a circle when reductions block, all stay whole. O(actions +
     dependencies).
     """
-    if schedule.step.cuts.reduced_by_layer:
+    if schedule.shape.cuts.reduced_by_layer:
         return schedule
     return cut_reductions(schedule, set(_reduced_stages(schedule)))
 
 
 def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule:
     """Cut the whole reductions of these (unit, virtual stage), if all of them can be cut."""
-    step = schedule.step
+    shape = schedule.shape
     cut = set(stages) - {
         key
         for lane in schedule.lanes
         for position, action in enumerate(lane.actions)
-        if action.kind is ActionKind.REDUCE_GRADIENTS and not _can_be_cut(lane, position, step)
-        for key in _cut_together(action, step)
+        if action.kind is ActionKind.REDUCE_GRADIENTS and not _can_be_cut(lane, position, shape)
+        for key in _cut_together(action, shape)
     }
-    aimed = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset(cut)))
-    cut -= {(unit, stage) for unit, stage in cut if step.plan.units[unit].is_unlike and not _hides_anything(aimed, unit)}
-    aimed = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset(cut)))
+    aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
+    cut -= {(unit, stage) for unit, stage in cut if shape.plan.units[unit].is_unlike and not _hides_anything(aimed, unit)}
+    aimed = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset(cut)))
     rewritten = schedule.with_lanes(_with_pieces(lane, aimed) for lane in schedule.lanes)
     return schedule if execute_lanes(rewritten).stuck else rewritten
 
 
-def _hides_anything(step: StepGraph, unit: str) -> bool:
+def _hides_anything(shape: StepShape, unit: str) -> bool:
     """Return True if a reduction of any stage of a unit begins before the stage's last backward."""
-    stages = (stage for stage in step.stages if stage[0] == unit and step.num_microbatches(*stage[:2]))
-    return any(step.backward_need(*stage).trains_weights and len(step.reductions(*stage)) > 1 for stage in stages)
+    stages = (stage for stage in shape.stages if stage[0] == unit and shape.num_microbatches(*stage[:2]))
+    return any(shape.backward_need(*stage).trains_weights and len(shape.reductions(*stage)) > 1 for stage in stages)
 
 
-def with_whole_reductions(lane: Lane, step: StepGraph) -> Lane:
+def with_whole_reductions(lane: Lane, shape: StepShape) -> Lane:
     """Undo `reduce_by_layer`: one reduction after the backward that completes the stage's gradients."""
-    whole, slots = step.with_cuts(replace(step.cuts, reduced_by_layer=frozenset())), list[Slot]()
+    whole, slots = shape.with_cuts(replace(shape.cuts, reduced_by_layer=frozenset())), list[Slot]()
     for slot in lane.slots:
         if (
             slot.action.kind is not ActionKind.REDUCE_GRADIENTS
-            or (slot.action.unit, slot.action.stage) not in step.cuts.reduced_by_layer
+            or (slot.action.unit, slot.action.stage) not in shape.cuts.reduced_by_layer
         ):
             slots.append(slot)
-        elif not step.begins_early(slot.action):
+        elif not shape.begins_early(slot.action):
             slots += _reductions(slot.action, whole)
     return Lane(lane.ranks, tuple(slots))
 
 
-def _reductions(action: Action, step: StepGraph) -> list[Slot]:
+def _reductions(action: Action, shape: StepShape) -> list[Slot]:
     """Return all reductions of an action's stage in a step."""
-    return [Slot(action._replace(covers=covers)) for covers in step.reductions(*action[1:4])]
+    return [Slot(action._replace(covers=covers)) for covers in shape.reductions(*action[1:4])]
 
 
 def _reduced_stages(schedule: Schedule) -> Iterator[tuple[str, int]]:
-    step = schedule.step
+    shape = schedule.shape
     for lane in schedule.lanes:
         for action in lane.actions:
             if action.kind is ActionKind.REDUCE_GRADIENTS:
-                yield from _cut_together(action, step)
+                yield from _cut_together(action, shape)
 
 
-def _cut_together(reduction: Action, step: StepGraph) -> list[tuple[str, int]]:
+def _cut_together(reduction: Action, shape: StepShape) -> list[tuple[str, int]]:
     """Return the stages that must be cut together with a reduction's."""
-    unit = step.plan.units[reduction.unit]
+    unit = shape.plan.units[reduction.unit]
     stages = range(unit.num_virtual_stages) if unit.is_unlike else (reduction.stage,)
     return [(reduction.unit, stage) for stage in stages]
 
 
-def _can_be_cut(lane: Lane, position: int, step: StepGraph) -> bool:
+def _can_be_cut(lane: Lane, position: int, shape: StepShape) -> bool:
     """Return True if the reduction at a position follows the backward that completes it, or other parts of it do."""
     reduction = lane.actions[position]
-    num_microbatches = step.num_microbatches(reduction.unit, reduction.replica)
-    if step.plan.units[reduction.unit].is_unlike:
-        position -= step.reductions(*reduction[1:4]).index(reduction.covers)
-    elif len(step.plan.virtual_stage(*reduction[1:4]).layers) < 2:
+    num_microbatches = shape.num_microbatches(reduction.unit, reduction.replica)
+    if shape.plan.units[reduction.unit].is_unlike:
+        position -= shape.reductions(*reduction[1:4]).index(reduction.covers)
+    elif len(shape.plan.virtual_stage(*reduction[1:4]).layers) < 2:
         return False
     if num_microbatches == 0:
         return True
-    subset = step.cuts.subsets(MicrobatchPlace(reduction.unit, reduction.replica, num_microbatches - 1))[-1]
+    subset = shape.cuts.subsets(MicrobatchPlace(reduction.unit, reduction.replica, num_microbatches - 1))[-1]
     last = Action(ActionKind.BACKWARD, *reduction[1:4], microbatch=num_microbatches - 1, covers=subset)
     around = lane.slots[max(0, position - 2) : position]  # A filler of the backward may be a need of the reduction.
     is_plain = all(slot.mode is SlotMode.IN_LINE for slot in around)
     return position > 0 and lane.actions[position - 1] == last and is_plain
 
 
-def _with_pieces(lane: Lane, step: StepGraph) -> Lane:
+def _with_pieces(lane: Lane, shape: StepShape) -> Lane:
     """Replace whole reductions by those of a step that reduces by layer."""
     slots: list[Slot] = []
     for slot in lane.slots:
         action = slot.action
-        if action.kind is not ActionKind.REDUCE_GRADIENTS or (action.unit, action.stage) not in step.cuts.reduced_by_layer:
+        if action.kind is not ActionKind.REDUCE_GRADIENTS or (action.unit, action.stage) not in shape.cuts.reduced_by_layer:
             slots.append(slot)
             continue
         if slots and slots[-1].action.kind is ActionKind.REDUCE_GRADIENTS and slots[-1].action[1:4] == action[1:4]:
             continue  # all parts are already in place
-        *early, last = _reductions(action, step)
+        *early, last = _reductions(action, shape)
         has_backward = bool(slots) and slots[-1].action[:4] == (ActionKind.BACKWARD, *action[1:4])
         slots[len(slots) - has_backward : len(slots) - has_backward] = early
         slots.append(last)

@@ -10,9 +10,9 @@ from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
 from multimodal.schedule.passes.lane_times import duration_of, lane_times, sort_lanes
 from multimodal.schedule.unit_cost import unit_cost, unit_costs
 from multimodal.values.action import Action, ActionKind, SampleSubset
-from multimodal.values.assignment import MicrobatchPlace
-from multimodal.values.dependencies import dependencies
+from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.schedule import Lane, Schedule, Slot
+from multimodal.values.work.dependencies import dependencies
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _ROUNDING = 1e-6
@@ -29,9 +29,9 @@ def split_backward(schedule: Schedule) -> Schedule:
     of the old one. If the step would take longer under unit costs, with equal subsets, the schedule stays as it was. Raises
     ScheduleError if the schedule cannot finish. O((actions + dependencies) log).
     """
-    step = schedule.step
-    encoders = {unit.name for unit in step.graph.encoders if step.graph.gives_items_once(unit.name)}
-    consumers = {each: len(step.consumers(each)) for each in step.microbatches if each.unit in encoders}
+    shape = schedule.shape
+    encoders = {unit.name for unit in shape.graph.encoders if shape.graph.gives_items_once(unit.name)}
+    consumers = {each: len(shape.consumers(each)) for each in shape.microbatches if each.unit in encoders}
     num_subsets = {each: count for each, count in consumers.items() if count > 1}
     rewritten = _cut(schedule, num_subsets)
     if rewritten == schedule:
@@ -42,17 +42,17 @@ def split_backward(schedule: Schedule) -> Schedule:
 
 def _seconds(schedule: Schedule) -> NDArray[np.float64]:
     """Return unit costs, [num_computed]; every sample subset of a backward has the same share of the backward's."""
-    seconds = schedule.step.once(unit_costs).astype(np.float64)
+    seconds = unit_costs(schedule.shape).astype(np.float64)
     for number, action in enumerate(schedule.work.computed):
         if action.subset >= 0:
-            seconds[number] /= schedule.step.cuts.num_subsets[_microbatch(action)]
+            seconds[number] /= schedule.shape.cuts.num_subsets[_microbatch(action)]
     return seconds
 
 
 def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedule:
     """Cut these microbatches' backwards, the last stage's first: a subset in one stage needs that of the next stage."""
-    step = schedule.step
-    cut_step = step.with_cuts(replace(step.cuts, num_subsets={**step.cuts.num_subsets, **num_subsets}))
+    shape = schedule.shape
+    cut_step = shape.with_cuts(replace(shape.cuts, num_subsets={**shape.cuts.num_subsets, **num_subsets}))
     times = lane_times(schedule)
     starts = {event.action: event.start_seconds for lane in times for event in lane}
     ends = {event.action: event.end_seconds for lane in times for event in lane}
@@ -67,17 +67,17 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
             starts[subset], ends[subset] = starts[backward], ends[backward]
         for subset in subsets[:num_early]:
             starts[subset] = max(ends[need] for need in dependencies(subset, cut_step))
-            ends[subset] = starts[subset] + unit_cost(backward, step)
+            ends[subset] = starts[subset] + unit_cost(backward, shape)
             if starts[subset] == starts[backward]:
                 replaced[backward].insert(-1, subset)
                 continue
-            for lane in step.lanes_of(*subset[1:4]):
+            for lane in shape.lanes_of(*subset[1:4]):
                 added[lane].append(subset)
     lanes = [
         Lane(lane.ranks, tuple(Slot(new) for action in lane.actions for new in replaced.get(action, [action])))
         for lane in schedule.lanes
     ]
-    return sort_lanes(lanes, step, starts.__getitem__, added)
+    return sort_lanes(lanes, shape, starts.__getitem__, added)
 
 
 def _is_cut(action: Action, num_subsets: dict[MicrobatchPlace, int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from multimodal.values.arrays.microbatches import CountedMicrobatches
 from multimodal.values.arrays.rows import Integers, integers, row_numbers, row_starts
 
 
@@ -19,21 +20,13 @@ class Atom(NamedTuple):
     """Index among all items of the sample; -1 for the whole sample."""
 
 
-class MicrobatchPlace(NamedTuple):
-    """One microbatch of one replica of one unit."""
-
-    unit: str
-    replica: int
-    microbatch: int
-
-
 Microbatch = tuple[Atom, ...]
 Replicas = tuple[tuple[Microbatch, ...], ...]
 """The microbatches of each replica of a unit, in their order."""
 
 
 @dataclass(frozen=True, eq=False)
-class PlacedAtoms:
+class PlacedAtoms(CountedMicrobatches):
     """The atoms of one unit, replica after replica, microbatch after microbatch, in packing order."""
 
     sample_ids: Integers
@@ -76,31 +69,6 @@ class PlacedAtoms:
         sizes[places < counts[:, None]] = np.diff(self.atom_starts)
         starts = row_starts(np.full(len(counts), len(places)))
         return PlacedAtoms(self.sample_ids, self.item_indices, row_starts(sizes.ravel()), starts)
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas."""
-        return len(self.microbatch_starts) - 1
-
-    @property
-    def num_microbatches(self) -> int:
-        """Number of microbatches of all replicas."""
-        return len(self.atom_starts) - 1
-
-    @cached_property
-    def counts(self) -> Integers:
-        """[num_replicas] microbatches of each replica."""
-        return np.diff(self.microbatch_starts)
-
-    @cached_property
-    def replica_of_microbatch(self) -> Integers:
-        """[num_microbatches]."""
-        return row_numbers(self.microbatch_starts)
-
-    @cached_property
-    def index_in_replica(self) -> Integers:
-        """[num_microbatches] the number of each microbatch in its replica."""
-        return np.arange(self.num_microbatches) - self.microbatch_starts[self.replica_of_microbatch]
 
     @cached_property
     def microbatch_of_atom(self) -> Integers:

@@ -1,16 +1,16 @@
 """Routes: the atoms that microbatches of one unit hand to those of the next; arrays, made into objects only on request."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from multimodal.values.arrays.placed_atoms import NO_ATOMS, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
+from multimodal.values.arrays.microbatches import MicrobatchPlace, NumberedMicrobatches
+from multimodal.values.arrays.placed_atoms import NO_ATOMS, Atom, Microbatch, PlacedAtoms
 from multimodal.values.arrays.rows import Integers, integers, order_by, row_starts, take_rows
-from multimodal.values.model_graph import ModelGraph, Role
 
 
 class Route(NamedTuple):
@@ -22,78 +22,27 @@ class Route(NamedTuple):
     """Source atoms, in the order of the target's samples (and of the items inside each)."""
 
 
-class NumberedMicrobatches:
-    """The microbatches of all units, numbered by the names of their units, then by replica and index."""
-
-    def __init__(self, placed: Mapping[str, PlacedAtoms]) -> None:
-        self.units = sorted(placed)
-        self.placed = placed
-        self.first = dict(zip(self.units, row_starts([placed[unit].num_microbatches for unit in self.units]), strict=False))
-
-    def number(self, place: MicrobatchPlace) -> int:
-        """Return the number of a microbatch; raises KeyError if there is no such microbatch."""
-        unit, replica, microbatch = place
-        placed = self.placed[unit]
-        if not (0 <= replica < placed.num_replicas and 0 <= microbatch < placed.counts[replica]):
-            raise KeyError(place)
-        return int(self.first[unit] + placed.microbatch_starts[replica] + microbatch)
-
-    def numbers_in(self, other: "NumberedMicrobatches", numbers: Integers) -> Integers:
-        """Return the numbers that other microbatches have for the same places."""
-        found = np.empty_like(numbers)
-        for unit, first in self.first.items():
-            placed, there = self.placed[unit], other.placed[unit]
-            is_own = (numbers >= first) & (numbers < first + placed.num_microbatches)
-            own = numbers[is_own] - first
-            replicas = placed.replica_of_microbatch[own]
-            found[is_own] = other.first[unit] + there.microbatch_starts[replicas] + placed.index_in_replica[own]
-        return found
-
-    def places(self, numbers: Integers) -> list[MicrobatchPlace]:
-        """Return the microbatches of these numbers."""
-        found: list[MicrobatchPlace] = []
-        bounds = [*map(int, self.first.values()), np.iinfo(np.int64).max]
-        units = np.searchsorted(bounds, numbers, side="right") - 1
-        for unit, number in zip(units.tolist(), numbers.tolist(), strict=True):
-            placed, own = self.placed[self.units[unit]], number - bounds[unit]
-            found.append(
-                MicrobatchPlace(self.units[unit], int(placed.replica_of_microbatch[own]), int(placed.index_in_replica[own]))
-            )
-        return found
-
-
 @dataclass(frozen=True, eq=False)
-class Routes:
-    """All routes of an assignment, ordered by source, then target."""
+class RouteEnds:
+    """The microbatches that hand something to each other, ordered by source, then target; not what they hand over."""
 
     microbatches: NumberedMicrobatches
     sources: Integers
     """[num_routes] numbers of microbatches, ascending."""
     targets: Integers
-    atom_starts: Integers
-    """[num_routes + 1] into the atoms."""
-    sample_ids: Integers
-    item_indices: Integers
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Routes, (
-            self.microbatches,
-            self.sources,
-            self.targets,
-            self.atom_starts,
-            self.sample_ids,
-            self.item_indices,
-        )
+        return type(self), tuple(getattr(self, column.name) for column in fields(self))
 
     @cached_property
-    def from_source(self) -> "Mapping[MicrobatchPlace, tuple[Route, ...]]":
-        """Routes by the microbatch that they come from, in the order of their targets."""
-        return _RoutesByEnd(self, self.sources)
+    def sources_of(self) -> Mapping[MicrobatchPlace, tuple[MicrobatchPlace, ...]]:
+        """The microbatches that hand something to each microbatch, in order."""
+        return _ByEnd(self.microbatches, self.targets, lambda numbers: self.microbatches.places(self.sources[numbers]))
 
     @cached_property
-    def to_target(self) -> "Mapping[MicrobatchPlace, tuple[Route, ...]]":
-        """Routes by the microbatch that they lead to, in the order of their sources."""
-        return _RoutesByEnd(self, self.targets)
+    def targets_of(self) -> Mapping[MicrobatchPlace, tuple[MicrobatchPlace, ...]]:
+        """The microbatches that each microbatch hands something to, in order."""
+        return _ByEnd(self.microbatches, self.sources, lambda numbers: self.microbatches.places(self.targets[numbers]))
 
     def of_edge(self, source: str, target: str) -> tuple[Integers, Integers]:
         """Return the ends of all routes between two units, as numbers among the microbatches of each, in order."""
@@ -101,10 +50,30 @@ class Routes:
         if source not in numbered.first or target not in numbered.first:
             return integers(()), integers(())
         sources, targets = self.sources - numbered.first[source], self.targets - numbered.first[target]
-        counts = (numbered.placed[unit].num_microbatches for unit in (source, target))
+        counts = (numbered.counts[unit].num_microbatches for unit in (source, target))
         is_within = [(ends >= 0) & (ends < count) for ends, count in zip((sources, targets), counts, strict=True)]
         chosen = is_within[0] & is_within[1]
         return sources[chosen], targets[chosen]
+
+
+@dataclass(frozen=True, eq=False)
+class Routes(RouteEnds):
+    """All routes of an assignment."""
+
+    atom_starts: Integers
+    """[num_routes + 1] into the atoms."""
+    sample_ids: Integers
+    item_indices: Integers
+
+    @cached_property
+    def from_source(self) -> Mapping[MicrobatchPlace, tuple[Route, ...]]:
+        """Routes by the microbatch that they come from, in the order of their targets."""
+        return _ByEnd(self.microbatches, self.sources, self.make)
+
+    @cached_property
+    def to_target(self) -> Mapping[MicrobatchPlace, tuple[Route, ...]]:
+        """Routes by the microbatch that they lead to, in the order of their sources."""
+        return _ByEnd(self.microbatches, self.targets, self.make)
 
     def among(self, placed: Mapping[str, PlacedAtoms]) -> "Routes":
         """Return the same routes for replicas that have more microbatches, which come behind those that they have here."""
@@ -122,48 +91,50 @@ class Routes:
         return tuple(map(Route, *ends, rows))
 
 
-class _RoutesByEnd(Mapping[MicrobatchPlace, tuple[Route, ...]]):
+Made = TypeVar("Made")
+
+
+class _ByEnd(Mapping[MicrobatchPlace, tuple[Made, ...]]):
     """Routes by one of their ends; those of a replica are made together on first access, as its ranks read all of them."""
 
-    def __init__(self, routes: Routes, ends: Integers) -> None:
-        self._routes = routes
+    def __init__(self, microbatches: NumberedMicrobatches, ends: Integers, make: Callable[[Integers], Sequence[Made]]) -> None:
+        self._microbatches, self._make = microbatches, make
         self._order = np.argsort(ends, kind="stable")
         self._ends = ends[self._order]
-        self._made: dict[MicrobatchPlace, tuple[Route, ...]] = {}
+        self._made: dict[MicrobatchPlace, tuple[Made, ...]] = {}
         self._made_replicas: set[tuple[str, int]] = set()
 
-    def __getitem__(self, place: MicrobatchPlace) -> tuple[Route, ...]:
+    def __getitem__(self, place: MicrobatchPlace) -> tuple[Made, ...]:
         unit, replica, microbatch = place
         if (unit, replica) not in self._made_replicas:
-            first = self._routes.microbatches.number(place) - microbatch
-            self._make(unit, replica, first)
+            self._make_replica(unit, replica, first=self._microbatches.number(place) - microbatch)
         return self._made[place]
 
-    def _make(self, unit: str, replica: int, first: int) -> None:
+    def _make_replica(self, unit: str, replica: int, *, first: int) -> None:
         """Make the routes of the replica whose first microbatch has the number `first`."""
-        count = int(self._routes.microbatches.placed[unit].counts[replica])
+        count = int(self._microbatches.counts[unit].counts[replica])
         starts = np.searchsorted(self._ends, np.arange(first, first + count + 1)).tolist()
-        made = self._routes.make(self._order[starts[0] : starts[-1]])
+        made = self._make(self._order[starts[0] : starts[-1]])
         for index, (start, end) in enumerate(pairwise(starts)):
             if end > start:
-                self._made[MicrobatchPlace(unit, replica, index)] = made[start - starts[0] : end - starts[0]]
+                self._made[MicrobatchPlace(unit, replica, index)] = tuple(made[start - starts[0] : end - starts[0]])
         self._made_replicas.add((unit, replica))
 
     def __iter__(self) -> Iterator[MicrobatchPlace]:
-        return iter(self._routes.microbatches.places(np.unique(self._ends)))
+        return iter(self._microbatches.places(np.unique(self._ends)))
 
     def __len__(self) -> int:
         return len(np.unique(self._ends))
 
 
-def build_routes(graph: ModelGraph, placed: Mapping[str, PlacedAtoms]) -> Routes:
+def build_routes(edges: Mapping[tuple[str, str], bool], placed: Mapping[str, PlacedAtoms]) -> Routes:
     """Match encoder items and samples of the LLM with the downstream microbatch that holds their sample (or the item itself).
 
-    O(atoms log atoms).
+    edges: source and target -> True if the target's atoms are the same items. O(atoms log atoms).
     """
-    units = {unit: placed.get(unit, NO_ATOMS) for edge in graph.edges for unit in edge}
+    units = {unit: placed.get(unit, NO_ATOMS) for edge in edges for unit in edge}
     numbered = NumberedMicrobatches(units)
-    columns = [_match(units, numbered, *edge, by_item=graph.unit(edge[1]).role is Role.ENCODER) for edge in graph.edges]
+    columns = [_match(units, numbered, *edge, by_item=by_item) for edge, by_item in edges.items()]
     sources, targets, sample_ids, item_indices = (
         np.concatenate(column) for column in (zip(*columns, strict=True) if columns else [[integers(())]] * 4)
     )

@@ -6,7 +6,7 @@ from functools import lru_cache
 from itertools import pairwise
 
 from multimodal.values.action import ActionKind, Coverage, Place, SampleSubset, SegmentRange
-from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 
 StageKey = tuple[str, int, int]
@@ -99,7 +99,7 @@ class Cuts:
     reduced_by_layer: frozenset[tuple[str, int]] = frozenset()
     """(unit, virtual stage) whose gradients are reduced in two pieces: all layers but the first, layer by layer during the last
     microbatch's backward, and then the first layer, whose gradients are complete last. A unit with unlike replicas has all of its
-    stages here or none, and more pieces: see `StepGraph.reductions`."""
+    stages here or none, and more pieces: see `StepShape.reductions`."""
     segments: Mapping[Place, SegmentCut] = field(default_factory=dict)
     """Places whose forward or backward runs in ranges of segments (Optimus, section 4.2)."""
 

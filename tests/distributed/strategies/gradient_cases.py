@@ -15,6 +15,7 @@ from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ScheduleError
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource
@@ -45,13 +46,13 @@ def gradient_cases(
     plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas))
     source = RandomSource(graph, draw(samples((*graph.item_encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
-    step = StepGraph(graph, plan, assignment)
+    shape = StepGraph(graph, plan, assignment).shape
     return GradientCase(
         graph,
         plan,
         assignment,
         source,
-        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if can_build(name, step)])),
+        builder=draw(st.sampled_from([name for name in sorted(BUILDERS) if can_build(name, shape)])),
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from([None, "selective", "full"])),
         passes=draw(passes()),
@@ -76,13 +77,13 @@ def passes(draw: st.DrawFn) -> tuple[Pass, ...]:
     return draw(st.sampled_from([*single, (split, filled), (split, cut, filled), (cut, split), chosen, *layered, *moving]))
 
 
-def can_build(builder: str, step: StepGraph) -> bool:
+def can_build(builder: str, shape: StepShape) -> bool:
     """Return whether a run may have the schedule and its builder allows the plan; most allow every plan."""
     row = BUILDERS[builder]
     if not row.can_train or not (row.is_folded or row.fewest_encoders > 1 or not row.takes_fed_encoders):
         return row.can_train
     try:
-        BUILDERS[builder](step)
+        BUILDERS[builder](shape)
     except ScheduleError:
         return False
     return True

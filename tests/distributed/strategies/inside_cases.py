@@ -24,7 +24,7 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
     plan = draw(plans_on_shared_ranks(graph))
     source = RandomSource(graph, draw(samples(graph.item_encoders)), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
-    step = StepGraph(graph, plan, assignment)
+    shape = StepGraph(graph, plan, assignment).shape
     sequence_parallel, recompute = draw(st.booleans()), draw(st.sampled_from([None, "selective", "full"]))
     options = RunOptions(transformer_impl="local", sequence_parallel=sequence_parallel, recompute=recompute)
     return GradientCase(
@@ -32,7 +32,7 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
         plan,
         assignment,
         source,
-        builder=draw(st.sampled_from([name for name in ("1f1b", "optimus", "gpipe") if can_build(name, step)])),
+        builder=draw(st.sampled_from([name for name in ("1f1b", "optimus", "gpipe") if can_build(name, shape)])),
         sequence_parallel=sequence_parallel,
         recompute=recompute,
         passes=(RunInsideWaits(draw(st.integers(0, 1000)), options, density=draw(st.sampled_from([0.2, 0.7, 1.0]))),),

@@ -14,7 +14,7 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.arrays.length_arrays import LengthBatch
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.step_graph import StepGraph, validate_assignment
 
@@ -110,5 +110,5 @@ def test_auto_judges_with_the_schedule_that_runs(graph, build_sample, schedule):
     placements = placements_of(tuple(plan.units.values()))
     assert seconds["auto"] <= min(seconds[name] for name, row in BALANCERS.items() if row.suits(placements))
     costs = predict.costs(found["auto"], lengths)
-    run = build_schedule(BUILDERS[schedule].with_costs(costs), costs.step)
+    run = build_schedule(BUILDERS[schedule].with_costs(costs), costs.step.shape)
     assert seconds["auto"] == simulate_schedule(run, costs).iteration_seconds

@@ -37,8 +37,8 @@ def test_a_schedule_from_the_cache_is_the_one_built_afresh(balancer: str, data: 
     for seed in data.draw(st.lists(st.integers(0, 99), min_size=2, max_size=3)):
         lengths = random_lengths(TWO, count=12, seed=seed)
         assignment = BALANCERS[balancer](lengths, graph=TWO, plan=plan, options=options)
-        afresh = build_schedule(builder, StepGraph(TWO, plan, Assignment.from_dict(assignment.to_dict())), passes=passes)
+        afresh = build_schedule(builder, StepGraph(TWO, plan, Assignment.from_dict(assignment.to_dict())).shape, passes=passes)
         for _ in range(2):
             found = cache.schedule(assignment)
-            assert found == afresh and found.step.assignment is assignment
+            assert found == afresh
             validate_schedule(found)

@@ -6,8 +6,8 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.unlike_replicas import share_microbatches
-from multimodal.values.arrays.length_arrays import LengthBatch
 from multimodal.values.errors import AssignmentError
+from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.unit.plan.planners.planning_cases import THREE, TWO, TWO_ENCODERS, random_lengths

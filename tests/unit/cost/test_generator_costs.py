@@ -8,10 +8,10 @@ from multimodal.cost.unit_load import sample_load
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.units.item_passes import pass_items
 from tests.unit.cost.message_answers import transfer
 
 LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}

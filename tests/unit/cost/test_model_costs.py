@@ -183,7 +183,7 @@ def test_replicas_that_share_weights_compute_together():
     uneven = replace(
         ASSIGNMENT, units={**ASSIGNMENT.units, "vision": (((Atom(0, 0),), (Atom(2, 0),), (Atom(3, 0),)), ((Atom(1, 0),),))}
     )
-    step = COSTS.step.with_assignment(uneven)
+    step = replace(COSTS.step, assignment=uneven)
     apart, together = (replace(COSTS, step=step, lengths=lengths, options=RunOptions(zero_stage=stage)) for stage in (1, 3))
     small, large = (Action(ActionKind.BACKWARD, "vision", replica, 0, 0) for replica in (0, 1))
     assert apart.compute(small).seconds < apart.compute(large).seconds

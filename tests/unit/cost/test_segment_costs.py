@@ -10,8 +10,8 @@ from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import Action, ActionKind, Place, SegmentRange
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.step_graph import Cuts, SegmentCut
-from multimodal.values.step_work import step_work
+from multimodal.values.parts.cuts import Cuts, SegmentCut
+from multimodal.values.work.step_work import step_work
 from tests.unit.cost.test_model_costs import COSTS, GRAPH
 
 LOCAL = RunOptions(transformer_impl="local")
@@ -29,16 +29,16 @@ def test_the_ranges_of_a_computation_cost_the_whole(options: RunOptions, place: 
     num_segments = costs.stages.num_segments(place[:3])
     assert num_segments == count_segments(GRAPH.unit(place[0]), costs.step.plan.virtual_stage(*place[:3]).layers)
     cut = Cuts(segments={Place(*place): SegmentCut(num_segments, (3, 5, num_segments - 1), (3, 4))})
-    cut_step = costs.step.with_cuts(cut)
+    cut_shape = costs.step.shape.with_cuts(cut)
     for kind, ranges in ((FORWARD, cut.forwards(Place(*place))), (BACKWARD, cut.backwards(Place(*place)))):
         whole = costs.compute(Action(kind, *place))
         parts = [costs.compute(Action(kind, *place, covers=covers)) for covers in ranges]
         assert all(part.seconds > 0 for part in parts)
         assert sum(part.seconds for part in parts) == pytest.approx(whole.seconds, rel=1e-12)
         assert sum(part.tensor_parallel_seconds for part in parts) == pytest.approx(whole.tensor_parallel_seconds, abs=1e-15)
-        work = step_work(cut_step)
+        work = step_work(cut_shape)
         pieces = [work.computed_numbers[Action(kind, *place, covers=covers)] for covers in ranges]
-        found = replace(costs, step=cut_step).of_pieces(work, np.array(pieces))
+        found = costs.of_pieces(work, np.array(pieces))
         assert found.seconds.tolist() == pytest.approx([part.seconds for part in parts], rel=1e-9)
         assert found.tensor_parallel_seconds.tolist() == pytest.approx(
             [part.tensor_parallel_seconds for part in parts], abs=1e-15
@@ -121,7 +121,7 @@ def test_the_waits_of_a_computation_are_all_that_it_waits(options: RunOptions, k
     assert [seconds > 0 for seconds in cost.waits] == [wait.is_long and wait.layer == 0 for wait in waits], (
         "the head's are not counted"
     )
-    work = step_work(costs.step)
+    work = step_work(costs.step.shape)
     if kind is not ActionKind.INPUT_GRADIENT:
         pieces = np.array([work.computed_numbers[each] for each in (action, Action(FORWARD, "vision", 0, 0, 0), action)])
         starts, seconds = costs.waits(work, pieces)
@@ -138,12 +138,12 @@ def test_what_tells_nobody_of_its_waits_has_none(options: RunOptions) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_stage_in_ranges_keeps_the_results_of_its_sums_and_rows_that_it_does_not_gather_again(options: RunOptions) -> None:
     costs, place = replace(COSTS, options=options), Place("llm", 0, 0, 0)
-    cut_step = costs.step.with_cuts(Cuts(segments={place: SegmentCut(costs.stages.num_segments(place[:3]), (), (3,))}))
+    cut_shape = costs.step.shape.with_cuts(Cuts(segments={place: SegmentCut(costs.stages.num_segments(place[:3]), (), (3,))}))
     kept = []
-    for each in (costs, replace(costs, step=cut_step)):
-        work = step_work(each.step)
+    for shape in (costs.step.shape, cut_shape):
+        work = step_work(shape)
         forwards = [work.computed_numbers[Action(FORWARD, *each_place)] for each_place in (place, place._replace(microbatch=1))]
-        kept.append(each.kept_bytes(work, np.array(forwards)))
+        kept.append(costs.kept_bytes(work, np.array(forwards)))
     num_layers = [kind for kind, _ in costs.stages.in_order(place[:3])].count("transformer")
     num_tokens = costs.loads.kept("llm").whole.num_tokens[0] + costs.loads.kept("llm").cut.num_tokens[0]
     rows = num_tokens * GRAPH.unit("llm").transformer.hidden_size * costs.cluster.bytes_per_element

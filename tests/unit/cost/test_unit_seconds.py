@@ -22,7 +22,7 @@ from multimodal.values.assignment import Atom, MicrobatchPlace
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import RESOURCE_NUMBERS, StepWork, step_work
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork, step_work
 from tests.unit.plan.planners.planning_cases import CLUSTER, THREE, TWO, frozen, random_lengths
 
 KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -47,7 +47,7 @@ class Singly:
     def atoms(self, action: Action) -> tuple[Atom, ...]:
         """What an action computes."""
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        return self.step.assignment.atoms(place) if action.subset < 0 else self.step.consumers(place)[action.subset]
+        return self.step.assignment.atoms(place) if action.subset < 0 else self.step.subsets(place)[action.subset]
 
     def compute(self, action: Action) -> tuple[float, float]:
         """Seconds, and seconds of waiting, of a computation."""
@@ -127,7 +127,7 @@ def of_resource(work: StepWork, resource: Resource) -> np.ndarray:
 @pytest.mark.parametrize("size", [{"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {}])
 def test_pieces_cost_what_they_cost_one_by_one(graph, num_parts, is_cut, size) -> None:
     costs = costs_of(graph, size, num_overlapped_parts=num_parts, recompute="selective", item_block_size=None)
-    schedule = BUILDERS["1f1b"](costs.step)
+    schedule = BUILDERS["1f1b"](costs.step.shape)
     work, singly = (split_backward(schedule) if is_cut else schedule).work, Singly(costs)
     assert bool(work.cuts.num_subsets) == is_cut
     pieces = np.concatenate([of_resource(work, each) for each in (Resource.COMPUTE, Resource.SEND)])
@@ -149,7 +149,7 @@ def test_replicas_take_what_their_computations_take(zero_stage, size) -> None:
     for unit in THREE.unit_names:
         found = costs.computations.of_replicas(unit)
         for stage, replica in np.ndindex(found.shape):
-            places = [(unit, replica, stage, index) for index in range(costs.step.num_microbatches(unit, replica))]
+            places = [(unit, replica, stage, index) for index in range(costs.step.assignment.num_microbatches(unit, replica))]
             expected = sum(costs.compute(Action(kind, *place)).seconds for place in places for kind in KINDS[:2])
             assert found[stage, replica] == pytest.approx(expected, rel=1e-12)
 
@@ -158,7 +158,7 @@ def test_replicas_take_what_their_computations_take(zero_stage, size) -> None:
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_places_keep_what_they_keep_one_by_one(recompute, size) -> None:
     costs = costs_of(THREE, size, recompute=recompute, item_block_size=None)
-    work, singly = step_work(costs.step), Singly(costs)
+    work, singly = step_work(costs.step.shape), Singly(costs)
     forwards = np.flatnonzero(work.kinds == KINDS.index(ActionKind.FORWARD))
     forwards = forwards[work.pieces.index_of_stage[work.computed_stages[forwards]] > 0]  # those of the first stage receive, too
     found = costs.kept_bytes(work, forwards)

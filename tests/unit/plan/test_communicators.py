@@ -19,7 +19,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_graph, built_cases
 
 DIRECTIONS = {ActionKind.SEND_FORWARD: "forward", ActionKind.SEND_BACKWARD: "backward"}
@@ -27,7 +27,7 @@ DIRECTIONS = {ActionKind.SEND_FORWARD: "forward", ActionKind.SEND_BACKWARD: "bac
 
 @settings(max_examples=60)
 @given(built=built_cases())
-def test_every_message_goes_between_partners_on_a_track_of_the_plan(built: tuple[StepGraph, str]) -> None:
+def test_every_message_goes_between_partners_on_a_track_of_the_plan(built: tuple[StepShape, str]) -> None:
     case, builder = built
     partners = {rank: message_partners(case.graph, case.plan, rank=rank) for lane in case.plan.lanes for rank in lane}
     assert len({tuple(tracks) for tracks in partners.values()}) == 1, "all ranks make the same communicators in one order"

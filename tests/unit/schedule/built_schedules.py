@@ -13,13 +13,14 @@ from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
+from multimodal.values.parts.cuts import SegmentCut
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
-from multimodal.values.step_graph import SegmentCut, StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
 
 
 @st.composite
-def rewritten_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule]:
+def rewritten_schedules(draw: st.DrawFn) -> tuple[StepShape, Schedule]:
     """A random case and a compute-dialect schedule for it, of any builder, with any passes."""
     case, builder = draw(built_cases())
     passes = draw(st.lists(st.sampled_from(sorted(PASSES)), unique=True, max_size=3))
@@ -30,7 +31,7 @@ def rewritten_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule]:
 
 
 @st.composite
-def built_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule, bool]:
+def built_schedules(draw: st.DrawFn) -> tuple[StepShape, Schedule, bool]:
     """A random case, a schedule for it in either dialect, and whether it is lowered."""
     case, schedule = draw(rewritten_schedules())
     lowered = draw(st.booleans())
@@ -40,10 +41,10 @@ def built_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule, bool]:
 
 
 @st.composite
-def cut_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule]:
+def cut_schedules(draw: st.DrawFn) -> tuple[StepShape, Schedule]:
     """A random case and a compute-dialect schedule for it in which random forwards and backwards run in ranges of segments."""
     case, schedule = draw(rewritten_schedules())
-    cuts = schedule.step.cuts
+    cuts = schedule.shape.cuts
     segments = {}
     for place in sorted({action.place for action in schedule.work.computed if action.microbatch >= 0}):
         is_cut = place in cuts.split or MicrobatchPlace(place.unit, place.replica, place.microbatch) in cuts.num_subsets
@@ -53,7 +54,7 @@ def cut_schedules(draw: st.DrawFn) -> tuple[StepGraph, Schedule]:
 
 
 @st.composite
-def segment_cuts(draw: st.DrawFn, case: StepGraph, place: Place) -> SegmentCut:
+def segment_cuts(draw: st.DrawFn, case: StepShape, place: Place) -> SegmentCut:
     """A random cut of a place."""
     num_segments = count_segments(case.graph.unit(place.unit), case.plan.virtual_stage(*place[:3]).layers)
     forward, backward = (
@@ -124,7 +125,7 @@ def _with_inside(schedule: Schedule, action: Action, *, wait: int) -> Schedule:
 
 
 @st.composite
-def broken_schedules(draw: st.DrawFn) -> tuple[StepGraph, tuple[Lane, ...], bool]:
+def broken_schedules(draw: st.DrawFn) -> tuple[StepShape, tuple[Lane, ...], bool]:
     """As `built_schedules`, but actions of a lane change places, are missing, stand twice, or in another lane."""
     case, schedule, lowered = draw(built_schedules())
     lanes = [list(lane.actions) for lane in schedule.lanes]

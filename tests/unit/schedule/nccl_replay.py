@@ -11,9 +11,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
-from multimodal.values.dependencies import dependencies
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import dependencies
 from tests.unit.schedule.schedule_cases import reduced_together
 
 COMPUTE_STREAM = "compute"
@@ -107,7 +107,7 @@ def _queues(kernels: Sequence[Kernel], num_queues: int) -> list[list[Kernel]]:
 
 def issue_all(schedule: Schedule, *, track_of: Callable[[Action], Hashable], posted_ahead: int = 0) -> dict[int, Rank]:
     """Return what every rank's host issues for its lane."""
-    step = schedule.step
+    step = schedule.shape
     ranks: dict[int, Rank] = defaultdict(Rank)
     for lane in schedule.lanes:
         for action in _posted_ahead(lane.actions, posted_ahead):
@@ -128,7 +128,7 @@ def _posted_ahead(actions: Sequence[Action], slots: int) -> list[Action]:
     return [action for _, _, action in sorted(moved, key=lambda each: each[:2])]
 
 
-def _issue(rank: Rank, action: Action, step: StepGraph, track_of: Callable[[Action], Hashable]) -> None:
+def _issue(rank: Rank, action: Action, step: StepShape, track_of: Callable[[Action], Hashable]) -> None:
     resource = ACTION_TABLE[action.kind].resource
     if resource is Resource.COMPUTE:
         needs = [rank.issued[need] for need in dependencies(action, step, lowered=True) if need in rank.issued]
@@ -141,7 +141,7 @@ def _issue(rank: Rank, action: Action, step: StepGraph, track_of: Callable[[Acti
         rank.issue(action, ("messages", track_of(action)), [])
 
 
-def _peers(rank: int, action: Action, step: StepGraph) -> list[tuple[int, Action]]:
+def _peers(rank: int, action: Action, step: StepShape) -> list[tuple[int, Action]]:
     """Return the kernels of other ranks that one ends with, as rank and action."""
     resource = ACTION_TABLE[action.kind].resource
     if resource is Resource.COMPUTE:  # tensor and context parallel collectives
@@ -166,7 +166,7 @@ def _other_end(action: Action) -> Action:
     return Action(_OTHER_END[action.kind], *action.peer, peer=action.place, covers=action.covers)
 
 
-def _ranks_of(place: Place, step: StepGraph) -> tuple[int, ...]:
+def _ranks_of(place: Place, step: StepShape) -> tuple[int, ...]:
     return step.plan.virtual_stage(*place[:3]).ranks
 
 

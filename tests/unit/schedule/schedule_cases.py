@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from typing import Any
 
 from hypothesis import strategies as st
 
@@ -11,6 +12,7 @@ from multimodal.values.action import Action, LayerRange
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 
 SHAPE = Transformer(num_layers=8, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
@@ -51,7 +53,12 @@ def build_unit_plan(
     )
 
 
-def build_case(
+def build_case(graph: ModelGraph, *given: Any, **options: Any) -> StepShape:
+    """The shape of `placed_case`."""
+    return placed_case(graph, *given, **options).shape
+
+
+def placed_case(
     graph: ModelGraph,
     sizes: dict[str, tuple[int, int, int]],
     groupings: dict[str, list[list[list[int]]]],
@@ -98,8 +105,13 @@ def groupings_of(draw: st.DrawFn, atoms: Sequence[Atom], dp: int) -> tuple[tuple
     return tuple(tuple(tuple(microbatch) for microbatch in replica) for replica in replicas)
 
 
+def cases() -> st.SearchStrategy[StepShape]:
+    """The shapes of `placed_cases`."""
+    return placed_cases().map(lambda case: case.shape)
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> StepGraph:
+def placed_cases(draw: st.DrawFn) -> StepGraph:
     """Random graphs (none to three encoders, any part frozen), plans (disjoint, colocated, copies) and assignments."""
     encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio"), ("vision", "joint"), ("vision", "audio", "joint")]))
     frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
@@ -170,7 +182,7 @@ def unlike_unit_plans(
     return UnitPlan(tuple(replicas))
 
 
-def builders_for(case: StepGraph) -> list[str]:
+def builders_for(case: StepShape) -> list[str]:
     """The builders that the layout of a case allows."""
     encoders = [case.plan.units[unit.name] for unit in case.graph.encoders]
     stages = [[[stage.ranks for stage in replica.virtual_stages] for replica in unit.replicas] for unit in encoders]
@@ -187,9 +199,9 @@ def builders_for(case: StepGraph) -> list[str]:
     ]
 
 
-def placed_for(builder: str, case: StepGraph) -> StepGraph:
-    """The case as the builder is given it."""
-    return BUILDERS[builder].step_for(case)
+def shape_for(builder: str, case: StepGraph) -> StepShape:
+    """The shape of a case as the builder is given it."""
+    return BUILDERS[builder].step_for(case).shape
 
 
 def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
@@ -200,19 +212,19 @@ def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
 
 
 @st.composite
-def built_cases(draw: st.DrawFn) -> tuple[StepGraph, str]:
+def built_cases(draw: st.DrawFn) -> tuple[StepShape, str]:
     """A random case and a builder that it allows."""
-    case = draw(cases())
-    builder = draw(st.sampled_from(builders_for(case)))
-    return placed_for(builder, case), builder
+    case = draw(placed_cases())
+    builder = draw(st.sampled_from(builders_for(case.shape)))
+    return shape_for(builder, case), builder
 
 
-def all_alike(case: StepGraph) -> bool:
+def all_alike(case: StepShape) -> bool:
     """True if no unit has replicas that differ."""
     return not any(unit.is_unlike for unit in case.plan.units.values())
 
 
-def reduced_together(action: Action, step: StepGraph) -> list[Action]:
+def reduced_together(action: Action, step: StepShape) -> list[Action]:
     """A collective over replicas and the others that it is one with: where these differ, those of the same layers."""
     held = step.plan.units[action.unit]
     if not held.is_unlike:
@@ -230,45 +242,50 @@ def reduced_together(action: Action, step: StepGraph) -> list[Action]:
     return found
 
 
-def golden_cases() -> dict[str, StepGraph]:
+def golden_cases() -> dict[str, StepShape]:
+    """The shapes of `placed_golden_cases`."""
+    return {name: case.shape for name, case in placed_golden_cases().items()}
+
+
+def placed_golden_cases() -> dict[str, StepGraph]:
     """The small cases whose schedules are compared with golden text."""
     vision = build_graph("vision")
     frozen = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
     crossed = {"vision": [[[0], [1]], [[2], [3]]], "llm": [[[3], [2], [0], [1]]]}
     return {
-        "one_unit": build_case(build_graph(), {"llm": (1, 3, 1)}, {"llm": deal(5, 1)}),
-        "encoder_dp2_llm_pp2": build_case(
+        "one_unit": placed_case(build_graph(), {"llm": (1, 3, 1)}, {"llm": deal(5, 1)}),
+        "encoder_dp2_llm_pp2": placed_case(
             vision, {"vision": (2, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 2), "llm": deal(4, 1)}
         ),
-        "encoder_dp1_llm_dp2_unequal": build_case(
+        "encoder_dp1_llm_dp2_unequal": placed_case(
             vision,
             {"vision": (1, 1, 1), "llm": (2, 1, 1)},
             {"vision": [[[0, 1], [2, 3], [4]]], "llm": [[[0], [1], [2]], [[3, 4]]]},
         ),
-        "frozen_encoder": build_case(frozen, {"vision": (1, 2, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)}),
-        "colocated_one_rank": build_case(
+        "frozen_encoder": placed_case(frozen, {"vision": (1, 2, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)}),
+        "colocated_one_rank": placed_case(
             vision, {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(3, 1), "llm": deal(3, 1)}, colocated=True
         ),
-        "colocated_different_tp": build_case(
+        "colocated_different_tp": placed_case(
             vision, {"vision": (2, 1, 1), "llm": (1, 1, 2)}, {"vision": deal(2, 2), "llm": deal(2, 1)}, colocated=True
         ),
-        "encoder_copies": build_case(
+        "encoder_copies": placed_case(
             vision, {"vision": (2, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(4, 2), "llm": deal(4, 1)}, colocated=True
         ),
-        "crossed_groupings": build_case(vision, {"vision": (2, 1, 1), "llm": (1, 1, 1)}, crossed),
-        "interleaved_llm": build_case(
+        "crossed_groupings": placed_case(vision, {"vision": (2, 1, 1), "llm": (1, 1, 1)}, crossed),
+        "interleaved_llm": placed_case(
             vision,
             {"vision": (1, 1, 1), "llm": (1, 2, 1)},
             {"vision": deal(4, 1), "llm": deal(4, 1)},
             layouts={"llm": {"chunks": 2}},
         ),
-        "v_shaped_llm": build_case(
+        "v_shaped_llm": placed_case(
             vision,
             {"vision": (1, 1, 1), "llm": (1, 2, 1)},
             {"vision": deal(4, 1), "llm": deal(4, 1)},
             layouts={"llm": {"v_shaped": True}},
         ),
-        "two_encoders": build_case(
+        "two_encoders": placed_case(
             build_graph("vision", "audio"),
             {"vision": (1, 2, 1), "audio": (1, 2, 1), "llm": (1, 2, 1)},
             {"vision": deal(3, 1), "audio": deal(3, 1), "llm": deal(3, 1)},

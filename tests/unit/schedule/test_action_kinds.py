@@ -9,11 +9,11 @@ from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedu
 from multimodal.schedule.unit_cost import unit_cost
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, action_to_text
-from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
+from multimodal.values.parts.cuts import Cuts
 from multimodal.values.schedule import lane_of
-from multimodal.values.step_graph import Cuts
-from multimodal.values.step_work import step_work
+from multimodal.values.work.dependencies import dependencies
+from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.schedule_cases import golden_cases
 
 CASE = golden_cases()["encoder_dp2_llm_pp2"]

@@ -12,23 +12,23 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.distributed.schedule_rewrites import CutMicrobatches
 from tests.unit.schedule.schedule_cases import all_alike, build_case, build_graph, cases
 
 LLM = build_graph()
 
 
-def llm_case(*groupings: list[list[int]], pp: int = 1) -> StepGraph:
+def llm_case(*groupings: list[list[int]], pp: int = 1) -> StepShape:
     """Replicas with these microbatches."""
     return build_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
 
 
-def lowered(case: StepGraph, *, builder: str = "1f1b", passes=(), forward_only: bool = False) -> Schedule:
+def lowered(case: StepShape, *, builder: str = "1f1b", passes=(), forward_only: bool = False) -> Schedule:
     return build_schedule(BUILDERS[builder], replace(case, forward_only=forward_only), passes=passes)
 
 
-def align(case: StepGraph, schedule: Schedule) -> Joins:
+def align(case: StepShape, schedule: Schedule) -> Joins:
     return align_replicas(schedule)
 
 
@@ -85,7 +85,7 @@ def test_encoders_without_an_item_on_one_replica():
     case=cases().filter(all_alike),
     builder=st.sampled_from(["1f1b", "gpipe", "zb-h1", "eager-1f1b"]),
 )
-def test_replicas_make_one_sequence_of_computations(case: StepGraph, builder: str):
+def test_replicas_make_one_sequence_of_computations(case: StepShape, builder: str):
     schedule = lowered(case, builder=builder)
     joins = align(case, schedule)
     for unit, sizes in case.plan.units.items():
@@ -95,7 +95,7 @@ def test_replicas_make_one_sequence_of_computations(case: StepGraph, builder: st
 
 
 def sequences_of(
-    case: StepGraph, schedule: Schedule, joins: Joins, unit: str, replica: int, stage: int
+    case: StepShape, schedule: Schedule, joins: Joins, unit: str, replica: int, stage: int
 ) -> list[tuple[str, str, int]]:
     """What every lane of a stage computes or joins there, in order; alike in all of them."""
     physical = case.plan.virtual_stage(unit, replica, stage).stage_index

@@ -14,6 +14,7 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import TimelineEvent
 from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, cases, deal
@@ -24,13 +25,13 @@ Ranks = Sequence[Sequence[int]]
 """Per replica the rank of every stage."""
 
 
-def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepGraph:
+def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:
     return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
 
 
 def on_ranks(
     ranks: Mapping[str, Ranks], *, chunks: Mapping[str, int], num_microbatches: int, frozen: Sequence[str] = ()
-) -> StepGraph:
+) -> StepShape:
     """Units on any ranks; one sample, one item of each encoder and one drawing per microbatch, dealt round robin."""
     graph = build_graph(*(unit for unit in ranks if unit not in ("llm", "painter")), frozen=frozen)
     if "painter" in ranks:
@@ -51,14 +52,14 @@ def on_ranks(
             tuple((Atom(sample, item),) for sample in range(replica, num_microbatches, len(replicas)))
             for replica in range(len(replicas))
         )
-    return StepGraph(graph, Plan(units), Assignment(groupings))
+    return StepGraph(graph, Plan(units), Assignment(groupings)).shape
 
 
 def seconds(action: Action) -> float:
     return {ActionKind.FORWARD: FORWARD_SECONDS, ActionKind.BACKWARD: BACKWARD_SECONDS}.get(action.kind, 0.0)
 
 
-def run(case: StepGraph, builder: str, duration: Callable[[Action], float] = seconds) -> list[TimelineEvent]:
+def run(case: StepShape, builder: str, duration: Callable[[Action], float] = seconds) -> list[TimelineEvent]:
     schedule = BUILDERS[builder](case)
     execution = execute_lanes(schedule, seconds=np.array([duration(action) for action in schedule.work.computed]))
     return [event for event in execution.events if event.action.kind in COMPUTED]
@@ -172,7 +173,7 @@ def unit_seconds(action: Action) -> float:
     return {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}.get(action.kind, 0.0)
 
 
-def _busy_and_fill(case: StepGraph, events: Sequence[TimelineEvent]) -> list[tuple[float, float]]:
+def _busy_and_fill(case: StepShape, events: Sequence[TimelineEvent]) -> list[tuple[float, float]]:
     """Per lane its work, and what must lie before its first and behind its last action: one microbatch in each stage upstream."""
     ahead: dict[tuple[str, int], int] = {}
     for unit in case.graph.unit_names:
@@ -188,7 +189,7 @@ def _busy_and_fill(case: StepGraph, events: Sequence[TimelineEvent]) -> list[tup
 
 @settings(max_examples=60)
 @given(case=cases())
-def test_no_forward_follows_a_backward(case: StepGraph) -> None:
+def test_no_forward_follows_a_backward(case: StepShape) -> None:
     for lane in build_breadth_first(case).lanes:
         kinds = [action.kind for action in lane.actions if action.kind in COMPUTED]
         assert kinds == sorted(kinds, key=COMPUTED.index)

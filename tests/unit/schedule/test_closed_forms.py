@@ -8,7 +8,7 @@ import pytest
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 
@@ -16,11 +16,11 @@ SIZES = [(1, 3), (2, 2), (2, 5), (3, 3), (3, 6), (4, 4), (4, 8), (4, 13)]
 """(stages, microbatches)."""
 
 
-def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepGraph:
+def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:
     return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
 
 
-def run(case: StepGraph, builder: str, seconds: Mapping[ActionKind, float]) -> tuple[TimelineEvent, ...]:
+def run(case: StepShape, builder: str, seconds: Mapping[ActionKind, float]) -> tuple[TimelineEvent, ...]:
     schedule = BUILDERS[builder](case)
     return execute_lanes(schedule, seconds=np.array([seconds.get(each.kind, 0.0) for each in schedule.work.computed])).events
 
@@ -78,7 +78,7 @@ def test_zb_v_is_never_idle(num_stages: int, num_microbatches: int) -> None:
     assert max(peaks(case, "zb-v")) == 2 * num_stages
 
 
-def peaks(case: StepGraph, builder: str) -> list[int]:
+def peaks(case: StepShape, builder: str) -> list[int]:
     """Most activations stored in each lane."""
     found = []
     for lane in BUILDERS[builder](case).lanes:

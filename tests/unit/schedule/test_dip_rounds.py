@@ -11,18 +11,18 @@ from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 
 
-def one_lane(num_samples: int) -> StepGraph:
+def one_lane(num_samples: int) -> StepShape:
     groups = deal(num_samples, 1)
     return build_case(
         build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": groups, "llm": groups}, colocated=True
     )
 
 
-def most_open(case: StepGraph, num_rounds: int) -> int:
+def most_open(case: StepShape, num_rounds: int) -> int:
     """Encoder microbatches between forward and backward."""
     open_now = most = 0
     for action in build_dip(case, num_rounds=num_rounds).lanes[0].actions:
@@ -49,7 +49,7 @@ def test_one_round_is_dip_and_names_say_how_many() -> None:
 
 @settings(max_examples=150)
 @given(case=cases(), num_rounds=st.integers(1, 6), forward_only=st.booleans())
-def test_every_assignment_has_an_order(case: StepGraph, num_rounds: int, forward_only: bool) -> None:
+def test_every_assignment_has_an_order(case: StepShape, num_rounds: int, forward_only: bool) -> None:
     schedule = build_dip(replace(case, forward_only=forward_only), num_rounds=num_rounds)
     validate_schedule(schedule)
     plain = BUILDERS["gpipe"](replace(case, forward_only=forward_only))

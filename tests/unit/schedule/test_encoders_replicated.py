@@ -16,7 +16,7 @@ from multimodal.values.action import ActionKind, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, placed_for
+from tests.unit.schedule.schedule_cases import build_graph, deal, placed_case, placed_golden_cases, shape_for
 from tests.unit.schedule.uniform_costs import UniformCosts
 
 NAME = "encoders-replicated"
@@ -27,12 +27,12 @@ def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: 
     """One vision encoder beside every stage of `dp` LLM replicas; its microbatches are dealt over all copies."""
     groupings = {"vision": deal(num_samples, dp * num_stages), "llm": deal(num_samples, dp)}
     sizes = {"vision": (dp * num_stages, 1, 1), "llm": (dp, num_stages, 1)}
-    return placed_for(NAME, build_case(build_graph("vision", **graph), sizes, groupings, colocated=True))
+    return replicate_microbatches(placed_case(build_graph("vision", **graph), sizes, groupings, colocated=True))
 
 
 def simulate(table: dict[str, object]) -> Simulation:
     fused, model = replicate_encoders(CostTable.from_dict(table))
-    schedule = build_schedule(build_encoders_replicated, placed_for(NAME, model))
+    schedule = build_schedule(build_encoders_replicated, shape_for(NAME, model))
     return simulate_schedule(schedule, TableCosts(fused))
 
 
@@ -41,7 +41,7 @@ def simulate(table: dict[str, object]) -> Simulation:
 def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(num_stages: int, dp: int) -> None:
     case = copies_case(num_stages, num_samples=8, dp=dp)
     taken = [{atom.sample_id for microbatch in replica for atom in microbatch} for replica in case.assignment.units["llm"]]
-    for lane, actions in enumerate(lane.actions for lane in build_encoders_replicated(case).lanes):
+    for lane, actions in enumerate(lane.actions for lane in build_encoders_replicated(case.shape).lanes):
         for kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             places = [action.place for action in actions if action.unit == "vision" and action.kind is kind]
             samples = [case.assignment.units["vision"][place.replica][place.microbatch][0].sample_id for place in places]
@@ -51,7 +51,7 @@ def test_every_stage_computes_every_encoder_microbatch_that_its_replica_takes(nu
 
 def test_a_copy_works_right_beside_its_stage() -> None:
     """Replica 1 has two microbatches of its own; 2 and 3 are those of replica 0."""
-    (lane,) = build_encoders_replicated(copies_case(2, num_samples=4)).lanes[1:]
+    (lane,) = build_encoders_replicated(copies_case(2, num_samples=4).shape).lanes[1:]
     shown = [action_to_text(action) for action in lane.actions]
     for microbatch, copy in ((0, "vision/1/0/2"), (2, "vision/1/0/3")):
         assert shown.index(f"F {copy}") + 1 == shown.index(f"F llm/0/1/{microbatch}")
@@ -68,7 +68,7 @@ def test_a_copy_works_right_beside_its_stage() -> None:
     ],
 )
 def test_what_is_frozen_is_not_repeated_backward(graph: dict[str, list[str]], has_backward: bool) -> None:
-    built = build_encoders_replicated(copies_case(2, **graph))
+    built = build_encoders_replicated(copies_case(2, **graph).shape)
     assert num_encoded(built, ActionKind.FORWARD) == 2 * 6
     assert num_encoded(built, ActionKind.BACKWARD) == (2 * 6 if has_backward else 0)
 
@@ -79,14 +79,14 @@ def num_encoded(schedule: Schedule, kind: ActionKind) -> int:
 
 def test_evaluation_repeats_forwards_alone() -> None:
     case = copies_case(2)
-    schedule = build_encoders_replicated(replace(case, forward_only=True))
+    schedule = build_encoders_replicated(replace(case, forward_only=True).shape)
     validate_schedule(schedule)
     assert {action.kind for lane in schedule.lanes for action in lane.actions} == {ActionKind.FORWARD}
     assert num_encoded(schedule, ActionKind.FORWARD) == 2 * 6
 
 
 def test_the_validator_misses_repeated_work() -> None:
-    step = placed_for(NAME, golden_cases()["encoder_copies"])
+    step = shape_for(NAME, placed_golden_cases()["encoder_copies"])
     text = schedule_to_text(build_encoders_replicated(step))
     broken = text.replace("F vision/1/0/2; ", "")
     assert broken != text
@@ -106,12 +106,12 @@ def test_the_validator_misses_repeated_work() -> None:
 def test_other_layouts_are_refused(sizes: dict[str, tuple[int, int, int]], colocated: bool) -> None:
     groupings = {"vision": deal(4, sizes["vision"][0]), "llm": deal(4, 1)}
     with pytest.raises(ScheduleError, match="^encoders-replicated needs a whole copy of 'vision' beside every stage of 'llm'"):
-        placed_for(NAME, build_case(build_graph("vision"), sizes, groupings, colocated=colocated))
+        shape_for(NAME, placed_case(build_graph("vision"), sizes, groupings, colocated=colocated))
 
 
 def test_without_encoders_it_is_1f1b() -> None:
-    case = build_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(4, 1)})
-    assert build_encoders_replicated(placed_for(NAME, case)) == build_one_f_one_b(case)
+    case = placed_case(build_graph(), {"llm": (1, 2, 1)}, {"llm": deal(4, 1)})
+    assert build_encoders_replicated(shape_for(NAME, case)) == build_one_f_one_b(case.shape)
     table = CostTable.from_dict({"num_microbatches": 1, "units": {"llm": {"stages": [{"forward": 1.0}]}}})
     assert replicate_encoders(table)[0] == table
 
@@ -143,7 +143,7 @@ def test_a_copy_in_a_table_takes_what_all_stages_of_its_encoder_take() -> None:
 
 
 def test_copies_keep_activations_until_their_backward() -> None:
-    schedule = build_schedule(build_encoders_replicated, copies_case(2, num_samples=4))
+    schedule = build_schedule(build_encoders_replicated, copies_case(2, num_samples=4).shape)
     found = simulate_schedule(schedule, UniformCosts())
     # Lane 0 has two microbatches of the LLM and of the encoder in flight; lane 1 one of each, and two encoded ahead for lane 0.
     assert found.peak_activation_bytes == (4 * 10, 4 * 10)
@@ -152,9 +152,9 @@ def test_copies_keep_activations_until_their_backward() -> None:
 def test_llm_replicas_that_share_encoder_microbatches_repeat_each_others() -> None:
     """Two LLM replicas that take the same encoder microbatches repeat them each."""
     groupings = {"vision": [[[0, 1]], [[2, 3]]], "llm": [[[0], [2]], [[1], [3]]]}
-    case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (2, 1, 1)}, groupings, colocated=True)
+    case = placed_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (2, 1, 1)}, groupings, colocated=True)
     step = replicate_microbatches(case)
-    placed, lanes = step.assignment, build_encoders_replicated(step).lanes
+    placed, lanes = step.assignment, build_encoders_replicated(step.shape).lanes
     first, second = case.assignment.units["vision"][0][0], case.assignment.units["vision"][1][0]
     assert placed.units["vision"] == ((first, second), (second, first))
     assert placed.num_own_microbatches("vision", 0) == 1

@@ -9,7 +9,7 @@ from multimodal.schedule.execute_lanes import execute_lanes, lane_arrays
 from multimodal.schedule.execute_lanes_reference import execute_lanes_reference
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import broken_schedules, built_schedules
 from tests.unit.schedule.schedule_cases import golden_cases
 
@@ -28,7 +28,7 @@ def assert_alike(schedule: Schedule, seconds: np.ndarray | None = None) -> None:
 @settings(max_examples=120)
 @given(built=built_schedules(), has_times=st.booleans())
 def test_the_kernel_equals_its_reference_on_every_builder_and_pass(
-    built: tuple[StepGraph, Schedule, bool], has_times: bool
+    built: tuple[StepShape, Schedule, bool], has_times: bool
 ) -> None:
     _, schedule, _ = built
     times = [0.1 * (len(action.unit) + 2 * action.stage + action.microbatch % 3) for action in schedule.work.computed]
@@ -37,7 +37,7 @@ def test_the_kernel_equals_its_reference_on_every_builder_and_pass(
 
 @settings(max_examples=150)
 @given(broken=broken_schedules())
-def test_broken_schedules_stop_where_they_stop_in_the_reference(broken: tuple[StepGraph, tuple[Lane, ...], bool]) -> None:
+def test_broken_schedules_stop_where_they_stop_in_the_reference(broken: tuple[StepShape, tuple[Lane, ...], bool]) -> None:
     case, lanes, lowered = broken
     try:
         schedule = Schedule.of_lanes(case, lanes, lowered=lowered)

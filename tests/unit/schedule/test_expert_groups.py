@@ -25,14 +25,14 @@ from multimodal.values.parts.lane import lane_of
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import build_case, build_graph
+from tests.unit.schedule.schedule_cases import build_graph, placed_case
 
 LLM = build_graph()
 
 
 def llm_case(*groupings: list[list[int]], pp: int = 1) -> StepGraph:
     """Two replicas, or more, that share experts."""
-    case = build_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
+    case = placed_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
     unit = replace(case.plan.units["llm"], expert_parallel_size=len(groupings))
     return replace(case, plan=Plan({**case.plan.units, "llm": unit}))
 
@@ -40,9 +40,11 @@ def llm_case(*groupings: list[list[int]], pp: int = 1) -> StepGraph:
 @pytest.mark.parametrize("builder", ["1f1b", "gpipe", "zb-h1"])
 def test_replicas_with_as_many_microbatches_compute_together(builder: str) -> None:
     case = llm_case([[0], [1], [2]], [[3], [4], [5]], pp=2)
-    built = BuiltSchedule(build_schedule(BUILDERS[builder], case))
+    built = BuiltSchedule(build_schedule(BUILDERS[builder], case.shape))
     assert built.computes_together
-    assert not BuiltSchedule(build_schedule(BUILDERS[builder], replace(case, plan=shared_by(case.plan, 1)))).computes_together
+    assert not BuiltSchedule(
+        build_schedule(BUILDERS[builder], replace(case, plan=shared_by(case.plan, 1)).shape)
+    ).computes_together
 
 
 def shared_by(plan: Plan, size: int) -> Plan:
@@ -51,17 +53,17 @@ def shared_by(plan: Plan, size: int) -> Plan:
 
 def test_split_backwards_exchange_the_same() -> None:
     case = llm_case([[0], [1]], [[2], [3]], pp=2)
-    check_expert_groups(build_schedule(BUILDERS["1f1b"], case, passes=(split_backward,)))
+    check_expert_groups(build_schedule(BUILDERS["1f1b"], case.shape, passes=(split_backward,)))
 
 
 def test_replicas_with_fewer_microbatches_are_refused_until_they_get_empty_ones() -> None:
     case = llm_case([[0], [1], [2]], [[3]], pp=2)
     with pytest.raises(ScheduleError, match="stage 0 of replicas 0 and 1 computes in different orders"):
-        check_expert_groups(build_schedule(BUILDERS["1f1b"], case))
+        check_expert_groups(build_schedule(BUILDERS["1f1b"], case.shape))
     evened = even_out_replicas(case.assignment, plan=case.plan)
     assert [evened.num_microbatches("llm", replica) for replica in (0, 1)] == [3, 3]
     assert [list(each) for each in evened.units["llm"][1]] == [[Atom(3)], [], []]
-    check_expert_groups(build_schedule(BUILDERS["1f1b"], replace(case, assignment=evened)))
+    check_expert_groups(build_schedule(BUILDERS["1f1b"], replace(case, assignment=evened).shape))
 
 
 def test_nothing_moves_where_no_experts_are_shared() -> None:
@@ -77,7 +79,7 @@ def test_replicas_that_wait_for_each_other_in_a_circle_are_refused() -> None:
     first, second = (Replica((Stage((rank,), ((0, 3),)),)) for rank in (0, 1))
     plan = Plan({"vision": UnitPlan((first,)), "llm": UnitPlan((first, second), expert_parallel_size=2)})
     assignment = Assignment({"vision": (((Atom(1, 0),),),), "llm": (((Atom(0),),), ((Atom(1),),))})
-    schedule = build_schedule(BUILDERS["1f1b"], StepGraph(graph, plan, assignment))
+    schedule = build_schedule(BUILDERS["1f1b"], StepGraph(graph, plan, assignment).shape)
     assert [action.unit for action in schedule.lanes[0].actions][:3] == ["llm", "llm", "vision"]
     with pytest.raises(ScheduleError, match="other units keep its replicas from computing together"):
         check_expert_groups(schedule)
@@ -104,7 +106,7 @@ def simulated(
     step = StepGraph(graph, plan, even_out_replicas(placed, plan=plan))
     batch = [SampleLengths(number, (), tokens, 1) for number, tokens in enumerate(chain.from_iterable(lengths))]
     costs = ModelCosts(step, batch, CLUSTER, vocab_size=8, options=RunOptions(transformer_impl="local"))
-    return simulate_schedule(build_schedule(BUILDERS[builder], step), costs)
+    return simulate_schedule(build_schedule(BUILDERS[builder], step.shape), costs)
 
 
 def expert_model(num_layers: int, *, ffn: int = 0, first_dense: bool = False) -> ModelGraph:
@@ -157,4 +159,4 @@ def test_orders_that_never_meet_are_named_when_they_are_simulated() -> None:
     lanes[1][first], lanes[1][second] = lanes[1][second], lanes[1][first]
     swapped = schedule.with_lanes(lane_of(lane.ranks, actions) for lane, actions in zip(schedule.lanes, lanes, strict=True))
     with pytest.raises(ScheduleError, match="computes in different orders"):
-        simulate_schedule(swapped, UnitCosts(schedule.step))
+        simulate_schedule(swapped, UnitCosts(schedule.shape))

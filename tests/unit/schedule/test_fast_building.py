@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 import multimodal.schedule.link_actions as linking
 import multimodal.schedule.list_schedule as listing
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import built_cases
 
 
 @settings(max_examples=200)
 @given(built=built_cases(), forward_only=st.booleans())
 def test_the_list_scheduler_in_cpp_equals_its_reference_for_every_builder(
-    built: tuple[StepGraph, str], forward_only: bool
+    built: tuple[StepShape, str], forward_only: bool
 ) -> None:
     case, builder = built
     assert listing.kernels is not None

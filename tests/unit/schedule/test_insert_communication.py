@@ -32,6 +32,6 @@ lane 1: F second/0/0/0; SF second/0/0/0>llm/0/0/1; F third/0/0/0; SF third/0/0/0
 lane 2: F third/0/0/0; SF third/0/0/0>llm/0/0/0
 lane 3: RF llm/0/0/2<first/0/0/0; RF llm/0/0/1<second/0/0/0; RF llm/0/0/0<third/0/0/0; F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
 """
-    lowered = insert_communication(schedule_from_text(before, StepGraph(graph, plan, assignment, forward_only=True)))
+    lowered = insert_communication(schedule_from_text(before, StepGraph(graph, plan, assignment, forward_only=True).shape))
     assert schedule_to_text(lowered) == after
     validate_schedule(lowered)

@@ -21,7 +21,7 @@ from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, Slot, SlotMode
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import filled_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.uniform_costs import RandomCosts, UniformCosts
@@ -29,7 +29,7 @@ from tests.unit.schedule.uniform_costs import RandomCosts, UniformCosts
 LOCAL = RunOptions(transformer_impl="local", sequence_parallel=False)
 
 
-def beside(*, encoder: tuple[int, int, int] = (1, 1, 2), encoders: tuple[str, ...] = ("vision",)) -> StepGraph:
+def beside(*, encoder: tuple[int, int, int] = (1, 1, 2), encoders: tuple[str, ...] = ("vision",)) -> StepShape:
     """Three samples; an LLM of one stage over two ranks, and encoders on the same two: by default over both."""
     replicas = {name: deal(3, encoder[0]) for name in encoders}
     sizes = {**dict.fromkeys(encoders, encoder), "llm": (1, 1, 2)}
@@ -49,12 +49,12 @@ lane 1: {F vision/1/0/0 @1} F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
 """
 
 
-def apart() -> StepGraph:
+def apart() -> StepShape:
     """Forwards only of two encoder replicas, of one rank each, beside an LLM over both ranks."""
     return replace(beside(encoder=(2, 1, 1)), forward_only=True)
 
 
-def check(text: str, case: StepGraph, *, options: RunOptions | None = LOCAL) -> None:
+def check(text: str, case: StepShape, *, options: RunOptions | None = LOCAL) -> None:
     validate_schedule(schedule_from_text(text, case), options=options)
 
 
@@ -213,7 +213,7 @@ def test_any_work_inside_runs_within_its_carrier_and_both_simulators_agree(sched
     lowered = insert_communication(schedule)
     for each in (schedule, lowered):
         validate_schedule(each, options=LOCAL)
-        assert schedule_from_text(schedule_to_text(each), schedule.step, lowered=each.lowered) == each
+        assert schedule_from_text(schedule_to_text(each), schedule.shape, lowered=each.lowered) == each
     costs = RandomCosts(seed=data.draw(st.integers(0, 9)), num_waits=data.draw(st.integers(0, 4)))
     found = simulate_schedule(lowered, costs)
     reference = simulate_events_reference(found.compiled.arrays)
@@ -249,7 +249,7 @@ def test_passes_leave_work_inside_where_it_is() -> None:
     )
     schedule = schedule_from_text(forwards + backwards, beside())
     by_layer = reduce_by_layer(schedule)
-    assert by_layer.step.cuts.reduced_by_layer == {("vision", 0)}, "something is inside the LLM's last backward"
+    assert by_layer.shape.cuts.reduced_by_layer == {("vision", 0)}, "something is inside the LLM's last backward"
     for rewritten in (by_layer, fill(schedule), gather_parameters(schedule)):
         validate_schedule(rewritten, options=LOCAL)
         inside = {slot for slot in rewritten.lane(0).slots if slot.mode is SlotMode.INSIDE}

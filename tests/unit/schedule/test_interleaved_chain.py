@@ -1,5 +1,7 @@
 """Interleaved 1F1B of a whole model on one grid: the chain of all units runs as one unit would."""
 
+from dataclasses import replace
+
 import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
@@ -8,6 +10,7 @@ from multimodal.schedule.builders.interleaved_chain import chain_of_replica
 from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_case, build_graph
 
@@ -30,7 +33,7 @@ def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches:
     return StepGraph(graph, Plan(units), Assignment({**encoders, "llm": (tuple((Atom(sample),) for sample in samples),)}))
 
 
-def chain_text(case: StepGraph, unit_of_position: list[tuple[str, int]], lane: int) -> list[tuple[str, int, int]]:
+def chain_text(case: StepShape, unit_of_position: list[tuple[str, int]], lane: int) -> list[tuple[str, int, int]]:
     """A lane's computations as (kind, position in the chain, microbatch)."""
     number = {key: position for position, key in enumerate(unit_of_position)}
     return [
@@ -47,7 +50,7 @@ def test_a_chain_of_two_units_runs_as_one_unit_does(num_microbatches: int) -> No
     alone = build_chain({"llm": [1, 2, 3, 4, 5, 6, 7]}, num_lanes=2, num_microbatches=num_microbatches)
     places = [("vision", stage) for stage in range(3)] + [("llm", stage) for stage in range(5)]
     for lane in range(2):
-        assert chain_text(chain, places, lane) == chain_text(alone, [("llm", stage) for stage in range(8)], lane)
+        assert chain_text(chain.shape, places, lane) == chain_text(alone.shape, [("llm", stage) for stage in range(8)], lane)
 
 
 def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
@@ -56,13 +59,13 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
     llm = UnitPlan((Replica((Stage((1,), ((0, 3), (6, 10))), Stage((0,), ((3, 6),)))),))
     assignment = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
     plan = Plan({"vision": vision, "llm": llm})
-    assert chain_of_replica(StepGraph(graph, plan, assignment), 0) == (
+    assert chain_of_replica(StepGraph(graph, plan, assignment).shape, 0) == (
         (("vision", 0),),
         (("vision", 1), ("llm", 0)),
         (("llm", 1),),
         (("llm", 2),),
     )
-    built = build_schedule(build_interleaved_1f1b, StepGraph(graph, plan, assignment))
+    built = build_schedule(build_interleaved_1f1b, StepGraph(graph, plan, assignment).shape)
     computed = [(a.kind, a.unit, a.stage) for a in built.lanes[1].actions if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
     assert computed[:2] == [(ActionKind.FORWARD, "vision", 1), (ActionKind.FORWARD, "llm", 0)]
     assert computed[-2:] == [(ActionKind.BACKWARD, "llm", 0), (ActionKind.BACKWARD, "vision", 1)]
@@ -70,19 +73,19 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
 
 def test_a_frozen_encoder_leaves_its_backwards_out() -> None:
     chain = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4, frozen=("vision",))
-    schedule = build_schedule(build_interleaved_1f1b, chain)
+    schedule = build_schedule(build_interleaved_1f1b, chain.shape)
     backwards = {a.stage for lane in schedule.lanes for a in lane.actions if a.unit == "vision" and a.kind is ActionKind.BACKWARD}
     assert backwards == {2}  # the last one holds the projector, which is trained
 
 
 def test_what_is_not_one_chain_is_not_taken_for_one() -> None:
     in_turn = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4)
-    assert chain_of_replica(in_turn, 0) is not None
+    assert chain_of_replica(in_turn.shape, 0) is not None
     one_round = build_chain({"vision": [5], "llm": [5]}, num_lanes=4, num_microbatches=4)
-    assert chain_of_replica(one_round, 0) is None
+    assert chain_of_replica(one_round.shape, 0) is None
     swapped = in_turn.assignment.units["vision"][0]
     decoupled = Assignment({**in_turn.assignment.units, "vision": ((swapped[1], swapped[0], *swapped[2:]),)})
-    assert chain_of_replica(in_turn.with_assignment(decoupled), 0) is None
+    assert chain_of_replica(replace(in_turn, assignment=decoupled).shape, 0) is None
 
 
 def test_a_replica_without_any_microbatch_only_reduces() -> None:

@@ -9,16 +9,16 @@ from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text
 from multimodal.values.action import action_to_text
 from multimodal.values.errors import ScheduleError
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 
 
-def one_sample() -> StepGraph:
+def one_sample() -> StepShape:
     return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(1, 1), "llm": deal(1, 1)})
 
 
-def lowered_timeline(case: StepGraph) -> Timeline:
+def lowered_timeline(case: StepShape) -> Timeline:
     schedule = insert_communication(BUILDERS["1f1b"](case))
     return timeline_of_unit_costs(schedule)
 

@@ -11,7 +11,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.values.action import Action
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import rewritten_schedules
 from tests.unit.schedule.nccl_replay import replay
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
@@ -40,7 +40,7 @@ TRACKS = {each.__name__: each for each in (as_run, by_pair, all_on_one)}
 @settings(max_examples=100)
 @given(built=rewritten_schedules(), num_queues=st.sampled_from([1, 2, 8, 33]), tracks=st.sampled_from(sorted(TRACKS)))
 def test_every_schedule_finishes_on_any_number_of_queues_and_communicators(
-    built: tuple[StepGraph, Schedule], num_queues: int, tracks: str
+    built: tuple[StepShape, Schedule], num_queues: int, tracks: str
 ) -> None:
     lowered = insert_communication(built[1])
     assert not replay(lowered, num_queues=num_queues, track_of=TRACKS[tracks])

@@ -18,12 +18,13 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, build_unit_plan, cases, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts
 
 
-def copies(num_stages: int, num_microbatches: int, **layout: int) -> StepGraph:
+def copies(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:
     """An encoder in every stage of the LLM; each computes its part of the microbatches."""
     sizes = {"vision": (num_stages, 1, 1), "llm": (1, num_stages, 1)}
     groupings = {"vision": deal(num_microbatches, num_stages), "llm": deal(num_microbatches, 1)}
@@ -39,7 +40,7 @@ def costs_of(**forward_seconds: float) -> GivenCosts:
     return GivenCosts(seconds=seconds)
 
 
-def nested(step: StepGraph, costs: GivenCosts | RandomCosts) -> Schedule:
+def nested(step: StepShape, costs: GivenCosts | RandomCosts) -> Schedule:
     return build_schedule(BUILDERS["nested"].with_costs(costs), step)
 
 
@@ -96,7 +97,7 @@ def test_stages_of_an_encoder_have_a_pause_between_them(rounds: int) -> None:
     assert found == pytest.approx(work, abs=1e-6)
 
 
-def with_generator(num_microbatches: int) -> StepGraph:
+def with_generator(num_microbatches: int) -> StepShape:
     """An encoder and a generator in both stages of the LLM."""
     generator = Unit("image", Role.GENERATOR, SHAPE)
     vision, llm = build_graph("vision").units
@@ -110,7 +111,7 @@ def with_generator(num_microbatches: int) -> StepGraph:
         )
         for name, (dp, _) in sizes.items()
     }
-    return StepGraph(graph, plan, Assignment(placed))
+    return StepGraph(graph, plan, Assignment(placed)).shape
 
 
 @pytest.mark.parametrize("num_microbatches", [6, 18])
@@ -124,7 +125,7 @@ def test_a_generator_makes_and_forgets_in_one_pause(num_microbatches: int) -> No
 
 @settings(max_examples=60)
 @given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
-def test_any_step_gives_a_valid_schedule_the_same_without_kernels(case: StepGraph, forward_only: bool, seed: int) -> None:
+def test_any_step_gives_a_valid_schedule_the_same_without_kernels(case: StepShape, forward_only: bool, seed: int) -> None:
     step = replace(case, forward_only=forward_only)
     fast = nested(step, RandomCosts(seed=seed))  # validates
     with patch.object(execution, "kernels", None):

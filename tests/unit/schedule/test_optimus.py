@@ -18,12 +18,12 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
 
 
-def encoder_copies(num_microbatches: int) -> StepGraph:
+def encoder_copies(num_microbatches: int) -> StepShape:
     """An encoder in both stages of the LLM, which compute half of its microbatches each."""
     sizes = {"vision": (2, 1, 1), "llm": (1, 2, 1)}
     groupings = {"vision": deal(num_microbatches, 2), "llm": deal(num_microbatches, 1)}
@@ -40,7 +40,7 @@ def costs_with(encoder_seconds: float) -> GivenCosts:
     return GivenCosts(seconds=seconds)
 
 
-def optimus(step: StepGraph, costs: GivenCosts | RandomCosts) -> Schedule:
+def optimus(step: StepShape, costs: GivenCosts | RandomCosts) -> Schedule:
     return build_schedule(BUILDERS["optimus"].with_costs(costs), step)
 
 
@@ -77,7 +77,7 @@ class WaitingCosts(RandomCosts):
 @settings(max_examples=40)
 @given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20), memory_bytes=st.sampled_from([math.inf, 1200.0]))
 def test_the_kernel_equals_its_reference_and_gives_valid_schedules(
-    case: StepGraph, forward_only: bool, seed: int, memory_bytes: float
+    case: StepShape, forward_only: bool, seed: int, memory_bytes: float
 ) -> None:
     step = replace(case, forward_only=forward_only)
     has_waits = step.plan.units["llm"].tensor_parallel_size > 1

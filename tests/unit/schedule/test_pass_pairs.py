@@ -15,28 +15,28 @@ from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
-from multimodal.values.dependencies import dependencies, needs_message
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import dependencies, needs_message
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
 
 UNDONE = [(name, later) for name, row in PASSES.items() for later in row.undone_by]
 PAIRS = [pair for pair in itertools.permutations(PASSES, 2) if pair not in UNDONE]
 
 
-def apply(case: StepGraph, schedule: Schedule, name: str) -> Schedule:
+def apply(case: StepShape, schedule: Schedule, name: str) -> Schedule:
     return PASSES[name](schedule)
 
 
-def check(case: StepGraph, schedule: Schedule) -> None:
+def check(case: StepShape, schedule: Schedule) -> None:
     """Validate in both dialects: no action is lost, none stands twice, and nothing waits in a circle."""
     validate_schedule(schedule)
     lowered = insert_communication(schedule)
     validate_schedule(lowered)
 
 
-def seconds(case: StepGraph, schedule: Schedule) -> list[float]:
+def seconds(case: StepShape, schedule: Schedule) -> list[float]:
     """Return how long a schedule takes under unit costs with fillers in line and, if it has any, with fillers in waits."""
     in_line = duration_of(schedule)
     assert in_line is not None
@@ -45,9 +45,9 @@ def seconds(case: StepGraph, schedule: Schedule) -> list[float]:
     return [in_line, timeline_of_unit_costs(schedule).duration_seconds]
 
 
-def assert_kept(case: StepGraph, before: Schedule, after: Schedule) -> None:
+def assert_kept(case: StepShape, before: Schedule, after: Schedule) -> None:
     """What `before` cuts, splits, gathers and fills, `after` does, too."""
-    was, now = before.step.cuts, after.step.cuts
+    was, now = before.shape.cuts, after.shape.cuts
     assert was.split <= now.split
     assert was.num_subsets.items() <= now.num_subsets.items()
     assert was.reduced_by_layer <= now.reduced_by_layer
@@ -71,12 +71,12 @@ def unfilled(before: Schedule, after: Schedule) -> Iterator[tuple[Lane, int]]:
                 yield lane, position
 
 
-def waits_for_message(case: StepGraph, schedule: Schedule, lane: Lane, position: int) -> bool:
+def waits_for_message(case: StepShape, schedule: Schedule, lane: Lane, position: int) -> bool:
     """True if what follows, but for weight gradients, is a computation that needs a message."""
     rest = [action for action in lane.actions[position:] if action.kind is not ActionKind.WEIGHT_GRADIENT]
     if not rest:
         return False
-    needs = dependencies(rest[0], schedule.step)
+    needs = dependencies(rest[0], schedule.shape)
     return any(needs_message(need, rest[0], case.plan) for need in needs)
 
 
@@ -107,7 +107,7 @@ def warm_ups(schedule: Schedule) -> list[int]:
 
 @settings(max_examples=25, deadline=None)
 @given(built=built_cases(), triple=st.permutations(sorted(PASSES)))
-def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepGraph, str], triple: list[str]) -> None:
+def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepShape, str], triple: list[str]) -> None:
     case, builder = built
     for names in (*PAIRS, *([tuple(triple[:3])] if is_taken(triple[:3]) else [])):
         schedule = BUILDERS[builder](case)
@@ -124,7 +124,7 @@ def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepGraph, str], tri
 
 @settings(max_examples=40, deadline=None)
 @given(built=built_cases(), name=st.sampled_from(sorted(PASSES)))
-def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[StepGraph, str], name: str) -> None:
+def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[StepShape, str], name: str) -> None:
     """The two that move actions into waits may find more the second time; `--schedule-passes` refuses a name given twice."""
     case, builder = built
     once = apply(case, BUILDERS[builder](case), name)

@@ -13,11 +13,11 @@ from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 
 
-def deferred() -> StepGraph:
+def deferred() -> StepShape:
     """Entrain's case: sample 1 of the encoder's first microbatch runs in the LLM's second one."""
     return build_case(
         build_graph("vision"),
@@ -26,13 +26,13 @@ def deferred() -> StepGraph:
     )
 
 
-def run(name: str, case: StepGraph, text: str) -> list[str]:
+def run(name: str, case: StepShape, text: str) -> list[str]:
     schedule = PASSES[name](schedule_from_text(text, case))
     check(case, schedule)
     return schedule_to_text(schedule).splitlines()
 
 
-def check(case: StepGraph, schedule: Schedule) -> None:
+def check(case: StepShape, schedule: Schedule) -> None:
     validate_schedule(schedule)
     lowered = insert_communication(schedule)
     validate_schedule(lowered)
@@ -116,7 +116,7 @@ def warm_up(schedule: Schedule, lane: int) -> int:
     names=st.lists(st.sampled_from(sorted(PASSES)), min_size=1, max_size=3, unique=True),
 )
 def test_passes_in_any_order_keep_a_schedule_valid_and_never_make_it_longer(
-    case: StepGraph, builder: str, names: list[str]
+    case: StepShape, builder: str, names: list[str]
 ) -> None:
     schedule = BUILDERS[builder](case)
     length = duration_of(schedule)

@@ -4,23 +4,24 @@ from multimodal.schedule.builders.breadth_first import pipeline_rounds, served_m
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, deal
 
 
-def rounds_before(case: StepGraph, unit: str, *, replica: int = 0) -> list[int]:
+def rounds_before(case: StepShape, unit: str, *, replica: int = 0) -> list[int]:
     before = pipeline_rounds(case).before
     return [before[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
 
 
-def rounds_after(case: StepGraph, unit: str, *, replica: int = 0) -> list[int]:
+def rounds_after(case: StepShape, unit: str, *, replica: int = 0) -> list[int]:
     after = pipeline_rounds(case).after
     return [after[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
 
 
 def encoder_and_llm(
     vision: tuple[int, int], llm: tuple[int, int], *, colocated: bool, layouts: dict[str, dict[str, int]] | None = None
-) -> StepGraph:
+) -> StepShape:
     sizes = {"vision": (*vision, 1), "llm": (*llm, 1)}
     groupings = {"vision": deal(4, vision[0]), "llm": deal(4, llm[0])}
     return build_case(build_graph("vision"), sizes, groupings, colocated=colocated, layouts=layouts)
@@ -57,7 +58,7 @@ def test_microbatches_serve_those_that_routes_lead_to_through_any_number_of_unit
     vision = (((Atom(0, 0), Atom(3, 0)), (Atom(2, 0),)),)
     samples = (((Atom(0),), (Atom(1),), (Atom(2),), (Atom(3),)),)
     drawn = (((Atom(3),), (Atom(1), Atom(2))),)
-    served = served_microbatches(StepGraph(graph, Plan(), Assignment({"vision": vision, "llm": samples, "painter": drawn})))
+    served = served_microbatches(StepGraph(graph, Plan(), Assignment({"vision": vision, "llm": samples, "painter": drawn})).shape)
     assert {unit: [each.tolist() for each in span] for unit, span in served.items()} == {
         "vision": [[0, 2], [3, 2]],
         "llm": [[0, 1, 2, 3], [0, 1, 2, 3]],

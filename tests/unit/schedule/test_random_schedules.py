@@ -11,16 +11,17 @@ from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
-from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import step_work
-from tests.unit.schedule.schedule_cases import builders_for, built_cases, cases, placed_for
+from multimodal.values.work.dependencies import dependencies
+from multimodal.values.work.step_work import step_work
+from tests.unit.schedule.schedule_cases import builders_for, built_cases, cases, placed_cases, shape_for
 
 
 @settings(max_examples=150)
 @given(built=built_cases(), forward_only=st.booleans())
-def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: tuple[StepGraph, str], forward_only: bool) -> None:
+def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: tuple[StepShape, str], forward_only: bool) -> None:
     case, builder = built
     step = replace(case, forward_only=forward_only)
     compute = BUILDERS[builder](step)
@@ -34,7 +35,7 @@ def test_every_built_schedule_is_valid_in_both_dialects_and_round_trips(built: t
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_every_dependency_is_itself_expected(case: StepGraph) -> None:
+def test_every_dependency_is_itself_expected(case: StepShape) -> None:
     for lowered in (False, True):
         expected = step_work(case).actions if lowered else step_work(case).computed
         assert len(set(expected)) == len(expected)
@@ -43,7 +44,7 @@ def test_every_dependency_is_itself_expected(case: StepGraph) -> None:
 
 @settings(max_examples=40)
 @given(built=built_cases())
-def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[StepGraph, str]) -> None:
+def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[StepShape, str]) -> None:
     case, builder = built
     assume(not BUILDERS[builder].copies_encoders)  # copies run what their own stage of the LLM asks for
     for lane in BUILDERS[builder](case).lanes:
@@ -56,7 +57,7 @@ def test_forwards_of_a_stage_go_in_microbatch_order(built: tuple[StepGraph, str]
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_gpipe_does_no_forward_after_a_backward(case: StepGraph) -> None:
+def test_gpipe_does_no_forward_after_a_backward(case: StepShape) -> None:
     for lane in BUILDERS["gpipe"](case).lanes:
         kinds = [action.kind for action in lane.actions if action.kind is not ActionKind.REDUCE_GRADIENTS]
         assert kinds == sorted(kinds, key=[ActionKind.FORWARD, ActionKind.BACKWARD].index)
@@ -64,7 +65,7 @@ def test_gpipe_does_no_forward_after_a_backward(case: StepGraph) -> None:
 
 @settings(max_examples=40)
 @given(built=built_cases())
-def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple[StepGraph, str]) -> None:
+def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple[StepShape, str]) -> None:
     case, builder = built
     compute = BUILDERS[builder](case)
     lowered = insert_communication(compute)
@@ -74,7 +75,7 @@ def test_a_message_takes_no_time_so_both_dialects_take_equally_long(built: tuple
 
 @settings(max_examples=40)
 @given(case=cases())
-def test_1f1b_never_keeps_more_than_gpipe(case: StepGraph) -> None:
+def test_1f1b_never_keeps_more_than_gpipe(case: StepShape) -> None:
     def peak(builder: str) -> list[int]:
         peaks = []
         for lane in BUILDERS[builder](case).lanes:
@@ -90,11 +91,11 @@ def test_1f1b_never_keeps_more_than_gpipe(case: StepGraph) -> None:
 
 
 @settings(max_examples=40)
-@given(case=cases())
+@given(case=placed_cases())
 def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepGraph) -> None:
-    for builder in set(BUILDERS) - set(builders_for(case)):
+    for builder in set(BUILDERS) - set(builders_for(case.shape)):
         refused = not BUILDERS[builder].takes_fed_encoders and fed_encoders(case.graph)
         layout = rf"{builder} needs .* found .* in the plan, or choose "
         message = f"{layout}|encoders that encoders feed.*; choose " if refused else layout
         with pytest.raises(ScheduleError, match=message):
-            BUILDERS[builder](placed_for(builder, case))
+            BUILDERS[builder](shape_for(builder, case))

@@ -14,17 +14,17 @@ from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.errors import ScheduleError
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.uniform_costs import UniformCosts
 
 
-def llm(*, dp: int = 2, pp: int = 1, num_microbatches: int = 2, **layout: int) -> StepGraph:
+def llm(*, dp: int = 2, pp: int = 1, num_microbatches: int = 2, **layout: int) -> StepShape:
     groupings = {"llm": deal(num_microbatches * dp, dp)}
     return build_case(build_graph(), {"llm": (dp, pp, 1)}, groupings, layouts={"llm": layout})
 
 
-def rewrite(case: StepGraph, text: str) -> list[str]:
+def rewrite(case: StepShape, text: str) -> list[str]:
     after = reduce_by_layer(schedule_from_text(text, case))
     validate_schedule(after)
     assert schedule_from_text(schedule_to_text(after), case) == after
@@ -81,7 +81,7 @@ def test_a_stage_of_one_layer_stays_whole() -> None:
     case = llm(num_microbatches=1, pp=1, chunks=8)
     after = reduce_by_layer(BUILDERS["breadth-first"](case))
     # The first and the last of eight ranges hold an embedding and a head, too.
-    assert after.step.cuts.reduced_by_layer == {("llm", 0), ("llm", 7)}
+    assert after.shape.cuts.reduced_by_layer == {("llm", 0), ("llm", 7)}
 
 
 def test_fillers_stay_what_they_are() -> None:

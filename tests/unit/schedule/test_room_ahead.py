@@ -12,7 +12,7 @@ from multimodal.schedule.encoder_limits import MEMORY_SHARE
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Place
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.uniform_costs import UniformCosts
 
@@ -35,7 +35,7 @@ class MemoryCosts(UniformCosts):
         return 100
 
 
-def llm_step(num_microbatches: int = 8) -> StepGraph:
+def llm_step(num_microbatches: int = 8) -> StepShape:
     return build_case(build_graph(), {"llm": (1, 4, 1)}, {"llm": deal(num_microbatches, 1)})
 
 
@@ -80,7 +80,7 @@ def test_a_lane_holds_what_all_its_stages_keep_and_its_pipeline_goes_by_it() -> 
     }
 
 
-def deferring_step(num_microbatches: int = 8) -> StepGraph:
+def deferring_step(num_microbatches: int = 8) -> StepShape:
     """Every second encoder microbatch hands one of its two samples to the LLM's next microbatch (Entrain's deferral)."""
     samples = [[2 * index, 2 * index + 1] for index in range(num_microbatches)]
     llm = [list(each) for each in samples]

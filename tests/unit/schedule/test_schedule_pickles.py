@@ -29,4 +29,4 @@ def test_a_schedule_in_line_and_one_with_fillers() -> None:
     assert_comes_back(schedule)
     modes, waits = schedule.modes.copy(), schedule.waits.copy()
     modes[1], waits[1] = SlotMode.INSIDE, 3
-    assert_comes_back(Schedule(schedule.step, schedule.lane_starts, schedule.pieces, modes, waits))
+    assert_comes_back(Schedule(schedule.shape, schedule.lane_starts, schedule.pieces, modes, waits))

@@ -9,15 +9,16 @@ from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ActionKind, Place, SegmentRange, action_to_text
-from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
+from multimodal.values.parts.cuts import Cuts, SegmentCut
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import Cuts, SegmentCut, StepGraph
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import dependencies
 from tests.unit.schedule.built_schedules import cut_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 
 
-def two_stages() -> StepGraph:
+def two_stages() -> StepShape:
     """An encoder and an LLM of two stages each, four transformer layers a stage beside the ends."""
     sizes = {"vision": (1, 2, 1), "llm": (1, 2, 1)}
     return build_case(build_graph("vision"), sizes, {"vision": deal(2, 1), "llm": deal(2, 1)})
@@ -88,7 +89,7 @@ VISION = "lane 0: F vision/0/0/0{0:2}; F vision/0/0/0{2:58}; F vision/0/0/1; B v
 REST = "B vision/0/0/1; RG vision/0/0\nlane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
 
 
-def small() -> StepGraph:
+def small() -> StepShape:
     return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
 
 
@@ -117,7 +118,7 @@ def test_ranges_that_do_not_make_up_the_whole_are_refused(now: str, then: str, m
 
 @settings(max_examples=60)
 @given(built=cut_schedules(), lowered=st.booleans())
-def test_any_cut_is_valid_in_both_dialects_and_round_trips(built: tuple[StepGraph, Schedule], lowered: bool) -> None:
+def test_any_cut_is_valid_in_both_dialects_and_round_trips(built: tuple[StepShape, Schedule], lowered: bool) -> None:
     case, schedule = built
     if lowered:
         schedule = insert_communication(schedule)

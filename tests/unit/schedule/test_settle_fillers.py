@@ -10,13 +10,13 @@ from multimodal.schedule.passes import passes_named
 from multimodal.schedule.settle_fillers import settle_fillers
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import cases
 from tests.unit.schedule.uniform_costs import RandomCosts
 
 
 @given(case=cases(), seed=st.integers(0, 1000), builder=st.sampled_from(("1f1b", "zb-h1", "gpipe")))
-def test_the_order_is_that_of_the_simulation(case: StepGraph, seed: int, builder: str) -> None:
+def test_the_order_is_that_of_the_simulation(case: StepShape, seed: int, builder: str) -> None:
     lowered = build_schedule(BUILDERS[builder], case, passes=passes_named("fill"))
     costs = RandomCosts(seed=seed)
     settled = settle_fillers(lowered, costs)

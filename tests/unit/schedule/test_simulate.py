@@ -17,31 +17,31 @@ from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, action_to_text
-from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, lane_of
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import dependencies
 from tests.unit.schedule.built_schedules import built_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
 
 
-def lower(case: StepGraph, builder: str = "1f1b", *passes: str) -> Schedule:
+def lower(case: StepShape, builder: str = "1f1b", *passes: str) -> Schedule:
     schedule = BUILDERS[builder](case)
     for name in passes:
         schedule = PASSES[name](schedule)
     return insert_communication(schedule)
 
 
-def simulate(case: StepGraph, schedule: Schedule, costs: StepCosts) -> Simulation:
+def simulate(case: StepShape, schedule: Schedule, costs: StepCosts) -> Simulation:
     return simulate_schedule(schedule, costs)
 
 
-def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> StepGraph:
+def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> StepShape:
     return build_case(build_graph(), {"llm": (dp, pp, 1)}, {"llm": deal(num_microbatches * dp, dp)})
 
 
-def colocated() -> StepGraph:
+def colocated() -> StepShape:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
     return build_case(build_graph("vision"), sizes, {"vision": deal(1, 1), "llm": deal(1, 1)}, colocated=True)
 
@@ -150,7 +150,7 @@ def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
 
 @settings(max_examples=40)
 @given(case=cases(), builder=st.sampled_from(("gpipe", "1f1b")))
-def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: StepGraph, builder: str) -> None:
+def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: StepShape, builder: str) -> None:
     schedule = without_reductions(lower(case, builder))  # There, a lane waits for its reductions; here, it only starts them.
     expected = execute_lanes(schedule)
     found = simulate(case, schedule, UnitCosts(case))
@@ -163,7 +163,7 @@ def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: 
 
 @settings(max_examples=40)
 @given(case=cases(), seed=st.integers(0, 1000), passes=st.lists(st.sampled_from(("fill", "gather-parameters")), unique=True))
-def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: StepGraph, seed: int, passes: list[str]) -> None:
+def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: StepShape, seed: int, passes: list[str]) -> None:
     found = simulate(case, lower(case, "1f1b", *passes), RandomCosts(seed=seed))
     assert tuple(found.bubble) == BUBBLE_KINDS and min(found.bubble.values()) >= 0
     if found.iteration_seconds:
@@ -204,13 +204,13 @@ def _component(compiled: CompiledSchedule, lanes: tuple[int, ...]) -> list[list[
 
 @settings(max_examples=100)
 @given(built=built_schedules())
-def test_a_compiled_schedule_needs_what_the_dependency_rule_says(built: tuple[StepGraph, Schedule, bool]) -> None:
+def test_a_compiled_schedule_needs_what_the_dependency_rule_says(built: tuple[StepShape, Schedule, bool]) -> None:
     _, schedule, lowered = built
     compiled = compile_schedule(schedule)
     arrays, sends = compiled.arrays, {}
     for action in schedule.work.actions:
         if ACTION_TABLE[action.kind].resource is Resource.RECEIVE:
-            (sends[action],) = dependencies(action, schedule.step, lowered=True)
+            (sends[action],) = dependencies(action, schedule.shape, lowered=True)
     collective = np.array([arrays.kinds[node] == NodeKind.COLLECTIVE for node in range(arrays.num_nodes)])
     for node in np.flatnonzero(~collective).tolist():
         action = compiled.actions[compiled.pieces[node]]
@@ -218,7 +218,7 @@ def test_a_compiled_schedule_needs_what_the_dependency_rule_says(built: tuple[St
             compiled.actions[compiled.pieces[need]]
             for need in arrays.needs[arrays.need_starts[node] :][: np.diff(arrays.need_starts)[node]]
         ]
-        wanted = [sends.get(need, need) for need in dependencies(action, schedule.step, lowered=lowered)]
+        wanted = [sends.get(need, need) for need in dependencies(action, schedule.shape, lowered=lowered)]
         assert [
             each._replace(replica=0) if ACTION_TABLE[each.kind].resource is Resource.COLLECTIVE else each for each in found
         ] == [each._replace(replica=0) if ACTION_TABLE[each.kind].resource is Resource.COLLECTIVE else each for each in wanted]

@@ -9,7 +9,7 @@ from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events, simulate_events_reference
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import cases
 from tests.unit.schedule.uniform_costs import RandomCosts
 
@@ -127,7 +127,7 @@ def test_lanes_that_wait_for_each_other_stop(simulate):
     passes=st.lists(st.sampled_from(("split-backward", "fill", "gather-parameters")), unique=True),
     seed=st.integers(0, 1000),
 )
-def test_the_kernel_equals_its_reference_to_the_last_bit(case: StepGraph, builder: str, passes: list[str], seed: int) -> None:
+def test_the_kernel_equals_its_reference_to_the_last_bit(case: StepShape, builder: str, passes: list[str], seed: int) -> None:
     schedule = BUILDERS[builder](case)
     for name in passes:
         schedule = PASSES[name](schedule)

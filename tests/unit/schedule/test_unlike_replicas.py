@@ -17,6 +17,7 @@ from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.shape import StepShape
 from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_graph
 from tests.unit.schedule.uniform_costs import UniformCosts
@@ -27,11 +28,11 @@ FOLDED = Replica((Stage((0,), ((0, 3), (7, 10))), Stage((1,), ((3, 5), (5, 7))))
 WIDE = Replica((Stage((2, 3), ((0, 7),), 2), Stage((4, 5), ((7, 10),), 2)))
 
 
-def build_step(graph: ModelGraph, counts: tuple[int, int] = (2, 1), *, first: Replica = DEEP) -> StepGraph:
+def build_step(graph: ModelGraph, counts: tuple[int, int] = (2, 1), *, first: Replica = DEEP) -> StepShape:
     """Two replicas of an LLM of ten layers: cut behind the fourth, and behind the seventh on twice as many ranks."""
     samples = iter(range(sum(counts)))
     placed = {"llm": tuple(tuple((Atom(next(samples)),) for _ in range(count)) for count in counts)}
-    return StepGraph(graph, Plan({"llm": UnitPlan((first, WIDE))}), Assignment(placed))
+    return StepGraph(graph, Plan({"llm": UnitPlan((first, WIDE))}), Assignment(placed)).shape
 
 
 WHOLE = """\
@@ -58,7 +59,7 @@ def test_reductions_are_cut_where_any_replica_is(passes, text):
     validate_schedule(schedule)
     assert schedule_to_text(schedule) == text
     read = schedule_from_text(text, step)
-    assert read == schedule and read.step.cuts == schedule.step.cuts
+    assert read == schedule and read.shape.cuts == schedule.shape.cuts
 
 
 VIRTUAL = {
@@ -118,7 +119,7 @@ def test_layers_that_are_not_trained_are_not_reduced():
     vision = UnitPlan((DEEP, WIDE))
     llm = UnitPlan((Replica((Stage((6,), ((0, 10),)),)),))
     nothing = Assignment({"vision": ((), ()), "llm": ((),)})
-    work = BUILDERS["gpipe"](StepGraph(graph, Plan({"vision": vision, "llm": llm}), nothing)).work
+    work = BUILDERS["gpipe"](StepGraph(graph, Plan({"vision": vision, "llm": llm}), nothing).shape).work
     reduced = [action for action in work.computed if action.kind is ActionKind.REDUCE_GRADIENTS and action.unit == "vision"]
     assert [(*action[2:4], action.covers) for action in reduced] == [(0, 1, LayerRange(3, 6)), (1, 1, LayerRange(0, 3))]
 

@@ -12,11 +12,11 @@ from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.text import lanes_from_text, schedule_to_text
 from multimodal.schedule.validate import _SlotOrder, validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
-from multimodal.values.dependencies import dependencies
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, lane_of
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import dependencies
+from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.built_schedules import broken_schedules
 from tests.unit.schedule.schedule_cases import (
     build_case,
@@ -28,12 +28,12 @@ from tests.unit.schedule.schedule_cases import (
 )
 
 
-def check(case: StepGraph, lanes: Sequence[Lane] | str, *, lowered: bool = False) -> None:
+def check(case: StepShape, lanes: Sequence[Lane] | str, *, lowered: bool = False) -> None:
     lanes = lanes_from_text(lanes) if isinstance(lanes, str) else lanes
     validate_schedule(Schedule.of_lanes(case, lanes, lowered=lowered))
 
 
-def small() -> StepGraph:
+def small() -> StepShape:
     return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
 
 
@@ -113,7 +113,7 @@ def test_reductions_in_different_orders_deadlock() -> None:
         check(case, swapped)
 
 
-def lower(case: StepGraph, builder: str) -> Schedule:
+def lower(case: StepShape, builder: str) -> Schedule:
     return insert_communication(BUILDERS[builder](case))
 
 
@@ -123,7 +123,7 @@ def edit(lanes: Sequence[Lane], lane: int, change: Callable[[list[Action]], None
     return [lane_of(each.ranks, actions) if index == lane else each for index, each in enumerate(lanes)]
 
 
-def refuse(case: StepGraph, lanes: Sequence[Lane], *named: Action, lowered: bool) -> None:
+def refuse(case: StepShape, lanes: Sequence[Lane], *named: Action, lowered: bool) -> None:
     with pytest.raises(ScheduleError) as refused:
         check(case, lanes, lowered=lowered)
     first_line = str(refused.value).splitlines()[0]
@@ -134,7 +134,7 @@ def refuse(case: StepGraph, lanes: Sequence[Lane], *named: Action, lowered: bool
 @settings(max_examples=60)
 @given(built=built_cases(), lowered=st.booleans(), data=st.data())
 def test_a_dropped_duplicated_or_misplaced_action_is_refused(
-    built: tuple[StepGraph, str], lowered: bool, data: st.DataObject
+    built: tuple[StepShape, str], lowered: bool, data: st.DataObject
 ) -> None:
     case, builder = built
     schedule = lower(case, builder) if lowered else BUILDERS[builder](case)
@@ -153,7 +153,7 @@ def test_a_dropped_duplicated_or_misplaced_action_is_refused(
         refuse(case, edit(moved, lane, lambda actions: actions.pop(position)), action, lowered=lowered)
 
 
-def may_come_early(action: Action, case: StepGraph) -> bool:
+def may_come_early(action: Action, case: StepShape) -> bool:
     """Where replicas differ and every range of layers is a single one, a reduction that comes early is one by layer."""
     unit = case.plan.units[action.unit]
     return action.kind is ActionKind.REDUCE_GRADIENTS and unit.is_unlike and max(map(len, unit.shared_ranges)) == 1
@@ -161,7 +161,7 @@ def may_come_early(action: Action, case: StepGraph) -> bool:
 
 @settings(max_examples=60)
 @given(built=built_cases(), lowered=st.booleans(), data=st.data())
-def test_a_swapped_dependent_pair_is_refused(built: tuple[StepGraph, str], lowered: bool, data: st.DataObject) -> None:
+def test_a_swapped_dependent_pair_is_refused(built: tuple[StepShape, str], lowered: bool, data: st.DataObject) -> None:
     case, builder = built
     schedule = lower(case, builder) if lowered else BUILDERS[builder](case)
     pairs = [
@@ -169,7 +169,7 @@ def test_a_swapped_dependent_pair_is_refused(built: tuple[StepGraph, str], lower
         for lane, each in enumerate(schedule.lanes)
         for position, action in enumerate(each.actions)
         if ACTION_TABLE[action.kind].resource is not Resource.RECEIVE
-        for need in dependencies(action, schedule.step, lowered=lowered)
+        for need in dependencies(action, schedule.shape, lowered=lowered)
         if need in each.actions and not may_come_early(action, case)
     ]
     assume(pairs)
@@ -184,7 +184,7 @@ def test_a_swapped_dependent_pair_is_refused(built: tuple[StepGraph, str], lower
 
 @settings(max_examples=60)
 @given(built=built_cases(), data=st.data())
-def test_swapped_sends_to_one_lane_are_refused(built: tuple[StepGraph, str], data: st.DataObject) -> None:
+def test_swapped_sends_to_one_lane_are_refused(built: tuple[StepShape, str], data: st.DataObject) -> None:
     case, builder = built
     schedule = lower(case, builder)
     sends = [
@@ -208,10 +208,10 @@ def test_swapped_sends_to_one_lane_are_refused(built: tuple[StepGraph, str], dat
     assert any(action_to_text(action) in line for action in broken[lane].actions[first : second + 1])
 
 
-def is_valid(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
+def is_valid(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
     """What the validator says, found action by action from `dependencies` alone; for lanes without fillers."""
     try:
-        step = Schedule.of_lanes(step, lanes, lowered=lowered).step
+        step = Schedule.of_lanes(step, lanes, lowered=lowered).shape
     except ScheduleError:
         return False
     expected = step_work(step).actions if lowered else step_work(step).computed
@@ -232,7 +232,7 @@ def is_valid(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
     return _match(step, lanes) and _finish(step, lanes, lowered=lowered) and _meet(step, lanes)
 
 
-def _match(step: StepGraph, lanes: Sequence[Lane]) -> bool:
+def _match(step: StepShape, lanes: Sequence[Lane]) -> bool:
     """True if every lane posts its receives from every other one in the order of the other's sends."""
     sent: dict[tuple[int, int], list[object]] = {}
     received: dict[tuple[int, int], list[object]] = {}
@@ -246,7 +246,7 @@ def _match(step: StepGraph, lanes: Sequence[Lane]) -> bool:
     return sent == received
 
 
-def _meet(step: StepGraph, lanes: Sequence[Lane]) -> bool:
+def _meet(step: StepShape, lanes: Sequence[Lane]) -> bool:
     """True if the lanes come to their ends doing one thing at a time, a message once all of its ends are there."""
     rows = [[what for what, _ in groupby(_together(action, step) for action in lane.actions)] for lane in lanes]
     if any(len(set(row)) < len(row) for row in rows):
@@ -260,7 +260,7 @@ def _meet(step: StepGraph, lanes: Sequence[Lane]) -> bool:
     return True
 
 
-def _together(action: Action, step: StepGraph) -> Hashable:
+def _together(action: Action, step: StepShape) -> Hashable:
     """What the actions have in common that take place at one moment."""
     resource = ACTION_TABLE[action.kind].resource
     if resource is Resource.COLLECTIVE:
@@ -271,7 +271,7 @@ def _together(action: Action, step: StepGraph) -> Hashable:
     return action.kind.value[-1], ends, action.covers
 
 
-def _finish(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
+def _finish(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
     """True if the lanes come to their ends when each does what it can, in any order."""
     positions = [0] * len(lanes)
     passed: dict[Action, int] = {}
@@ -318,7 +318,7 @@ def _finish(step: StepGraph, lanes: Sequence[Lane], *, lowered: bool) -> bool:
 
 @settings(max_examples=200)
 @given(broken=broken_schedules())
-def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[StepGraph, tuple[Lane, ...], bool]) -> None:
+def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[StepShape, tuple[Lane, ...], bool]) -> None:
     case, lanes, lowered = broken
     in_line = tuple(lane_of(lane.ranks, lane.actions) for lane in lanes)
     expected = is_valid(case, in_line, lowered=lowered)
@@ -333,7 +333,7 @@ def test_the_validator_agrees_with_one_that_asks_for_every_action(broken: tuple[
 @settings(max_examples=40)
 @given(broken=broken_schedules())
 def test_what_the_validator_sees_at_a_glance_changes_none_of_its_answers(
-    broken: tuple[StepGraph, tuple[Lane, ...], bool],
+    broken: tuple[StepShape, tuple[Lane, ...], bool],
 ) -> None:
     case, lanes, lowered = broken
     try:

@@ -20,7 +20,7 @@ from multimodal.schedule.split_in_line import split_in_line, weights_before_forw
 from multimodal.schedule.text import schedule_to_text
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 from tests.unit.schedule.test_nested import copies, with_generator
 from tests.unit.schedule.test_optimus import WaitingCosts
@@ -38,7 +38,7 @@ def costs_of(**forward_seconds: float) -> GivenCosts:
     return GivenCosts(seconds=seconds)
 
 
-def seconds_of(name: str, step: StepGraph, costs: GivenCosts) -> float:
+def seconds_of(name: str, step: StepShape, costs: GivenCosts) -> float:
     return simulate_schedule(build_schedule(BUILDERS[name].with_costs(costs), step), costs).iteration_seconds
 
 
@@ -132,7 +132,7 @@ def test_a_lane_keeps_to_its_own_order_where_a_stage_lies_in_several() -> None:
     build_schedule(BUILDERS["interleaved-zb"].with_costs(costs_of(llm=1.0, vision=1.0)), step)  # validates
 
 
-def unlike_ranges() -> StepGraph:
+def unlike_ranges() -> StepShape:
     """Two replicas of an LLM of two ranges on each of four lanes, and 16 microbatches each."""
     return build_case(build_graph(), {"llm": (2, 4, 1)}, {"llm": deal(32, 2)}, layouts={"llm": {"chunks": 2}})
 
@@ -203,7 +203,7 @@ def test_ranges_that_wait_for_nothing_keep_whole_backwards() -> None:
     name=st.sampled_from(("optimus-zb", "interleaved-zb")), case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20)
 )
 def test_the_kernel_equals_its_reference_and_gives_valid_schedules(
-    name: str, case: StepGraph, forward_only: bool, seed: int
+    name: str, case: StepShape, forward_only: bool, seed: int
 ) -> None:
     step = replace(case, forward_only=forward_only)
     costs = WaitingCosts(seed=seed, num_waits=2, has_waits=step.plan.units["llm"].tensor_parallel_size > 1)

@@ -31,7 +31,7 @@ def model_flags(tmp_path: Path) -> list[str]:
 
 def test_computations_wait_as_long_as_the_profile_says(model_flags: list[str]) -> None:
     run = build_run(model_flags, "1f1b", "", num_iterations=1)
-    assert run.schedule.step.plan.num_ranks == 2
+    assert run.schedule.shape.plan.num_ranks == 2
     seconds = run.costs.compute(Action(ActionKind.BACKWARD, "llm", 0, 0, 0)).seconds
     assert seconds == pytest.approx(1.25, rel=0.01)  # one transformer layer, and word embeddings
 

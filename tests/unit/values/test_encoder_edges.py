@@ -5,11 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multimodal.values.arrays.length_arrays import LengthArrays
 from multimodal.values.errors import DataError, ModelError
+from multimodal.values.length_arrays import LengthArrays
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.parts.item_passes import count_llm_tokens, first_joined_token, pass_item
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.units.item_passes import count_llm_tokens, first_joined_token, pass_item
 
 SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 8}
 IMAGE = {"patch_size": 2, "merge_size": 2, "in_channels": 1}

@@ -4,8 +4,8 @@ from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.parts.item_passes import list_conditions, pass_items
 from multimodal.values.sample_lengths import ItemLengths
-from multimodal.values.units.item_passes import list_conditions, pass_items
 
 SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 16}
 UNITS = {

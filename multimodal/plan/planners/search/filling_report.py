@@ -4,8 +4,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
@@ -15,7 +13,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.measure_filling import measure_filling
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import draw_length_batches
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -74,21 +72,21 @@ def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport |
     (batch,) = draw_length_batches(request.lengths, batch_size=request.global_batch_size, num_batches=1, seed=SEED)
     whole = prepare_step(run, request, run.plan, batch)
     started = time.process_time()
-    whole.builder(whole.step)
+    whole.builder(whole.step.shape)
     scheduler_seconds = time.process_time() - started
     share = choose_share(run, request, max_actions=request.max_actions, kept_replicas=1)
     part = prepare_step(run, request, keep_replicas(run.plan, share) or run.plan, batch[::share])
-    filling = measure_filling(part.builder, part.step, part.costs, passes=part.passes)
+    filling = measure_filling(part.builder, part.step.shape, part.costs, passes=part.passes)
     if filling is None:
         return None
-    return FillingReport(filling.eff_coarse, filling.eff_fine, scheduler_seconds, partition_of(whole.step, request.graph))
+    return FillingReport(filling.eff_coarse, filling.eff_fine, scheduler_seconds, partition_of(whole.step.shape, request.graph))
 
 
-def partition_of(step: StepGraph, graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+def partition_of(shape: StepShape, graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     """Return encoder -> microbatches of each of its replicas that lie inside the LLM's first replica."""
-    ranks = frozenset(step.plan.units[graph.backbone.name].replicas[0].ranks)
+    ranks = frozenset(shape.plan.units[graph.backbone.name].replicas[0].ranks)
     found = {}
     for unit in graph.encoders:
-        inside = [index for index, replica in enumerate(step.plan.units[unit.name].replicas) if ranks.issuperset(replica.ranks)]
-        found[unit.name] = tuple(np.asarray(step.assignment.placed[unit.name].counts)[inside].tolist())
+        inside = [index for index, replica in enumerate(shape.plan.units[unit.name].replicas) if ranks.issuperset(replica.ranks)]
+        found[unit.name] = tuple(shape.counts[unit.name].counts[inside].tolist())
     return found

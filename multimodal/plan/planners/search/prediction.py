@@ -267,7 +267,7 @@ def _simulate(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool
 ) -> _Simulated:
     step, costs, builder, passes = prepare_step(run, request, plan, lengths, is_checked=is_checked)
-    schedule = build_schedule(builder, step, passes=passes, is_checked=is_checked, costs=costs)
+    schedule = build_schedule(builder, step.shape, passes=passes, is_checked=is_checked, costs=costs)
     found = simulate_schedule(schedule, costs)
     if run.recompute is None or not is_checked:
         return _Simulated(found, sum(found.busy_seconds) / found.num_lanes)

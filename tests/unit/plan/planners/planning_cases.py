@@ -6,8 +6,8 @@ from dataclasses import replace
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.model_graph import ImageInput, ModelGraph, Queries, Role, Transformer, Unit
+from multimodal.values.parts.item_passes import pass_item
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.units.item_passes import pass_item
 
 CLUSTER = Cluster(
     gpus_per_node=4,

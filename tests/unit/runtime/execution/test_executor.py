@@ -6,7 +6,7 @@ import pytest
 from megatron.runtime.execution.executor import Executor
 from multimodal.values.action import Place
 from multimodal.values.errors import ConfigError
-from multimodal.values.step_graph import UNCUT, Cuts
+from multimodal.values.parts.cuts import UNCUT, Cuts
 
 SPLIT = Cuts(split=frozenset({Place("llm", 0, 0, 0)}))
 

@@ -41,7 +41,7 @@ def running_step(log: list[Any]) -> RunningStep:
         rank=1,
     )
     step: Any = SimpleNamespace()
-    running = RunningStep(executor, step, is_training=True)
+    running = RunningStep(executor, step)
     running.store.put(("posted", KEY), 4, size_bytes=0)
     return running
 

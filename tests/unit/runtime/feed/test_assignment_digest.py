@@ -7,7 +7,7 @@ from megatron.runtime.feed.agreement import assignment_digest
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.assignment import Assignment
 from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import cases
+from tests.unit.schedule.schedule_cases import placed_cases
 
 
 def plain_digest(assignment: Assignment) -> int:
@@ -21,7 +21,7 @@ def plain_digest(assignment: Assignment) -> int:
     return int.from_bytes(digest.digest()) >> 2
 
 
-@given(step=cases())
+@given(step=placed_cases())
 def test_arrays_and_objects_have_one_digest(step: StepGraph) -> None:
     units = step.assignment.units
     arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in units.items()})

@@ -6,7 +6,7 @@ from hypothesis import given
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, Route
 from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import cases, golden_cases
+from tests.unit.schedule.schedule_cases import placed_cases, placed_golden_cases
 
 
 def plain_routes(step: StepGraph) -> list[Route]:
@@ -24,7 +24,7 @@ def plain_routes(step: StepGraph) -> list[Route]:
     return [Route(*ends, tuple(atoms)) for ends, atoms in sorted(between.items())]
 
 
-@given(step=cases())
+@given(step=placed_cases())
 def test_routes_lead_every_atom_to_its_sample(step: StepGraph) -> None:
     wanted = plain_routes(step)
     found = step.routes
@@ -36,20 +36,20 @@ def test_routes_lead_every_atom_to_its_sample(step: StepGraph) -> None:
     assert MicrobatchPlace("llm", 0, 99) not in found.to_target and MicrobatchPlace("nothing", 0, 0) not in found.from_source
 
 
-@given(step=cases())
+@given(step=placed_cases())
 def test_an_assignment_of_arrays_is_the_one_of_objects(step: StepGraph) -> None:
     given_objects = step.assignment
     arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(each) for unit, each in given_objects.units.items()})
     for other in (arrays, pickle.loads(pickle.dumps(arrays)), Assignment.from_dict(arrays.to_dict())):
         assert other == given_objects and other.to_dict() == given_objects.to_dict()
         assert other.place_of_atom == given_objects.place_of_atom
-        for place in step.microbatches:
+        for place in step.shape.microbatches:
             assert other.atoms(place) == given_objects.units[place.unit][place.replica][place.microbatch]
             assert other.num_microbatches(*place[:2]) == len(given_objects.units[place.unit][place.replica])
 
 
 def test_samples_are_kept_where_they_are() -> None:
-    placed = golden_cases()["crossed_groupings"].assignment.placed["llm"]
+    placed = placed_golden_cases()["crossed_groupings"].assignment.placed["llm"]
     kept = placed.with_samples(placed.sample_ids[:1])
     atoms = [atom for replica in kept.replicas for microbatch in replica for atom in microbatch]
     assert atoms == [Atom(int(placed.sample_ids[0]))] and kept.num_replicas == placed.num_replicas

@@ -14,11 +14,12 @@ from multimodal.values.action import (
     SegmentRange,
     action_to_text,
 )
-from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
+from multimodal.values.parts.cuts import UNCUT, Cuts, SegmentCut, StageKey
 from multimodal.values.parts.lane import Lane, slot_error
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import UNCUT, Cuts, SegmentCut, StageKey, StepGraph
+from multimodal.values.shape import StepShape
 
 _Entry = tuple[int, int, Action]
 """Lane, position in the lane, and action."""
@@ -107,7 +108,7 @@ def _covered(pieces: Iterable[Action]) -> Iterator[tuple[ActionKind, SegmentRang
     return ((action.kind, action.covers) for action in pieces if isinstance(action.covers, SegmentRange))
 
 
-def check_coverages(lanes: Sequence[Lane], step: StepGraph) -> None:
+def check_coverages(lanes: Sequence[Lane], shape: StepShape) -> None:
     """Check that sample subsets and ranges of segments in a schedule add up to whole forwards and backwards.
 
     Raises ScheduleError. The number of segments of a stage is not checked here.
@@ -119,7 +120,7 @@ def check_coverages(lanes: Sequence[Lane], step: StepGraph) -> None:
         if action.covers is not None
     ]
     if entries:
-        _check_subsets([entry for entry in entries if isinstance(entry[2].covers, SampleSubset)], lanes, step)
+        _check_subsets([entry for entry in entries if isinstance(entry[2].covers, SampleSubset)], lanes, shape)
         _check_segments([entry for entry in entries if isinstance(entry[2].covers, SegmentRange)], lanes)
 
 
@@ -156,14 +157,14 @@ def _range_error(entry: _Entry, end: int, wanted: int, lanes: Sequence[Lane]) ->
     return slot_error(action, problem, lanes, {lane: position})
 
 
-def _check_subsets(entries: Sequence[_Entry], lanes: Sequence[Lane], step: StepGraph) -> None:
-    """Check that the sample subsets are exactly those that the assignment's routes make, and that the unit is an encoder."""
-    found = read_cuts((action for _, _, action in entries), step.plan).num_subsets
-    encoders = {unit.name for unit in step.graph.encoders if step.graph.gives_items_once(unit.name)}
+def _check_subsets(entries: Sequence[_Entry], lanes: Sequence[Lane], shape: StepShape) -> None:
+    """Check that the sample subsets are exactly those that the shape's routes make, and that the unit is an encoder."""
+    found = read_cuts((action for _, _, action in entries), shape.plan).num_subsets
+    encoders = {unit.name for unit in shape.graph.encoders if shape.graph.gives_items_once(unit.name)}
     for index, position, action in entries:
         microbatch = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        is_known = action.unit in encoders and microbatch in step.microbatch_set
-        count = len(step.consumers(microbatch)) if is_known else 0
+        is_known = action.unit in encoders and microbatch in shape.microbatch_set
+        count = len(shape.consumers(microbatch)) if is_known else 0
         if action.subset >= count:
             problem = (
                 f"unknown subset: its microbatch has {count} sample subsets (one per consumer, of encoders that feed one unit); "

@@ -6,17 +6,17 @@ from functools import cache
 import numpy as np
 
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.pieces import KIND_NUMBERS, Bools, Pieces, UnitPieces
-from multimodal.values.arrays.routes import Routes
+from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, take_rows
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.work.pieces import KIND_NUMBERS, Bools, Pieces, UnitPieces
 
 _Needs = tuple[Integers, Integers]
 """Pieces, and for each of them one piece that it needs."""
 _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 
 
-def piece_needs(pieces: Pieces, graph: ModelGraph, routes: Routes) -> tuple[Integers, Integers]:
+def piece_needs(pieces: Pieces, graph: ModelGraph, routes: RouteEnds) -> tuple[Integers, Integers]:
     """Return the pieces that each piece needs, as rows (starts, pieces), in the order of `dependencies`. O(pieces + needs)."""
     found = [needs for unit in pieces.units.values() for needs in _of_computations(unit, pieces, graph, routes)]
     rows = cache(lambda: _rows(found, pieces.num_pieces))
@@ -30,11 +30,11 @@ def _rows(found: list[_Needs], num_pieces: int) -> tuple[Integers, Integers]:
     return group_rows(owners, needs, num_pieces)
 
 
-def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: Routes) -> Iterator[_Needs]:
+def _of_computations(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: RouteEnds) -> Iterator[_Needs]:
     """Yield the needs of forwards, gradients and weight gradients; those of one piece in their order."""
     if unit.num_gathers:
-        stages, microbatches = np.nonzero(unit.trains[:, unit.placed.replica_of_microbatch])
-        replicas = unit.placed.replica_of_microbatch[microbatches]
+        stages, microbatches = np.nonzero(unit.trains[:, unit.counted.replica_of_microbatch])
+        replicas = unit.counted.replica_of_microbatch[microbatches]
         yield unit.forward[stages, microbatches], unit.collective[stages, replicas]
     yield unit.forward[1:][unit.is_there[1:]], unit.last_forward[:-1][unit.is_there[1:]]
     for source in sorted(graph.upstream(unit.unit)):
@@ -64,13 +64,13 @@ def _of_later_ranges(unit: UnitPieces) -> Iterator[_Needs]:
     yield later, later - 1
 
 
-def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: Routes) -> _Needs:
+def _of_consumers(unit: UnitPieces, pieces: Pieces, graph: ModelGraph, routes: RouteEnds) -> _Needs:
     """Return the gradients that a unit's last stage needs from other units; a sample subset needs those of one consumer."""
     columns = []
     for number, target in enumerate(sorted(graph.downstream(unit.unit))):
         given, taken = routes.of_edge(unit.unit, target)
-        placed = pieces.units[target].placed
-        place = placed.index_in_replica[taken], placed.replica_of_microbatch[taken], np.full(len(taken), number)
+        counted = pieces.units[target].counted
+        place = counted.index_in_replica[taken], counted.replica_of_microbatch[taken], np.full(len(taken), number)
         columns.append((given, pieces.units[target].input_gradient[0][taken], *place))
     empty = np.zeros(0, np.int64)
     given, gradients, indices, replicas, numbers = (
@@ -93,7 +93,7 @@ def _of_reductions(unit: UnitPieces, rows: Callable[[], tuple[Integers, Integers
 
     rows: what computations need.
     """
-    found, replicas = unit.gradients, unit.placed.replica_of_microbatch[unit.gradients.microbatches]
+    found, replicas = unit.gradients, unit.counted.replica_of_microbatch[unit.gradients.microbatches]
     owners = unit.collective[found.stages, replicas] + unit.num_gathers
     counts = unit.trains * unit.num_reductions
     num_early = np.where(unit.is_by_layer, counts - 1, 0)[found.stages, replicas]
@@ -114,8 +114,8 @@ def _of_early_reductions(
 
     is_early: the gradients of their stages; owners: the reduction that each belongs to.
     """
-    found, replicas = unit.gradients, unit.placed.replica_of_microbatch[unit.gradients.microbatches]
-    in_last = is_early & (unit.placed.index_in_replica[found.microbatches] == unit.placed.counts[replicas] - 1)
+    found, replicas = unit.gradients, unit.counted.replica_of_microbatch[unit.gradients.microbatches]
+    in_last = is_early & (unit.counted.index_in_replica[found.microbatches] == unit.counted.counts[replicas] - 1)
     ends = np.append((found.microbatches[1:] != found.microbatches[:-1]) | (np.diff(found.stages) != 0), True)
     begins = in_last & np.where(found.num_ranges > 1, found.is_first, ends)
     before = is_early & ~in_last & found.is_last

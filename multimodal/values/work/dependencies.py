@@ -1,12 +1,13 @@
-"""The one dependency rule: the actions of a step, and the actions that each of them needs before it may run."""
+"""The one dependency rule: the actions of a shape, and the actions that each of them needs before it may run."""
 
 from collections.abc import Callable, Iterator, Mapping
 
 from multimodal.values.action import Action, ActionKind, Coverage, Place, SegmentRange
-from multimodal.values.assignment import Assignment, MicrobatchPlace
+from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed
+from multimodal.values.parts.cuts import Cuts
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import Cuts, StepGraph
+from multimodal.values.shape import StepShape
 
 _SEND_OF = {
     ActionKind.FORWARD: ActionKind.SEND_FORWARD,
@@ -24,34 +25,28 @@ _new = tuple.__new__
 """Makes named tuples five times as fast as their constructors do: schedules have tens of thousands of actions."""
 
 
-def computations(step: StepGraph) -> tuple[Action, ...]:
+def computations(shape: StepShape) -> tuple[Action, ...]:
     """Return every computation and collective of the step once, ordered by unit, stage, replica, then kind and microbatch.
 
-    A stage has backwards where `StepGraph.backward_need` says so, and reduces gradients where it trains something, even on a
+    A stage has backwards where `StepShape.backward_need` says so, and reduces gradients where it trains something, even on a
     replica without microbatches (the reduction is collective). Where a backward is split, its two halves take its place; a stage
     that trains nothing has no weight gradient. Where a place is cut into segments, its ranges come in the order they run.
     """
     actions: list[Action] = []
-    for unit in step.graph.unit_names:
-        sizes = step.plan.units[unit]
+    for unit in shape.graph.unit_names:
+        sizes = shape.plan.units[unit]
         for stage in range(sizes.num_virtual_stages):
             for replica, each in enumerate(sizes.replicas):
                 if stage >= len(each.virtual_stages):
                     continue
-                need = step.backward_need(unit, replica, stage)
-                microbatches = range(step.num_microbatches(unit, replica))
-                actions += _forwards(unit, replica, stage, microbatches, step.cuts)
+                need = shape.backward_need(unit, replica, stage)
+                microbatches = range(shape.num_microbatches(unit, replica))
+                actions += _forwards(unit, replica, stage, microbatches, shape.cuts)
                 if need.has_backward:
-                    actions += _backwards(unit, replica, stage, microbatches, need, step.cuts)
+                    actions += _backwards(unit, replica, stage, microbatches, need, shape.cuts)
                 if need.trains_weights:
-                    actions += _collectives(step, unit, replica, stage)
+                    actions += _collectives(shape, unit, replica, stage)
     return tuple(actions)
-
-
-def collectives(step: StepGraph) -> tuple[Action, ...]:
-    """Return the gathers and reductions of `computations`."""
-    nothing = Assignment({unit: ((),) * step.plan.units[unit].data_parallel_size for unit in step.graph.unit_names})
-    return computations(StepGraph(step.graph, step.plan, nothing, step.cuts, step.forward_only))
 
 
 def _whole(kind: ActionKind, unit: str, replica: int, stage: int, microbatches: range) -> list[Action]:
@@ -81,14 +76,14 @@ def _backwards(unit: str, replica: int, stage: int, microbatches: range, need: B
     ]
 
 
-def _collectives(step: StepGraph, unit: str, replica: int, stage: int) -> Iterator[Action]:
-    if step.cuts.gathers_parameters:
+def _collectives(shape: StepShape, unit: str, replica: int, stage: int) -> Iterator[Action]:
+    if shape.cuts.gathers_parameters:
         yield Action(ActionKind.GATHER_PARAMETERS, unit, replica, stage)
-    for layers in step.reductions(unit, replica, stage):
+    for layers in shape.reductions(unit, replica, stage):
         yield Action(ActionKind.REDUCE_GRADIENTS, unit, replica, stage, covers=layers)
 
 
-def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> tuple[Action, ...]:
+def dependencies(action: Action, shape: StepShape, *, lowered: bool = False) -> tuple[Action, ...]:
     """Return the actions that must be complete before `action` may run.
 
     A forward needs the forward of the stage before it; at a unit's first stage, the last-stage forwards of every upstream
@@ -111,10 +106,10 @@ def dependencies(action: Action, step: StepGraph, *, lowered: bool = False) -> t
 
     `action` must be one of `computations` or one of their messages; the result is deterministic, its cost linear in its length.
     """
-    needed = _RULES[action.kind](action, step)
+    needed = _RULES[action.kind](action, shape)
     if not lowered:
         return tuple(needed)
-    return tuple(message(producer, action)[1] if needs_message(producer, action, step.plan) else producer for producer in needed)
+    return tuple(message(producer, action)[1] if needs_message(producer, action, shape.plan) else producer for producer in needed)
 
 
 def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
@@ -155,15 +150,15 @@ def _microbatch(action: Action) -> MicrobatchPlace:
     return MicrobatchPlace(action.unit, action.replica, action.microbatch)
 
 
-def _last_forward(place: Place, step: StepGraph) -> Action:
+def _last_forward(place: Place, shape: StepShape) -> Action:
     """Return the forward that completes the output of a place."""
-    return Action(ActionKind.FORWARD, *place, covers=step.cuts.forwards(place)[-1])
+    return Action(ActionKind.FORWARD, *place, covers=shape.cuts.forwards(place)[-1])
 
 
-def _input_gradients(place: Place, step: StepGraph) -> Iterator[Action]:
+def _input_gradients(place: Place, shape: StepShape) -> Iterator[Action]:
     """Yield the backwards that yield a place's input gradient: all sample subsets, or the last range of segments."""
-    kind = step.cuts.gradient_kind(place)
-    return (Action(kind, *place, covers=covers) for covers in step.cuts.gradients(place))
+    kind = shape.cuts.gradient_kind(place)
+    return (Action(kind, *place, covers=covers) for covers in shape.cuts.gradients(place))
 
 
 def _range_before(action: Action, ranges: tuple[Coverage, ...]) -> Action | None:
@@ -173,85 +168,81 @@ def _range_before(action: Action, ranges: tuple[Coverage, ...]) -> Action | None
     return action._replace(covers=ranges[ranges.index(action.covers) - 1])
 
 
-def _forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    if before := _range_before(action, step.cuts.forwards(action.place)):
+def _forward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
+    if before := _range_before(action, shape.cuts.forwards(action.place)):
         yield before
         return
-    if step.cuts.gathers_parameters and step.backward_need(*action[1:4]).trains_weights:
+    if shape.cuts.gathers_parameters and shape.backward_need(*action[1:4]).trains_weights:
         yield Action(ActionKind.GATHER_PARAMETERS, *action[1:4])
     if action.stage > 0:
-        yield _last_forward(action.place._replace(stage=action.stage - 1), step)
+        yield _last_forward(action.place._replace(stage=action.stage - 1), shape)
         return
-    for route in step.routes.to_target.get(_microbatch(action), ()):
-        source = route.source
-        last_stage = step.plan.units[source.unit].num_stages_of(source.replica) - 1
-        yield _last_forward(Place(source.unit, source.replica, last_stage, source.microbatch), step)
+    for source in shape.routes.sources_of.get(_microbatch(action), ()):
+        last_stage = shape.plan.units[source.unit].num_stages_of(source.replica) - 1
+        yield _last_forward(Place(source.unit, source.replica, last_stage, source.microbatch), shape)
 
 
-def _gather_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+def _gather_needs(action: Action, shape: StepShape) -> Iterator[Action]:
     yield from ()
 
 
-def _backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    if before := _range_before(action, step.cuts.backwards(action.place)):
+def _backward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
+    if before := _range_before(action, shape.cuts.backwards(action.place)):
         yield before
         return
     # If a stage has a backward, so have all stages downstream of it: the gradient comes through them.
-    yield _last_forward(action.place, step)
-    if action.stage < step.plan.units[action.unit].num_stages_of(action.replica) - 1:
-        after = _input_gradients(action.place._replace(stage=action.stage + 1), step)
+    yield _last_forward(action.place, shape)
+    if action.stage < shape.plan.units[action.unit].num_stages_of(action.replica) - 1:
+        after = _input_gradients(action.place._replace(stage=action.stage + 1), shape)
         yield from (each for each in after if action.subset in (-1, each.subset))
         return
-    for target in _targets_of(action, step):
-        yield from _input_gradients(Place(target.unit, target.replica, 0, target.microbatch), step)
+    for target in _targets_of(action, shape):
+        yield from _input_gradients(Place(target.unit, target.replica, 0, target.microbatch), shape)
 
 
-def _targets_of(action: Action, step: StepGraph) -> Iterator[MicrobatchPlace]:
-    routes = step.routes.from_source.get(_microbatch(action), ())
+def _targets_of(action: Action, shape: StepShape) -> tuple[MicrobatchPlace, ...]:
     if action.subset < 0:
-        yield from (route.target for route in routes)
-        return
-    atoms = step.consumers(_microbatch(action))[action.subset]
-    yield next(route.target for route in routes if route.atoms[0] in atoms)
+        return shape.routes.targets_of.get(_microbatch(action), ())
+    return shape.consumers(_microbatch(action))[action.subset : action.subset + 1]
 
 
-def _weight_needs(action: Action, step: StepGraph) -> Iterator[Action]:
+def _weight_needs(action: Action, shape: StepShape) -> Iterator[Action]:
     yield action._replace(kind=ActionKind.INPUT_GRADIENT)
 
 
-def _reduce_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    pieces, is_early = step.reductions(*action[1:4]), step.begins_early(action)
+def _reduce_needs(action: Action, shape: StepShape) -> Iterator[Action]:
+    pieces, is_early = shape.reductions(*action[1:4]), shape.begins_early(action)
     if action.covers != pieces[0]:
         yield action._replace(covers=pieces[pieces.index(action.covers) - 1])
-    last_microbatch = step.num_microbatches(action.unit, action.replica) - 1
+    last_microbatch = shape.num_microbatches(action.unit, action.replica) - 1
     for microbatch in range(last_microbatch + 1):
         place = action.place._replace(microbatch=microbatch)
-        completing = step.cuts.gradients(place)
+        completing = shape.cuts.gradients(place)
         if is_early and microbatch == last_microbatch:
-            first = step.cuts.backwards(place)[0] if place in step.cuts.segments else completing[-1]
-            yield from _backward_needs(Action(step.cuts.gradient_kind(place), *place, covers=first), step)
+            first = shape.cuts.backwards(place)[0] if place in shape.cuts.segments else completing[-1]
+            yield from _backward_needs(Action(shape.cuts.gradient_kind(place), *place, covers=first), shape)
             completing = completing[:-1]
         for covers in completing:
-            yield Action(step.cuts.last_kind(place), *place, covers=covers)
+            yield Action(shape.cuts.last_kind(place), *place, covers=covers)
 
 
-def _send_forward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    yield _last_forward(action.place, step)
+def _send_forward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
+    yield _last_forward(action.place, shape)
 
 
-def _send_backward_needs(action: Action, step: StepGraph) -> Iterator[Action]:
-    yield from (each for each in _input_gradients(action.place, step) if action.subset in (-1, each.subset))
+def _send_backward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
+    yield from (each for each in _input_gradients(action.place, shape) if action.subset in (-1, each.subset))
 
 
-def _receive_needs(kind: ActionKind) -> Callable[[Action, StepGraph], Iterator[Action]]:
-    def needs(action: Action, step: StepGraph) -> Iterator[Action]:
+def _receive_needs(kind: ActionKind) -> Callable[[Action, StepShape], Iterator[Action]]:
+    def needs(action: Action, shape: StepShape) -> Iterator[Action]:
         assert action.peer is not None, f"{action} has no peer"
         yield Action(kind, *action.peer, peer=action.place, covers=action.covers)
 
     return needs
 
 
-_RULES: Mapping[ActionKind, Callable[[Action, StepGraph], Iterator[Action]]] = {
+_RULES: Mapping[ActionKind, Callable[[Action, StepShape], Iterator[Action]]] = {
     ActionKind.FORWARD: _forward_needs,
     ActionKind.BACKWARD: _backward_needs,
     ActionKind.INPUT_GRADIENT: _backward_needs,

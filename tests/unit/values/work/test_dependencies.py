@@ -4,9 +4,9 @@ import pytest
 
 from multimodal.schedule.text import lanes_from_text
 from multimodal.values.action import Action, ActionKind, action_to_text
-from multimodal.values.dependencies import computations, dependencies
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import computations, dependencies
+from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
 
 
@@ -14,11 +14,11 @@ def parse(text: str) -> Action:
     return lanes_from_text(f"lane 0: {text}")[0].actions[0]
 
 
-def needs(case: StepGraph, text: str, *, lowered: bool = False) -> list[str]:
+def needs(case: StepShape, text: str, *, lowered: bool = False) -> list[str]:
     return [action_to_text(action) for action in dependencies(parse(text), case, lowered=lowered)]
 
 
-def unequal() -> StepGraph:
+def unequal() -> StepShape:
     """One encoder with items of samples 0 1 | 2 3 | 4 before two LLM replicas with samples 0 | 1 | 2 and 3 4."""
     return golden_cases()["encoder_dp1_llm_dp2_unequal"]
 

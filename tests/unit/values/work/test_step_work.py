@@ -6,12 +6,14 @@ from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ACTION_TABLE, Action, LayerRange, Resource
-from multimodal.values.dependencies import dependencies
+from multimodal.values.assignment import Assignment
+from multimodal.values.parts.cuts import Cuts, StageSplit
 from multimodal.values.schedule import Schedule, read_cuts
-from multimodal.values.step_graph import StepGraph
-from multimodal.values.step_work import RESOURCE_NUMBERS, step_work
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import dependencies
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, step_work
 from tests.unit.schedule.built_schedules import cut_schedules, rewritten_schedules
-from tests.unit.schedule.schedule_cases import golden_cases
+from tests.unit.schedule.schedule_cases import golden_cases, placed_golden_cases
 
 
 def rows(starts: np.ndarray, values: np.ndarray) -> list[list[int]]:
@@ -20,19 +22,19 @@ def rows(starts: np.ndarray, values: np.ndarray) -> list[list[int]]:
 
 @settings(max_examples=120)
 @given(built=rewritten_schedules())
-def test_the_numbers_say_what_dependencies_say_for_every_builder_and_pass(built: tuple[StepGraph, Schedule]) -> None:
+def test_the_numbers_say_what_dependencies_say_for_every_builder_and_pass(built: tuple[StepShape, Schedule]) -> None:
     check_numbers(built[1])
 
 
 @settings(max_examples=120)
 @given(built=cut_schedules())
-def test_the_numbers_say_what_dependencies_say_of_ranges_of_segments(built: tuple[StepGraph, Schedule]) -> None:
+def test_the_numbers_say_what_dependencies_say_of_ranges_of_segments(built: tuple[StepShape, Schedule]) -> None:
     check_numbers(built[1])
 
 
 def check_numbers(schedule: Schedule) -> None:
-    step, work = schedule.step, schedule.work
-    assert step.cuts == read_cuts((action for lane in schedule.lanes for action in lane.actions), schedule.step.plan)
+    step, work = schedule.shape, schedule.work
+    assert step.cuts == read_cuts((action for lane in schedule.lanes for action in lane.actions), schedule.shape.plan)
     for lowered in (False, True):
         actions = work.actions if lowered else work.computed
         assert [[work.actions[need] for need in row] for row in rows(*work.needs_in(lowered=lowered))] == [
@@ -53,7 +55,7 @@ def check_numbers(schedule: Schedule) -> None:
             assert sorted(together) == takers_of(action, step)
 
 
-def takers_of(action: Action, step: StepGraph) -> list[Action]:
+def takers_of(action: Action, step: StepShape) -> list[Action]:
     """The collectives of all replicas that are one with an action: of the stage, or where replicas differ, of the layers."""
     unit = step.plan.units[action.unit]
     if not unit.is_unlike:
@@ -69,10 +71,33 @@ def takers_of(action: Action, step: StepGraph) -> list[Action]:
     return sorted(found)
 
 
-def test_work_is_numbered_once_for_all_steps_of_one_shape() -> None:
-    step = golden_cases()["crossed_groupings"]
-    schedule = BUILDERS["zb-h1"](step)
-    assert schedule.work is not step_work(step)
-    assert step_work(step.with_cuts(schedule.step.cuts)) is schedule.work
-    other = schedule.for_step(replace(step))
-    assert other.step is not schedule.step and other.work is schedule.work and other == schedule
+def test_work_is_numbered_once_for_equal_shapes() -> None:
+    shape, same = (golden_cases()["crossed_groupings"] for _ in range(2))
+    assert shape is not same and shape == same and hash(shape) == hash(same)
+    schedule = BUILDERS["zb-h1"](shape)
+    assert schedule.work is not step_work(shape)
+    assert step_work(same.with_cuts(schedule.shape.cuts)) is schedule.work
+
+
+def test_shapes_differ_by_counts_routes_cuts_and_direction_and_not_by_samples() -> None:
+    step = placed_golden_cases()["crossed_groupings"]
+    renamed = Assignment(
+        {
+            unit: tuple(
+                tuple(tuple(atom._replace(sample_id=atom.sample_id + 9) for atom in group) for group in replica)
+                for replica in replicas
+            )
+            for unit, replicas in step.assignment.units.items()
+        }
+    )
+    assert replace(step, assignment=renamed).shape == step.shape
+    swapped = {**step.assignment.units, "llm": tuple(replica[::-1] for replica in step.assignment.units["llm"])}
+    split = Cuts(split=StageSplit({("llm", 0, 0): 4}))
+    others = [
+        step.shape.with_cuts(split),
+        replace(step, forward_only=True).shape,
+        replace(step, assignment=Assignment(swapped)).shape,
+        golden_cases()["encoder_dp2_llm_pp2"],
+    ]
+    assert step.shape not in others and step.shape.with_cuts(Cuts()) is step.shape
+    assert step.shape.with_cuts(split) == step.shape.with_cuts(Cuts(split=frozenset(split.split)))

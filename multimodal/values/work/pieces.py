@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
-from multimodal.values.arrays.placed_atoms import PlacedAtoms
+from multimodal.values.arrays.microbatches import MicrobatchCounts
 from multimodal.values.arrays.rows import Integers, row_starts
-from multimodal.values.assignment import Assignment
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.step_graph import Cuts, StageKey, StageSplit, StepGraph
+from multimodal.values.parts.cuts import Cuts, StageKey, StageSplit
+from multimodal.values.shape import StepShape
 
 Bytes = NDArray[np.uint8]
 Bools = NDArray[np.bool_]
@@ -39,7 +39,7 @@ class UnitPieces:
     """The pieces of one unit; microbatches are numbered replica after replica, stages are virtual."""
 
     unit: str
-    placed: PlacedAtoms
+    counted: MicrobatchCounts
     first_piece: int
     first_stage: int
     """The number of stage 0 of replica 0; the next number is that of stage 0 of replica 1."""
@@ -74,18 +74,18 @@ class UnitPieces:
     @cached_property
     def last_stages(self) -> Integers:
         """[num_microbatches] the last stage that each microbatch passes through."""
-        return self.num_stages[self.placed.replica_of_microbatch] - 1
+        return self.num_stages[self.counted.replica_of_microbatch] - 1
 
     @cached_property
     def outputs(self) -> Integers:
         """[num_microbatches] the piece that completes the unit's output."""
-        found: Integers = self.last_forward[self.last_stages, np.arange(self.placed.num_microbatches)]
+        found: Integers = self.last_forward[self.last_stages, np.arange(self.counted.num_microbatches)]
         return found
 
     @cached_property
     def width(self) -> Integers:
         """[num_stages, num_microbatches] pieces of the backward of one subset or range of segments."""
-        replicas = self.placed.replica_of_microbatch
+        replicas = self.counted.replica_of_microbatch
         widths: Integers = self.has_backward[:, replicas] * (1 + (self.is_split & self.trains[:, replicas]).astype(np.int64))
         return widths
 
@@ -105,20 +105,20 @@ class UnitPieces:
         """[num_stages, num_replicas] pieces of forwards."""
         if self.is_cut:
             return self._of_replica(self.num_forwards * self.is_there)
-        found: Integers = self.placed.counts * (np.arange(len(self.has_backward))[:, None] < self.num_stages)
+        found: Integers = self.counted.counts * (np.arange(len(self.has_backward))[:, None] < self.num_stages)
         return found
 
     def _of_replica(self, sizes: Integers) -> Integers:
         """Add up [num_stages, num_microbatches] pieces: [num_stages, num_replicas]."""
-        before = np.zeros((len(sizes), self.placed.num_microbatches + 1), np.int64)
+        before = np.zeros((len(sizes), self.counted.num_microbatches + 1), np.int64)
         np.cumsum(sizes, axis=1, out=before[:, 1:])
-        starts = self.placed.microbatch_starts
+        starts = self.counted.microbatch_starts
         return before[:, starts[1:]] - before[:, starts[:-1]]
 
     def _before(self, sizes: Integers) -> Integers:
         """[num_stages, num_microbatches] pieces of the microbatches before each one in its replica."""
         before = np.cumsum(sizes, axis=1) - sizes
-        return before - before[:, self.placed.microbatch_starts[self.placed.replica_of_microbatch]]
+        return before - before[:, self.counted.microbatch_starts[self.counted.replica_of_microbatch]]
 
     @cached_property
     def _first(self) -> Integers:
@@ -128,8 +128,8 @@ class UnitPieces:
     @cached_property
     def forward(self) -> Integers:
         """[num_stages, num_microbatches] the number of a forward's first piece; the others follow it."""
-        before = self._before(self.num_forwards) if self.is_cut else self.placed.index_in_replica
-        found: Integers = self._first[:, self.placed.replica_of_microbatch] + before
+        before = self._before(self.num_forwards) if self.is_cut else self.counted.index_in_replica
+        found: Integers = self._first[:, self.counted.replica_of_microbatch] + before
         return found
 
     @cached_property
@@ -140,7 +140,7 @@ class UnitPieces:
     @cached_property
     def backward(self) -> Integers:
         """[num_stages, num_microbatches] the number of the first piece of a backward, where there is one."""
-        first = (self._first + self._forwards_of_replica)[:, self.placed.replica_of_microbatch]
+        first = (self._first + self._forwards_of_replica)[:, self.counted.replica_of_microbatch]
         found: Integers = first + self._before(self._of_backwards)
         return found
 
@@ -211,15 +211,15 @@ class Gradients:
 
 
 class Pieces:
-    """The numbered pieces of a step: columns of all, and the grids of each unit."""
+    """The numbered pieces of a shape: columns of all, and the grids of each unit."""
 
-    def __init__(self, step: StepGraph) -> None:
-        self.cuts, self.plan = step.cuts, step.plan
-        self._reductions = StepGraph(step.graph, step.plan, Assignment({}), step.cuts).reductions
+    def __init__(self, shape: StepShape) -> None:
+        self.cuts, self.plan = shape.cuts, shape.plan
+        self._reductions = shape.reductions
         self.units: dict[str, UnitPieces] = {}
         first_piece, first_stage = 0, 0
-        for unit in step.graph.unit_names:
-            self.units[unit] = _unit_pieces(step, unit, first_piece, first_stage)
+        for unit in shape.graph.unit_names:
+            self.units[unit] = _unit_pieces(shape, unit, first_piece, first_stage)
             first_piece += self.units[unit].num_pieces
             first_stage += self.units[unit].has_backward.size
         grids = self.units.values()
@@ -238,7 +238,7 @@ class Pieces:
             self._fill(each)
 
     def _fill(self, unit: UnitPieces) -> None:
-        index = unit.placed.index_in_replica
+        index = unit.counted.index_in_replica
         forward = unit.forward[unit.is_there]
         self.kinds[forward] = _FORWARD
         self.microbatches[forward] = np.broadcast_to(index, unit.forward.shape)[unit.is_there]
@@ -275,7 +275,7 @@ class Pieces:
         bounds = np.full((2, self.num_pieces), -1)
         for (name, replica, stage, microbatch), cut in self.cuts.segments.items():
             unit = self.units[name]
-            column = stage, int(unit.placed.microbatch_starts[replica]) + microbatch
+            column = stage, int(unit.counted.microbatch_starts[replica]) + microbatch
             for first, boundaries, step in ((unit.forward, cut.forward, 1), (unit.backward, cut.backward, -1)):
                 if boundaries and (step > 0 or unit.width[column]):
                     edges = [0, *boundaries, cut.num_segments]
@@ -286,14 +286,14 @@ class Pieces:
     @cached_property
     def numbers_in_unit(self) -> Integers:
         """[num_pieces] the number of each piece's microbatch within its unit; meaningless for collectives."""
-        before = [np.tile(unit.placed.microbatch_starts[:-1], len(unit.sizes)) for unit in self.units.values()]
+        before = [np.tile(unit.counted.microbatch_starts[:-1], len(unit.sizes)) for unit in self.units.values()]
         found: Integers = np.concatenate(before)[self.stages] + self.microbatches
         return found
 
     def find(self, unit: str, *, kinds: Integers, replicas: Integers, stages: Integers, microbatches: Integers) -> Integers:
         """Return the pieces of whole microbatches, in the given order; -1 where there is none."""
         grid = self.units[unit]
-        numbers = microbatches + grid.placed.microbatch_starts[replicas]
+        numbers = microbatches + grid.counted.microbatch_starts[replicas]
         is_forward, is_weight = kinds == _FORWARD, kinds == _WEIGHT_GRADIENT
         widths, splits = grid.width[stages, numbers], grid.is_split[stages, numbers]
         is_half = np.where(is_weight, widths > 1, splits == (kinds == _INPUT_GRADIENT))
@@ -355,79 +355,79 @@ def _or_none(parts: Sequence[int]) -> list[int | None]:
     return [None if part < 0 else part for part in parts]
 
 
-def _unit_pieces(step: StepGraph, unit: str, first_piece: int, first_stage: int) -> UnitPieces:
-    placed, cuts, plan = step.assignment.placed[unit], step.cuts, step.plan.units[unit]
-    needs = [_needs_of_stage(step, unit, stage) for stage in range(plan.num_virtual_stages)]
-    shape = len(needs), plan.data_parallel_size
-    num_reductions = np.array([_num_reductions(step, unit, stage) for stage in range(len(needs))], np.int64).reshape(shape)
+def _unit_pieces(shape: StepShape, unit: str, first_piece: int, first_stage: int) -> UnitPieces:
+    counted, cuts, plan = shape.counts[unit], shape.cuts, shape.plan.units[unit]
+    needs = [_needs_of_stage(shape, unit, stage) for stage in range(plan.num_virtual_stages)]
+    grid = len(needs), plan.data_parallel_size
+    num_reductions = np.array([_num_reductions(shape, unit, stage) for stage in range(len(needs))], np.int64).reshape(grid)
     is_cut = np.array([(unit, stage) in cuts.reduced_by_layer for stage in range(len(needs))], bool)
     return UnitPieces(
         unit=unit,
-        placed=placed,
+        counted=counted,
         first_piece=first_piece,
         first_stage=first_stage,
-        has_backward=np.array([[need.has_backward for need in row] for row in needs], bool).reshape(shape),
-        trains=np.array([[need.trains_weights for need in row] for row in needs], bool).reshape(shape),
-        num_subsets=_subsets(cuts, unit, placed),
-        is_split=_splits(cuts, unit, placed, len(needs)),
+        has_backward=np.array([[need.has_backward for need in row] for row in needs], bool).reshape(grid),
+        trains=np.array([[need.trains_weights for need in row] for row in needs], bool).reshape(grid),
+        num_subsets=_subsets(cuts, unit, counted),
+        is_split=_splits(cuts, unit, counted, len(needs)),
         num_gathers=int(cuts.gathers_parameters),
-        num_stages=np.array(list(map(plan.num_stages_of, range(shape[1]))), np.int64),
+        num_stages=np.array(list(map(plan.num_stages_of, range(grid[1]))), np.int64),
         num_reductions=num_reductions,
         is_by_layer=is_cut[:, None] & (num_reductions > 1),
-        **_ranges(cuts, unit, placed, len(needs)),
+        **_ranges(cuts, unit, counted, len(needs)),
     )
 
 
-def _needs_of_stage(step: StepGraph, unit: str, stage: int) -> list[BackwardNeed]:
+def _needs_of_stage(shape: StepShape, unit: str, stage: int) -> list[BackwardNeed]:
     """Return the gradients that the backward of a stage computes in each replica; replicas with the same layers are alike."""
-    replicas, known = step.plan.units[unit].replicas, dict[range | None, BackwardNeed]({None: BackwardNeed.NONE})
+    replicas, known = shape.plan.units[unit].replicas, dict[range | None, BackwardNeed]({None: BackwardNeed.NONE})
     layers = [each.virtual_stages[stage].layers if stage < len(each.virtual_stages) else None for each in replicas]
     for replica, each in enumerate(layers):
         if each not in known:
-            known[each] = step.backward_need(unit, replica, stage)
+            known[each] = shape.backward_need(unit, replica, stage)
     return [known[each] for each in layers]
 
 
-def _num_reductions(step: StepGraph, unit: str, stage: int) -> list[int]:
+def _num_reductions(shape: StepShape, unit: str, stage: int) -> list[int]:
     """Return how many pieces the reduction of a stage is cut into in each replica."""
-    plan = step.plan.units[unit]
+    plan = shape.plan.units[unit]
     if not plan.is_unlike:
-        return [len(step.reductions(unit, 0, stage))] * plan.data_parallel_size
+        return [len(shape.reductions(unit, 0, stage))] * plan.data_parallel_size
     return [
-        len(step.reductions(unit, replica, stage)) if stage < plan.num_stages_of(replica) else 0
+        len(shape.reductions(unit, replica, stage)) if stage < plan.num_stages_of(replica) else 0
         for replica in range(plan.data_parallel_size)
     ]
 
 
-def _subsets(cuts: Cuts, unit: str, placed: PlacedAtoms) -> Integers:
-    counts = np.zeros(placed.num_microbatches, np.int64)
+def _subsets(cuts: Cuts, unit: str, counted: MicrobatchCounts) -> Integers:
+    counts = np.zeros(counted.num_microbatches, np.int64)
     for place, count in cuts.num_subsets.items():
-        if place.unit == unit and place.replica < placed.num_replicas and place.microbatch < placed.counts[place.replica]:
-            counts[placed.microbatch_starts[place.replica] + place.microbatch] = count
+        if place.unit == unit and place.replica < counted.num_replicas and place.microbatch < counted.counts[place.replica]:
+            counts[counted.microbatch_starts[place.replica] + place.microbatch] = count
     return counts
 
 
-def _ranges(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> dict[str, Any]:
+def _ranges(cuts: Cuts, unit: str, counted: MicrobatchCounts, num_stages: int) -> dict[str, Any]:
     """Return `num_forwards`, `num_backwards` and `is_cut` of a unit."""
-    counts = np.ones((2, num_stages, placed.num_microbatches), np.int64)
+    counts = np.ones((2, num_stages, counted.num_microbatches), np.int64)
     for (name, replica, stage, microbatch), cut in cuts.segments.items():
-        is_there = name == unit and replica < placed.num_replicas and stage < num_stages
-        if is_there and microbatch < placed.counts[replica]:
-            number = placed.microbatch_starts[replica] + microbatch
+        is_there = name == unit and replica < counted.num_replicas and stage < num_stages
+        if is_there and microbatch < counted.counts[replica]:
+            number = counted.microbatch_starts[replica] + microbatch
             counts[:, stage, number] = len(cut.forward) + 1, len(cut.backward) + 1
     return {"num_forwards": counts[0], "num_backwards": counts[1], "is_cut": bool(cuts.segments) and bool((counts > 1).any())}
 
 
-def _splits(cuts: Cuts, unit: str, placed: PlacedAtoms, num_stages: int) -> Bools:
-    found = np.zeros((num_stages, placed.num_microbatches), bool)
+def _splits(cuts: Cuts, unit: str, counted: MicrobatchCounts, num_stages: int) -> Bools:
+    found = np.zeros((num_stages, counted.num_microbatches), bool)
     if isinstance(cuts.split, StageSplit):
-        replicas = placed.replica_of_microbatch
-        stages = np.zeros((num_stages, placed.num_replicas), bool)
+        replicas = counted.replica_of_microbatch
+        stages = np.zeros((num_stages, counted.num_replicas), bool)
         for name, replica, stage in cuts.split.counts:
             if name == unit:
                 stages[stage, replica] = True
         return stages[:, replicas]
     for place in cuts.split:
-        if place.unit == unit and place.microbatch < placed.counts[place.replica]:
-            found[place.stage, placed.microbatch_starts[place.replica] + place.microbatch] = True
+        if place.unit == unit and place.microbatch < counted.counts[place.replica]:
+            found[place.stage, counted.microbatch_starts[place.replica] + place.microbatch] = True
     return found

@@ -1,18 +1,19 @@
 """The work of a step as numbered pieces, with their needs as arrays: `dependencies`, evaluated once for all callers."""
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.values.action import ACTION_TABLE, Action, LayerRange, Resource
-from multimodal.values.arrays.needs import piece_needs
-from multimodal.values.arrays.pieces import KIND_NUMBERS, KINDS, Bytes, Pieces
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
-from multimodal.values.dependencies import SENT_KINDS, message
-from multimodal.values.step_graph import StageKey, StepGraph
+from multimodal.values.parts.cuts import StageKey
+from multimodal.values.shape import StepShape
+from multimodal.values.work.dependencies import SENT_KINDS, message
+from multimodal.values.work.needs import piece_needs
+from multimodal.values.work.pieces import KIND_NUMBERS, KINDS, Bytes, Pieces
 
 __all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "Bytes", "Integers", "StepWork", "row_starts", "step_work", "take_rows"]
 
@@ -22,26 +23,27 @@ _RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[ACTION_TABLE[kind].resource] for 
 _IS_SENT = np.isin(np.arange(len(KINDS)), [KIND_NUMBERS[kind] for kind in SENT_KINDS])
 
 
-def step_work(step: StepGraph) -> "StepWork":
-    """Return the numbered work of a step, made once. O(actions + dependencies)."""
-    return step.once(StepWork)
+@lru_cache(maxsize=32)
+def step_work(shape: StepShape) -> "StepWork":
+    """Return the numbered work of a shape, made once for equal shapes in use. O(actions + dependencies)."""
+    return StepWork(shape)
 
 
 class StepWork:
-    """The pieces of one step: `num_computed` computations and collectives in the order of `computations`, then messages.
+    """The pieces of one shape: `num_computed` computations and collectives in the order of `computations`, then messages.
 
     Message m is sent by piece `num_computed + 2 m` and received by the one after it. Arrays called `starts` have one entry more
-    than there are rows. The value holds numbers of microbatches and routes, but not the assignment itself.
+    than there are rows.
     """
 
-    def __init__(self, step: StepGraph) -> None:
-        self.graph, self.plan, self.cuts = step.graph, step.plan, step.cuts
-        self.pieces = Pieces(step)
+    def __init__(self, shape: StepShape) -> None:
+        self.graph, self.plan, self.cuts = shape.graph, shape.plan, shape.cuts
+        self.pieces = Pieces(shape)
         self.num_computed = self.pieces.num_pieces
         self.computed_stages, self.kinds, self.microbatches = self.pieces.stages, self.pieces.kinds, self.pieces.microbatches
         """[num_computed] the stage, `KIND_NUMBERS` and microbatch of each piece."""
         self.replicas = self.pieces.replica_of_stage[self.computed_stages]
-        self.need_starts, self.needs = piece_needs(self.pieces, step.graph, step.routes)
+        self.need_starts, self.needs = piece_needs(self.pieces, shape.graph, shape.routes)
         """[num_computed + 1] into `needs`: the pieces that each piece needs, in the order of `dependencies`."""
 
     @property
