@@ -30,7 +30,7 @@ from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.communicators import message_partners
 from multimodal.schedule.build_schedule import ScheduleCache
-from multimodal.schedule.builders import BUILDERS, Builder
+from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import Pass
 from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
@@ -55,7 +55,7 @@ class SessionOptions:
     """The longest time that a rank waits for its peers."""
     optimizer: OptimizerConfig | None = None
     """None: nothing is updated."""
-    builder: Builder = BUILDERS["1f1b"]
+    builder: ScheduleRow = BUILDERS["1f1b"]
     passes: Sequence[Pass] = ()
     """Passes of the schedules, applied one after another."""
     reduces_by_layer: bool = False

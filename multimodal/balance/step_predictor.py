@@ -13,7 +13,6 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.pieces.computation_seconds import ComputationSeconds
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
-from multimodal.schedule.builders import ScheduleRow
 from multimodal.schedule.simulate import simulate_seconds
 from multimodal.values.assignment import Assignment
 from multimodal.values.length_arrays import LengthBatch
@@ -92,8 +91,7 @@ class StepPrediction:
     @property
     def dealt_by_idle_time(self) -> tuple[Assignment, ...]:
         """The same microbatches with the encoders' dealt by the idle time of their ranks, in both ways of `deal_by_idle_time`."""
-        builder = self.schedules.builder
-        fills = isinstance(builder, ScheduleRow) and builder.runs_segments and not self.costs.options.hides_waits
+        fills = self.schedules.builder.runs_segments and not self.costs.options.hides_waits
         dealt = (deal_by_idle_time(self.costs, fills_waits=fills, largest_first=each) for each in (False, True))
         own = {name: self.assignment.placed[name] for name in self.schedules.plan.units_with_shared_experts}
         return tuple(Assignment.of_arrays({**each.placed, **own}) if own else each for each in dealt if each is not None)

@@ -83,7 +83,7 @@ class ScheduleCache:
 
     graph: ModelGraph
     plan: Plan
-    builder: Builder
+    builder: ScheduleRow
     passes: Sequence[Pass] = ()
     """Applied one after another to the builder's schedule, unless it is forward-only: then there is nothing to cut."""
     forward_only: bool = False
@@ -97,14 +97,14 @@ class ScheduleCache:
     @property
     def needs_costs(self) -> bool:
         """True if schedules depend on the costs of the step in addition to its shape."""
-        return isinstance(self.builder, ScheduleRow) and self.builder.needs_costs
+        return self.builder.needs_costs
 
     def find(self, shape: StepShape, costs: StepCosts | None = None) -> BuiltSchedule:
         """Return the schedule of a shape, built now or for an earlier step of this shape; raises ScheduleError.
 
         costs: of the step; a builder that needs costs builds anew whenever they are given, and otherwise takes unit costs.
         """
-        if costs is not None and isinstance(self.builder, ScheduleRow) and self.builder.needs_costs:
+        if costs is not None and self.needs_costs:
             builder = self.builder.with_costs(costs)
             return BuiltSchedule(build_schedule(builder, shape, passes=self.passes, costs=costs))
         if shape not in self._built:

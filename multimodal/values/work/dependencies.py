@@ -1,11 +1,9 @@
-"""The one dependency rule: the actions of a shape, and the actions that each of them needs before it may run."""
+"""The one dependency rule: the actions that each action of a step needs before it may run."""
 
 from collections.abc import Callable, Iterator, Mapping
 
 from multimodal.values.action import Action, ActionKind, Coverage, Place, SegmentRange
 from multimodal.values.arrays.microbatches import MicrobatchPlace
-from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.parts.cuts import Cuts
 from multimodal.values.plan import Plan
 from multimodal.values.shape import StepShape
 
@@ -23,64 +21,6 @@ SENT_KINDS = frozenset(_SEND_OF)
 """Computations whose results other stages need."""
 _new = tuple.__new__
 """Makes named tuples five times as fast as their constructors do: schedules have tens of thousands of actions."""
-
-
-def computations(shape: StepShape) -> tuple[Action, ...]:
-    """Return every computation and collective of the step once, ordered by unit, stage, replica, then kind and microbatch.
-
-    A stage has backwards where `StepShape.backward_need` says so, and reduces gradients where it trains something, even on a
-    replica without microbatches (the reduction is collective). Where a backward is split, its two halves take its place; a stage
-    that trains nothing has no weight gradient. Where a place is cut into segments, its ranges come in the order they run.
-    """
-    actions: list[Action] = []
-    for unit in shape.graph.unit_names:
-        sizes = shape.plan.units[unit]
-        for stage in range(sizes.num_virtual_stages):
-            for replica, each in enumerate(sizes.replicas):
-                if stage >= len(each.virtual_stages):
-                    continue
-                need = shape.backward_need(unit, replica, stage)
-                microbatches = range(shape.num_microbatches(unit, replica))
-                actions += _forwards(unit, replica, stage, microbatches, shape.cuts)
-                if need.has_backward:
-                    actions += _backwards(unit, replica, stage, microbatches, need, shape.cuts)
-                if need.trains_weights:
-                    actions += _collectives(shape, unit, replica, stage)
-    return tuple(actions)
-
-
-def _whole(kind: ActionKind, unit: str, replica: int, stage: int, microbatches: range) -> list[Action]:
-    return [_new(Action, (kind, unit, replica, stage, microbatch, None, None)) for microbatch in microbatches]
-
-
-def _forwards(unit: str, replica: int, stage: int, microbatches: range, cuts: Cuts) -> list[Action]:
-    if not cuts.segments:
-        return _whole(ActionKind.FORWARD, unit, replica, stage, microbatches)
-    return [
-        _new(Action, (ActionKind.FORWARD, unit, replica, stage, microbatch, None, covers))
-        for microbatch in microbatches
-        for covers in cuts.forwards(_new(Place, (unit, replica, stage, microbatch)))
-    ]
-
-
-def _backwards(unit: str, replica: int, stage: int, microbatches: range, need: BackwardNeed, cuts: Cuts) -> list[Action]:
-    if not cuts.split and not cuts.num_subsets and not cuts.segments:
-        return _whole(ActionKind.BACKWARD, unit, replica, stage, microbatches)
-    whole = (ActionKind.BACKWARD,)
-    halves = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT) if need.trains_weights else (ActionKind.INPUT_GRADIENT,)
-    return [
-        _new(Action, (kind, unit, replica, stage, microbatch, None, covers))
-        for microbatch in microbatches
-        for covers in cuts.backwards(_new(Place, (unit, replica, stage, microbatch)))
-        for kind in (halves if (unit, replica, stage, microbatch) in cuts.split else whole)
-    ]
-
-
-def _collectives(shape: StepShape, unit: str, replica: int, stage: int) -> Iterator[Action]:
-    if shape.cuts.gathers_parameters:
-        yield Action(ActionKind.GATHER_PARAMETERS, unit, replica, stage)
-    for layers in shape.reductions(unit, replica, stage):
-        yield Action(ActionKind.REDUCE_GRADIENTS, unit, replica, stage, covers=layers)
 
 
 def dependencies(action: Action, shape: StepShape, *, lowered: bool = False) -> tuple[Action, ...]:
@@ -104,7 +44,7 @@ def dependencies(action: Action, shape: StepShape, *, lowered: bool = False) -> 
     In the lowered dialect (`lowered=True`) a dependency between different rank groups is carried by a message: the producer's
     send, then the consumer's receive, then the consumer. The sends' and receives' own dependencies are the same in both.
 
-    `action` must be one of `computations` or one of their messages; the result is deterministic, its cost linear in its length.
+    `action` must be one of `StepWork.actions`; the result is deterministic, its cost linear in its length.
     """
     needed = _RULES[action.kind](action, shape)
     if not lowered:

@@ -30,7 +30,12 @@ def step_work(shape: StepShape) -> "StepWork":
 
 
 class StepWork:
-    """The pieces of one shape: `num_computed` computations and collectives in the order of `computations`, then messages.
+    """The pieces of one shape: `num_computed` computations and collectives, then messages.
+
+    Computations come by unit, stage, replica, then kind and microbatch. A stage has backwards where `StepShape.backward_need`
+    says so, and reduces gradients where it trains something, even on a replica without microbatches (the reduction is
+    collective). Where a backward is split, its two halves take its place; a stage that trains nothing has no weight gradient.
+    Where a place is cut into segments, its ranges come in the order they run.
 
     Message m is sent by piece `num_computed + 2 m` and received by the one after it. Arrays called `starts` have one entry more
     than there are rows.

@@ -5,7 +5,7 @@ import pytest
 from multimodal.schedule.text import lanes_from_text
 from multimodal.values.action import Action, ActionKind, action_to_text
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import computations, dependencies
+from multimodal.values.work.dependencies import dependencies
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
 
@@ -91,7 +91,7 @@ def test_backwards_and_reductions_exist_where_something_is_trained(
 ) -> None:
     graph = build_graph("vision", frozen=frozen, frozen_projectors=frozen_projectors)
     case = build_case(graph, {"vision": (1, 2, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
-    actions = computations(case)
+    actions = step_work(case).computed
     stages = {kind: {f"{a.unit} {a.stage}" for a in actions if a.kind is kind} for kind in ActionKind}
     assert stages[ActionKind.FORWARD] == {"vision 0", "vision 1", "llm 0"}
     assert stages[ActionKind.BACKWARD] == with_backward
@@ -100,12 +100,12 @@ def test_backwards_and_reductions_exist_where_something_is_trained(
 
 def test_a_replica_without_microbatches_still_reduces() -> None:
     case = build_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0]]]})
-    assert [action_to_text(action) for action in computations(case) if action[1:3] == ("vision", 1)] == ["RG vision/1/0"]
+    assert [action_to_text(action) for action in step_work(case).computed if action[1:3] == ("vision", 1)] == ["RG vision/1/0"]
 
 
 def test_forward_only_has_forwards_only() -> None:
     step = replace(unequal(), forward_only=True)
-    assert {action.kind for action in computations(step)} == {ActionKind.FORWARD}
+    assert {action.kind for action in step_work(step).computed} == {ActionKind.FORWARD}
     assert {action.kind for action in step_work(step).actions} == {
         ActionKind.FORWARD,
         ActionKind.SEND_FORWARD,
