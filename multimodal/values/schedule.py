@@ -1,7 +1,7 @@
 """Schedules, the order of a step's work: per lane an ordered list of slots."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain, pairwise
 from typing import Any
@@ -121,6 +121,12 @@ class Schedule:
             actions = map(self.work.action, self.pieces[slots].tolist())
             self._lanes[index] = Lane(self.shape.plan.lanes[index], self._slots(actions, slots))
         return self._lanes[index]
+
+    def spelled_out(self, index: int) -> "Schedule":
+        """Return the same schedule with one lane as slots, which it is pickled with, whatever else was asked of this one."""
+        found = replace(self)
+        found._lanes[index] = self.lane(index)
+        return found
 
     @property
     def lanes(self) -> tuple[Lane, ...]:

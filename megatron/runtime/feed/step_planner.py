@@ -148,9 +148,8 @@ def plan_step(
     schedule = built.schedule
     if not (built.computes_together or shards_weights or costs_of is None):  # these depend on the order as built
         schedule = built.to_run(lambda: costs_of(assignment, lengths))
-    schedule.lane(placed.plan.lane_of_rank[rank])  # made here, ahead of training
     step = Step(
-        schedule=schedule,
+        schedule=schedule.spelled_out(placed.plan.lane_of_rank[rank]),
         assignment=assignment,
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},

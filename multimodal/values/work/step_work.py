@@ -23,9 +23,12 @@ _RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[ACTION_TABLE[kind].resource] for 
 _IS_SENT = np.isin(np.arange(len(KINDS)), [KIND_NUMBERS[kind] for kind in SENT_KINDS])
 
 
-@lru_cache(maxsize=32)
+@lru_cache(maxsize=8)
 def step_work(shape: StepShape) -> "StepWork":
-    """Return the numbered work of a shape, made once for equal shapes in use. O(actions + dependencies)."""
+    """Return the numbered work of a shape, made once for the shapes that one schedule passes through. O(actions + dependencies).
+
+    A schedule keeps its own.
+    """
     return StepWork(shape)
 
 

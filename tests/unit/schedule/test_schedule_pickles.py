@@ -30,3 +30,10 @@ def test_a_schedule_in_line_and_one_with_fillers() -> None:
     modes, waits = schedule.modes.copy(), schedule.waits.copy()
     modes[1], waits[1] = SlotMode.INSIDE, 3
     assert_comes_back(Schedule(schedule.shape, schedule.lane_starts, schedule.pieces, modes, waits))
+
+
+def test_a_schedule_that_others_have_read_travels_with_one_lane() -> None:
+    schedule = BUILDERS["1f1b"](build_case(build_graph(), {"llm": (1, 3, 1)}, {"llm": deal(5, 1)}))
+    assert len(schedule.lanes) == 3
+    alone: Any = pickle.loads(pickle.dumps(schedule.spelled_out(1)))
+    assert alone._lanes == {1: schedule.lane(1)} and alone == schedule
