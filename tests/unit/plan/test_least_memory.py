@@ -33,7 +33,7 @@ def test_it_is_below_the_simulated_peak_under_every_schedule(model: str, planner
         assignment = BALANCERS["none"](asked.lengths, graph=asked.graph, plan=run.plan, options=options)
         run_options = RunOptions(recompute, transformer_impl="local")
         costs = ModelCosts(StepGraph(asked.graph, run.plan, assignment), asked.lengths, CLUSTER, asked.vocab_size, run_options)
-        simulated = simulate_schedule(build_schedule(row.with_costs(costs), costs.step, costs=costs), costs)
+        simulated = simulate_schedule(build_schedule(row.with_costs(costs), costs.step.shape, costs=costs), costs)
         for lane, ranks in enumerate(run.plan.lanes):
             peak = simulated.peak_total_bytes[lane]
             least = least_memory(costs.memory, rank=ranks[0], schedule=row).total_bytes
