@@ -25,6 +25,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from megatron.runtime.launch.failure import FAULTS, Ending, RanksLostError, end_process, shown_place_of_main_thread, store_keeper
 from megatron.runtime.launch.meeting import POLL_SECONDS, Meeting, open_meeting
 from megatron.runtime.launch.rank_place import find_rank_place
+from megatron.runtime.launch.store_watch import StoreWatch
 from multimodal.values.errors import ConfigError
 
 StartValues = Mapping[str, Mapping[str, str]]
@@ -141,14 +142,17 @@ class RankWatch:
     def __init__(self, meeting: Meeting, *, ending: Ending, timeout_seconds: float) -> None:
         """timeout_seconds: time without an answer after which the store is considered gone."""
         self._meeting, self._ending = meeting, ending
-        self._patience_seconds = timeout_seconds + _MARGIN_SECONDS
         self._stopped = Event()
-        self._num_answers = 0
+        self._store = StoreWatch(
+            timeout_seconds + _MARGIN_SECONDS,
+            stopped=self._stopped,
+            end=lambda seconds: self._end_without_store(f"waited {seconds:.0f} s for"),
+        )
 
     def start(self) -> None:
         """Begin to watch; ranks without peers have nothing to watch."""
         if self._meeting.place.size > 1:
-            for watch in (self._watch_others, self._watch_store):
+            for watch in (self._watch_others, self._store.watch):
                 Thread(target=watch, daemon=True).start()
 
     def stop(self) -> None:
@@ -168,16 +172,7 @@ class RankWatch:
                 if not self._stopped.wait(1.0):
                     self._end_without_store("lost its connection to")
                 return
-            self._num_answers += 1
-
-    def _watch_store(self) -> None:
-        """Watch the store, counting ticks instead of reading a clock, which continues while this process itself is frozen."""
-        seen, silent_seconds = -1, 0.0
-        while not self._stopped.wait(1.0):
-            silent_seconds = 0.0 if self._num_answers != seen else silent_seconds + 1.0
-            seen = self._num_answers
-            if silent_seconds > self._patience_seconds:
-                self._end_without_store(f"waited {silent_seconds:.0f} s for")
+            self._store.note_answer()
 
     def _end_after_grace(self, exit_code: int) -> None:
         time.sleep(_GRACE_SECONDS)
