@@ -45,6 +45,11 @@ else
     place=(--nodes "$SLURM_JOB_NUM_NODES" --node-from SLURM_PROCID)
     MASTER_ADDR="${MASTER_ADDR:-$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)}"
 fi
+# The run's secret, new with each start of the job: only events of those who know it count (SECURITY.md).
+TOKEN="$RUN/token-${JOIN:-$SLURM_JOB_ID}"
+if [[ -z "$JOIN" ]]; then
+    (umask 077 && rm -f "$TOKEN" && od -An -tx1 -N32 /dev/urandom | tr -d ' \n' > "$TOKEN")
+fi
 MASTER_PORT=$((20000 + ${JOIN:-$SLURM_JOB_ID} % 20000))
 
 # These are pyxis's flags. IMAGE= (empty) leaves them out, where Braid is installed on the nodes themselves.
@@ -53,7 +58,7 @@ if [[ -n "$IMAGE" ]]; then
     container=(--container-image="$IMAGE" --container-mounts="$MOUNTS" --container-workdir="$SLURM_SUBMIT_DIR")
 fi
 
-supervisor=(python -m megatron.runtime.recovery.supervisor --address "$MASTER_ADDR" --port "$MASTER_PORT" "${place[@]}")
+supervisor=(python -m megatron.runtime.recovery.supervisor --address "$MASTER_ADDR" --port "$MASTER_PORT" --token "$TOKEN" "${place[@]}")
 beside=(srun --overlap --cpus-per-task=1 --gpus-per-node=0) # steps that share what the ranks have
 
 if [[ -z "$JOIN" ]]; then

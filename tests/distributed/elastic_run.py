@@ -19,6 +19,8 @@ from multimodal.plan.planners.templates.template_set import ChainUnit, Instance,
 from tests.distributed.launch import REPOSITORY, forking_context, free_port
 from tests.distributed.small_run import working_flags, write_working_files
 
+TOKEN = "the secret of elastic test runs"
+
 
 @dataclass(frozen=True)
 class Nodes:
@@ -93,7 +95,7 @@ class _Forked:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, output: Path) -> None:
         """command: the supervisor's flags, the program and its flags."""
         context = forking_context()
-        flags = ("--nodes", command[command.index("--nodes") + 1], "--port", command[command.index("--port") + 1])
+        flags = [word for flag in ("--nodes", "--port", "--token") for word in (flag, command[command.index(flag) + 1])]
         self._keeper: Any = context.Process(target=_keep_store, args=((*flags, "--keeps-store"),))
         self._supervisor: Any = context.Process(target=_supervise, args=(command, environment, str(output)))
         for process in (self._keeper, self._supervisor):
@@ -158,7 +160,19 @@ class ElasticRun:
         values |= {"--dtype": "float64", "--log-json": folder / "log.jsonl", "--log-interval": 1, "--elastic-timeout": 30}
         values |= dict(zip(flags[::2], flags[1::2], strict=True))
         self.port = free_port()
-        words = ["--port", self.port, "--nodes", nodes.count, "--nproc-per-node", nodes.gpus, program, "--elastic"]
+        (folder / "token").write_text(TOKEN)
+        words = [
+            "--port",
+            self.port,
+            "--token",
+            folder / "token",
+            "--nodes",
+            nodes.count,
+            "--nproc-per-node",
+            nodes.gpus,
+            program,
+            "--elastic",
+        ]
         command = [*map(str, words), *(str(word) for pair in values.items() for word in pair)]
         variables = {"OMP_NUM_THREADS": "1", "RES_OPTIONS": "timeout:1 attempts:1", **(environment or {})}
         start = _start_program if is_new_program else _Forked
@@ -166,7 +180,6 @@ class ElasticRun:
         self._ledger: Ledger | None = None
         self._seen = {entry["step"]: (0.0, entry["step_seconds"]) for entry in _entries(folder)}
         self._recoveries: list[dict[str, float]] = []
-        self._num_events = 0
         self._last_sign = time.monotonic()
         self.longest_silence = 0.0
         """Seconds between two steps in the log, or until the first one."""
@@ -174,7 +187,7 @@ class ElasticRun:
     @property
     def ledger(self) -> Ledger:
         if self._ledger is None:
-            self._ledger = open_ledger("127.0.0.1", self.port)
+            self._ledger = open_ledger("127.0.0.1", self.port, TOKEN.encode())
         return self._ledger
 
     def processes(self, node: int) -> list[int]:
@@ -212,8 +225,7 @@ class ElasticRun:
 
     def recoveries_of_nodes(self) -> list[dict[str, float]]:
         """Return the same of all nodes."""
-        while (event := self.ledger.next_event(self._num_events, seconds=0.0)) is not None:
-            self._num_events += 1
+        while (event := self.ledger.next_event(seconds=0.0)) is not None:
             if event.pop("kind") == "recovered":
                 self._recoveries.append(event)
         return list(self._recoveries)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron.runtime.recovery.ledger import Ledger, connect
 from tests.distributed.elastic_run import ElasticRun, Nodes, read_losses
 from tests.distributed.launch import REPOSITORY, launch
 from tests.distributed.small_run import working_flags, write_working_files
@@ -123,3 +124,17 @@ def test_bfloat16_goes_on_from_the_very_same_state(tmp_path: Path, inputs: Path)
     assert "goes on after step 5 with 2 nodes" in run.output
     differences = [abs(found[0][step] - found[1][step]) for step in range(1, 9)]
     assert max(differences[:6]) < 1e-6 and max(differences) < 1e-2
+
+
+def test_strangers_end_nothing(tmp_path: Path, inputs: Path) -> None:
+    """A stranger reaches the store, and says that the run is over, and what no program can read."""
+    with running(tmp_path, inputs, Nodes(2), num_steps=1000, flags=("--elastic-timeout", 5), is_new_program=True) as run:
+        run.wait_for_step(1)
+        store = connect("127.0.0.1", run.port)
+        Ledger(store, b"a stranger's guess").tell("finished", exit_code=0)
+        store.set(f"recovery/event/{store.add('recovery/events', 1) - 1}", b"\xff{no JSON")
+        store.set("recovery/flag/failed", "0")
+        store.set("recovery/signal/1/0", '"over:0"')
+        run.kill(1)
+        run.wait_until(lambda: "with 1 nodes" in run.output, "recovery")
+        run.wait_for_step(max(run.losses()) + 1)

@@ -126,13 +126,20 @@ def test_elastic_runs_have_a_keeper_and_on_each_node_a_supervisor_and_a_watch(su
     assert (flags.nodes, flags.node, flags.nodes_here, flags.nproc_per_node) == (2, 1, 1, 8)
     assert (flags.address, flags.port, flags.return_after, flags.keeps_store) == ("node1", 20012, 30.0, False)
     assert command[:2] == [str(ROOT / "pretrain_mllm.py"), "--elastic"] and command[-2:] == ["--lr", "0.1"]
+    token = flags.token
+    assert token.stat().st_mode & 0o777 == 0o600 and len(flags.secret) == 64
     flags, command = supervisor_flags(keeper)
+    assert flags.token == token
     assert "--nodelist=node1" in keeper and (flags.port, flags.supervisors, flags.keeps_store, command) == (20012, 2, True, [])
     assert "/dev/tcp/node1/20012'" in watch and watch[-4:] == ["scontrol", "requeue", "12;", "done"]
 
 
-def test_a_job_of_one_node_takes_a_place_in_an_elastic_run(submit_elastic):
+def test_a_job_of_one_node_takes_a_place_in_an_elastic_run(submit_elastic, tmp_path):
+    token = tmp_path / "runs" / "slurm" / "token-4711"
+    token.parent.mkdir(parents=True)
+    token.write_text("that of the run which is joined")
     (call,) = submit_elastic(JOIN="4711", NODE="3", NODES="16", SLURM_JOB_NUM_NODES="1")
     flags, command = supervisor_flags(call)
     assert (flags.nodes, flags.node, flags.nodes_here, flags.address, flags.port) == (16, 3, 1, "node7", 24711)
+    assert flags.token == token and token.read_text() == "that of the run which is joined"
     assert command[:2] == [str(ROOT / "pretrain_mllm.py"), "--elastic"]

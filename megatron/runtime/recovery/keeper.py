@@ -31,7 +31,7 @@ class _Node:
     is_alive: bool = True
     arrived: dict[int, Report] = field(default_factory=dict)
     """Local rank -> report for the coming generation."""
-    beats: dict[int, tuple[str, float]] = field(default_factory=dict)
+    beats: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Local rank -> the last sign of life, and the time at which it was new."""
 
     @property
@@ -54,7 +54,6 @@ class Keeper:
         """True while the next generation is awaited."""
         self._is_cut = False
         self._num_signals = 0
-        self._next_event = 0
         self._num_supervisors_left = 0
         self._timeout_seconds = 30.0
         self._seconds: dict[str, float] = {}
@@ -63,7 +62,7 @@ class Keeper:
         self.exit_code: int | None = None
         """Set when the run is over."""
         self._over_at = math.inf
-        self._has_said_who_is_missing = False
+        self._has_said_who_is_missing = self._has_said_what_is_wrong = False
 
     def run(self, *, num_supervisors: int) -> None:
         """Decide until the run is over and all supervisors have left, or have had the time to leave."""
@@ -72,14 +71,21 @@ class Keeper:
 
     def step(self, *, seconds: float = 0.0) -> None:
         """Handle the next event, if it comes within `seconds`, and make the decisions that follow."""
-        event = self._ledger.next_event(self._next_event, seconds=max(seconds, 0.001))
+        event = self._ledger.next_event(seconds=max(seconds, 0.001))
         if event is not None:
-            self._next_event += 1
-            handle = getattr(self, f"_on_{event.pop('kind')}")
-            handle(**event)
+            self._handle(event)
         self._look_for_silence()
         self._look_for_failure()
         self._decide()
+
+    def _handle(self, event: dict[str, Any]) -> None:
+        """Handle an event; one that cannot be understood must not end the keeper, without which the run stands still."""
+        try:
+            getattr(self, f"_on_{event.pop('kind')}")(**event)
+        except (AttributeError, KeyError, TypeError, ValueError):
+            if not self._has_said_what_is_wrong:
+                self._has_said_what_is_wrong = True
+                logger.exception("ignored an event that cannot be understood; are all supervisors and ranks of one version?")
 
     def _on_started(self, *, node: int, incarnation: int, num_ranks: int) -> None:
         if node in self._nodes and self._nodes[node].is_alive:
@@ -153,8 +159,8 @@ class Keeper:
                 continue
             for local_rank in range(known.num_ranks):
                 beat = self._ledger.flag(f"beat/{node}/{known.incarnation}/{local_rank}")
-                if beat is not None and known.beats.get(local_rank, ("", 0.0))[0] != beat:
-                    known.beats[local_rank] = beat, now
+                if beat is not None and known.beats.get(local_rank, (0, 0.0))[0] < int(beat):  # one put back is no new one
+                    known.beats[local_rank] = int(beat), now
             is_late = (
                 self._is_ending and node in self._members and not known.is_here and now - self._since > self._timeout_seconds
             )

@@ -9,13 +9,25 @@ from dataclasses import asdict
 from typing import NoReturn
 
 import torch
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.runtime.launch.failure import Ending, RanksLostError, is_of_lost_ranks
 from megatron.runtime.launch.meeting import Meeting
 from megatron.runtime.launch.rank_place import RankPlace
 from megatron.runtime.recovery.connections import Connections
-from megatron.runtime.recovery.ledger import CUT, FLAGS, JOIN, OVER, Identity, Ledger, Report, Verdict, connect, open_ledger
+from megatron.runtime.recovery.ledger import (
+    CUT,
+    FLAGS,
+    JOIN,
+    OVER,
+    Identity,
+    Ledger,
+    Report,
+    Verdict,
+    connect,
+    open_ledger,
+)
+from megatron.runtime.recovery.sealed_store import SealedStore, find_token
 from megatron.runtime.recovery.waiting import Standstill, find_standstill, is_waiting
 from multimodal.values.errors import BraidError
 
@@ -43,14 +55,15 @@ class Member:
             int(environ["BRAID_NODE"]), int(environ["BRAID_INCARNATION"]), int(environ.get("LOCAL_RANK", "0"))
         )
         self._address, self._port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+        self._token = find_token(None, environ, makes_one=False)
         self._timeout_seconds, self._ending = timeout_seconds, ending
-        self.ledger = open_ledger(self._address, self._port)
+        self.ledger = open_ledger(self._address, self._port, self._token)
         self.connections = Connections()
         self.generation = 0
         self.nodes_have_joined = False
         self.left_seconds = 0.0
         """Time at which this rank left the last generation, by the system's clock."""
-        self._is_finished = self._has_left = False
+        self._finished, self._has_left = threading.Event(), False
         self.place_in_step: Callable[[], object] = lambda: None
         """Returns the progress of the main thread within a step; None outside of steps."""
         self._trainer = threading.current_thread()
@@ -59,7 +72,8 @@ class Member:
         self.go_on: Callable[[], object] | None = None
         """Continues training in another thread after this one has left a generation."""
         for work in (self._beat, self._listen):
-            threading.Thread(target=work, args=(open_ledger(self._address, self._port),), daemon=True).start()
+            ledger = open_ledger(self._address, self._port, self._token)
+            threading.Thread(target=work, args=(ledger,), daemon=True).start()
 
     def open_store(self) -> Store:
         """Open another connection to the store."""
@@ -68,12 +82,12 @@ class Member:
     def open_meeting(self, place: RankPlace) -> Meeting:
         """Return the meeting in which all ranks of the run fail together."""
         line: Future[Store] = Future()
-        line.set_result(PrefixStore(FLAGS, self.open_store()))
-        return Meeting(place, PrefixStore(FLAGS, self.open_store()), line)
+        line.set_result(SealedStore(self.open_store(), self._token, FLAGS))
+        return Meeting(place, SealedStore(self.open_store(), self._token, FLAGS), line)
 
     def finish(self) -> None:
         """Record that training has ended: failures of other ranks no longer matter."""
-        self._is_finished = True
+        self._finished.set()
 
     def arrive(self, report: Report) -> Verdict:
         """Report that this rank is ready for the next generation, and wait until it begins; ends the process after the run."""
@@ -139,7 +153,7 @@ class Member:
                 signal = ledger.next_signal(generation, index, seconds=0.5)
             except RuntimeError as problem:
                 self._end_without_store(problem)
-            if self._is_finished:
+            if self._finished.is_set():
                 return
             if signal is None or generation != self.generation:
                 continue
@@ -149,8 +163,7 @@ class Member:
             elif signal == JOIN:
                 self.nodes_have_joined = True
             elif signal.startswith(OVER):
-                time.sleep(_END_SECONDS)
-                if self._is_finished:
+                if self._finished.wait(_END_SECONDS):
                     return
                 self._ending.follow(int(signal.partition(":")[2]))
 

@@ -16,16 +16,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-
 from megatron.runtime.recovery.keeper import Keeper
-from megatron.runtime.recovery.ledger import Ledger, connect, open_ledger
+from megatron.runtime.recovery.ledger import Ledger, keep, open_ledger
+from megatron.runtime.recovery.sealed_store import TOKEN_VARIABLE, find_token, show_token
+from multimodal.values.errors import ConfigError
 
 _LOOK_SECONDS = 0.2
 _WRONG_INPUT = 2
@@ -56,7 +57,7 @@ class Supervisor:
         """start_method: `fork`, directly from this process, if it has one thread and has imported the ranks' modules."""
         self._flags, self._command = flags, command
         first = flags.node
-        self._ledger = open_ledger(flags.address, flags.port)
+        self._ledger = open_ledger(flags.address, flags.port, flags.secret)
         self._nodes = [_Node(number, self._last_incarnation(number)) for number in range(first, first + flags.nodes_here)]
         self._context: Any = multiprocessing.get_context(start_method)
         self._context.set_forkserver_preload(list(_PRELOADED))
@@ -128,6 +129,7 @@ class Supervisor:
             "TORCHELASTIC_RUN_ID": f"elastic-{flags.address}-{flags.port}",
             "BRAID_NODE": str(node.number),
             "BRAID_INCARNATION": str(node.incarnation),
+            TOKEN_VARIABLE: show_token(flags.secret),
         }
 
     def _look_at(self, node: _Node) -> None:
@@ -184,7 +186,7 @@ def _run_rank(command: Sequence[str], environment: Mapping[str, str]) -> None:
 
 
 def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the supervisor's flags, and the program with its own flags."""
+    """Return the supervisor's flags, and the program with its own flags; raises ConfigError."""
     parser = argparse.ArgumentParser(prog="elastic.sh", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nodes", type=int, required=True, metavar="N", help="nodes that the run starts with")
     parser.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="ranks of a node, one for each GPU (1)")
@@ -197,19 +199,26 @@ def read_flags(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--return-after", type=float, metavar="S", help="start a lost node's ranks again after so many seconds (never)"
     )
+    parser.add_argument(
+        "--token",
+        type=Path,
+        metavar="FILE",
+        help=f"the run's secret, which all supervisors know (${TOKEN_VARIABLE}; one that is made where there is one supervisor)",
+    )
     parser.add_argument("--supervisors", type=int, default=1, metavar="N", help="supervisors in all (1)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="program and its flags; none: keep the store only")
     flags = parser.parse_args(list(argv))
     if flags.node_from is not None:
         flags.node = int(os.environ[flags.node_from])
     flags.nodes_here = flags.nodes if flags.nodes_here is None else flags.nodes_here
+    is_alone = flags.keeps_store and bool(flags.command) and flags.supervisors == 1
+    flags.secret = find_token(flags.token, os.environ, makes_one=is_alone)
     return flags, flags.command
 
 
 def keep_store(flags: argparse.Namespace) -> Thread:
     """Keep the store in this process and run the keeper in a thread, until the run is over and supervisors have left."""
-    store = connect(flags.address, flags.port, keeps=True)
-    keeper = Keeper(Ledger(PrefixStore("recovery", store)), num_nodes=flags.nodes)
+    keeper = Keeper(Ledger(keep(flags.address, flags.port), flags.secret), num_nodes=flags.nodes)
     thread = Thread(target=keeper.run, kwargs={"num_supervisors": flags.supervisors}, daemon=True)
     thread.start()
     return thread
@@ -217,10 +226,14 @@ def keep_store(flags: argparse.Namespace) -> Thread:
 
 def main(argv: Sequence[str]) -> int:
     """Run a supervisor; returns its exit code."""
-    flags, command = read_flags(argv)
-    if not command:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that are asked to stop need the store while they save
-    keeper = keep_store(flags) if flags.keeps_store else None
+    try:
+        flags, command = read_flags(argv)
+        if not command:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # ranks that are asked to stop need the store while they save
+        keeper = keep_store(flags) if flags.keeps_store else None
+    except ConfigError as problem:
+        print(f"supervisor: error: {problem}", file=sys.stderr)
+        return _WRONG_INPUT
     code = Supervisor(flags, command).run() if command else 0
     if keeper is not None:
         keeper.join()

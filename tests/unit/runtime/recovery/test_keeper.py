@@ -1,10 +1,12 @@
 """The keeper's decisions, told to it and read from it as supervisors and ranks do."""
 
+from collections.abc import Callable
 from dataclasses import asdict
 
 import pytest
 from torch.distributed import HashStore
 
+from megatron.runtime.recovery import ledger
 from megatron.runtime.recovery.keeper import Keeper
 from megatron.runtime.recovery.ledger import Ledger, Report, Verdict
 
@@ -14,7 +16,8 @@ class Run:
 
     def __init__(self, num_nodes: int) -> None:
         self.seconds = 0.0
-        self.ledger = Ledger(HashStore())
+        self.store = HashStore()
+        self.ledger = Ledger(self.store, b"known to all of the run")
         self.keeper = Keeper(self.ledger, num_nodes=num_nodes, clock=lambda: self.seconds)
         self.incarnations = dict.fromkeys(range(num_nodes), 0)
         self.count = 0
@@ -237,3 +240,102 @@ def test_what_all_fail_for_ends_those_that_wait(run: Run) -> None:
     assert run.signals(1) == ["over:2"]
     verdict = run.verdict(2)
     assert verdict is not None and verdict.exit_code == 2
+
+
+def forge(run: Run) -> None:
+    """Tell the keeper that the run is over, as a stranger who knows how, but not the token."""
+    Ledger(run.store, b"a stranger's guess").tell("finished", exit_code=0)
+
+
+def say_nothing_sensible(run: Run) -> None:
+    index = run.store.add("recovery/events", 1) - 1
+    run.store.set(f"recovery/event/{index}", b"\xff{no JSON")
+
+
+def tell_an_old_event_again(run: Run) -> None:
+    """Repeat that node 1 has started, which would mean that its ranks so far are lost."""
+    index = run.store.add("recovery/events", 1) - 1
+    run.store.set(f"recovery/event/{index}", run.store.get("recovery/event/1"))
+
+
+def write_ahead(run: Run) -> None:
+    """Write where the next event belongs."""
+    run.store.set(f"recovery/event/{run.store.add('recovery/events', 0)}", "finished")
+
+
+def take_a_number(run: Run) -> None:
+    """Take an event's number and write nothing, as a rank does that dies in between."""
+    run.store.add("recovery/events", 1)
+
+
+def fail(run: Run) -> None:
+    run.store.set("recovery/flag/failed", "0")
+
+
+def tell_of_no_node(run: Run) -> None:
+    run.ledger.tell("died", node=0)
+
+
+def tell_something_unknown(run: Run) -> None:
+    run.ledger.tell("frobnicated")
+
+
+@pytest.mark.parametrize(
+    "disturb",
+    [
+        *(forge, say_nothing_sensible, tell_an_old_event_again, write_ahead, take_a_number, fail),
+        *(tell_of_no_node, tell_something_unknown),
+    ],
+)
+def test_only_events_of_the_run_count(run: Run, disturb: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_LATE_SECONDS", 0.0)
+    run.die(0)
+    disturb(run)
+    run.keeper.step()
+    assert run.keeper.exit_code is None
+    for node in (1, 2):
+        run.arrive(node, 2, done_steps=4)
+    run.keeper.step()
+    verdict = run.verdict(2)
+    assert verdict is not None and verdict.nodes == (1, 2)
+    run.tell("finished", exit_code=0)
+    assert run.keeper.exit_code == 0
+
+
+def test_strangers_are_reported_once(run: Run, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        forge(run)
+        run.keeper.step()
+    assert caplog.text.count("without the token of this run") == 1
+
+
+def test_an_event_whose_number_was_passed_over_counts_when_it_comes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ledger, "_LATE_SECONDS", 0.0)
+    index = run.ledger.store.add("events", 1) - 1
+    run.keeper.step()
+    run.tell("recovered", generation=1)
+    run.ledger.store.set(f"event/{index}", '{"kind": "finished", "exit_code": 3}')
+    run.keeper.step()
+    assert run.keeper.exit_code == 3
+
+
+def test_a_sign_of_life_that_is_put_back_is_none(run: Run) -> None:
+    key, known = "recovery/flag/beat/1/0/0", []
+    for _ in range(2):
+        run.beat(1, 0)
+        run.keeper.step()
+        known.append(run.store.get(key))
+    for seconds, sealed in ((20, known[0]), (40, known[1])):
+        run.seconds = seconds
+        run.store.set(key, sealed)
+        run.keeper.step()
+    assert run.ledger.flag("kill/1/0") == "1"
+
+
+def test_verdicts_and_flags_of_strangers_are_not_there(run: Run) -> None:
+    stranger = Ledger(run.store, b"a stranger's guess")
+    stranger.publish(Verdict(2, exit_code=0))
+    stranger.signal(1, 0, "over:0")
+    run.store.set("recovery/flag/start", b"\xfftheirs")
+    assert run.verdict(2) is None and run.signals(1) == []
+    assert run.ledger.first_to_say("start", "ours") == run.ledger.first_to_say("start", "others") == "ours"

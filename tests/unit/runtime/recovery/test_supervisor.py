@@ -1,22 +1,31 @@
 """A supervisor takes over a node that another one has started before, and what forks ranks outlives requests to stop."""
 
 import signal
+import socket
 import subprocess
 import sys
 
 import pytest
-from torch.distributed import PrefixStore
 
-from megatron.runtime.recovery.ledger import Ledger, connect
-from megatron.runtime.recovery.supervisor import Supervisor, read_flags
+from megatron.runtime.recovery import ledger
+from megatron.runtime.recovery.ledger import Ledger, keep
+from megatron.runtime.recovery.supervisor import Supervisor, main, read_flags
 from tests.distributed.launch import free_port
+
+TOKEN = "known to all of the run"
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give supervisors the token."""
+    monkeypatch.setenv("BRAID_ELASTIC_TOKEN", TOKEN)
 
 
 def test_a_node_under_another_supervisor_is_a_new_incarnation() -> None:
     """Signs of life of the old one, and the order to end it, are not taken for those of the new one."""
     port = free_port()
-    ledger = Ledger(PrefixStore("recovery", connect("127.0.0.1", port, keeps=True)))
-    ledger.set_flag("processes/3", "1:40,41")
+    before = Ledger(keep("127.0.0.1", port), TOKEN.encode())
+    before.set_flag("processes/3", "1:40,41")
     flags, command = read_flags(["--nodes", "5", "--node", "3", "--nodes-here", "2", "--port", str(port), "program.py"])
     assert [node.incarnation for node in Supervisor(flags, command)._nodes] == [1, -1]
 
@@ -25,7 +34,7 @@ def test_a_store_that_is_gone_ends_the_supervisor_with_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     port = free_port()
-    kept = connect("127.0.0.1", port, keeps=True)
+    kept = keep("127.0.0.1", port)
     flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
     found = Supervisor(flags, command)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
@@ -49,3 +58,54 @@ print("still alive")
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (found.stdout, found.returncode) == ("alive\n", -15), found.stderr
+
+
+def test_the_store_listens_at_its_address_only() -> None:
+    port = free_port()
+    kept = keep("127.0.0.1", port)
+    socket.create_connection(("127.0.0.1", port), timeout=20).close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=20)
+    del kept
+
+
+def test_a_name_that_means_this_machine_only_to_itself_is_listened_to_everywhere(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Debian gives a machine's own name 127.0.1.1, where ranks of other machines would look in vain."""
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **how: found)
+    with ledger._listen("node1", 0) as listener:
+        assert listener.getsockname()[0] in ("::", "0.0.0.0")
+    assert "node1 is 127.0.1.1 on this machine" in caplog.text
+
+
+def test_a_port_that_is_taken_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main(["--keeps-store", "--nodes", "1", "--port", str(port), "program.py"]) == 2
+    assert f"the store cannot listen at 127.0.0.1:{port} (Address already in use" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        (["--nodes-here", "1"], "need a token that all of them know"),
+        (["--keeps-store", "--supervisors", "2"], "need a token that all of them know"),
+        (["--token", "nowhere"], "--token nowhere: the run's token cannot be read (No such file or directory)"),
+        (["--token", "/dev/null"], "--token /dev/null: the token has 0 bytes, expected at least 16"),
+    ],
+)
+def test_supervisors_without_a_common_token_are_told_how_to_make_one(
+    flags: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
+    assert main(["--nodes", "2", *flags, "program.py"]) == 2
+    message = capsys.readouterr().err
+    assert expected in message and "secrets.token_hex()" in message
+
+
+def test_a_supervisor_alone_makes_a_token_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
+    found = [read_flags(["--keeps-store", "--nodes", "2", "program.py"])[0].secret for _ in range(2)]
+    assert found[0] != found[1] and min(map(len, found)) >= 32
