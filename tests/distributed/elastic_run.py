@@ -201,6 +201,11 @@ class ElasticRun:
             os.kill(self.processes(node)[local_rank], number)
         return now
 
+    def freeze_store(self, number: int = signal.SIGSTOP) -> None:
+        """Stop the program that keeps the store, and is the only supervisor; or with SIGCONT let it go on."""
+        assert isinstance(self._process, subprocess.Popen)
+        self._process.send_signal(number)
+
     def let_return(self, node: int) -> None:
         incarnation = (self.ledger.flag(f"processes/{node}") or ":").partition(":")[0]
         self.ledger.set_flag(f"return/{node}/{incarnation}")

@@ -1,6 +1,7 @@
 """Runs whose ranks are killed go on in the processes that are left, and log what a run logs in which nothing happened."""
 
 import re
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -126,9 +127,9 @@ def test_bfloat16_goes_on_from_the_very_same_state(tmp_path: Path, inputs: Path)
     assert max(differences[:6]) < 1e-6 and max(differences) < 1e-2
 
 
-def test_strangers_end_nothing(tmp_path: Path, inputs: Path) -> None:
+def test_strangers_end_nothing_and_a_frozen_store_ends_all_with_a_message(tmp_path: Path, inputs: Path) -> None:
     """A stranger reaches the store, and says that the run is over, and what no program can read."""
-    with running(tmp_path, inputs, Nodes(2), num_steps=1000, flags=("--elastic-timeout", 5), is_new_program=True) as run:
+    with running(tmp_path, inputs, Nodes(3), num_steps=1000, flags=("--elastic-timeout", 5), is_new_program=True) as run:
         run.wait_for_step(1)
         store = connect("127.0.0.1", run.port)
         Ledger(store, b"a stranger's guess").tell("finished", exit_code=0)
@@ -136,5 +137,9 @@ def test_strangers_end_nothing(tmp_path: Path, inputs: Path) -> None:
         store.set("recovery/flag/failed", "0")
         store.set("recovery/signal/1/0", '"over:0"')
         run.kill(1)
-        run.wait_until(lambda: "with 1 nodes" in run.output, "recovery")
-        run.wait_for_step(max(run.losses()) + 1)
+        run.wait_until(lambda: "with 2 nodes" in run.output, "recovery")
+        run.freeze_store()
+        message = f"the store at 127.0.0.1:{run.port}, which outlives all ranks, has not answered for 6 s (--elastic-timeout)"
+        run.wait_until(lambda: run.output.count(message) == 2, "end of both ranks", seconds=120)
+        run.freeze_store(signal.SIGCONT)
+        assert run.wait() == 128 + signal.SIGKILL, "that of the node that was killed"

@@ -4,6 +4,7 @@ torchrun keeps such a store; otherwise rank 0 does, on MASTER_ADDR and MASTER_PO
 every request that must end runs in a thread of its own (`ask_within`).
 """
 
+import math
 import os
 import socket
 import time
@@ -246,7 +247,9 @@ def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
 
     thread = Thread(target=ask, daemon=True)
     thread.start()
-    thread.join(seconds)
+    num_ticks = max(1, math.ceil(seconds))
+    for _ in range(num_ticks):  # instead of one wait, which would be over at once after this process itself was frozen
+        thread.join(seconds / num_ticks)
     if problems:
         lost = type(problems[0]).__name__ in ("DistNetworkError", "DistStoreError")
         if lost:

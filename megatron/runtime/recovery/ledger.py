@@ -26,6 +26,8 @@ CUT, JOIN, OVER = "cut", "join", "over"
 """Signals to a generation: leave at once, as ranks are lost; leave after the step, as nodes join; the run is over."""
 FLAGS = "recovery/flag"
 """Key of the flags in the store."""
+PATIENCE = "patience"
+"""Flag with --elastic-timeout, the seconds for which ranks and supervisors wait for the store to answer."""
 _CONNECT_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 _LATE_SECONDS = 1.0

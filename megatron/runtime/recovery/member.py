@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import NoReturn
+from typing import NoReturn, cast
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -14,12 +14,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from megatron.runtime.launch.failure import Ending, RanksLostError, is_of_lost_ranks
 from megatron.runtime.launch.meeting import Meeting
 from megatron.runtime.launch.rank_place import RankPlace
+from megatron.runtime.launch.store_watch import StoreWatch
 from megatron.runtime.recovery.connections import Connections
 from megatron.runtime.recovery.ledger import (
     CUT,
     FLAGS,
     JOIN,
     OVER,
+    PATIENCE,
     Identity,
     Ledger,
     Report,
@@ -58,6 +60,7 @@ class Member:
         self._token = find_token(None, environ, makes_one=False)
         self._timeout_seconds, self._ending = timeout_seconds, ending
         self.ledger = open_ledger(self._address, self._port, self._token)
+        self.ledger.set_flag(PATIENCE, str(timeout_seconds))
         self.connections = Connections()
         self.generation = 0
         self.nodes_have_joined = False
@@ -71,9 +74,11 @@ class Member:
         self._lock = threading.Lock()
         self.go_on: Callable[[], object] | None = None
         """Continues training in another thread after this one has left a generation."""
+        self._store_watch = StoreWatch(timeout_seconds, stopped=self._finished, end=self._end_with_frozen_store)
         for work in (self._beat, self._listen):
             ledger = open_ledger(self._address, self._port, self._token)
             threading.Thread(target=work, args=(ledger,), daemon=True).start()
+        threading.Thread(target=self._store_watch.watch, daemon=True).start()
 
     def open_store(self) -> Store:
         """Open another connection to the store."""
@@ -82,8 +87,12 @@ class Member:
     def open_meeting(self, place: RankPlace) -> Meeting:
         """Return the meeting in which all ranks of the run fail together."""
         line: Future[Store] = Future()
-        line.set_result(SealedStore(self.open_store(), self._token, FLAGS))
-        return Meeting(place, SealedStore(self.open_store(), self._token, FLAGS), line)
+        line.set_result(self._open_flags())
+        return Meeting(place, self._open_flags(), line)
+
+    def _open_flags(self) -> Store:
+        """Open another connection to the flags: all of a store that a meeting uses."""
+        return cast(Store, SealedStore(self.open_store(), self._token, FLAGS))
 
     def finish(self) -> None:
         """Record that training has ended: failures of other ranks no longer matter."""
@@ -204,6 +213,14 @@ class Member:
             RanksLostError(f"the store at {self._address}:{self._port}, which outlives all ranks, is gone ({problem})")
         )
 
+    def _end_with_frozen_store(self, seconds: float) -> None:
+        self._ending.fail(
+            RanksLostError(
+                f"the store at {self._address}:{self._port}, which outlives all ranks, has not answered for {seconds:.0f} s "
+                "(--elastic-timeout): its process, the supervisor that keeps the store, is frozen, or its node is gone"
+            )
+        )
+
     def _beat(self, ledger: Ledger) -> None:
         """Give signs of life, except while a step makes no progress although it does not wait for another process."""
         seen, since, count = None, time.monotonic(), 0
@@ -211,10 +228,12 @@ class Member:
             place = self.place_in_step()
             if place is None or place != seen or is_waiting(self._trainer):
                 seen, since = place, time.monotonic()
-            if time.monotonic() - since < self._timeout_seconds:
-                count += 1
-                try:
+            try:
+                if time.monotonic() - since < self._timeout_seconds:
+                    count += 1
                     ledger.set_flag(f"beat/{self.identity.name}", str(count))
-                except RuntimeError as problem:
-                    self._end_without_store(problem)
+                ledger.flag(PATIENCE)  # as torch's store does not answer what sets values
+            except RuntimeError as problem:
+                self._end_without_store(problem)
+            self._store_watch.note_answer()
             time.sleep(min(1.0, self._timeout_seconds / 5))

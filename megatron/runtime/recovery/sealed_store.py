@@ -65,7 +65,7 @@ class SealedStore:
         """Set a value unless it is there, and return what is there now."""
         sealed, expected = self._seal(key, value), b""
         while True:
-            found = self._store.compare_set(self._name(key), expected, sealed)
+            found = self._store.compare_set(self._name(key), expected, sealed)  # type: ignore[arg-type]  # it takes bytes, too
             told = self._open(key, found)
             if told is not None:
                 return told
@@ -87,8 +87,8 @@ class SealedStore:
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "ignored what the store has at %s, as it was written without the token of this run; another run, or a "
-                "stranger, reaches the store's port",
+                "ignored what the store has at %s, as it was written without the token of this run: by a supervisor with "
+                "another --token, by another run, or by a stranger who reaches the store's port",
                 self._name(key),
             )
         return None

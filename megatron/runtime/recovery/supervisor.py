@@ -11,30 +11,34 @@ import runpy
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
+from megatron.runtime.launch.meeting import ask_within
 from megatron.runtime.recovery.keeper import Keeper
-from megatron.runtime.recovery.ledger import Ledger, keep, open_ledger
+from megatron.runtime.recovery.ledger import PATIENCE, Ledger, keep, open_ledger
 from megatron.runtime.recovery.sealed_store import TOKEN_VARIABLE, find_token, show_token
 from multimodal.values.errors import ConfigError
 
 _LOOK_SECONDS = 0.2
+_PATIENCE_SECONDS = 30.0
+"""Seconds to wait for the store before a rank has told its --elastic-timeout."""
 _WRONG_INPUT = 2
 _PRELOADED = (
     "megatron.runtime.recovery.preloaded",  # first, as it sets the amount of torch's logging
     "megatron.runtime.training.elastic",
 )
 """Modules that are imported once before ranks are forked, so that ranks do not wait for imports when a node starts or returns."""
+_Answer = TypeVar("_Answer")
 
 
 @dataclass
@@ -58,6 +62,7 @@ class Supervisor:
         self._flags, self._command = flags, command
         first = flags.node
         self._ledger = open_ledger(flags.address, flags.port, flags.secret)
+        self._patience_seconds = _PATIENCE_SECONDS
         self._nodes = [_Node(number, self._last_incarnation(number)) for number in range(first, first + flags.nodes_here)]
         self._context: Any = multiprocessing.get_context(start_method)
         self._context.set_forkserver_preload(list(_PRELOADED))
@@ -73,7 +78,7 @@ class Supervisor:
             return 1
         codes = [node.exit_code or 0 for node in self._nodes]
         with suppress(RuntimeError):
-            self._ledger.tell("left")
+            self._tell("left")
         return 0 if 0 in codes else max(codes, default=0)
 
     def _look_after_nodes(self) -> None:
@@ -85,8 +90,22 @@ class Supervisor:
                 wait(running, timeout=_LOOK_SECONDS)
             else:
                 time.sleep(_LOOK_SECONDS)
+            self._patience_seconds = float(self._flag(PATIENCE) or self._patience_seconds)
             for node in self._nodes:
                 self._look_at(node)
+
+    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+        """Return the store's answer; raises RuntimeError if the store is gone or frozen.
+
+        No thread is left that asks, as ranks may be forked from this process.
+        """
+        return ask_within(self._patience_seconds, question)
+
+    def _flag(self, name: str) -> str | None:
+        return self._ask(lambda: self._ledger.flag(name))
+
+    def _tell(self, kind: str, **values: Any) -> None:
+        self._ask(lambda: self._ledger.tell(kind, **values))
 
     def _end_without_store(self, problem: RuntimeError) -> None:
         """End after the store is lost; ranks also end by themselves as soon as they notice."""
@@ -101,14 +120,14 @@ class Supervisor:
 
     def _last_incarnation(self, node: int) -> int:
         """Return the incarnation of a node under another supervisor, which has been lost; -1 if there was none."""
-        told = self._ledger.flag(f"processes/{node}")
+        told = self._flag(f"processes/{node}")
         return int(told.partition(":")[0]) if told else -1
 
     def _start(self, node: _Node) -> None:
         node.incarnation += 1
         node.exit_code = node.return_at = None
         ranks = self._flags.nproc_per_node
-        self._ledger.tell("started", node=node.number, incarnation=node.incarnation, num_ranks=ranks)
+        self._tell("started", node=node.number, incarnation=node.incarnation, num_ranks=ranks)
         environments = [self._environment(node, local_rank) for local_rank in range(ranks)]
         node.processes = [self._context.Process(target=_run_rank, args=(list(self._command), each)) for each in environments]
         for process in node.processes:
@@ -135,13 +154,13 @@ class Supervisor:
     def _look_at(self, node: _Node) -> None:
         now = time.monotonic()
         if node.exit_code is not None:
-            is_asked = self._ledger.flag(f"return/{node.number}/{node.incarnation}") is not None
+            is_asked = self._flag(f"return/{node.number}/{node.incarnation}") is not None
             if (is_asked or (node.return_at is not None and now >= node.return_at)) and not self._is_over():
                 self._start(node)
             elif node.return_at is not None and self._is_over():
                 node.return_at = None
             return
-        if self._ledger.flag(f"kill/{node.number}/{node.incarnation}") is not None:
+        if self._flag(f"kill/{node.number}/{node.incarnation}") is not None:
             self._lose(node, 128 + signal.SIGKILL)
             return
         codes = [process.exitcode for process in node.processes]
@@ -150,11 +169,11 @@ class Supervisor:
             self._lose(node, failed[0] if failed[0] > 0 else 128 - failed[0])
         elif all(code == 0 for code in codes):
             node.exit_code, node.processes = 0, []
-            self._ledger.tell("finished", exit_code=0)
+            self._tell("finished", exit_code=0)
 
     def _lose(self, node: _Node, exit_code: int) -> None:
         """Give a node up when any of its ranks is lost."""
-        self._ledger.tell("died", node=node.number, incarnation=node.incarnation)
+        self._tell("died", node=node.number, incarnation=node.incarnation)
         for process in node.processes:
             process.kill()
         for process in node.processes:
@@ -164,7 +183,7 @@ class Supervisor:
             node.return_at = time.monotonic() + self._flags.return_after * 2 ** min(node.incarnation, 10)
 
     def _is_over(self) -> bool:
-        return any(node.exit_code == 0 for node in self._nodes) or self._ledger.flag("over") is not None
+        return any(node.exit_code == 0 for node in self._nodes) or self._flag("over") is not None
 
     def _pass_on(self, number: int, frame: object) -> None:
         for node in self._nodes:
@@ -234,7 +253,16 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as problem:
         print(f"supervisor: error: {problem}", file=sys.stderr)
         return _WRONG_INPUT
-    code = Supervisor(flags, command).run() if command else 0
+    try:
+        code = Supervisor(flags, command).run() if command else 0
+    except RuntimeError as problem:
+        where, reason = f"{flags.address}:{flags.port}", str(problem).splitlines()[0]
+        print(
+            f"supervisor: error: the store at {where} cannot be reached ({reason}); does the supervisor that keeps it "
+            "(--keeps-store) run there?",
+            file=sys.stderr,
+        )
+        return 1
     if keeper is not None:
         keeper.join()
     return code

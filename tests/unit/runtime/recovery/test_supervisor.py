@@ -4,10 +4,11 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
-from megatron.runtime.recovery import ledger
+from megatron.runtime.recovery import ledger, supervisor
 from megatron.runtime.recovery.ledger import Ledger, keep
 from megatron.runtime.recovery.supervisor import Supervisor, main, read_flags
 from tests.distributed.launch import free_port
@@ -60,6 +61,22 @@ print("still alive")
     assert (found.stdout, found.returncode) == ("alive\n", -15), found.stderr
 
 
+def test_a_store_that_does_not_answer_ends_the_supervisor_with_a_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = free_port()
+    kept = keep("127.0.0.1", port)
+    flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
+    found, thaw = Supervisor(flags, command), threading.Event()
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(found, "_patience_seconds", 0.1)
+    monkeypatch.setattr(found._ledger, "tell", lambda *args, **values: thaw.wait())
+    assert found.run() == 1
+    assert f"the store at 127.0.0.1:{port} is gone (the store in which the ranks meet does not answer" in capsys.readouterr().err
+    thaw.set()
+    del kept
+
+
 def test_the_store_listens_at_its_address_only() -> None:
     port = free_port()
     kept = keep("127.0.0.1", port)
@@ -109,3 +126,10 @@ def test_a_supervisor_alone_makes_a_token_of_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
     found = [read_flags(["--keeps-store", "--nodes", "2", "program.py"])[0].secret for _ in range(2)]
     assert found[0] != found[1] and min(map(len, found)) >= 32
+
+
+def test_a_store_that_nobody_keeps_is_one_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(supervisor, "open_ledger", lambda *args: ledger.open_ledger(*args, seconds=1))
+    port = free_port()
+    assert main(["--nodes", "1", "--port", str(port), "program.py"]) == 1
+    assert f"supervisor: error: the store at 127.0.0.1:{port} cannot be reached" in capsys.readouterr().err
