@@ -81,7 +81,10 @@ def fused_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_rules, "can_delay_weight_gradients", lambda: True)
 
 
-@pytest.mark.parametrize("asked", [*KNOWN, *map(draw, range(NUM_DRAWN))], ids=repr)
+ASKED = (*KNOWN, *map(draw, range(NUM_DRAWN)))
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=[f"{number}-{asked.planner}" for number, asked in enumerate(ASKED)])
 def test_what_is_printed_runs(asked: Asked, tmp_path: Path, fused_layers: None, capsys: pytest.CaptureFixture[str]) -> None:
     plan = tmp_path / "plan.yaml"
     more = [*asked.more.split(), *(("--freeze", asked.frozen) if asked.frozen else ())]
