@@ -29,6 +29,8 @@ class ManifestPaths:
         """folder: the manifest's; allows_outside: True if absolute paths, `..` and links may lead out of it."""
         self._folder, self._allows_outside = folder, allows_outside
         self._root = os.path.realpath(folder)
+        snapshots = [parent for parent in Path(self._root).parents if parent.name == "snapshots"][:1]
+        self._roots = (self._root, *[str(parent.with_name("blobs")) for parent in snapshots])
         self._real_folders: dict[str, str] = {}
 
     def resolve(self, path: str, *, where: str) -> str:
@@ -44,7 +46,8 @@ class ManifestPaths:
         return full
 
     def _is_inside(self, real: str) -> bool:
-        return os.path.commonpath((real, self._root)) == self._root
+        """The cache of Hugging Face's hub has only links in `snapshots`, to the files in `blobs` beside that."""
+        return any(os.path.commonpath((real, root)) == root for root in self._roots)
 
     def _real_path(self, path: str) -> str:
         """Resolve links; cached for folders, since a manifest names many files in few folders."""

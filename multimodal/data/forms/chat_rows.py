@@ -1,4 +1,4 @@
-"""Chat samples in common formats: `messages` (role, content) and LLaVA's `conversations` (from, value).
+"""Chat samples in common formats: `messages` or `conversations`, with turns of role and content, or LLaVA's of from and value.
 
 Images are named by parts of a message's content (`{"type": "image", "image": PATH}`), or stand in the sample's own `image` or
 `images`, in the order of the marks `<image>` in its texts (or of parts `{"type": "image"}` without a path). Likewise sound:
@@ -6,7 +6,9 @@ Images are named by parts of a message's content (`{"type": "image", "image": PA
 """
 
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 from multimodal.data.conversation import TextSegment
@@ -26,10 +28,12 @@ from multimodal.values.errors import DataError
 
 _MARK = re.compile("<(image|audio)>")
 _OTHER_MARK = re.compile(
-    r"<\|?(?:image|img|imagehere|audio|audiohere|sound|speech|video|frame)(?:[_ -]?(?:\d+|pad|here|token|placeholder))?\|?>",
+    r"<\|?(?:start_of_)?(?:image|img|audio|sound|speech|video|frame)"
+    r"(?:[_ -]?(?:\d+|pad|here|token|soft_token|placeholder|context))?\|?>",
     re.IGNORECASE,
 )
 """Marks of other programs where media belong."""
+_HTML = frozenset(("<audio>", "<frame>", "<img>", "<video>"))
 _ROLES: Mapping[str, str] = {
     "system": "system",
     "user": "user",
@@ -37,10 +41,13 @@ _ROLES: Mapping[str, str] = {
     "assistant": "assistant",
     "gpt": "assistant",
 }
+_KEYS = (("role", "content"), ("from", "value"))
+_WEIGHTS = ("loss", "train", "weight")
+"""Keys of messages that say whether they are learnt; all that assistants say is, and nothing else."""
 _PATH_KEYS = ("path", "image", "audio", "url", "image_url", "audio_url")
 """Keys under which a part of a message names its file."""
-_Listed = Mapping[str, Iterator[str]]
-"""image, audio -> the paths that the sample lists and no place has taken yet."""
+_Listed = Mapping[str, deque[tuple[int, str]]]
+"""image, audio -> the paths that the sample lists and no place has taken yet, with their numbers."""
 _SEGMENTS: Mapping[str, type[ImageSegment] | type[AudioSegment]] = {"image": ImageSegment, "audio": AudioSegment}
 
 
@@ -52,26 +59,32 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     """
     if isinstance(entry.get("id"), (str, int)):
         where = f"{where} (sample {shown(entry['id'])})"
-    key, role_key, text_key = (
-        ("messages", "role", "content") if entry.get("messages") is not None else ("conversations", "from", "value")
-    )
+    key = "messages" if entry.get("messages") is not None else "conversations"
     messages = required(entry, key, (list,), where=where)
     if not messages:
         raise DataError(f"{where}: '{key}' is empty; give the sample a question and an answer, or remove it")
-    check_keys(entry, (key, *(name for kind in _SEGMENTS for name in (kind, f"{kind}s"))), where=where)
+    objects = [message for message in messages if isinstance(message, dict)]
+    role_key, text_key = next((keys for keys in _KEYS if any(keys[0] in each for each in objects)), _KEYS[key != "messages"])
+    said = [each[text_key] for each in objects if isinstance(each.get(text_key), str)]
+    repeated = [name for name, value in entry.items() if isinstance(value, str) and value in said]
+    listing = [name for kind in _SEGMENTS for name in (kind, f"{kind}s")]
+    check_keys(entry, (key, "system", *listing, *repeated), where=where)
     paths = {kind: _listed_paths(entry, kind, where=where) for kind in _SEGMENTS}
-    listed = {kind: iter(found) for kind, found in paths.items()}
+    listed = {kind: deque(enumerate(found)) for kind, found in paths.items()}
+    turns = [(f"{where}, {key}[{index}]", message) for index, message in enumerate(messages)]
+    if entry.get("system"):
+        turns.insert(0, (f"{where}, system", {role_key: "system", text_key: entry["system"]}))
     segments: list[Segment] = []
     previous = ""
-    for index, message in enumerate(messages):
-        here = f"{where}, {key}[{index}]"
+    for here, message in turns:
         if not isinstance(message, dict):
             raise DataError(f"{here}: expected an object with '{role_key}' and '{text_key}', found {type(message).__name__}")
-        check_keys(message, (role_key, text_key), where=here)
         previous = _next_role(message, role_key, previous=previous, where=here)
+        learnt = [name for name in _WEIGHTS if message.get(name) == (previous == "assistant")]
+        check_keys(message, (role_key, text_key, *learnt), where=here)
         segments += _content(message, text_key, role=previous, listed=listed, where=here)
     for kind, found in paths.items():
-        _check_all_taken(kind, num_listed=len(found), num_left=len(list(listed[kind])), where=where)
+        _check_all_taken(kind, num_listed=len(found), num_left=len(listed[kind]), where=where)
     _check_answered(segments, where=where)
     return SegmentedSample(where, tuple(segments))
 
@@ -82,10 +95,17 @@ def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:
     for key in (kind, f"{kind}s"):
         value = entry.get(key)
         listed += value if isinstance(value, list) else [] if value is None else [value]
+    listed = [_path_in(value) for value in listed]
     for path in listed:
         if not isinstance(path, str):
             raise DataError(f"{where}: an {kind} must be the path of a file, found {shown(path)}; correct it")
     return [_local_path(path, where=where) for path in listed]
+
+
+def _path_in(value: Any) -> Any:
+    """Return the path in an object that has nothing else, as tables have them; any other value as it is."""
+    filled = {name: inner for name, inner in value.items() if inner is not None} if isinstance(value, dict) else {}
+    return filled["path"] if filled.keys() == {"path"} else value
 
 
 def _next_role(message: dict[str, Any], key: str, *, previous: str, where: str) -> str:
@@ -114,21 +134,29 @@ def _content(message: dict[str, Any], key: str, *, role: str, listed: _Listed, w
 
 def _marked_text(text: str, *, role: str, listed: _Listed, where: str) -> Iterator[Segment]:
     """Cut a text at its marks; a newline between the text and a mark at either end belongs to the mark."""
-    pieces, kinds = _MARK.split(text)[::2], _MARK.findall(text)
-    if (other := next((found for piece in pieces for found in _OTHER_MARK.findall(piece)), None)) is not None:
+    marks = [mark for mark in _MARK.finditer(text) if listed[mark[1]] or not _is_text(mark, role)]
+    pieces = [text[start:end] for start, end in pairwise((0, *(side for mark in marks for side in mark.span()), len(text)))][::2]
+    others = (mark for piece in pieces for mark in _OTHER_MARK.finditer(piece) if not _is_text(mark, role))
+    if (other := next(others, None)) is not None:
         raise DataError(
-            f"{where}: unknown mark {other}, at which nothing would be seen or heard; write <image> or <audio> and list the "
+            f"{where}: unknown mark {other[0]}, at which nothing would be seen or heard; write <image> or <audio> and list the "
             f'file, remove the sample, or, where the text means these letters, make it a part: [{{"type": "text", "text": ...}}]'
         )
     for index, piece in enumerate(pieces):
         if index:
-            yield _take(listed, kinds[index - 1], where=where)
+            yield _take(listed, marks[index - 1][1], where=where)
         if index and not "".join(pieces[:index]).strip():
             piece = piece.removeprefix("\n")
         if index + 1 < len(pieces) and not "".join(pieces[index + 1 :]).strip():
             piece = piece.removesuffix("\n")
         if piece or len(pieces) == 1:
             yield TextSegment(role, piece)
+
+
+def _is_text(mark: re.Match[str], role: str) -> bool:
+    """Return True if a mark is letters: between quotation marks, or HTML in an answer, in which no media belong."""
+    before, behind = mark.string[: mark.start()][-1:], mark.string[mark.end() :][:1]
+    return (before == behind and before in ("`", "'", '"')) or (role == "assistant" and mark[0].lower() in _HTML)
 
 
 def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
@@ -144,19 +172,25 @@ def _part(part: Any, *, role: str, listed: _Listed, where: str) -> Segment:
     named = [part[name] for name in _PATH_KEYS if name in part]
     check_keys(part, ("type", "detail", *[name for name in _PATH_KEYS if part.get(name) in named[:1]]), where=where)
     if not named:
-        return _take(listed, kind, where=where)
+        return _take(listed, kind, number=part.get("index"), where=where)
     path = named[0].get("url") if named and isinstance(named[0], dict) else next(iter(named), None)
     if not isinstance(path, str):
         raise DataError(f"{where}: no path of a file in {shown_keys(part)}; add '{kind}' with the path, or remove the sample")
     return _SEGMENTS[kind](_local_path(path, where=where))
 
 
-def _take(listed: _Listed, kind: str, *, where: str) -> Segment:
-    path = next(listed[kind], None)
-    if path is None:
+def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) -> Segment:
+    """number: of the file, if the place tells it."""
+    if not listed[kind]:
         raise DataError(
             f"{where}: a place for an {kind} (<{kind}>), but the sample lists no more of them ('{kind}' or '{kind}s'); list it, "
             "or remove the mark"
+        )
+    place, path = listed[kind].popleft()
+    if number not in (None, place):
+        raise DataError(
+            f"{where}: 'index' is {shown(number)}, but this is place {place} for an {kind}; list the files in the order of their "
+            "places, and leave 'index' out"
         )
     return _SEGMENTS[kind](path)
 

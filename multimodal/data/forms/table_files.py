@@ -18,7 +18,8 @@ from multimodal.values.errors import DataError
 
 _PARQUET = b"PAR1"
 _DIGESTED_BYTES = 2**20
-_SPLIT_OF_NAME = re.compile(r"^(.*?)-\d{5}-of-\d{5}")
+_SPLIT_OF_NAME = re.compile(r"^(.*?)-\d{5}-of-\d{5}|^(train|test|val|valid|validation|dev|eval)\b")
+"""Names as the hub writes them, or whole splits in one file."""
 _Batch = Any
 
 
@@ -141,9 +142,9 @@ def find_table_files(path: Path) -> TableFiles | None:
     if (path / "state.json").is_file():
         return TableFiles(path, _files_of_state(path / "state.json"), is_arrow=True)
     files = sorted(path.glob("*.parquet")) or sorted(path.glob("data/*.parquet"))
-    splits = sorted({match[1] for file in files if (match := _SPLIT_OF_NAME.match(file.name))})
+    splits = sorted({match[1] or match[2] for file in files if (match := _SPLIT_OF_NAME.match(file.name))})
     if len(splits) > 1:
-        raise _several_splits(path, [f"a folder of the {split}-*.parquet alone" for split in splits])
+        raise _several_splits(path, [f"a folder of the {split}*.parquet alone" for split in splits])
     return TableFiles(path, files, is_arrow=False) if files else None
 
 

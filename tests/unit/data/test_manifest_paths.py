@@ -1,5 +1,6 @@
 """Manifests that name files outside their folder."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,25 @@ def test_no_path_leads_out_without_the_flag(
         open_manifest(lines)
     source = open_manifest(lines, allows_outside_paths=True)
     assert source.item(1, 0).grid == (2, 2)
+
+
+def test_links_of_the_hubs_cache_are_its_files(
+    write_image: Callable[..., str], tmp_path: Path, graph: ModelGraph, outside: Path
+) -> None:
+    folder, blobs = tmp_path / "snapshots" / "1a2b" / "data", tmp_path / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (tmp_path / write_image("a.png", (8, 8))).rename(blobs / "3c4d")
+    (folder / "a.png").symlink_to("../../../blobs/3c4d")
+    entry = {"image": "a.png", "messages": [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "yes"}]}
+    (blobs / "5e6f").write_text(json.dumps(entry))
+    (folder / "data.json").symlink_to("../../../blobs/5e6f")
+    assert len(ManifestSource(folder / "data.json", graph=graph, tokenizer=ByteTokenizer(), seq_length=99)) == 1
+    (folder / "a.png").unlink()
+    (folder / "a.png").symlink_to(outside)
+    (blobs / "5e6f").write_text(f"{json.dumps(entry)}\n")
+    with pytest.raises(DataError, match="which is not in the manifest's folder"):
+        ManifestSource(folder / "data.json", graph=graph, tokenizer=ByteTokenizer(), seq_length=99)
 
 
 def test_any_path_that_stays_inside_is_allowed(

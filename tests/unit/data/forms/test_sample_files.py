@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,34 @@ def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:
             },
             ["a.png", ("user", "<image>"), "d.png", "b.png", "c.wav", ("assistant", "cats")],
         ),
+        (  # LLaMA-Factory's system; a prompt that is said again; MiniCPM-V's turns; weights that say what is learnt anyway
+            {
+                "system": "be",
+                "prompt": "<image>\nwhat?",
+                "image": {"path": "a.png", "bytes": None},
+                "conversations": [{"role": "user", "content": "<image>\nwhat?", "weight": 0.0}, {**ASSISTANT, "loss": True}],
+                "pair_id": "x",
+            },
+            [("system", "be"), "a.png", ("user", "what?"), ("assistant", "cats")],
+        ),
+        ({"messages": [{"from": "human", "value": "what?"}, SAY]}, [("user", "what?"), ("assistant", "cats")]),
+        (
+            {
+                "messages": [{"role": "user", "content": [{"type": "image", "index": 0, "text": None}]}, ASSISTANT],
+                "images": ["a"],
+            },
+            ["a", ("assistant", "cats")],
+        ),
+        *[  # marks that are letters
+            (
+                {"messages": [{**USER, "content": question}, {**ASSISTANT, "content": answer}]},
+                [("user", question), ("assistant", answer)],
+            )
+            for question, answer in (
+                ("what is `<audio>`, or '<image>'?", "a `<image>` in SVG"),
+                ("a page?", "<body><video>\n</video><img><audio></audio>"),
+            )
+        ],
     ],
 )
 def test_chats_become_segments(write: Callable[..., Path], entry: dict[str, Any], expected: list[Any]) -> None:
@@ -170,7 +199,25 @@ def test_sources_of_every_form_are_alike(write: Callable[..., Path], graph: Mode
             "2 audios .* for 1",
         ),
         ({"videos": ["a.mp4"], "messages": [USER, ASSISTANT]}, "unknown key 'videos', .*; videos are not supported: give their"),
-        ({"system": "be brief", "messages": [USER, ASSISTANT]}, "unknown key 'system', .*; make it the first turn"),
+        (
+            {"system": "a", "messages": [{"role": "system", "content": "b"}, USER, ASSISTANT]},
+            r"messages\[0\]: roles out of order",
+        ),
+        ({"prompt": "another", "messages": [USER, ASSISTANT]}, "unknown key 'prompt'"),
+        ({"messages": [{**USER, "weight": 1}, ASSISTANT]}, r"messages\[0\]: unknown key 'weight'"),
+        (
+            {
+                "images": ["a.png", "a.png"],
+                "messages": [{"role": "user", "content": [{"type": "image", "index": number} for number in (1, 0)]}, ASSISTANT],
+            },
+            r"content\[0\]: 'index' is 1, but this is place 0 for an image; list the files in the order",
+        ),
+        ({"images": [{"path": "a.png", "url": "b"}], "messages": [USER, ASSISTANT]}, "must be the path of a file, found {'path'"),
+        *[
+            ({"messages": [{"role": "user", "content": f"{mark}what?"}, ASSISTANT]}, re.escape(f"unknown mark {mark}"))
+            for mark in ("<start_of_image>", "<IMG_CONTEXT>", "<|image_pad|>", "<img>", "<|AUDIO|>")
+        ],
+        ({"messages": [USER, {**ASSISTANT, "content": "<image>"}]}, r"messages\[1\]: a place for an image"),
         ({"tools": "[]", "messages": [USER, ASSISTANT]}, "unknown key 'tools', .*; remove it, or put it under 'metadata'"),
         ({"messages": [USER, {**ASSISTANT, "weight": 0}]}, r"messages\[1\]: unknown key 'weight'"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "image": "a.png"}]}]}, "unknown key 'image'"),
@@ -250,10 +297,13 @@ def test_folders_of_another_form_say_what_is_in_them(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"names .*arrow, which is not beside it"):
             open_sample_files(tmp_path / "set" / "train")
     (tmp_path / "hub" / "data").mkdir(parents=True)
-    for split in ("train", "test"):
-        (tmp_path / "hub" / "data" / f"{split}-00000-of-00001.parquet").write_text("PAR1")
-    with pytest.raises(DataError, match=r"several splits; .*a folder of the test-\*.parquet alone or"):
-        open_sample_files(tmp_path / "hub")
+    for ending in ("-00000-of-00001", "-0", ""):
+        for split in ("train", "test"):
+            (tmp_path / "hub" / "data" / f"{split}{ending}.parquet").write_text("PAR1")
+        with pytest.raises(DataError, match=r"several splits; .*a folder of the test\*.parquet alone or"):
+            open_sample_files(tmp_path / "hub")
+        for file in (tmp_path / "hub" / "data").iterdir():
+            file.unlink()
 
 
 def rows(image: bytes) -> list[dict[str, Any]]:
