@@ -30,7 +30,13 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "fan_in_fan_out": (False, None),
     "use_dora": (False, None),
     "lora_bias": (False, None),
+    "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal", "mica", None),
+    **dict.fromkeys(("use_qalora", "use_bdlora"), (False, None)),
+    **dict.fromkeys(
+        ("alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "monteclora_config"), (None,)
+    ),
 }
+"""Options -> values with which a module is the base and alpha / r B A. Other initial values (PiSSA's) change the base."""
 _NAME = re.compile(r"\^?(?:[\w-]|\\?\.)+\$?")
 """A name, or its end, as a regular expression: what can be matched without backtracking."""
 _LENGTH_BYTES = 8
@@ -128,7 +134,7 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
             others.append(name)
     if not found:
         raise ConfigError(f"{folder / ADAPTER_WEIGHTS}: holds no {DOWN_ENDING[1:]}; give a folder of PEFT with LoRA adapters")
-    _check_targets(folder, config, [part.name for parts in found.values() for part in parts.values()])
+    _check_targets(folder, config, [part.name for parts in found.values() for part in parts.values()], known=known)
     modules = {own: tuple(parts[place] for place in sorted(parts)) for own, parts in found.items()}
     shares = {own: _are_equal(folder, tensors, parts) for own, parts in modules.items()}
     ranks = (parts[0].rank if shares[own] else sum(part.rank for part in parts) for own, parts in modules.items())
@@ -221,17 +227,19 @@ def _checked_rank(folder: Path, config: Mapping[str, Any], module: str, stored: 
     return int(expected)
 
 
-def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[str]) -> None:
+def _check_targets(folder: Path, config: Mapping[str, Any], modules: Collection[str], *, known: Collection[str]) -> None:
     """Raise ConfigError if `target_modules` names something else than the file has adapters of.
 
-    A regular expression is not evaluated: the tensors say what has adapters.
+    Names of which the model has none are passed over, as by PEFT: scripts list those of several families. A regular expression
+    is not evaluated: the tensors say what has adapters.
     """
     targets = config.get("target_modules")
     if isinstance(targets, str):
         targets = [f"^{targets}"] if _NAME.fullmatch(targets) and targets != "all-linear" else None
     if targets is None:
         return
-    of_none = [each for each in targets if not any(_matches(each, module) for module in modules)]
+    of_none = [each for each in targets if any(_matches(each, module) for module in known)]
+    of_none = [each for each in of_none if not any(_matches(each, module) for module in modules)]
     unnamed = [module for module in modules if not any(_matches(each, module) for each in targets)]
     if of_none or unnamed:
         problem = (

@@ -152,6 +152,28 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
     assert read_model(tmp_path / "alone" / "merged") == plain
 
 
+PEFT_DEFAULTS: Mapping[str, Any] = {
+    **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config", "exclude_modules")),
+    **dict.fromkeys(("kasa_config", "layer_replication", "layers_pattern", "layers_to_transform", "lora_ga_config")),
+    **dict.fromkeys(
+        ("megatron_config", "modules_to_save", "monteclora_config", "parent_library", "revision", "target_parameters")
+    ),
+    **dict.fromkeys(("trainable_token_indices", "use_bdlora", "velora_config")),
+    **dict.fromkeys(("ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_rslora"), False),
+    "base_model_name_or_path": "a/b",
+    "bias": "none",
+    "inference_mode": True,
+    "init_lora_weights": True,
+    "loftq_config": {},
+    "lora_dropout": 0.0,
+    "megatron_core": "megatron.core",
+    "peft_version": "0.18.0",
+    "qalora_group_size": 16,
+    "task_type": "CAUSAL_LM",
+}
+"""The keys that PEFT writes beside those that matter, with its values."""
+
+
 def write_peft(model: Any, folder: Path) -> dict[str, Added]:
     """Adapters as PEFT saves them: each with an A of its own, of two ranks, some with another alpha, none in the last layer.
 
@@ -167,7 +189,8 @@ def write_peft(model: Any, folder: Path) -> dict[str, Added]:
             found[module] = Added(*halves, scale=alpha / rank)
             tensors |= {f"{PREFIX}{module}.lora_{half}.weight": value for half, value in zip("AB", halves, strict=True)}
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "bias": "none"}
+    targets = ["q_proj", "v_proj", "down_proj", "query_key_value"]  # the last is another family's
+    config = {**PEFT_DEFAULTS, "peft_type": "LORA", "r": 2, "lora_alpha": 8, "target_modules": targets}
     config |= {"rank_pattern": {"v_proj": 3}, "alpha_pattern": {"v_proj": 4}}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return found
@@ -213,9 +236,15 @@ def test_adapters_of_peft_are_trained_on_and_merged(ranks: RankPool, tmp_path: P
         ({"rank_pattern": {"v_proj": 0}}, {}, "expected a mapping from names of modules to positive integers"),
         ({"rank_pattern": {}}, {}, r"v_proj.lora_A.weight has shape \[3, \d+\], but adapter_config.json gives it the rank 2"),
         ({"r": 4}, {}, r"has shape \[2, \d+\], but adapter_config.json gives it the rank 4"),
-        ({"target_modules": ["q_proj", "v_proj", "down_proj", "nothing"]}, {}, "target_modules names 'nothing', of which"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            {},
+            "init_lora_weights is 'pissa_niter_4', and only True or False or 'gaussian'",
+        ),
+        ({"alora_invocation_tokens": [7]}, {}, r"alora_invocation_tokens is \[7\], and only None"),
+        ({"target_modules": ["q_proj", "v_proj", "down_proj", "o_proj"]}, {}, "target_modules names 'o_proj', of which"),
         ({"target_modules": ["q_proj"]}, {}, "target_modules does not name .*(v|down)_proj, which has one"),
-        ({"target_modules": "nothing"}, {}, "target_modules names 'nothing', of which there is none"),
+        ({"target_modules": "nothing"}, {}, "target_modules does not name model.layers.0"),
         ({"target_modules": 7}, {}, "target_modules is 7, expected a list of names"),
         ({"lora_dropout": "some"}, {}, "lora_dropout is 'some', expected a number from 0 to 1"),
         ({}, {"model.embed_tokens.lora_A.weight": (2, 24)}, "model.embed_tokens is no linear layer of the model|has no lora_B"),

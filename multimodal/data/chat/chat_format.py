@@ -235,7 +235,8 @@ def _messages(segments: Sequence[Segment], *, hide: Any) -> Iterator[tuple[str, 
     waiting: list[dict[str, Any]] = []
     for segment in segments:
         if not isinstance(segment, TextSegment):
-            waiting.append({"type": _kind(segment) if isinstance(segment, ItemSegment) else "image"})
+            kind = _kind(segment) if isinstance(segment, ItemSegment) else "image"
+            waiting.append({"type": kind, kind: ""})  # some templates ask for the type, some for the key
             continue
         part = {"type": "text", "text": hide(segment.text)}
         last = turns[-1][0] if turns else None

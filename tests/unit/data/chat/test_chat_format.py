@@ -154,9 +154,10 @@ AUDIO = (
 )
 
 
-def test_sound_has_placeholders_of_its_own(open_model: Callable[..., Model]) -> None:
-    """As Qwen2-Audio's template has them; images and clips in one sample stay apart."""
-    model = open_model(AUDIO, image_token_index=267, audio_token_index=270)
+@pytest.mark.parametrize("asked", ["content['type'] == 'audio'", "'audio' in content or 'audio_url' in content"])
+def test_sound_has_placeholders_of_its_own(open_model: Callable[..., Model], asked: str) -> None:
+    """As Qwen2-Audio's templates have them; images and clips in one sample stay apart."""
+    model = open_model(AUDIO.replace("content['type'] == 'audio'", asked), image_token_index=267, audio_token_index=270)
     found = model.build([ItemSegment(2, is_sound=True), ItemSegment(3), QUESTION, ANSWER])
     assert [length for _, _, length in found.item_starts] == [2, 3]
     assert [found.token_ids[start : start + length].tolist() for _, start, length in found.item_starts] == [[270] * 2, [267] * 3]
