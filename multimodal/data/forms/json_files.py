@@ -73,6 +73,7 @@ def _list_values(path: Path) -> Iterator[tuple[int, Any]]:
         raise DataError(f"{path}: is no UTF-8 ({problem}); save it as UTF-8") from problem
     place, number, seen = _behind_space(text, text.index("[") + 1), 1, 0
     if text[place : place + 1] == "]":
+        _check_end(text, place, path=path)
         return
     while True:
         number, seen = number + text.count("\n", seen, place), place
@@ -86,12 +87,20 @@ def _list_values(path: Path) -> Iterator[tuple[int, Any]]:
         yield number, value
         place = _behind_space(text, place)
         if text[place : place + 1] == "]":
+            _check_end(text, place, path=path)
             return
         if text[place : place + 1] != ",":
             raise DataError(
                 f"{where}: behind this entry of the list neither ',' nor ']' follows; the list is cut off: restore it"
             )
         place = _behind_space(text, place + 1)
+
+
+def _check_end(text: str, place: int, *, path: Path) -> None:
+    """Raise DataError if something follows the `]` at a place, such as another list, which would be lost."""
+    if (rest := _behind_space(text, place + 1)) < len(text):
+        line = 1 + text.count("\n", 0, rest)
+        raise DataError(f"{path}, line {line}: {text[rest : rest + 20]!r} follows the list; join lists into one, or remove it")
 
 
 def _behind_space(text: str, place: int) -> int:

@@ -269,6 +269,8 @@ def test_a_wrong_sample_is_named(write: Callable[..., Path], tmp_path: Path, gra
             "line 2: behind this entry of the list",
         ),
         ("[]", "the manifest is empty"),
+        ('[\n]\n[{"a": 1}]', r"data.json, line 3: '\[{\"a\": 1}\]' follows the list; join lists into one, or remove it"),
+        ('[{"id": 1, "segments": [{"type": "text", "role": "document", "text": "a"}]}] ]', "line 1: ']' follows the list"),
         ("question,answer\na,b\n", "data.json, line 1: is no JSON: it begins with 'question,answer'; give"),
         ('{"messages": [', "data.json, line 1: not a complete JSON object"),
         ("PK\x03\x04", "data.json: is a zip archive; unpack it, and give --data-path a manifest.jsonl, JSON lines"),
