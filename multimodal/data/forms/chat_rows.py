@@ -34,6 +34,7 @@ _OTHER_MARK = re.compile(
 )
 """Marks of other programs where media belong."""
 _HTML = frozenset(("<audio>", "<frame>", "<img>", "<video>"))
+"""Marks that are HTML where no media belong."""
 _ROLES: Mapping[str, str] = {
     "system": "system",
     "user": "user",

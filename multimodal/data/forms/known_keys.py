@@ -29,14 +29,8 @@ def check_keys(entry: Mapping[str, Any], known: Collection[str], *, where: str) 
     Keys that begin with an underscore are one's own. Empty values, which tables have in rows without any, lose nothing.
     """
     for key, value in entry.items():
-        if (
-            key in known
-            or key in METADATA
-            or key.endswith("_id")
-            or key.startswith("_")
-            or value is None
-            or value in ([], {}, "")
-        ):
+        is_own = key in known or key in METADATA or key.startswith("_") or key.endswith("_id")
+        if is_own or value is None or value in ([], {}, ""):
             continue
         remedy = _REMEDIES.get(key, "remove it, or put it under 'metadata' if it only describes the sample")
         raise DataError(f"{where}: unknown key {shown(key)}, which training would lose without a word; {remedy}")
