@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Checks and tests, in .venv (made on first use). Arguments go to pytest: ./scripts/test.sh tests/unit -k balance
+# --all: deep tests, too, and all examples of hypothesis.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 

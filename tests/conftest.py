@@ -1,7 +1,14 @@
-"""Settings that every test relies on."""
+"""Settings that every test relies on, and the two speeds: by default a part of the tests, with --all every one of them.
+
+Deep are tests, and rows of parametrised tests, that repeat what others show: `@pytest.mark.deep`, or with `when`, a function of a
+row's parameters, for those rows of which it is true.
+"""
 
 import os
+from inspect import signature
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 # Before torch is imported anywhere: with more threads, processes forked from this one hang after a backward in the parent.
@@ -11,6 +18,52 @@ os.environ["OMP_NUM_THREADS"] = "1"
 if not os.path.exists("/dev/nvidiactl"):
     os.environ["TRITON_INTERPRET"] = "1"
 
+SHARE_OF_EXAMPLES = 4
+"""Without --all, hypothesis draws one in so many of a test's examples, but no fewer than the following."""
+FEWEST_EXAMPLES = 8
+
+LONGEST_VALUE, LONGEST_ID = 32, 120
+"""Characters of a string's part in the id of a row, and of the id."""
+
 # No deadline an example: on a busy machine the first one, which imports and compiles, takes longer than any sensible one.
 settings.register_profile("braid", deadline=None)
 settings.load_profile("braid")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="run deep tests, too, and all examples of hypothesis")
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Of long strings their beginning; rows that are then alike get numbers."""
+    text = repr(val)[2:-1] if isinstance(val, bytes) else val
+    return f"{text[:LONGEST_VALUE]}..." if isinstance(text, str) and len(text) > LONGEST_VALUE + 3 else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    long = [item.nodeid for item in items if len(item.nodeid.partition("[")[2]) > LONGEST_ID]
+    if long:
+        raise pytest.UsageError(f"ids of more than {LONGEST_ID} characters; give the rows names (ids=...): {', '.join(long)}")
+    if config.getoption("all"):
+        return
+    deep = {item for item in items if _is_deep(item)}
+    config.hook.pytest_deselected(items=list(deep))
+    items[:] = [item for item in items if item not in deep]
+    if "BRAID_MASTER_EXAMPLES" not in os.environ:
+        for function in {item.obj for item in items if hasattr(getattr(item, "obj", None), "hypothesis")}:
+            _draw_fewer(function)
+
+
+def _is_deep(item: pytest.Item) -> bool:
+    """Tell whether a mark of it, or of its file, says so without a condition or with one that its parameters meet."""
+    for mark in item.iter_markers("deep"):
+        when = mark.kwargs.get("when")
+        if when is None or when(**{name: item.callspec.params[name] for name in signature(when).parameters}):
+            return True
+    return False
+
+
+def _draw_fewer(function: Any) -> None:
+    given = function._hypothesis_internal_use_settings
+    number = max(min(FEWEST_EXAMPLES, given.max_examples), given.max_examples // SHARE_OF_EXAMPLES)
+    function._hypothesis_internal_use_settings = settings(given, max_examples=number)

@@ -41,6 +41,7 @@ def balanced_case(name: str, model: str, *, builder: str = "1f1b", **given: Any)
     return replace(case, assignment=assignment)
 
 
+@pytest.mark.deep(when=lambda model, exchanges_samples: exchanges_samples != (model == "encoder, LLM and generator"))
 @pytest.mark.parametrize("exchanges_samples", [False, True])
 @pytest.mark.parametrize("model", ["two encoders and LLM", "encoder, LLM and generator"])
 @pytest.mark.parametrize("name", BALANCERS)

@@ -106,6 +106,7 @@ def test_every_pair_of_passes_keeps_the_gradients(ranks: RankPool, names: str) -
     assert_matches(GradientCase(graph, plan, assignment, source, builder="1f1b", passes=passes_named(names)), ranks)
 
 
+@pytest.mark.deep(when=lambda builder, model: builder not in ("1f1b", "zb-v") and model != "encoder, LLM and generator")
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("builder", [name for name, row in sorted(BUILDERS.items()) if row.can_train])
 def test_every_builder_trains_every_model(ranks: RankPool, builder: str, model: str) -> None:

@@ -22,6 +22,7 @@ from tests.distributed.test_hugging_face_runs import small_qwen2
 from tests.distributed.test_hugging_face_text import SAMPLES
 
 
+@pytest.mark.deep(when=lambda killed: killed == 1)
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_export_leaves_no_folder_by_half(tmp_path: Path, killed: int) -> None:
     source, target = tmp_path / "source", tmp_path / "target"

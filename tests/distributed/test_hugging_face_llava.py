@@ -133,6 +133,7 @@ def images_of(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapp
     return {"pixel_values": torch.stack(images) if images else None}
 
 
+@pytest.mark.deep(when=lambda make: make in (clip_and_llama, dinov2_and_qwen2))  # others of the kind have more to them
 @pytest.mark.parametrize(
     ("make", "merge_size"),
     [

@@ -94,6 +94,7 @@ def images_of(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapp
     }
 
 
+@pytest.mark.deep(when=lambda is_tied: is_tied)  # as Qwen3-VL is
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_logits_and_gradients_equal_transformers(is_tied: bool, ranks: RankPool, tmp_path: Path) -> None:
     def make() -> Any:

@@ -163,7 +163,7 @@ def collectives(case: LinearCase) -> list[str]:
         (LinearCase("row", 3, is_sequence_parallel=False), 3 * ["all_reduce"]),
         (LinearCase("row", 9), 7 * ["reduce_scatter"] + 7 * ["all_gather"]),
     ],
-    ids=str,
+    ids=["column", "frozen column", "row", "column of sums", "row of sums", "row in more parts than it has"],
 )
 def test_every_collective_is_cut_and_asynchronous(ranks: RankPool, case: LinearCase, expected: list[str]) -> None:
     assert ranks.run(collectives, case, world_size=2) == [expected, expected]

@@ -87,7 +87,7 @@ def expected_bytes(case: TrainingCase, *, zero_stage: int) -> list[float]:
         (FROZEN, SIZES, torch.bfloat16),
         (FROZEN, SPREAD, torch.float64),
     ],
-    ids=str,
+    ids=[f"{units}-float{bits}" for units in ("trained", "frozen") for bits in (32, 16, 64)],
 )
 def test_ranks_hold_what_the_memory_model_says(ranks: RankPool, graph: ModelGraph, sizes, dtype: torch.dtype) -> None:
     case = TrainingCase(graph, build_plan(graph, **sizes), dtype=dtype, vocab_size=512)

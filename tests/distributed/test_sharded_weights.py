@@ -55,7 +55,7 @@ def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: Gradie
         (FROZEN, COLOCATED, torch.bfloat16),
         (GRAPH, DEEP, torch.bfloat16),
     ],
-    ids=str,
+    ids=["tied unequal", "tied spread", "frozen colocated", "deep"],
 )
 def test_training_and_checkpoints_equal_those_of_sharded_optimizers(
     ranks: RankPool, tmp_path: Path, graph: Any, sizes: dict[str, Any], dtype: torch.dtype

@@ -13,7 +13,7 @@ from tests.distributed.launch import REPOSITORY
 from tests.distributed.small_run import working_flags, write_working_files
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.deep,
     pytest.mark.skipif(find_spec("pip") is None or shutil.which("c++") is None, reason="needs pip and a C++ compiler"),
 ]
 BUILT = ("setup.py", "pyproject.toml", "LICENSE", "pretrain_mllm.py")

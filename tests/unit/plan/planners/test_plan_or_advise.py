@@ -27,6 +27,7 @@ def advised(name: str, asked: PlanningRequest) -> int:
 CASES = [(name, graph) for name in PLANNERS for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
 
 
+@pytest.mark.deep(when=lambda name, graph: name not in ("disttrain", "braid") and graph != "two")
 @pytest.mark.parametrize(("name", "graph"), CASES)
 def test_the_advised_number_is_enough_and_one_fewer_is_not(name: str, graph: str) -> None:
     asked = with_memory(request(GRAPHS[graph], num_gpus=1), 0.8)

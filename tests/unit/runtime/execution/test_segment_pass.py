@@ -44,7 +44,7 @@ PLAIN = {"activation": "gelu", "normalization": "LayerNorm", "add_bias_linear": 
         RangeCase("llm", last=2, deepstack=(0, 1)),
         RangeCase("llm", first=2, last=3, deepstack=(0, 1)),
     ],
-    ids=str,
+    ids=lambda case: " ".join(f"{name}={value}" for name, value in vars(case).items() if value != getattr(RangeCase, name, None)),
 )
 def test_any_ranges_give_what_the_whole_stage_gives(
     case: RangeCase, transformer: dict[str, object], recompute: str | None
