@@ -131,6 +131,7 @@ PLANS: Plans = {
 }
 
 
+@pytest.mark.deep(when=lambda build: build in (llama, qwen3))  # of both there is one with more to it
 @pytest.mark.parametrize(
     "build",
     [

@@ -81,6 +81,9 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
     return Report(losses, norms, balances, training.parameters())
 
 
+@pytest.mark.deep(
+    when=lambda name, dtype, shards_weights: dtype == torch.float32 or (name.endswith("over a pipeline") and not shards_weights)
+)
 @pytest.mark.parametrize(
     ("name", "dtype", "shards_weights"),
     [
@@ -144,6 +147,7 @@ def values_of(training: Training) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.deep(when=lambda dtype, shards_weights: shards_weights != (dtype == torch.bfloat16))
 @pytest.mark.parametrize("shards_weights", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sharded_optimizer_state_comes_back_bit_for_bit(ranks: RankPool, dtype: torch.dtype, shards_weights: bool) -> None:

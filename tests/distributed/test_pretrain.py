@@ -31,6 +31,10 @@ def losses(entries: list[dict[str, Any]]) -> list[float]:
     return [entry["loss"] for entry in entries]
 
 
+IN_OTHER_TESTS = ("gpipe", "--colocate-units", "--tp-comm-overlap", "interleaved-1f1b", "gather-parameters,reduce-by-layer")
+"""Words of rows whose technique is compared with one process elsewhere, and whose flags are read there or in tests/unit."""
+
+
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Three float64 steps in one process."""
@@ -38,6 +42,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return train(log, "--dtype", "float64", "--train-iters", 3, "--vision-dp", 1, "--llm-pp", 1, num_ranks=1)
 
 
+@pytest.mark.deep(when=lambda flags: any(word in flags for word in IN_OTHER_TESTS))
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
@@ -86,6 +91,7 @@ def write_manifest(folder: Path) -> Path:
     return path
 
 
+@pytest.mark.deep(when=lambda data: data == "digits")
 @pytest.mark.parametrize("data", ["digits", "manifest"])
 def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(
     tmp_path: Path, one_process: list[dict[str, Any]], data: str

@@ -71,6 +71,7 @@ def test_ranks_die_anywhere_and_nodes_return(tmp_path: Path, inputs: Path) -> No
     assert "1 node may be lost at once, down to 2; 6 replicas each keep all of the optimizer state" in output
 
 
+@pytest.mark.deep
 def test_replicas_that_differ_become_alike_and_differ_again(tmp_path: Path, inputs: Path) -> None:
     """Pipelines of two and three nodes; without one node there are two of two.
 
@@ -86,6 +87,7 @@ def test_replicas_that_differ_become_alike_and_differ_again(tmp_path: Path, inpu
     assert output.count("with 4 nodes") >= 2
 
 
+@pytest.mark.deep
 def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(tmp_path: Path, inputs: Path) -> None:
     """One replica over two nodes of two ranks: half of the state is lost with any rank, as a node dies as one."""
     flags = ("--save", tmp_path / "saved", "--save-interval", 4)

@@ -47,6 +47,7 @@ def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: Gradie
     assert_matches(replace(case, shards_weights=True), ranks)
 
 
+@pytest.mark.deep(when=lambda sizes: sizes in (SPREAD, DEEP))
 @pytest.mark.parametrize(
     ("graph", "sizes", "dtype"),
     [

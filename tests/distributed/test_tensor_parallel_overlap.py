@@ -67,12 +67,14 @@ def build_case(sizes: str, *, frozen: tuple[str, ...] = (), **changes: Any) -> G
     return replace(case, **changes)
 
 
+@pytest.mark.deep(when=lambda sizes, change: change != "plain" and sizes != "tp 4, pp 2")
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("sizes", SIZES)
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, change: str) -> None:
     assert_matches(build_case(sizes, **CHANGES[change]), ranks)
 
 
+@pytest.mark.deep(when=lambda change: change in ("no sequence parallelism", "zb-h1"))
 @pytest.mark.parametrize("frozen", [("vision",), ("llm",)])
 @pytest.mark.parametrize("change", ["plain", "no sequence parallelism", "zb-h1", "weights shared"])
 def test_frozen_units(ranks: RankPool, change: str, frozen: tuple[str, ...]) -> None:

@@ -20,6 +20,7 @@ from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_O
 FAST = tuple(name for name in PLANNERS if name != "braid")
 
 
+@pytest.mark.deep(when=lambda name, graph: name != "disttrain" and graph not in ("three", "fed"))
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", PLANNERS)
 def test_every_plan_validates_fits_and_is_simulated(name, graph):
@@ -39,6 +40,7 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph):
             assert CLUSTER.is_one_node(ranks), "tensor parallelism stays within a node"
 
 
+@pytest.mark.deep(when=lambda graph: graph != "two")
 @pytest.mark.parametrize("graph", ["two", "text-only"])
 def test_braid_finds_the_same_plan_however_slow_the_machine_is(graph, monkeypatch):
     """An hour passes whenever the planner looks at a clock."""
