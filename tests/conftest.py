@@ -36,8 +36,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Of long strings their beginning; rows that are then alike get numbers."""
-    text = repr(val)[2:-1] if isinstance(val, bytes) else val
-    return f"{text[:LONGEST_VALUE]}..." if isinstance(text, str) and len(text) > LONGEST_VALUE + 3 else None
+    if not isinstance(val, str | bytes):
+        return None
+    text = repr(val)[2:-1] if isinstance(val, bytes) else val.encode("unicode_escape").decode("ascii")
+    return f"{text[:LONGEST_VALUE]}..." if len(text) > LONGEST_VALUE + 3 else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -47,6 +49,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("all"):
         return
     deep = {item for item in items if _is_deep(item)}
+    if planted := sorted(item.nodeid for item in deep if "planted" in item.nodeid):
+        raise pytest.UsageError(f"planted errors are never deep; take the mark from {', '.join(planted)}")
     config.hook.pytest_deselected(items=list(deep))
     items[:] = [item for item in items if item not in deep]
     if "BRAID_MASTER_EXAMPLES" not in os.environ:
