@@ -123,6 +123,7 @@ def run_and_save(case: GradientCase, target: str = "") -> RankGradients:
     return run_step(session, plan_case(case))
 
 
+@pytest.mark.deep(when=lambda encoder: encoder in ("dinov2", "siglip"))
 @pytest.mark.parametrize(
     ("encoder", "as_modules"), [("dinov2", ["vision"]), ("clip", ["vision"]), ("clip", []), ("siglip", []), ("registers", [])]
 )

@@ -84,6 +84,7 @@ def test_training_goes_on_from_one_sharing_of_experts_to_another(ranks: RankPool
         assert np.allclose(whole[key], values, rtol=tolerance, atol=1e-9 if dtype == torch.float64 else 1e-4), key
 
 
+@pytest.mark.deep(when=lambda other: other in (FOURS, DEEP))
 @pytest.mark.parametrize("other", [PAIRS, FOURS, DEEP, ONE], ids=["pairs", "fours", "deep", "one rank"])
 def test_checkpoints_load_whoever_shares_experts(ranks: RankPool, tmp_path: Path, other: Plan) -> None:
     """Bit for bit under the same plan; what was saved, and the same training but for rounding, under another."""
