@@ -36,15 +36,6 @@ class Norm(torch.nn.Module):
         return normal.to(hidden.dtype)
 
 
-class HeadNorm(Norm):
-    """Normalises the channels of every head; each tensor parallel rank has its own heads, whatever the parallelism."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        super().__init__(config, hidden_size, eps)
-        for parameter in self.parameters():
-            parameter.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
-
-
 class AllHeadsNorm(Norm):
     """Normalises the channels of all heads together; one rank has them all."""
 

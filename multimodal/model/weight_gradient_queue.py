@@ -144,12 +144,18 @@ class DelayedModuleGradient(NamedTuple):
         return ()
 
     def compute(self) -> None:
-        """Let the module compute the oldest gradient that it keeps; hooks of the parameters run as after any backward."""
-        self.module.backward_dw()
-        for parameter in self.module.parameters(recurse=False):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None:
-                torch.autograd.backward((parameter,), (gradient,))
+        """Compute the oldest gradient that the module keeps; hooks of the parameters run as after any backward.
+
+        The module's own `backward_dw` expects a gradient of every bias, either here or already in the parameter. But Megatron adds
+        some biases outside the product (`skip_bias_add`), and FP8 sums the bias's gradient in the backward itself; Megatron's
+        gradient buffers have taken those by now.
+        """
+        (of_weight, of_bias, *_), _ = self.module.wgrad_store.pop()
+        found = [(self.module.weight, of_weight)]
+        if of_bias is not None and of_bias.numel():
+            found.append((self.module.bias, of_bias))
+        for parameter, gradient in found:
+            torch.autograd.backward((parameter,), (gradient.to(parameter.dtype),))
 
 
 def defer_in_modules(root: Module) -> bool:
@@ -157,7 +163,7 @@ def defer_in_modules(root: Module) -> bool:
 
     Such a module delays the gradients of every backward, so a queue must be active in every forward.
     """
-    delaying = [each for each in root.modules() if getattr(each, "wgrad_store", None) is not None]
+    delaying = [each for each in root.modules() if (store := getattr(each, "wgrad_store", None)) and store.delay_wgrad_compute()]
     for module in delaying:
         module.register_forward_hook(_leave_to_queue)
     return bool(delaying)

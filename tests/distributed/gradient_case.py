@@ -36,6 +36,7 @@ from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -72,6 +73,8 @@ class GradientCase:
     """Whether replicas share weights and gradients, too; the reference never does."""
     num_overlapped_parts: int = 1
     """Of tensor parallel collectives."""
+    transformer_impl: str = "local"
+    """Of the reference, too."""
     cluster: Cluster | None = None
     """Whose durations schedules go by that need any; unit costs by default."""
 
@@ -150,7 +153,14 @@ def build_options(case: GradientCase) -> BuildOptions:
         attention_backend=case.attention_backend,
         attention_mask=case.attention_mask,
         num_overlapped_parts=case.num_overlapped_parts,
+        transformer_impl=case.transformer_impl,
+        delays_weight_gradients=_delays_weight_gradients(case),
     )
+
+
+def _delays_weight_gradients(case: GradientCase) -> bool:
+    splits = BUILDERS[case.builder].splits_backwards or split_backward in case.passes
+    return splits and case.transformer_impl != "local"
 
 
 def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forward_only: bool = False) -> Step:
@@ -169,7 +179,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         recompute=case.recompute,
         zero_stage=3 if case.shards_weights else 0,
         sequence_parallel=case.sequence_parallel,
-        transformer_impl="local",
+        transformer_impl=case.transformer_impl,
         num_overlapped_parts=case.num_overlapped_parts,
     )
     predictor = StepPredictor(schedules, case.cluster, case.source.vocab_size, options) if case.cluster is not None else None
@@ -221,6 +231,8 @@ def run_reference(case: GradientCase) -> RankGradients:
         replace(
             case,
             plan=plan,
+            builder="1f1b",
+            passes=(),
             sequence_parallel=False,
             recompute=None,
             attention_backend="dense",

@@ -2,7 +2,7 @@
 
 from megatron.runtime.session import Session
 from multimodal.model.layers.layer_kind import InputContext
-from multimodal.model.layers.transformer import attention_choice
+from multimodal.model.layers.transformer import accumulates_in_engine, attention_choice
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.model.weight_gradient_queue import find_accumulation
 from multimodal.values.model_graph import ModelGraph
@@ -20,13 +20,13 @@ def describe_paths(session: Session) -> str:
 
 def describe_fusions(options: BuildOptions) -> list[str]:
     """Return the operations that are fused or in FP8; none on a CPU."""
-    is_engine = options.transformer_impl == "transformer_engine"
     found = []
     if options.fp8_format is not None:
         found.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe})")
     if options.fuses_kernels:
         found.append("fused SwiGLU and rotation")
-    if options.accumulates_in_products and not options.delays_weight_gradients and (is_engine or find_accumulation()):
+    is_engine = options.transformer_impl == "transformer_engine"
+    if accumulates_in_engine(options) if is_engine else options.accumulates_in_products and find_accumulation():
         found.append("weight gradients added in products")
     return found
 

@@ -24,8 +24,9 @@ from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
-from multimodal.model.norm import AllHeadsNorm, HeadNorm, Norm
+from multimodal.model.norm import AllHeadsNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
+from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
@@ -75,9 +76,12 @@ class TransformerKind(LayerKind):
         if options.transformer_impl != "local":
             config = copy.copy(config)  # set here, since elsewhere it is validated against Megatron's own schedules
             config.delay_wgrad_compute = options.delays_weight_gradients
-            # A delayed gradient that is added to its buffer directly would trigger hooks before it is there.
-            config.gradient_accumulation_fusion = options.accumulates_in_products and not options.delays_weight_gradients
+            config.gradient_accumulation_fusion = accumulates_in_engine(options)
+            # None in place of a flag for first microbatches: a "first" one would overwrite the gradient buffer, although another's
+            # backward may have come before. FP8 needs the flag, to keep weights in FP8 for a whole step.
+            config.disable_parameter_transpose_cache = options.fp8_format is None
         layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=context.groups)
+        _sum_head_norms(layer, tensor_parallel_size=context.groups.tp.size())
         return layer
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
@@ -108,6 +112,23 @@ class TransformerKind(LayerKind):
         """Return megatron-core's `core_attention`."""
         attention: Module = layer.self_attention.core_attention  # type: ignore[union-attr, assignment]
         return attention
+
+
+def accumulates_in_engine(options: BuildOptions) -> bool:
+    """Return True if Transformer Engine's products add weight gradients to float32 buffers themselves.
+
+    Delayed gradients do not: hooks would run before they are there. Nor do those of FP8: the step's first microbatch, which
+    quantises the weights, would overwrite the buffer.
+    """
+    return options.accumulates_in_products and not options.delays_weight_gradients and options.fp8_format is None
+
+
+def _sum_head_norms(layer: Module, *, tensor_parallel_size: int) -> None:
+    """Let the gradients of query and key norms be summed over tensor parallel ranks, each of which has heads of its own."""
+    for name in ("q_layernorm", "k_layernorm"):
+        norm = getattr(layer.self_attention, name, None)
+        for parameter in norm.parameters() if norm is not None else ():
+            parameter.sequence_parallel = tensor_parallel_size > 1
 
 
 def attention_choice(context: InputContext) -> AttentionChoice:
@@ -142,7 +163,7 @@ def transformer_layer_spec(
     self_attention = spec.submodules.self_attention
     self_attention.params = {"attn_mask_type": AttnMaskType.causal if choice.rule.is_causal else AttnMaskType.no_mask}
     if has_head_norms and implementation == "local":
-        self_attention.submodules.q_layernorm = self_attention.submodules.k_layernorm = HeadNorm
+        self_attention.submodules.q_layernorm = self_attention.submodules.k_layernorm = Norm
     self_attention.submodules.core_attention = _core_attention(choice, recompute=recompute)
     return spec
 
