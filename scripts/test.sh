@@ -11,6 +11,16 @@ if ! python -c 'import triton' 2>/dev/null; then
         echo "note: Triton could not be installed; the tests of GPU kernels will be skipped"
 fi
 
+# Transformer Engine's package is pure Python and runs over a stand-in for its compiled module. It lies where only those tests look,
+# since megatron-core would find it anywhere else. NVIDIA's images have 2.8; the others are the oldest that works and the newest.
+export BRAID_TRANSFORMER_ENGINE="$PWD/$venv/transformer_engine"
+for version in 2.3.0 2.8.0 2.20.2; do
+    if [[ ! -d "$BRAID_TRANSFORMER_ENGINE/$version" ]]; then
+        python -m pip install --quiet --no-deps --target "$BRAID_TRANSFORMER_ENGINE/$version" "transformer-engine==$version" ||
+            echo "note: Transformer Engine $version could not be had; its tests will be skipped"
+    fi
+done
+
 step "ruff check" ruff check
 step "mypy" mypy
 # Three at a time, on two cores: while ranks of one test wait for each other, others compute.

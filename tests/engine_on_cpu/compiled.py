@@ -6,6 +6,7 @@ exact checks hold. What is missing raises NotImplementedError with its name when
 
 import enum
 import types
+import zlib
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,20 +17,20 @@ NAME = "transformer_engine_torch"
 
 
 class DType(enum.IntEnum):
-    """The module's number formats, and float64."""
+    """The module's number formats; Transformer Engine compares the names with its own."""
 
     kByte = 0
-    kInt16 = 1
     kInt32 = 2
-    kInt64 = 3
     kFloat32 = 4
     kFloat16 = 5
     kBFloat16 = 6
     kFloat8E4M3 = 7
     kFloat8E5M2 = 8
-    kFloat8E8M0 = 9
     kFloat4E2M1 = 10
-    kFloat64 = 11
+
+
+FLOAT64 = 11
+"""The number of a format that only the stand-in has, for exact checks."""
 
 
 class FP8FwdTensors(enum.IntEnum):
@@ -44,6 +45,14 @@ class FP8BwdTensors(enum.IntEnum):
     GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2, GRAD_OUTPUT3, GRAD_INPUT3 = range(6)
 
 
+class NVTE_Fused_Attn_Backend(enum.IntEnum):  # noqa: N801
+    """Its attention, which Braid does not use; from 2.20 on the names are compared."""
+
+    NVTE_No_Backend = -1
+    NVTE_F16_arbitrary_seqlen = 1
+    NVTE_FP8 = 2
+
+
 class Float8BlockScaleTensorFormat(enum.IntEnum):
     """Layouts of block-scaled tensors."""
 
@@ -51,13 +60,13 @@ class Float8BlockScaleTensorFormat(enum.IntEnum):
     COMPACT = 1
 
 
-TORCH = {
+TORCH: dict[int, torch.dtype] = {
     DType.kByte: torch.uint8,
     DType.kInt32: torch.int32,
     DType.kFloat32: torch.float32,
     DType.kFloat16: torch.float16,
     DType.kBFloat16: torch.bfloat16,
-    DType.kFloat64: torch.float64,
+    FLOAT64: torch.float64,
     DType.kFloat8E4M3: torch.float8_e4m3fn,
     DType.kFloat8E5M2: torch.float8_e5m2,
 }
@@ -391,10 +400,12 @@ class _Missing(types.ModuleType):
 
 
 class _Named(type):
-    def __getattr__(cls, member: str) -> str:
+    """The type of classes whose members only have to differ."""
+
+    def __getattr__(cls, member: str) -> int:
         if member.startswith("__"):
             raise AttributeError(member)
-        return f"{cls.__name__}.{member}"
+        return zlib.crc32(f"{cls.__name__}.{member}".encode())
 
 
 def _missing(name: str) -> Callable[..., Any]:

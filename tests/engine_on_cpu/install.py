@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from tests.engine_on_cpu.compiled import NAME, DType, stand_in
+from tests.engine_on_cpu.compiled import FLOAT64, NAME, stand_in
 
 FOLDER = "BRAID_TRANSFORMER_ENGINE"
-"""Environment variable: where the package was unpacked (`pip install --no-deps --target FOLDER transformer-engine`)."""
+"""Environment variable: a folder with one folder for each version, into which the package was installed."""
 _REPLACED = {
     b'device="cuda"': b'device="cpu"',
     b"is_cuda": b"is_cpu",
@@ -107,5 +107,5 @@ def install(folder: Path) -> None:
     import transformer_engine.pytorch
     from transformer_engine.pytorch import constants
 
-    constants.TE_DType[torch.float64] = DType.kFloat64
-    constants.TE_DType_To_Torch[DType.kFloat64] = torch.float64
+    constants.TE_DType[torch.float64] = FLOAT64
+    constants.TE_DType_To_Torch[FLOAT64] = torch.float64

@@ -1,0 +1,76 @@
+"""Layers of Transformer Engine, its real Python over a stand-in for its compiled module: loss and gradients of one process."""
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.builders import BUILDERS
+from multimodal.values.model_graph import ModelGraph
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.random_source import RandomSource
+from tests.distributed.test_every_builder import MODELS, SAMPLES, UNITS, _assign, _of, build_case
+from tests.engine_on_cpu.engine_pool import EnginePool
+from tests.engine_on_cpu.install import FOLDER
+
+NAMES = ("vision", "llm")
+BIASES = {"add_bias_linear": True, "add_qkv_bias": True, "normalization": "LayerNorm", "activation": "gelu"}
+HEAD_NORMS = {"qk_layernorm": True}
+VERSIONS = sorted(Path(os.environ.get(FOLDER, "none")).glob("*/"))
+
+
+@pytest.fixture(scope="module", params=VERSIONS or [None], ids=lambda folder: folder.name if folder else "none")
+def engine_ranks(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
+    """Eight ranks that have one version of Transformer Engine."""
+    if request.param is None:
+        pytest.skip(f"{FOLDER} names no folder with versions of Transformer Engine; scripts/test.sh downloads them")
+    pool = EnginePool(request.param, 8)
+    yield pool
+    pool.close()
+
+
+def _case(
+    builder: str, *, tensor: int = 1, shape: Mapping[str, Any] | None = None, units: Mapping[str, Any] | None = None, **options: Any
+) -> GradientCase:
+    """An encoder on one stage beside an LLM of two stages and one or, without tensor parallelism, two replicas."""
+    described = {name: {**UNITS[name], **(shape or {}), **(units or {}).get(name, {})} for name in NAMES}
+    graph = ModelGraph.from_dict({"units": described})
+    source = RandomSource(graph, tuple(replace(each, items=_of(described, each)) for each in SAMPLES), 12)
+    replicas = 1 if tensor > 1 else 2
+    sizes = {"vision": UnitSizes(tensor, data_parallel_size=1), "llm": UnitSizes(tensor, 2, data_parallel_size=replicas)}
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=tensor * (1 + 2 * replicas))
+    case = GradientCase(graph, plan, _assign(source, plan, graph), source, builder=builder, transformer_impl="transformer_engine")
+    return replace(case, **options)
+
+
+CASES = {
+    "biases": _case("1f1b", shape=BIASES),
+    "biases, split": _case("zb-h1", shape=BIASES),
+    "biases, split, tp 2": _case("zb-h1", shape=BIASES, tensor=2),
+    "biases, split, sequence parallel": _case("zb-h1", shape=BIASES, tensor=2, sequence_parallel=True),
+    "head norms": _case("1f1b", shape=HEAD_NORMS),
+    "head norms, tp 2": _case("1f1b", shape=HEAD_NORMS, tensor=2),
+    "head norms, sequence parallel": _case("1f1b", shape=HEAD_NORMS, tensor=2, sequence_parallel=True),
+    "recompute": _case("1f1b", recompute="full"),
+    "recompute, split, biases": _case("zb-h1", shape=BIASES, recompute="full"),
+    "recompute attention": _case("1f1b", recompute="selective"),
+    "frozen encoder": _case("1f1b", units={"vision": {"freeze_module": True}}),
+    "frozen LLM, split": _case("zb-h1", shape=BIASES, units={"llm": {"freeze_module": True}}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gradients_equal_one_process(engine_ranks: EnginePool, name: str) -> None:
+    assert_matches(CASES[name], engine_ranks)
+
+
+@pytest.mark.parametrize("builder", [name for name, row in sorted(BUILDERS.items()) if row.can_train])
+def test_every_builder(engine_ranks: EnginePool, builder: str) -> None:
+    case = build_case(builder, MODELS["encoder, LLM and generator"])
+    assert_matches(replace(case, transformer_impl="transformer_engine"), engine_ranks)
