@@ -13,7 +13,7 @@ fi
 
 # Transformer Engine's package is pure Python and runs over a stand-in for its compiled module. It lies where only those tests look,
 # since megatron-core would find it anywhere else. NVIDIA's images have 2.8; the others are the oldest that works and the newest.
-export BRAID_TRANSFORMER_ENGINE="$PWD/$venv/transformer_engine"
+export BRAID_TRANSFORMER_ENGINE="$(realpath "$venv")/transformer_engine"
 for version in 2.3.0 2.8.0 2.20.2; do
     if [[ ! -d "$BRAID_TRANSFORMER_ENGINE/$version" ]]; then
         python -m pip install --quiet --no-deps --target "$BRAID_TRANSFORMER_ENGINE/$version" "transformer-engine==$version" ||
