@@ -8,7 +8,7 @@ import numpy as np
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.item_shares import RankLoad
 from multimodal.cost.layers.collectives import held_key_bytes
-from multimodal.cost.layers.layer import ActivationCase, Recompute
+from multimodal.cost.layers.layer import ActivationCase, Implementation, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import LayerCounts, StageKey, StageLayers
@@ -171,11 +171,14 @@ class StepMemory:
         sizes, described = self.layers.plan.units[unit], self.layers.describe(unit, layer)
         total = 0.0
         for load, is_spread in ((kept.whole, False), (kept.cut, True)):
-            case = ActivationCase(need, self.bytes_per_element, self.options.transformer_impl, recompute, is_spread)
+            case = ActivationCase(need, self.bytes_per_element, self._implementation(unit), recompute, is_spread)
             total = total + described.activation_bytes(load, case).all_ranks(
                 tensor_parallel_size=tensor_size, sequence_parallel=self.options.sequence_parallel
             )
         return total / (tensor_size * sizes.context_parallel_size)
+
+    def _implementation(self, unit: str) -> Implementation:
+        return "local" if self.layers.graph.unit(unit).needs_local_layers else self.options.transformer_impl
 
     @cached_property
     def _kept_bytes(self) -> dict[str, Integers]:
@@ -190,7 +193,7 @@ class StepMemory:
         sizes, num_channels = self.layers.plan.units[unit], width
         if is_first:
             return self.bytes_per_element * width * self.loads.num_received_rows(unit) / sizes.context_parallel_size
-        if self.bytes_per_element >= 4 or self.options.transformer_impl == "transformer_engine":
+        if self.bytes_per_element >= 4 or self._implementation(unit) == "transformer_engine":
             num_channels -= self.layers.graph.unit(unit).transformer.hidden_size  # the first norm keeps the same tensor
         num_ranks = sizes.context_parallel_size * (tensor_size if self.options.sequence_parallel else 1)
         return self.bytes_per_element * num_channels * load.num_tokens / num_ranks

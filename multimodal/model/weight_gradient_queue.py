@@ -146,9 +146,9 @@ class DelayedModuleGradient(NamedTuple):
     def compute(self) -> None:
         """Compute the oldest gradient that the module keeps; hooks of the parameters run as after any backward.
 
-        The module's own `backward_dw` expects a gradient of every bias, either here or already in the parameter. But Megatron adds
-        some biases outside the product (`skip_bias_add`), and FP8 sums the bias's gradient in the backward itself; Megatron's
-        gradient buffers have taken those by now.
+        The module's own `backward_dw` expects a gradient of every bias, either here or already in the parameter. But Megatron
+        adds some biases outside the product (`skip_bias_add`), and FP8 sums the bias's gradient in the backward itself;
+        Megatron's gradient buffers have taken those by now.
         """
         (of_weight, of_bias, *_), _ = self.module.wgrad_store.pop()
         found = [(self.module.weight, of_weight)]

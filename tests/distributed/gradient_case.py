@@ -74,7 +74,7 @@ class GradientCase:
     num_overlapped_parts: int = 1
     """Of tensor parallel collectives."""
     transformer_impl: str = "local"
-    """Of the reference, too."""
+    """The reference has local layers."""
     cluster: Cluster | None = None
     """Whose durations schedules go by that need any; unit costs by default."""
 
@@ -238,6 +238,7 @@ def run_reference(case: GradientCase) -> RankGradients:
             attention_backend="dense",
             shards_weights=False,
             num_overlapped_parts=1,
+            transformer_impl="local",
         )
     )
     stages = {unit: stage.train() for (unit, _), stage in session.stages.items()}

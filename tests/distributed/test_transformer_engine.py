@@ -1,4 +1,4 @@
-"""Layers of Transformer Engine, its real Python over a stand-in for its compiled module: loss and gradients of one process."""
+"""Layers of Transformer Engine, its real Python over a stand-in for its compiled module: loss and gradients of local layers."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -8,20 +8,26 @@ from typing import Any
 
 import pytest
 
+from multimodal.cost.layers.registry import read_model
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.hugging_face_case import FromFolder
+from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
 from tests.distributed.random_source import RandomSource
 from tests.distributed.test_every_builder import MODELS, SAMPLES, UNITS, _assign, _of, build_case
+from tests.distributed.wide_transformers import build_wide_model
 from tests.engine_on_cpu.engine_pool import EnginePool
 from tests.engine_on_cpu.install import FOLDER
 
 NAMES = ("vision", "llm")
 BIASES = {"add_bias_linear": True, "add_qkv_bias": True, "normalization": "LayerNorm", "activation": "gelu"}
 HEAD_NORMS = {"qk_layernorm": True}
+ADAPTERS = {"llm": {"lora": {"rank": 2, "targets": ["transformer.linear_qkv", "transformer.linear_fc1"]}}}
+EXPERTS = {"llm": {"experts": {"num_experts": 4, "aux_loss_coeff": 0.1, "ffn_hidden_size": 12}}}
 VERSIONS = sorted(Path(os.environ.get(FOLDER, "none")).glob("*/"))
 
 
@@ -36,7 +42,12 @@ def engine_ranks(request: pytest.FixtureRequest) -> Iterator[EnginePool]:
 
 
 def _case(
-    builder: str, *, tensor: int = 1, shape: Mapping[str, Any] | None = None, units: Mapping[str, Any] | None = None, **options: Any
+    builder: str,
+    *,
+    tensor: int = 1,
+    shape: Mapping[str, Any] | None = None,
+    units: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> GradientCase:
     """An encoder on one stage beside an LLM of two stages and one or, without tensor parallelism, two replicas."""
     described = {name: {**UNITS[name], **(shape or {}), **(units or {}).get(name, {})} for name in NAMES}
@@ -61,12 +72,19 @@ CASES = {
     "recompute, split, biases": _case("zb-h1", shape=BIASES, recompute="full"),
     "recompute attention": _case("1f1b", recompute="selective"),
     "frozen encoder": _case("1f1b", units={"vision": {"freeze_module": True}}),
+    "adapters": _case("1f1b", units=ADAPTERS),
+    "adapters, split, tp 2": _case("zb-h1", units=ADAPTERS, tensor=2),
+    "experts": _case("1f1b", units=EXPERTS),
+    "experts, split, tp 2": _case("zb-h1", units=EXPERTS, tensor=2, sequence_parallel=True),
+    "experts, recompute": _case("1f1b", units=EXPERTS, recompute="full"),
+    "weights shared": _case("1f1b", shape=BIASES, shards_weights=True),
+    "weights shared, recompute": _case("1f1b", shards_weights=True, recompute="full"),
     "frozen LLM, split": _case("zb-h1", shape=BIASES, units={"llm": {"freeze_module": True}}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_one_process(engine_ranks: EnginePool, name: str) -> None:
+def test_gradients_equal_local_layers(engine_ranks: EnginePool, name: str) -> None:
     assert_matches(CASES[name], engine_ranks)
 
 
@@ -74,3 +92,23 @@ def test_gradients_equal_one_process(engine_ranks: EnginePool, name: str) -> Non
 def test_every_builder(engine_ranks: EnginePool, builder: str) -> None:
     case = build_case(builder, MODELS["encoder, LLM and generator"])
     assert_matches(replace(case, transformer_impl="transformer_engine"), engine_ranks)
+
+
+PLANS: Plans = {
+    "alone": ({"llm": (1, 1, 1)}, {}),
+    "tp 2, pp 2, dp 2": ({"llm": (2, 2, 2)}, {"sequence_parallel": True}),
+    "zero 3, tp 2, dp 3": ({"llm": (2, 1, 3)}, {"shards_weights": True}),
+    "zb-h1, pp 3": ({"llm": (1, 3, 1)}, {"builder": "zb-h1", "recompute": "full"}),
+}
+
+
+@pytest.mark.parametrize("build", ["llama", "qwen3", "mixtral"])
+def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, build: str) -> None:
+    """The gradients that local layers have from it, and files that are the same byte for byte."""
+    models = pytest.importorskip("tests.distributed.test_hugging_face_text", reason="transformers is not installed")
+    folder = tmp_path / "model"
+    build_wide_model(getattr(models, build), folder, max_shard_size="10KB")
+    graph = read_model(folder)
+    (expected,) = engine_ranks.run(FromFolder(folder), case_of(graph, models.SAMPLES, PLANS["alone"][0]), world_size=1)
+    plans = {name: (sizes, {**options, "transformer_impl": "transformer_engine"}) for name, (sizes, options) in PLANS.items()}
+    Comparison(folder, graph, models.SAMPLES, (), expected).assert_under_plans(plans, engine_ranks)

@@ -1,7 +1,7 @@
 """A stand-in for `transformer_engine_torch`, the compiled module of Transformer Engine, in torch on the CPU.
 
-Products, norms, and rounding to E4M3 and E5M2 are the module's own arithmetic, in torch's dtypes; in float64 everything is, so that
-exact checks hold. What is missing raises NotImplementedError with its name when it is called.
+Products, norms, and rounding to E4M3 and E5M2 are the module's own arithmetic, in torch's dtypes; in float64 everything is, so
+that exact checks hold. What is missing raises NotImplementedError with its name when it is called.
 """
 
 import enum
@@ -16,19 +16,20 @@ from torch import Tensor
 NAME = "transformer_engine_torch"
 
 
-class DType(enum.IntEnum):
-    """The module's number formats; Transformer Engine compares the names with its own."""
-
-    kByte = 0
-    kInt32 = 2
-    kFloat32 = 4
-    kFloat16 = 5
-    kBFloat16 = 6
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
-    kFloat4E2M1 = 10
-
-
+DType = enum.IntEnum(
+    "DType",
+    {
+        "kByte": 0,
+        "kInt32": 2,
+        "kFloat32": 4,
+        "kFloat16": 5,
+        "kBFloat16": 6,
+        "kFloat8E4M3": 7,
+        "kFloat8E5M2": 8,
+        "kFloat4E2M1": 10,
+    },
+)
+"""The module's number formats; Transformer Engine compares the names with its own."""
 FLOAT64 = 11
 """The number of a format that only the stand-in has, for exact checks."""
 
@@ -36,7 +37,9 @@ FLOAT64 = 11
 class FP8FwdTensors(enum.IntEnum):
     """Places of a layer's tensors in its table of scales (forward)."""
 
-    GEMM1_INPUT, GEMM1_WEIGHT, GEMM1_OUTPUT, GEMM2_INPUT, GEMM2_WEIGHT, GEMM2_OUTPUT, GEMM3_INPUT, GEMM3_WEIGHT, GEMM3_OUTPUT = range(9)
+    GEMM1_INPUT, GEMM1_WEIGHT, GEMM1_OUTPUT, GEMM2_INPUT, GEMM2_WEIGHT, GEMM2_OUTPUT, GEMM3_INPUT, GEMM3_WEIGHT, GEMM3_OUTPUT = (
+        range(9)
+    )
 
 
 class FP8BwdTensors(enum.IntEnum):
@@ -45,8 +48,15 @@ class FP8BwdTensors(enum.IntEnum):
     GRAD_OUTPUT1, GRAD_INPUT1, GRAD_OUTPUT2, GRAD_INPUT2, GRAD_OUTPUT3, GRAD_INPUT3 = range(6)
 
 
-class NVTE_Fused_Attn_Backend(enum.IntEnum):  # noqa: N801
-    """Its attention, which Braid does not use; from 2.20 on the names are compared."""
+class _WithOlderNames(enum.EnumMeta):
+    def __getattr__(cls, name: str) -> int:
+        if name.startswith("NVTE_"):
+            return 0
+        raise AttributeError(name)
+
+
+class NVTE_Fused_Attn_Backend(enum.IntEnum, metaclass=_WithOlderNames):  # noqa: N801
+    """Its attention, which Braid does not use; from 2.20 on the names are compared, and versions before have others."""
 
     NVTE_No_Backend = -1
     NVTE_F16_arbitrary_seqlen = 1
@@ -177,7 +187,9 @@ def _values(tensor: Any, *, columnwise: bool = False) -> Tensor:
             flat = _from_float8(data, tensor._fp8_dtype).reshape(data.inverse_scales.shape) * data.inverse_scales
             return flat.t().contiguous().reshape(*data.shape[1:], data.shape[0])
         data = tensor._rowwise_data
-        return (_from_float8(data, tensor._fp8_dtype).reshape(data.inverse_scales.shape) * data.inverse_scales).reshape(data.shape)
+        return (_from_float8(data, tensor._fp8_dtype).reshape(data.inverse_scales.shape) * data.inverse_scales).reshape(
+            data.shape
+        )
     if hasattr(tensor, "_fp8_dtype"):
         if tensor._data is not None and tensor._data.numel():
             return _from_float8(tensor._data, tensor._fp8_dtype) * tensor._scale_inv
@@ -286,7 +298,15 @@ def _finish(result: Tensor, out: Tensor | None, quantizer: Any, dtype: DType, so
 
 
 def layernorm_fwd(
-    source: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Any, quantizer: Any, dtype: DType, margin: int, zero_centred: bool
+    source: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    out: Any,
+    quantizer: Any,
+    dtype: DType,
+    margin: int,
+    zero_centred: bool,
 ) -> tuple[Any, Tensor, Tensor]:
     """LayerNorm; returns the output, means, and reciprocal deviations."""
     result, mean, factor = _normalised(source, weight, bias, eps, is_centred=True, is_zero_centred=zero_centred)
@@ -314,7 +334,9 @@ def layernorm_bwd(
     return [found.to(gradient.dtype), (wide * normal).sum(axes).to(weight.dtype), wide.sum(axes).to(weight.dtype)]
 
 
-def rmsnorm_bwd(gradient: Tensor, source: Tensor, factor: Tensor, weight: Tensor, margin: int, zero_centred: bool) -> list[Tensor]:
+def rmsnorm_bwd(
+    gradient: Tensor, source: Tensor, factor: Tensor, weight: Tensor, margin: int, zero_centred: bool
+) -> list[Tensor]:
     """Gradients of input and weight."""
     wide = gradient.to(_wide(source.dtype))
     normal = source.to(wide.dtype) * factor.unsqueeze(-1)
@@ -339,7 +361,9 @@ def multi_tensor_l2norm(
     chunk: int, noop: Tensor, lists: Sequence[Sequence[Tensor]], per_tensor: bool | None = False
 ) -> tuple[Tensor, Tensor]:
     """Return the norm over all tensors, and that of each."""
-    norms = torch.stack([torch.linalg.vector_norm(each.to(_wide(each.dtype))) for each in lists[0]]) if lists[0] else torch.zeros(1)
+    norms = (
+        torch.stack([torch.linalg.vector_norm(each.to(_wide(each.dtype))) for each in lists[0]]) if lists[0] else torch.zeros(1)
+    )
     return torch.linalg.vector_norm(norms).reshape(1), norms if per_tensor else torch.empty(0)
 
 

@@ -1,4 +1,4 @@
-"""Rank processes that have Transformer Engine: forked from a process of their own, which installs it before megatron-core is imported."""
+"""Rank processes that have Transformer Engine: forked from a process that installs it before megatron-core is imported."""
 
 import multiprocessing
 import traceback

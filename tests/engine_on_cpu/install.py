@@ -1,7 +1,8 @@
 """Lets Transformer Engine's real Python run on a CPU, over the stand-in of `compiled.py` for its compiled module.
 
-The package `transformer-engine` (pure Python) lies in a folder of its own, since megatron-core asks for it when it is imported: only
-processes that call `install` before that see it. To Transformer Engine the machine has an H100; to everybody else it has no CUDA.
+The package `transformer-engine` (pure Python) lies in a folder of its own, since megatron-core asks for it when it is imported:
+only processes that call `install` before that see it. To Transformer Engine the machine has an H100; to everybody else it has no
+CUDA.
 """
 
 import contextlib

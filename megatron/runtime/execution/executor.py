@@ -23,7 +23,7 @@ class Executor(RankResources):
         self._check_implementation(step)
         for stage in self.stages.values():
             stage.train(not step.shape.forward_only)
-            stage.set_is_first_microbatch()  # layers in FP8 quantise their weights in the next forward, and keep them for the step
+            stage.set_is_first_microbatch()  # layers in FP8 quantise their weights in the next forward, and keep them so
             stage.num_step_tokens = step.num_tokens
         running = RunningStep(self, step)
         memory_before = _start_counting_cuda_memory()

@@ -142,10 +142,10 @@ def _check_layers_can_be_built(graph: ModelGraph) -> None:
 
 def _check_adapters(config: RunConfig, *, graph: ModelGraph) -> None:
     adapted = [unit.name for unit in graph.units if unit.lora is not None]
-    if adapted and config.model.transformer_impl != "local":
+    if adapted and config.model.fp8_format is not None:
         raise ConfigError(
-            f"unit '{adapted[0]}' has adapters (LoRA), which linear layers of --transformer-impl {config.model.transformer_impl} "
-            "cannot have; use --transformer-impl local"
+            f"unit '{adapted[0]}' has adapters (LoRA), which only linear layers of torch can have, and those have no "
+            f"--fp8-format {config.model.fp8_format}; leave one of the two out"
         )
     if config.checkpoint.save_adapter is not None and not adapted:
         raise ConfigError("--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out")

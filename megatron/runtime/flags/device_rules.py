@@ -16,6 +16,8 @@ class Rule(NamedTuple):
     is_broken: Callable[[RunConfig], bool]
     message: str
     """A format string over `c`, the configuration."""
+    keeps_local: str | None = None
+    """Of combinations that Transformer Engine's layers cannot have: their name in the table of defaults in docs/runtime.md."""
 
 
 def _is_half(config: RunConfig) -> bool:
@@ -63,6 +65,7 @@ DEVICE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None,
         "--transformer-impl transformer_engine: Transformer Engine is not installed; install it or use --transformer-impl local",
+        keeps_local="it is not installed",
     ),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and not _has_cuda(),
@@ -71,17 +74,20 @@ DEVICE_RULES: tuple[Rule, ...] = (
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and c.training.dtype == "float64",
         "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks",
+        keeps_local="`--dtype float64`",
     ),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and _splits_backwards(c) and not can_delay_weight_gradients(),
         "--transformer-impl transformer_engine splits backwards into input and weight gradients, as "
         f"{_SPLITTING_SCHEDULES} and --schedule-passes {_SPLITTING_PASSES} do, from version 2.3 on; install that, or use "
         "--transformer-impl local, or another schedule",
+        keeps_local="split backwards with a version before 2.3",
     ),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and BUILDERS[c.training.schedule].runs_segments,
         "--schedule {c.training.schedule} runs pieces of layers, which Transformer Engine fuses; use --transformer-impl local, "
         "or another schedule",
+        keeps_local="schedules that run pieces of layers (`optimus`)",
     ),
     Rule(
         lambda c: c.model.fp8_format is not None and not _has_cuda(),
@@ -130,16 +136,23 @@ DEVICE_RULES: tuple[Rule, ...] = (
         lambda c: c.parallelism.tp_comm_overlap and c.model.transformer_impl == "transformer_engine",
         "--tp-comm-overlap cuts the collectives of --transformer-impl local; Transformer Engine's layers have an overlap of "
         "their own, in user buffers that Braid does not set up; use --transformer-impl local, or leave it out",
+        keeps_local="`--tp-comm-overlap`",
     ),
     Rule(
         lambda c: c.parallelism.tp_comm_overlap and c.training.emulate is not None,
         "--emulate waits as long as its table says, with or without --tp-comm-overlap; leave one of them out",
     ),
     Rule(
-        lambda c: c.parallelism.shards_weights and c.model.transformer_impl == "transformer_engine",
+        lambda c: (
+            c.parallelism.shards_weights
+            and c.model.transformer_impl == "transformer_engine"
+            and (_splits_backwards(c) or c.model.fp8_format is not None)
+        ),
         "--data-parallel-sharding-strategy optim_grads_params takes a layer's weights away between its forward and its backward, "
-        "but layers of Transformer Engine keep casts and transposes of them; use --transformer-impl local, or "
-        "--data-parallel-sharding-strategy optim",
+        "but layers of Transformer Engine keep copies of them in FP8, and give gradients of split backwards after that; use "
+        "--transformer-impl local, --data-parallel-sharding-strategy optim, or a --schedule with whole backwards and no "
+        "--fp8-format",
+        keeps_local="ZeRO-3 with split backwards or FP8",
     ),
     Rule(
         lambda c: (

@@ -170,11 +170,6 @@ RULES: tuple[Rule, ...] = (
         "--pretrained-checkpoint, --load-hf, --load-adapter, --save-hf, --save-adapter and --eval-iters",
     ),
     Rule(
-        lambda c: c.model.transformer_impl == "transformer_engine" and bool(c.checkpoint.load_hf or c.checkpoint.save_hf),
-        "--transformer-impl transformer_engine keeps norms under other names, which --load-hf and --save-hf do not know; use "
-        "--transformer-impl local",
-    ),
-    Rule(
         lambda c: c.checkpoint.finetune and _same_run(c.checkpoint.load, c.checkpoint.save),
         "--finetune starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it starts from; "
         "give another --save",

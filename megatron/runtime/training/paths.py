@@ -14,8 +14,14 @@ LAYERS = {"local": "local layers", "transformer_engine": "layers of Transformer 
 def describe_paths(session: Session) -> str:
     """Return one line: the implementation of layers, the attention of each unit, and fused kernels."""
     options = session.options.build
-    parts = [LAYERS[options.transformer_impl], *describe_fusions(options)]
+    parts = [_describe_layers(session.graph, options), *describe_fusions(options)]
     return f"computed by {', '.join(parts)}; attention by {describe_attention(session.graph, session.plan, options)}"
+
+
+def _describe_layers(graph: ModelGraph, options: BuildOptions) -> str:
+    local = [] if options.transformer_impl == "local" else [unit.name for unit in graph.units if unit.needs_local_layers]
+    found = LAYERS[options.transformer_impl]
+    return f"{found} ({' and '.join(local)}, for adapters: {LAYERS['local']})" if local else found
 
 
 def describe_fusions(options: BuildOptions) -> list[str]:

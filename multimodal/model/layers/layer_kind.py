@@ -200,7 +200,7 @@ class LayerKind(ABC):
 
     def initial_vector(self, name: str) -> float:
         """Return the initial value of all entries of a vector: 1 for norms, 0 for biases."""
-        return 1.0 if name.endswith(("norm.weight", "layer_norm_weight")) else 0.0
+        return 1.0 if name.endswith("norm.weight") else 0.0
 
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return the whole initial matrix if it is not drawn at random; None if it is."""

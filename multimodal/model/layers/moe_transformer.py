@@ -10,7 +10,7 @@ from multimodal.model.experts.expert_mlp import ExpertMLP
 from multimodal.model.experts.router import RowSequences
 from multimodal.model.layers.layer_kind import LayerContext, LayerPart, StagePass
 from multimodal.model.layers.transformer import TransformerKind
-from multimodal.values.errors import ConfigError
+from multimodal.model.norm import Norm
 
 
 class MoeTransformerKind(TransformerKind):
@@ -19,11 +19,7 @@ class MoeTransformerKind(TransformerKind):
     num_segments = 1
 
     def build(self, context: LayerContext, index: int) -> Module:
-        """Build the layer without an MLP, and the experts; raises ConfigError for Transformer Engine."""
-        if context.options.transformer_impl != "local":
-            raise ConfigError(
-                f"unit '{context.unit.name}' has experts, which are built of torch's products alone; use --transformer-impl local"
-            )
+        """Build the layer without an MLP, and the experts."""
         shape = context.unit.transformer
         assert shape.experts is not None, "a model with such layers describes their experts"
         layer = super().build(context, index)
@@ -31,8 +27,8 @@ class MoeTransformerKind(TransformerKind):
         return layer
 
     def adapt(self, spec: ModuleSpec) -> None:
-        """Leave the MLP out of the spec."""
-        spec.submodules.mlp = IdentityOp
+        """Leave the MLP out of the spec, and with it the norm that Transformer Engine fuses with it."""
+        spec.submodules.mlp, spec.submodules.pre_mlp_layernorm = IdentityOp, Norm
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Run the layer on packed sequences, which the loss that balances experts distinguishes."""

@@ -33,6 +33,8 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 MLP_SUBMODULES = MLPSubmodules(linear_fc1=DeferrableColumnParallelLinear, linear_fc2=DeferrableRowParallelLinear)
 INITIAL_SCALE = 0.1
 """Initial value of layer scales."""
+FUSED_NORMS = {"input_layernorm": "self_attention.linear_qkv", "pre_mlp_layernorm": "mlp.linear_fc1"}
+"""Norms of a layer, and the products with which Transformer Engine fuses them."""
 _Branch = tuple[Tensor, Tensor | None]
 """A branch's output and the bias that is still to be added to it."""
 
@@ -57,8 +59,9 @@ class TransformerKind(LayerKind):
     def build(self, context: LayerContext, index: int) -> Module:
         """Build megatron-core's layer from its spec."""
         options = context.options
+        implementation = "local" if context.unit.needs_local_layers else options.transformer_impl
         spec = transformer_layer_spec(
-            implementation=options.transformer_impl,
+            implementation=implementation,
             choice=attention_choice(context.input_context),
             recompute=options.recompute,
             num_overlapped_parts=options.num_overlapped_parts,
@@ -73,14 +76,15 @@ class TransformerKind(LayerKind):
         _add_biases(spec, context.unit)
         self.adapt(spec)
         config = context.config
-        if options.transformer_impl != "local":
+        if implementation != "local":
             config = copy.copy(config)  # set here, since elsewhere it is validated against Megatron's own schedules
             config.delay_wgrad_compute = options.delays_weight_gradients
             config.gradient_accumulation_fusion = accumulates_in_engine(options)
-            # None in place of a flag for first microbatches: a "first" one would overwrite the gradient buffer, although another's
-            # backward may have come before. FP8 needs the flag, to keep weights in FP8 for a whole step.
+            # None in place of a flag for first microbatches: a "first" one would overwrite the gradient buffer, although
+            # another's backward may have come before. FP8 needs the flag, to keep weights in FP8 for a whole step.
             config.disable_parameter_transpose_cache = options.fp8_format is None
         layer: Module = build_module(spec, config=config, layer_number=index, pg_collection=context.groups)
+        _name_fused_norms(layer)
         _sum_head_norms(layer, tensor_parallel_size=context.groups.tp.size())
         return layer
 
@@ -121,6 +125,19 @@ def accumulates_in_engine(options: BuildOptions) -> bool:
     quantises the weights, would overwrite the buffer.
     """
     return options.accumulates_in_products and not options.delays_weight_gradients and options.fp8_format is None
+
+
+def _name_fused_norms(layer: Module) -> None:
+    """Give norms that Transformer Engine fuses with the product behind them the names that they have in local layers, too.
+
+    The place of such a norm is empty and comes before the product: of a parameter that a layer has in two places,
+    `named_parameters` lists the first. So checkpoints and folders of Hugging Face do not depend on the implementation.
+    """
+    modules = dict(layer.named_modules())
+    for norm, product in FUSED_NORMS.items():
+        for tensor in ("weight", "bias"):
+            if (parameter := getattr(modules.get(product), f"layer_norm_{tensor}", None)) is not None:
+                modules[norm].register_parameter(tensor, parameter)
 
 
 def _sum_head_norms(layer: Module, *, tensor_parallel_size: int) -> None:

@@ -237,6 +237,11 @@ class Unit:
             return not (self.freeze_projector or self.adapted_modules(layer_index))
         return not self.freeze_module and self.lora is None
 
+    @property
+    def needs_local_layers(self) -> bool:
+        """True if transformer layers are megatron-core's own, whatever the others are: only those can have adapters."""
+        return self.lora is not None
+
     def adapted_modules(self, layer_index: int) -> tuple[str, ...]:
         """Return the linear layers of this layer that have adapters."""
         return self.lora.modules(self.layers[layer_index]) if self.lora is not None else ()

@@ -42,7 +42,6 @@ def test_each_rank_holds_its_share_of_gate_and_up() -> None:
         ("layers.1.mlp.linear_fc1.weight", False, ParameterSharding(0)),
         ("layers.1.mlp.linear_fc2.weight", True, ParameterSharding(1)),
         ("layers.1.mlp.linear_fc2.bias", True, WHOLE),
-        ("layers.1.self_attention.linear_qkv.layer_norm_weight", True, WHOLE),
         ("layers.1.input_layernorm.weight", True, WHOLE),
         ("layers.0.word_embeddings.weight", False, ParameterSharding(0)),
         ("layers.3.output_layer.weight", False, ParameterSharding(0)),

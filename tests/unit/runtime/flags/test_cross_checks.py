@@ -204,10 +204,6 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Pars
             "--lora-rank 8 --lora-targets patch_embedding",
             "--lora-targets patch_embedding: no linear layer that may have an adapter",
         ),
-        (
-            "--lora-rank 8 --transformer-impl transformer_engine",
-            "unit 'language' has adapters (LoRA), which linear layers of --transformer-impl transformer_engine cannot have; use",
-        ),
         ("--save-adapter out", "--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out"),
         ("--freeze vision llm --freeze-projector vision", "every unit is frozen, so nothing would be trained"),
     ],
@@ -229,7 +225,12 @@ def test_transformer_engine_must_be_installed(parse: Parse, monkeypatch: pytest.
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has no float64"):
         parse("--transformer-impl transformer_engine --dtype float64")
-    assert parse("--transformer-impl transformer_engine --bf16").model.transformer_impl == "transformer_engine"
+    for line in ("", "--lora-rank 8"):
+        assert parse(f"--transformer-impl transformer_engine --bf16 {line}").model.transformer_impl == "transformer_engine"
+    with pytest.raises(
+        ConfigError, match=r"has adapters \(LoRA\), .* and those have no --fp8-format e4m3; leave one of the two out"
+    ):
+        parse("--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --lora-rank 8")
 
 
 def test_attention_backends_must_fit_mask_device_and_precision(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -289,8 +290,10 @@ def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkey
         parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
+    engine = f"{flag} --vision-dp 2 --transformer-impl transformer_engine"
+    assert parse(engine, world_size=3).parallelism.shards_weights
     with pytest.raises(ConfigError, match="takes a layer's weights away between its forward and its backward"):
-        parse(f"{flag} --vision-dp 2 --transformer-impl transformer_engine", world_size=3)
+        parse(f"{engine} --fp8-format e4m3", world_size=3)
 
 
 def test_context_parallelism_needs_a_backend_and_whole_windows(

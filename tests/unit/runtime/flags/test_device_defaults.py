@@ -9,12 +9,15 @@ from megatron.runtime.flags import device_defaults, device_rules
 from megatron.runtime.flags.arguments import build_plan, freeze_units, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
+from megatron.runtime.flags.flag_rules import RULES
 from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import ConfigError
 
+DOCS = Path(__file__).parents[4] / "docs"
 MODEL = Path(__file__).parents[4] / "examples" / "digits" / "model.yaml"
 BASE = f"--model {MODEL} --data-path digits --global-batch-size 8 --train-iters 1 --lr 1e-3"
 PLANNED = "gather-parameters,reduce-by-layer"
+ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params"
 
 
 @pytest.fixture
@@ -48,7 +51,10 @@ def chosen(config: RunConfig) -> tuple[str, str, str]:
         ("--colocate-units --schedule-passes reduce-by-layer", ("bfloat16", "reduce-by-layer", "transformer_engine")),
         ("--vision-dp 1 --llm-pp 3 --schedule zb-h1", ("bfloat16", "", "transformer_engine")),
         ("--vision-dp 1 --llm-pp 3 --schedule optimus", ("bfloat16", "", "local")),
-        ("--colocate-units --data-parallel-sharding-strategy optim_grads_params", ("bfloat16", "", "local")),
+        (f"--colocate-units {ZERO_3}", ("bfloat16", "", "transformer_engine")),
+        (f"--vision-dp 2 --llm-pp 2 {ZERO_3} --schedule zb-h1", ("bfloat16", "", "local")),
+        ("--colocate-units --lora-rank 4", ("bfloat16", PLANNED, "transformer_engine")),
+        ("--colocate-units --save-hf out", ("bfloat16", PLANNED, "transformer_engine")),
         ("--colocate-units --llm-tp 2 --tp-comm-overlap", ("bfloat16", PLANNED, "local")),
     ],
 )
@@ -63,6 +69,13 @@ def test_an_older_transformer_engine_does_not_split_backwards(engine: pytest.Mon
         defaults("--vision-dp 1 --llm-pp 3 --schedule zb-h1 --transformer-impl transformer_engine")
 
 
+def test_the_table_of_defaults_names_all_exceptions() -> None:
+    rows = [
+        line.split("|")[1:-1] for line in (DOCS / "runtime.md").read_text().splitlines() if line.startswith("| `--transformer")
+    ]
+    assert [row[2].strip() for row in rows] == ["; ".join(rule.keeps_local for rule in RULES if rule.keeps_local is not None)]
+
+
 def test_a_cpu_changes_nothing() -> None:
     assert chosen(defaults("--colocate-units", has_cuda=False)) == ("float32", "", "local")
 
@@ -72,7 +85,7 @@ def test_fp8_takes_transformer_engine_or_says_why_not(engine: pytest.MonkeyPatch
     assert chosen(config)[2] == "transformer_engine" and config.model.fp8_recipe == "delayed"
     for flags, problem in (
         ("--vision-dp 1 --llm-pp 3 --schedule optimus", "runs pieces of layers, which Transformer Engine fuses"),
-        ("--colocate-units --data-parallel-sharding-strategy optim_grads_params", "keep casts and transposes of them"),
+        (f"--colocate-units {ZERO_3}", "keep copies of them in FP8"),
         ("--colocate-units --transformer-impl local", "needs layers of Transformer Engine"),
         ("--colocate-units --fp8-recipe delayed --recompute-granularity full", "would count twice"),
     ):
