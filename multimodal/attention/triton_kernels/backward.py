@@ -7,10 +7,10 @@ neither needs atomics on gradients, so results do not depend on the order in whi
 import triton
 import triton.language as tl
 
-from multimodal.attention.triton_kernels.tiles import load_tile, load_tokens, store_tile, tile_sees
+from multimodal.attention.triton_kernels.tiles import SIZES, load_tile, load_tokens, store_tile, tile_sees
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def query_gradient_kernel(
     query, key, value, output_gradient, log_sums, deltas, query_gradient, partial,
     query_bits, query_ids, key_bits, key_ids, blocks, items, counter, scale_log2, scale,
@@ -113,7 +113,7 @@ def _add_query_gradients(
     return gradient
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def key_value_gradient_kernel(
     query, key, value, output_gradient, log_sums, deltas, key_gradient, value_gradient, partial_key, partial_value,
     query_bits, query_ids, key_bits, key_ids, blocks, items, counter, scale_log2, scale,
@@ -235,7 +235,7 @@ def _add_key_value_gradients(
     return key_sum, value_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def join_gradients_kernel(
     partial, split_rows, gradient, num_tokens, num_heads, num_slot_rows,
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,

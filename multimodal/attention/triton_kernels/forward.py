@@ -6,10 +6,10 @@ Online softmax as in FlashAttention-2 (Dao 2023), in base 2; the work list alone
 import triton
 import triton.language as tl
 
-from multimodal.attention.triton_kernels.tiles import load_tile, load_tokens, store_tile, tile_sees
+from multimodal.attention.triton_kernels.tiles import SIZES, load_tile, load_tokens, store_tile, tile_sees
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     query, key, value, output, log_sums, partial_output, partial_log_sums,
     query_bits, query_ids, key_bits, key_ids, blocks, items, counter, scale_log2,
@@ -122,7 +122,7 @@ def _mix_tiles(
     return mixed, maximum, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def join_outputs_kernel(
     partial_output, partial_log_sums, split_rows, output, log_sums, num_queries, num_heads, num_slot_rows,
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_ROWS: tl.constexpr,

@@ -4,6 +4,9 @@ import triton
 import triton.language as tl
 
 ACROSS_ITEMS_BIT = tl.constexpr(1 << 62)
+SIZES = ("num_queries", "num_keys", "num_tokens", "num_tickets", "num_slot_rows")
+"""Arguments that change with the microbatch. Triton compiles anew for sizes that are 1 or that 16 divides, which would stop ranks
+in the middle of training, each at another step."""
 
 
 @triton.jit

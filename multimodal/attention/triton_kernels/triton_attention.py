@@ -22,6 +22,7 @@ from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes
 from multimodal.attention.triton_kernels.work_list import order_blocks, plan_work_list
 from multimodal.values.errors import ConfigError
 
+_IS_INTERPRETED = not isinstance(forward_kernel, triton.JITFunction)
 LOG2_E = math.log2(math.e)
 
 
@@ -52,7 +53,7 @@ def attend_by_triton(
             f"--attention-backend triton takes float16, bfloat16 and float32, not {query.dtype}; "
             "choose --attention-backend blocks"
         )
-    if query.device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if query.device.type == "cpu" and not _IS_INTERPRETED:
         raise ConfigError("--attention-backend triton needs a CUDA device; choose --attention-backend blocks on a CPU")
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
     chosen = options or _choose_options(query, mask=mask)
@@ -201,7 +202,7 @@ def _strides(*tensors: Tensor) -> tuple[int, ...]:
 def _constants(query: Tensor, mask: AttentionMask) -> dict[str, Any]:
     channels = query.shape[2]
     # Triton's interpreter multiplies bfloat16 as the integers in which it stores them.
-    is_interpreted = triton.knobs.runtime.interpret and query.dtype == torch.bfloat16
+    is_interpreted = _IS_INTERPRETED and query.dtype == torch.bfloat16
     types = {torch.float16: triton.language.float16, torch.bfloat16: triton.language.bfloat16}
     return {
         "CHANNELS": channels,

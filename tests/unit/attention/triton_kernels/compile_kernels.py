@@ -55,6 +55,7 @@ def compile_kernel(kernel: Any, tiles: TileSizes, *, channels: int, capability: 
     return {
         "kernel": kernel.__name__,
         "shared_bytes": compiled.metadata.shared,
+        "specialized_sizes": [each.name for each in kernel.params if each.name.startswith("num_") and not each.do_not_specialize],
         "has_matrix_instructions": "wgmma.mma_async" in compiled.asm["ptx"],
     }
 

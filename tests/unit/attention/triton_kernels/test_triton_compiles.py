@@ -27,3 +27,5 @@ def test_kernels_compile_and_fit(channels: int, capability: int, tmp_path: Path)
     assert len(kernels) == 5
     assert all(kernel["shared_bytes"] <= SHARED_BYTES[capability] for kernel in kernels)
     assert [kernel["has_matrix_instructions"] for kernel in kernels] == [capability == 90] * 3 + [False] * 2
+    sizes = {size for kernel in kernels for size in kernel["specialized_sizes"]}
+    assert sizes == {"num_heads", "num_groups"}, "others change with the microbatch, and each variant takes a while to compile"
