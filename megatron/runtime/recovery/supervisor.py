@@ -146,6 +146,7 @@ class Supervisor:
             "MASTER_PORT": str(flags.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RUN_ID": f"elastic-{flags.address}-{flags.port}",
+            "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch ends survivors whose communicators are aborted
             "BRAID_NODE": str(node.number),
             "BRAID_INCARNATION": str(node.incarnation),
             TOKEN_VARIABLE: show_token(flags.secret),

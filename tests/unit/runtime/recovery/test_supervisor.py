@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -133,3 +134,10 @@ def test_a_store_that_nobody_keeps_is_one_error(monkeypatch: pytest.MonkeyPatch,
     port = free_port()
     assert main(["--nodes", "1", "--port", str(port), "program.py"]) == 1
     assert f"supervisor: error: the store at 127.0.0.1:{port} cannot be reached" in capsys.readouterr().err
+
+
+def test_ranks_may_abort_communicators_without_being_ended_by_torch() -> None:
+    flags, command = read_flags(["--nodes", "1", "--port", str(free_port()), "program.py"])
+    supervisor = Supervisor.__new__(Supervisor)
+    supervisor._flags, supervisor._command = flags, command
+    assert supervisor._environment(SimpleNamespace(number=0, incarnation=0), 0)["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
