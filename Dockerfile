@@ -7,7 +7,10 @@ COPY . .
 
 # Editable, so that the C++ kernels lie beside the Python files that run: whoever starts /opt/braid/pretrain_mllm.py gets this
 # folder first on Python's path, and a second copy among the installed packages would not be found.
-# The constraint keeps the image's own torch, in place of the image's longer list, whose pins may be too old for the build.
+# The constraints keep the image's own torch, in place of the image's longer list, whose pins may be too old for the build, and take
+# the megatron-core that Braid's tests ran with under this image's Python. Triton and torchvision are the image's own.
 RUN python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > /opt/constraints.txt \
-    && PIP_CONSTRAINT=/opt/constraints.txt pip install --no-cache-dir --editable '.[examples,plots,tensorboard,tokenizers]' \
+    && echo 'megatron-core==0.19.2' >> /opt/constraints.txt \
+    && PIP_CONSTRAINT=/opt/constraints.txt pip install --no-cache-dir --editable \
+        '.[audio,examples,hf,plots,producers,tensorboard,tokenizers]' \
     && python -c 'from multimodal.kernels import kernels; assert kernels is not None, "the C++ kernels did not build"'

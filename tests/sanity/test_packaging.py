@@ -5,6 +5,7 @@ import re
 import tomllib
 from fnmatch import fnmatch
 
+from packaging.requirements import Requirement
 from setuptools import find_namespace_packages
 
 from tests.sanity.repository import ROOT, list_text_files
@@ -48,9 +49,11 @@ def test_the_image_gets_all_that_is_built_and_run_and_builds_its_own_kernels():
     assert "assert kernels is not None" in DOCKERFILE
 
 
-def test_the_image_asks_for_extras_that_exist_and_lies_where_slurm_looks_for_it():
+def test_the_image_has_all_that_runs_ask_for_and_lies_where_slurm_looks_for_it():
     extras = re.search(r"'\.\[([\w,]+)\]'", DOCKERFILE)[1].split(",")
-    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(extras) <= known.keys()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert set(extras) == project["optional-dependencies"].keys() - {"all", "test", "triton", "vision"}
+    allowed = next(each for each in map(Requirement, project["dependencies"]) if each.name == "megatron-core")
+    assert allowed.specifier.contains(re.search(r"megatron-core==([\d.]+)", DOCKERFILE)[1])
     folder = re.search(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)[1]
     assert f'BRAID="${{BRAID:-{folder}}}"' in (ROOT / "scripts" / "slurm" / "pretrain.sh").read_text()
