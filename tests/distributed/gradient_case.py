@@ -75,6 +75,9 @@ class GradientCase:
     """Of tensor parallel collectives."""
     transformer_impl: str = "local"
     """The reference has local layers."""
+    dtype: torch.dtype = torch.float64
+    """Anything else is for what cannot be exact."""
+    fp8_recipe: str | None = None
     cluster: Cluster | None = None
     """Whose durations schedules go by that need any; unit costs by default."""
 
@@ -117,7 +120,7 @@ class RankGradients:
 
 
 def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = None) -> Session:
-    """This rank's part of a case, in float64 so that the comparison is exact.
+    """This rank's part of a case, by default in float64 so that the comparison is exact.
 
     Biases, norm weights and what adapters have as zeros are drawn at random: as zeros and ones they would hide what adds or
     scales twice.
@@ -147,13 +150,15 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
 def build_options(case: GradientCase) -> BuildOptions:
     """Of a case's stages."""
     return BuildOptions(
-        Precision(torch.float64),
+        Precision(case.dtype),
         sequence_parallel=case.sequence_parallel,
         recompute=case.recompute,
         attention_backend=case.attention_backend,
         attention_mask=case.attention_mask,
         num_overlapped_parts=case.num_overlapped_parts,
         transformer_impl=case.transformer_impl,
+        fp8_format=None if case.fp8_recipe is None else "hybrid",
+        fp8_recipe=case.fp8_recipe or "tensorwise",
         delays_weight_gradients=_delays_weight_gradients(case),
     )
 

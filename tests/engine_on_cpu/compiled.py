@@ -160,7 +160,7 @@ def quantize(source: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
 
 def dequantize(tensor: Any, dtype: DType) -> Tensor:
     """Return a tensor's values."""
-    return _values(tensor).to(TORCH[dtype])
+    return numbers_of(tensor).to(TORCH[dtype])
 
 
 def fp8_transpose(data: Tensor, fp8_dtype: DType, *, out: Tensor | None = None) -> Tensor:
@@ -179,7 +179,7 @@ def split_quantize(source: Tensor, sizes: Sequence[int], quantizers: Sequence[An
     return [quantizer(part) for part, quantizer in zip(source.split(list(sizes)), quantizers, strict=True)]
 
 
-def _values(tensor: Any, *, columnwise: bool = False) -> Tensor:
+def numbers_of(tensor: Any, *, columnwise: bool = False) -> Tensor:
     """The numbers that a product reads, of a plain tensor or one in FP8, whichever copy it would read."""
     if hasattr(tensor, "_rowwise_data") or hasattr(tensor, "_columnwise_data"):
         if columnwise and tensor._columnwise_data is not None:
@@ -201,8 +201,8 @@ def _values(tensor: Any, *, columnwise: bool = False) -> Tensor:
 def _product(left: Any, is_transposed_left: bool, right: Any, is_transposed_right: bool, dtype: torch.dtype) -> Tensor:
     """Return right x left^T in column-major terms: TN is y = x w^T, NN dx = dy w, NT dw = dy^T x."""
     # Products read rows along the axis that is summed: of a matrix that is not transposed, the columnwise copy.
-    a = _values(left, columnwise=not is_transposed_left)
-    b = _values(right, columnwise=is_transposed_right)
+    a = numbers_of(left, columnwise=not is_transposed_left)
+    b = numbers_of(right, columnwise=is_transposed_right)
     wide = _wide(torch.promote_types(a.dtype, b.dtype))
     rows_a, rows_b = a.reshape(-1, a.shape[-1]).to(wide), b.reshape(-1, b.shape[-1]).to(wide)
     result = (rows_b.t() if is_transposed_right else rows_b) @ (rows_a.t() if is_transposed_left else rows_a)
@@ -234,7 +234,7 @@ def generic_gemm(
     result = _product(a, is_transposed_a, b, is_transposed_b, torch.float32)
     bias_gradient = None
     if bias is not None and grad:
-        values = _values(b)
+        values = numbers_of(b)
         bias_gradient = values.reshape(-1, values.shape[-1]).to(_wide(values.dtype)).sum(0).to(bias.dtype)
     elif bias is not None:
         result = result + bias.to(result.dtype)
@@ -270,7 +270,7 @@ def te_general_grouped_gemm(
         result = _product(left, is_transposed_a, right, is_transposed_b, torch.float32)
         if bias[index].numel():
             if grad:
-                values = _values(right)
+                values = numbers_of(right)
                 bias[index].copy_(values.reshape(-1, values.shape[-1]).sum(0))
             else:
                 result = result + bias[index].to(result.dtype)

@@ -23,9 +23,11 @@ FOLDER = "BRAID_TRANSFORMER_ENGINE"
 """Environment variable: a folder with one folder for each version, into which the package was installed."""
 _REPLACED = {
     b'device="cuda"': b'device="cpu"',
+    b'torch.device("cuda")': b'torch.device("cpu")',
     b"is_cuda": b"is_cpu",
     b".cuda()": b"",
     b"torch.cuda.": b"torch.engine_cuda.",
+    b"torch.version.cuda": b'"12.9"',
     b"\n_load_library()\n": b"\n",  # of 2.3; later versions have `load_framework_extension`
 }
 _ABSENT = ("transformer_engine.pytorch.onnx_extensions", "onnxscript", "einops")
