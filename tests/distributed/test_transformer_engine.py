@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -132,6 +133,6 @@ def test_products_in_fp8_have_the_weights_of_the_last_update(engine_ranks: Engin
     if engine_ranks.version == "2.20.2":
         pytest.skip("has its compiled module allocate tensors in FP8, which the stand-in does not")
     (steps,) = engine_ranks.run(train_in_fp8, fp8_case(recipe), 3, world_size=1)
-    for earlier, step in zip(steps, steps[1:], strict=False):
+    for earlier, step in pairwise(steps):
         for name, (weight, used) in step.items():
             assert np.abs(used - weight).mean() < 0.2 * np.abs(used - earlier[name][0]).mean(), name
