@@ -71,6 +71,10 @@ def set_options(socket: zmq.Socket, keys: Keys, *, most_bytes: int) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 1000 * _BEATLESS_SECONDS)
 
 
+class RefusedError(WireError):
+    """The peer ended the connection before either side had proven that it knows the token."""
+
+
 class Connection:
     """An open connection; all methods raise WireError if the producer is lost."""
 
@@ -114,7 +118,7 @@ class Connection:
         while self._monitor.poll(max(0, round(1000 * (deadline - time.monotonic())))):
             if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 return
-            raise WireError("it has another token, or is no producer")
+            raise RefusedError("it has another token, or is no producer")
         raise WireError(f"it did not prove the token within {HANDSHAKE_SECONDS:.0f} s")
 
     def ask(self, wanted: Iterable[Wanted]) -> None:

@@ -12,13 +12,14 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeVar
 
 import zmq
 
-from megatron.runtime.feed.producers.connection import Answer, Connection, derive_keys
+from megatron.runtime.feed.producers.connection import Answer, Connection, RefusedError, derive_keys
 from megatron.runtime.feed.producers.wire import IndexedBlock, SampleBlock, Wanted, WireError, parse_address
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
@@ -30,6 +31,8 @@ from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 
+_MOST_REFUSALS = 5
+"""Times that a producer may end a connection at once before it counts as one with another token."""
 ABSENCE_SECONDS = 30.0
 """Time after which a lost producer is tried again."""
 _BLOCK_WEIGHT = 2**20
@@ -169,6 +172,13 @@ class ProducedItems:
     def _connect(self, address: str) -> Connection:
         if self._context is None:
             self._context = zmq.Context()
+        for _ in range(_MOST_REFUSALS - 1):
+            # A producer that many strangers call may cut off a rank that has not proven its token yet.
+            with suppress(RefusedError):
+                return self._connect_once(address)
+        return self._connect_once(address)
+
+    def _connect_once(self, address: str) -> Connection:
         return Connection(self._addresses[address], context=self._context, keys=self._keys, data_set=self._data_set)
 
     def _receive(self, address: str) -> None:

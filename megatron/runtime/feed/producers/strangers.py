@@ -2,7 +2,9 @@
 
 import logging
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
 import zmq
 import zmq.asyncio
@@ -29,19 +31,25 @@ class Strangers:
     async def watch(self) -> None:
         """Watch connections come and go, for ever."""
         while True:
-            event = parse_monitor_message(await self._monitor.recv_multipart())
-            kind, descriptor = event["event"], event["value"]
-            if kind == zmq.EVENT_ACCEPTED:
-                self._open[descriptor] = None
-            elif kind == zmq.EVENT_DISCONNECTED:
-                self.forget(descriptor)
-            else:
-                self._refuse("has another token, or is no rank")
+            self._note(parse_monitor_message(await self._monitor.recv_multipart()))
+            # Descriptors are used again: nobody is cut before all that is known of them is read.
+            while await self._monitor.poll(0):
+                self._note(parse_monitor_message(await self._monitor.recv_multipart()))
             while len(self._open) > MOST_STRANGERS:
                 oldest = next(iter(self._open))
                 self.forget(oldest)
                 self._cut(oldest)
                 self._refuse("has to make place for others")
+
+    def _note(self, event: Mapping[str, Any]) -> None:
+        kind, descriptor = event["event"], event["value"]
+        if kind == zmq.EVENT_ACCEPTED:
+            self.forget(descriptor)
+            self._open[descriptor] = None
+        elif kind == zmq.EVENT_DISCONNECTED:
+            self.forget(descriptor)
+        else:
+            self._refuse("has another token, or is no rank")
 
     def forget(self, descriptor: int) -> None:
         """Take a peer off the list: it has proven the token, or left."""
