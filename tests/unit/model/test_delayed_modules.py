@@ -19,6 +19,20 @@ from multimodal.model.weight_gradient_queue import (
 )
 
 
+class Store(deque[tuple[Tensor, Tensor]]):
+    """Has the methods of Transformer Engine's `WeightGradStore`."""
+
+    def __bool__(self) -> bool:
+        return True
+
+    def delay_wgrad_compute(self) -> bool:
+        return True
+
+    def pop(self) -> Any:  # type: ignore[override]
+        inputs, gradient = self.popleft()
+        return (gradient.t() @ inputs, None), None
+
+
 class DelayingLinear(torch.nn.Module):
     """Like a linear layer of Transformer Engine with `delay_wgrad_compute`: what it keeps, it gives in the order it came."""
 
@@ -26,15 +40,11 @@ class DelayingLinear(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(size, size, dtype=torch.float64))
         self.bias = torch.nn.Parameter(torch.randn(size, dtype=torch.float64))
-        self.wgrad_store: deque[tuple[Tensor, Tensor]] = deque()
+        self.wgrad_store = Store()
 
     def forward(self, inputs: Tensor) -> Tensor:
         output: Tensor = _Delayed.apply(inputs, self.weight, self.bias, self.wgrad_store)
         return output
-
-    def backward_dw(self) -> None:
-        inputs, gradient = self.wgrad_store.popleft()
-        self.weight.grad = gradient.t() @ inputs
 
 
 class _Delayed(torch.autograd.Function):
@@ -72,7 +82,7 @@ def test_gradients_come_when_they_are_asked_for(order: tuple[int, ...], recomput
     assert not arrived[model[0].weight] and [len(queue) for queue in queues] == [2, 2, 2]
     for index in order:
         queues[index].compute()
-    assert not any(layer.wgrad_store for layer in (model[0], model[2]))
+    assert not any(len(layer.wgrad_store) for layer in (model[0], model[2]))
     for parameter, *gradients in zip(model.parameters(), *expected, strict=True):
         assert len(arrived[parameter]) == 3 and torch.allclose(sum(arrived[parameter]), sum(gradients), rtol=0, atol=1e-12)
 
