@@ -81,8 +81,6 @@ class ProducedItems:
         """Close all connections, which processes that are forked later would keep open; they are opened again on demand."""
         for connection in self._connections.values():
             connection.close()
-        if self._context is not None:
-            self._context.destroy(0)
         self._forget_connections()
 
     def expect(self, wanted: Sequence[Wanted]) -> None:
@@ -132,8 +130,6 @@ class ProducedItems:
 
     def _forget_connections(self) -> None:
         self._process = os.getpid()
-        self._context: zmq.Context | None = None
-        """Made by the first connection: its threads do not survive a fork."""
         self._connections: dict[str, Connection] = {}
         self._lost_at: dict[str, float] = {}
         self._unasked: tuple[Wanted, ...] = ()
@@ -170,8 +166,6 @@ class ProducedItems:
                 self._lose(address, problem)
 
     def _connect(self, address: str) -> Connection:
-        if self._context is None:
-            self._context = zmq.Context()
         for _ in range(_MOST_REFUSALS - 1):
             # A producer that many strangers call may cut off a rank that has not proven its token yet.
             with suppress(RefusedError):
@@ -179,7 +173,9 @@ class ProducedItems:
         return self._connect_once(address)
 
     def _connect_once(self, address: str) -> Connection:
-        return Connection(self._addresses[address], context=self._context, keys=self._keys, data_set=self._data_set)
+        # The process's own context, which is another after a fork. The end of one made here would wait for its sockets, in
+        # whichever thread collects garbage.
+        return Connection(self._addresses[address], context=zmq.Context.instance(), keys=self._keys, data_set=self._data_set)
 
     def _receive(self, address: str) -> None:
         """Take an item of a producer; give the producer up if there is none."""
