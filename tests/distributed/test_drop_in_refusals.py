@@ -70,7 +70,7 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
 
 
 def test_a_loop_can_run_every_kind_that_whole_backwards_need() -> None:
-    assert {action.kind for action in step_work(pipeline_step(SHAPE)).actions} == RUNNABLE
+    assert {action.kind for action in step_work(pipeline_step(SHAPE).shape).actions} == RUNNABLE
     assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
 
 

@@ -207,7 +207,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
         change_first_file(lambda weights: weights.update({"model.norm.weight": torch.zeros(16, dtype=torch.int8)})),
         "model.norm.weight is of type I8",
     ),
-    "scaled positions": (change_config(rope_parameters={"rope_type": "yarn", "factor": 2.0}), "are of type 'yarn'"),
+    "scaled positions": (change_config(rope_parameters={"rope_type": "dynamic-ntk", "factor": 2.0}), "are of type 'dynamic-ntk'"),
 }
 
 

@@ -22,6 +22,7 @@ from tests.engine_on_cpu.compiled import FLOAT64, NAME, stand_in
 FOLDER = "BRAID_TRANSFORMER_ENGINE"
 """Environment variable: a folder with one folder for each version, into which the package was installed."""
 _REPLACED = {
+    b'torch.device("cuda", torch.cuda.current_device())': b'torch.device("cpu")',
     b'device="cuda"': b'device="cpu"',
     b'torch.device("cuda")': b'torch.device("cpu")',
     b"is_cuda": b"is_cpu",
