@@ -2,6 +2,7 @@
 
 import socket
 import threading
+from typing import Any
 
 from megatron.runtime.feed.producers.producer import Producer
 
@@ -23,3 +24,17 @@ class Serving:
         self.producer.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(20)
+
+    def close_after(self, most: int) -> list[int]:
+        """Let it answer so many requests, and end at the next; returns a list with the number of requests so far."""
+        answer, asked = self.producer._answer, [0]
+
+        async def answer_some(*arguments: Any) -> None:
+            asked[0] += 1
+            if asked[0] > most:
+                self.producer.close()
+                return
+            await answer(*arguments)
+
+        self.producer._answer = answer_some  # type: ignore[method-assign]
+        return asked

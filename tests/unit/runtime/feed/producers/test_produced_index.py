@@ -11,7 +11,6 @@ from PIL import Image
 
 from megatron.runtime.feed.producers import produced_items, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
-from megatron.runtime.feed.producers.producer import Producer
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import AudioSegment, ImageSegment, SegmentedSample
@@ -101,17 +100,7 @@ def test_what_a_lost_producer_owed_is_indexed_once(
 ) -> None:
     """It closes its connection between two blocks; without another the rank has to tokenise."""
     expected, failing = open_source(lines), serve()
-    answer, asked = Producer._answer, [0]
-
-    async def answer_some(self: Producer, *arguments: Any) -> None:
-        if self is failing.producer:
-            asked[0] += 1
-            if asked[0] > 3:
-                self.close()
-                return
-        await answer(self, *arguments)
-
-    monkeypatch.setattr(Producer, "_answer", answer_some)
+    asked = failing.close_after(3)
     if not has_other:
         monkeypatch.setattr(NoTokenizer, "encode", ByteTokenizer.encode)
     _check_alike(open_source(lines, failing, *([serve()] if has_other else [])), expected)

@@ -13,7 +13,6 @@ from PIL import Image
 
 from megatron.runtime.feed.producers import connection, produced_items, producer, wire
 from megatron.runtime.feed.producers.produced_items import ProducedItems, describe_data_set
-from megatron.runtime.feed.producers.producer import Producer
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedItem
@@ -114,17 +113,7 @@ def test_a_lost_producer_s_items_come_from_the_other(
 ) -> None:
     """It closes its connection in the middle of a step."""
     failing, other = serve(), serve()
-    answer, asked = Producer._answer, [0]
-
-    async def answer_some(self: Producer, *arguments: Any) -> None:
-        if self is failing.producer:
-            asked[0] += 1
-            if asked[0] > 3:
-                self.close()
-                return
-        await answer(self, *arguments)
-
-    monkeypatch.setattr(Producer, "_answer", answer_some)
+    asked = failing.close_after(3)
     found = _open(tmp_path, failing, other)
     for _ in range(2):
         found.expect(wanted)
