@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.runtime.flags.configuration import TrainingConfig
 from megatron.runtime.flags.field_flags import field_flags
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
@@ -98,7 +97,7 @@ def test_an_added_schedule_and_an_added_balancer_train(tmp_path: Path) -> None:
 def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(
     tmp_path: Path, model: list[str], search: PlanSearch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    choices = {flag.name: flag.choices for flag in field_flags(TrainingConfig)}
+    choices = {flag.name: flag.choices for flag in field_flags("training")}
     assert SCHEDULE in choices["schedule"] and BALANCER in choices["balance"]
     assert {SCHEDULE, "gpipe"} <= {tried.run.schedule for tried in search.trials.fitting(QUICK)}
     file = tmp_path / "plan.yaml"

@@ -14,11 +14,11 @@ from typing import Any
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.flags.configuration import GROUPS, ModelConfig, RunConfig
-from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled, ignored_flags
+from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled
 from megatron.runtime.flags.elastic_templates import plan_of_start
-from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
 from megatron.runtime.flags.flag_parser import FlagParser
-from megatron.runtime.flags.schedule_checks import check_schedule
+from megatron.runtime.flags.ignored_flags import ignored_flags
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from megatron.runtime.launch.rank_place import find_ranks_per_node
 from multimodal.cost.layers.adapters import adapt_units
@@ -30,13 +30,11 @@ from multimodal.plan.unit_grid import EVEN, LayerSeconds
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.checks.validate_plan import read_plan
-from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import at_line, read_mapping
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.typed_reader import shown
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunConfig:
@@ -45,87 +43,76 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     argv: the flags, without the program's name. environ: WORLD_SIZE is the number of processes (1 if absent). `--help` prints and
     raises SystemExit. Raises a BraidError (ConfigError, ModelError or PlanError) for invalid input.
     """
-    first = _read_first(argv)
+    # These say which model and which units there are, and so which flags.
+    first_parser = argparse.ArgumentParser(
+        add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS, exit_on_error=False
+    )
+    for flag in ("--config", "--model", "--load-hf"):
+        first_parser.add_argument(flag)
+    try:
+        first = vars(first_parser.parse_known_args(list(argv))[0])
+    except argparse.ArgumentError as problem:
+        raise ConfigError(str(problem)) from None
     config_path = Path(first["config"]) if "config" in first else None
     entries = read_config_file(config_path) if config_path else {}
     graph = _read_model(first, entries=entries, config_path=config_path)
     parser = FlagParser(graph)
     from_command_line = parser.parse_given(argv)
     from_command_line.pop("config", None)
-    from_file = parse_config_file(entries, parser=parser, path=config_path) if config_path else {}
+    from_file = _parse_config_file(entries, parser=parser, path=config_path) if config_path else {}
     config = _merge(from_command_line, from_file=from_file, graph=graph)
     assert graph is not None  # --model is required, so _merge would have raised an error
     check_bounds(config)
     frozen_graph = choose_trained(graph, config.model)
     check_config(config, graph=frozen_graph)
-    _check_tokenizer(config, frozen_graph)
-    world_size = _world_size(environ)
+    world_size = environ.get("WORLD_SIZE", "1")
+    if not world_size.isdecimal() or not 1 <= int(world_size[:9]) <= MOST_RANKS:
+        raise ConfigError(
+            f"the environment variable WORLD_SIZE must be the number of processes, found {shown(world_size)}; launch with "
+            "torchrun"
+        )
     if not config.parallelism.plans_itself:
         _check_input_file("--plan", config.parallelism.plan)
-        plan = build_plan(config, frozen_graph, world_size, ranks_per_node=find_ranks_per_node(environ))
+        plan = build_plan(config, frozen_graph, int(world_size), ranks_per_node=find_ranks_per_node(environ))
         check_plan(config, graph=frozen_graph, plan=plan)
-        check_schedule(config, graph=frozen_graph, plan=plan)
     _check_input_file("--emulate", config.training.emulate)
     _check_input_file("--cluster", config.training.cluster)
-    return _fill_in_steps(config)
-
-
-def _read_first(argv: Sequence[str]) -> dict[str, str]:
-    """Find the flags that must be read before the units' flags are known: --config, --model and --load-hf."""
-
-    class FirstParser(argparse.ArgumentParser):
-        def error(self, message: str) -> Any:
-            raise ConfigError(message)
-
-    parser = FirstParser(add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("--config")
-    parser.add_argument("--model")
-    parser.add_argument("--load-hf")
-    return vars(parser.parse_known_args(list(argv))[0])
+    optimizer = config.optimizer  # values relative to the length of training become steps
+    decay_iters = optimizer.lr_decay_iters or config.training.train_iters
+    fraction = optimizer.lr_warmup_fraction
+    warmup_iters = optimizer.lr_warmup_iters if fraction is None else int(fraction * decay_iters)
+    return replace(config, optimizer=replace(optimizer, lr_decay_iters=decay_iters, lr_warmup_iters=warmup_iters))
 
 
 def _read_model(first: Mapping[str, str], *, entries: Mapping[str, Any], config_path: Path | None) -> ModelGraph | None:
-    """Read the model of --model, or else of the folder of --load-hf; for each, the command line takes precedence."""
-    for name, flag in (("model", "--model"), ("load_hf", "--load-hf")):
-        if name in first:
-            _check_model_place(flag, first[name])
-            return read_model(first[name])
+    """Read the model of --model, or else of the folder of --load-hf; for each, the command line takes precedence.
+
+    Raises ConfigError if there is neither a file nor a folder of Hugging Face.
+    """
+    for flag in ("--model", "--load-hf"):
         entry = entries.get(flag)
-        if config_path is not None and entry is not None and not isinstance(entry, (bool, list, dict)):
+        if (path := first.get(flag[2:].replace("-", "_"))) is None:
+            if config_path is None or entry is None or isinstance(entry, (bool, list, dict)):
+                continue
             return read_model(beside(config_path, str(entry)))
+        is_folder, has_config = Path(path).is_dir(), (Path(path) / "config.json").is_file()
+        if flag == "--load-hf" and not is_folder:
+            found = "is a file" if Path(path).exists() else "no such folder"
+            raise ConfigError(
+                f"{flag} {path}: {found}; give a folder of Hugging Face that is on this machine (nothing is downloaded)"
+            )
+        if is_folder and not has_config and find_newest_checkpoint(Path(path)) is not None:
+            raise ConfigError(
+                f"{flag} {path}: is a folder of checkpoints of Braid's own, not of Hugging Face; start from their weights with "
+                f"--pretrained-checkpoint {path} and the --model of that run, or make a folder of Hugging Face of them: "
+                f"tools/convert.py --load {path} --save-hf DIR"
+            )
+        if flag == "--load-hf" and not has_config:
+            raise ConfigError(f"{flag} {path}: there is no config.json; give the folder of a model of Hugging Face")
+        if not (is_folder and has_config):
+            _check_input_file(flag, path)
+        return read_model(path)
     return None
-
-
-def _check_model_place(flag: str, path: str) -> None:
-    """Raise ConfigError if there is neither a file nor a folder of Hugging Face."""
-    is_folder = Path(path).is_dir()
-    if flag == "--load-hf" and not is_folder:
-        found = "is a file" if Path(path).exists() else "no such folder"
-        raise ConfigError(
-            f"{flag} {path}: {found}; give a folder of Hugging Face that is on this machine (nothing is downloaded)"
-        )
-    if is_folder and not (Path(path) / "config.json").is_file() and find_newest_checkpoint(Path(path)) is not None:
-        raise ConfigError(
-            f"{flag} {path}: is a folder of checkpoints of Braid's own, not of Hugging Face; start from their weights with "
-            f"--pretrained-checkpoint {path} and the --model of that run, or make a folder of Hugging Face of them: "
-            f"tools/convert.py --load {path} --save-hf DIR"
-        )
-    if flag == "--load-hf" and not (Path(path) / "config.json").is_file():
-        raise ConfigError(f"{flag} {path}: there is no config.json; give the folder of a model of Hugging Face")
-    if not is_folder or not (Path(path) / "config.json").is_file():
-        _check_input_file(flag, path)
-
-
-def _check_tokenizer(config: RunConfig, graph: ModelGraph) -> None:
-    """Raise ConfigError if bytes would be given to weights whose folder has a tokenizer of their own."""
-    folder = config.checkpoint.load_hf or graph.backbone.weights
-    if folder is None or config.data.tokenizer_type != "ByteTokenizer":
-        return
-    if found := next((name for name in _TOKENIZER_FILES if (Path(folder) / name).is_file()), None):
-        raise ConfigError(
-            f"--tokenizer-type ByteTokenizer: the LLM's weights in {folder} know the tokens of {found} there, whose ids are "
-            "not those of bytes; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model and the path of its tokenizer.json"
-        )
 
 
 def _check_input_file(flag: str, path: str | Path | None) -> None:
@@ -142,8 +129,7 @@ def _merge(from_command_line: Mapping[str, Any], *, from_file: Mapping[str, Any]
         values = {**_taken_from(Path(values["load_hf"]), values), **values}
     if "load_adapter" in values and graph is not None:
         values |= _adapters_of(Path(values["load_adapter"]), values, graph)
-    required = [flag for group in GROUPS.values() for flag in field_flags(group) if flag.is_required]
-    if missing := [f"{flag.flag} {flag.metavar}" for flag in required if flag.name not in values]:
+    if missing := [f"{flag.flag} {flag.metavar}" for flag in all_flags() if flag.is_required and flag.name not in values]:
         raise ConfigError(
             f"missing {', '.join(missing)}; give {'it' if len(missing) == 1 else 'them'} as flags or in the --config file"
         )
@@ -196,38 +182,18 @@ def _build_config(values: Mapping[str, Any], *, graph: ModelGraph) -> RunConfig:
         name: UnitSizes(**{size: values[f"{name}.{size}"] for size in SIZE_SPELLINGS if f"{name}.{size}" in values})
         for name in graph.unit_names
     }
-    encoder_destinations = {unit.name: f"{unit.name}.{MICRO_BATCH_SIZE}" for unit in graph.encoders}
+    sizes = {unit.name: values.get(f"{unit.name}.{MICRO_BATCH_SIZE}") for unit in graph.encoders}
     per_unit: dict[str, dict[str, Any]] = {
         "parallelism": {"units": units},
-        "training": {
-            "encoder_micro_batch_sizes": {name: values[place] for name, place in encoder_destinations.items() if place in values}
-        },
+        "training": {"encoder_micro_batch_sizes": {name: size for name, size in sizes.items() if size is not None}},
     }
     groups = {
         name: group(
-            **{flag.name: values[flag.name] for flag in field_flags(group) if flag.name in values}, **per_unit.get(name, {})
+            **{flag.name: values[flag.name] for flag in field_flags(name) if flag.name in values}, **per_unit.get(name, {})
         )
         for name, group in GROUPS.items()
     }
     return RunConfig(**groups, given=frozenset(values))
-
-
-def _fill_in_steps(config: RunConfig) -> RunConfig:
-    """Turn values relative to the length of training into steps: --lr-decay-iters and --lr-warmup-fraction."""
-    optimizer = config.optimizer
-    decay_iters = optimizer.lr_decay_iters or config.training.train_iters
-    fraction = optimizer.lr_warmup_fraction
-    warmup_iters = optimizer.lr_warmup_iters if fraction is None else int(fraction * decay_iters)
-    return replace(config, optimizer=replace(optimizer, lr_decay_iters=decay_iters, lr_warmup_iters=warmup_iters))
-
-
-def _world_size(environ: Mapping[str, str]) -> int:
-    text = environ.get("WORLD_SIZE", "1")
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_RANKS:
-        raise ConfigError(
-            f"the environment variable WORLD_SIZE must be the number of processes, found {shown(text)}; launch with torchrun"
-        )
-    return int(text)
 
 
 def build_plan(
@@ -314,35 +280,26 @@ def read_config_file(path: Path) -> dict[str, Any]:
     mapping = read_mapping(path, error=ConfigError)
     entries: dict[str, Any] = {}
     for key, value in mapping.items():
-        if (flag := _flag(key)) in entries:
+        if (flag := flag_of(key.lstrip("-"))) in entries:
             raise at_line(path, ConfigError(f"{flag} is there twice; keep one", place=(key,)))
         entries[flag] = value
     return entries
 
 
-def _flag(key: str) -> str:
-    return "--" + key.lstrip("-").replace("_", "-")
-
-
-def parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: Path) -> dict[str, Any]:
+def _parse_config_file(entries: Mapping[str, Any], *, parser: FlagParser, path: Path) -> dict[str, Any]:
     """Return destination -> value, parsed like the command line; input paths are looked up beside the file.
 
-    Raises ConfigError that starts with the file's path.
+    Raises ConfigError that starts with the file's path, and the line of the first key whose flag the problem names.
     """
     try:
         tokens = [token for flag, value in entries.items() for token in _tokens(flag, value, parser=parser)]
         values = parser.parse_given(tokens)
     except ConfigError as problem:
-        raise _at_flag(path, problem) from None
-    input_paths = {flag.name for group in GROUPS.values() for flag in field_flags(group) if flag.is_input_path}
+        keys = read_mapping(path, error=ConfigError)
+        named = [key for key in keys if re.search(rf"{re.escape(flag_of(key.lstrip('-')))}(?![\w-])", str(problem))]
+        raise at_line(path, ConfigError(str(problem), place=tuple(named[:1]))) from None
+    input_paths = {flag.name for flag in all_flags() if flag.is_input_path}
     return {name: beside(path, value) if name in input_paths else value for name, value in values.items()}
-
-
-def _at_flag(path: Path, problem: ConfigError) -> BraidError:
-    """Return the same error with the file and the line of the first key whose flag it names."""
-    keys = read_mapping(path, error=ConfigError)
-    named = [key for key in keys if re.search(rf"{re.escape(_flag(key))}(?![\w-])", str(problem))]
-    return at_line(path, ConfigError(str(problem), place=tuple(named[:1])))
 
 
 def beside(path: Path, value: str | Path | tuple[str, ...]) -> Any:
@@ -354,6 +311,7 @@ def beside(path: Path, value: str | Path | tuple[str, ...]) -> Any:
 
 
 def _tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:
+    """Return an entry of a configuration file as it would be on the command line."""
     if flag in ("--config", "--help"):
         raise ConfigError(f"{flag} cannot stand in a configuration file")
     action = parser.action_of(flag)
@@ -363,26 +321,16 @@ def _tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:
     if value is None:
         raise ConfigError(f"{flag} has no value; give it one or remove the line")
     if action.nargs == 0:
-        return _switch_tokens(flag, value, parser=parser)
+        if not isinstance(value, bool):
+            raise ConfigError(f"{flag} is a switch: expected true or false, found {shown(value)}")
+        opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
+        return [flag if value else opposite]
     if isinstance(value, list) and action.nargs == "+":
         for entry in value:
             if isinstance(entry, (bool, list, dict)) or str(entry or "-").startswith("-"):
-                raise ConfigError(f"{flag} expects {_expected(action)}, found {shown(entry)} in its list")
+                raise ConfigError(f"{flag} expects one or more of {action.metavar}, found {shown(entry)} in its list")
         return [flag, *map(str, value)] if value else []
     if isinstance(value, (bool, list, dict)):
-        raise ConfigError(f"{flag} expects {_expected(action)}, found {shown(value)}")
+        expected = f"one or more of {action.metavar}" if action.nargs == "+" else f"one value ({action.metavar})"
+        raise ConfigError(f"{flag} expects {expected}, found {shown(value)}")
     return [f"{flag}={value}"]
-
-
-def _switch_tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{flag} is a switch: expected true or false, found {shown(value)}")
-    if value:
-        return [flag]
-    opposite = flag.replace("--no-", "--", 1) if flag.startswith("--no-") else flag.replace("--", "--no-", 1)
-    assert parser.action_of(opposite) is not None
-    return [opposite]
-
-
-def _expected(action: argparse.Action) -> str:
-    return "one or more of " + str(action.metavar) if action.nargs == "+" else f"one value ({action.metavar})"

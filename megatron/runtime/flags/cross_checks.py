@@ -1,20 +1,23 @@
 """Checks combinations: every rule about two or more flags, and the flags' demands on the model and the plan."""
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
-from megatron.runtime.flags.configuration import AUTO, GROUPS, RunConfig
-from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.configuration import AUTO, RunConfig
+from megatron.runtime.flags.field_flags import all_flags, value_of
 from megatron.runtime.flags.flag_rules import RULES
 from megatron.runtime.flags.ignored_flags import (
     ENCODER_FLAGS,
     EXCLUSIVE_FLAGS,
     EXCLUSIVE_SIZES,
-    IGNORED_FLAGS,
     LEFT_TO_THE_PLAN,
-    IgnoredFlag,
+    ignored_flags,
 )
-from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
+from megatron.runtime.flags.schedule_checks import problems_of_schedule
+from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from multimodal.balance import BALANCERS
 from multimodal.balance.unlike_replicas import has_unequal_shares
 from multimodal.cost.layers.registry import describe_layer
@@ -23,7 +26,7 @@ from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 
-_PLANNED = {*LEFT_TO_THE_PLAN, "micro_batch_size"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 MAX_MICROBATCHES = 2**14
 """The most microbatches of a replica in a step: beyond it, planning a step would take minutes and gigabytes."""
 
@@ -36,8 +39,15 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
     """
     kept = dict(values)
     sizes = [(f"{unit}.{size}", "plan", "a plan already has every unit's sizes") for unit in units for size in SIZE_SPELLINGS]
-    if kept.get("plan") == AUTO:
-        kept, sizes = _leave_to_the_plan(kept, overruled=overruled, sizes=[name for name, _, _ in sizes]), []
+    if kept.get("plan") == AUTO:  # sizes may stand beside it, not what comes with a plan
+        planned = {*LEFT_TO_THE_PLAN, "micro_batch_size", *(name for name, _, _ in sizes)}
+        kept, sizes = {name: value for name, value in kept.items() if name not in planned or not overruled(name, "plan")}, []
+        for name in LEFT_TO_THE_PLAN:
+            if kept.get(name) not in (None, False):
+                raise ConfigError(
+                    f"{shown_flag(name)} and --plan auto exclude each other: the plan comes with what suits it; leave the former "
+                    "out, or write a plan file with tools/plan.py"
+                )
     ranges = [(f"{unit}.{first}", f"{unit}.{second}", reason) for unit in units for first, second, reason in EXCLUSIVE_SIZES]
     for first, second, reason in (*EXCLUSIVE_FLAGS, *sizes, *ranges):
         if kept.get(first) in (None, False) or kept.get(second) in (None, False):
@@ -48,38 +58,18 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
             del kept[second]
         else:
             raise ConfigError(f"{shown_flag(first)} and {shown_flag(second)} exclude each other: {reason}; keep one")
-    for replicas in [f"{unit}.data_parallel_size" for unit in units]:
-        if kept.get("colocate_units") and overruled(replicas, "colocate_units"):
-            kept.pop(replicas, None)
+    for unit in units if kept.get("colocate_units") else ():
+        if overruled(f"{unit}.data_parallel_size", "colocate_units"):
+            kept.pop(f"{unit}.data_parallel_size", None)
     return kept
-
-
-def _leave_to_the_plan(
-    values: Mapping[str, Any], *, overruled: Callable[[str, str], bool], sizes: Sequence[str]
-) -> dict[str, Any]:
-    """Drop the values that --plan auto on the command line overrules; sizes are kept, and settings of plans are refused."""
-    kept = {name: value for name, value in values.items() if not overruled(name, "plan") or name not in _PLANNED | {*sizes}}
-    for name in LEFT_TO_THE_PLAN:
-        if kept.get(name) not in (None, False):
-            raise ConfigError(
-                f"{shown_flag(name)} and --plan auto exclude each other: the plan comes with what suits it; leave the former "
-                "out, or write a plan file with tools/plan.py"
-            )
-    return kept
-
-
-def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
-    """List the flags that were given but have no effect."""
-    return tuple(row for row in IGNORED_FLAGS if row.name in config.given and row.is_ignored(config))
 
 
 def check_bounds(config: RunConfig) -> None:
     """Check the bounds of every flag; raises ConfigError."""
-    for name, group in GROUPS.items():
-        for flag in field_flags(group):
-            value = getattr(getattr(config, name), flag.name)
-            if flag.bounds() and value is not None and not flag.allows(value):
-                raise ConfigError(f"{flag.flag} must be {flag.wanted_instead_of(value)}, found {value}")
+    for flag in all_flags():
+        value = flag.value(config)
+        if flag.bounds() and value is not None and not flag.allows(value):
+            raise ConfigError(f"{flag.flag} must be {flag.wanted_instead_of(value)}, found {value}")
 
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
@@ -91,33 +81,72 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
     """
     for row in ignored_flags(config):
         raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
-    _check_adapters(config, graph=graph)
-    _check_what_is_planned(config)
+    for problem in chain(
+        _problems_of_units(config, graph),
+        (rule.message.format(c=config) for rule in RULES if rule.is_broken(config)),
+        _problems_with_model(config, graph),
+    ):
+        raise ConfigError(problem)
+    _check_layers_can_be_built(graph)
+    if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
+        raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")
+
+
+def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
+    """Yield adapters, sizes and callbacks of units that other flags do not allow."""
+    adapted = [unit.name for unit in graph.units if unit.lora is not None]
+    if adapted and config.model.fp8_format is not None:
+        yield (
+            f"unit '{adapted[0]}' has adapters (LoRA), which only linear layers of torch can have, and those have no "
+            f"--fp8-format {config.model.fp8_format}; leave one of the two out"
+        )
+    if config.checkpoint.save_adapter is not None and not adapted:
+        yield "--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out"
+    if config.parallelism.plans_itself:
+        for name, sizes in config.parallelism.units.items():
+            if sizes.layers_per_virtual_stage is not None:
+                flag = shown_flag(f"{name}.layers_per_virtual_stage")
+                yield f"{flag} and --plan auto exclude each other: virtual stages are planned by number; leave it out"
+        for name in config.training.encoder_micro_batch_sizes:
+            flag = shown_flag(f"{name}.{MICRO_BATCH_SIZE}")
+            yield f"{flag} and --plan auto exclude each other: encoders are planned to follow the LLM; leave it out"
     for unit in graph.units:
         if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
-            raise ConfigError(
+            yield (
                 f"unit '{unit.name}', module: {unit.module.callbacks[0]} is a program that the model file wants to run; add "
                 "--allow-callbacks if you trust it, or take it out"
             )
-    for rule in RULES:
-        if rule.is_broken(config):
-            raise ConfigError(rule.message.format(c=config))
-    _check_encoder_flags(config, graph=graph)
+
+
+def _problems_with_model(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
+    """Yield flags that mean nothing to this model, or ask more of it than it can do."""
+    folder = Path(config.checkpoint.load_hf or graph.backbone.weights or os.devnull)
+    theirs = next((name for name in _TOKENIZER_FILES if (folder / name).is_file()), None)
+    if theirs is not None and config.data.tokenizer_type == "ByteTokenizer":
+        yield (
+            f"--tokenizer-type ByteTokenizer: the LLM's weights in {folder} know the tokens of {theirs} there, whose ids are not "
+            "those of bytes; give --tokenizer-type HuggingFaceTokenizer --tokenizer-model and the path of its tokenizer.json"
+        )
+    for flag in all_flags() if not graph.encoders else ():
+        if flag.name in ENCODER_FLAGS and flag.name in config.given and flag.value(config) != flag.default:
+            yield f"{flag.flag} would be ignored: {ENCODER_FLAGS[flag.name]}, and the model has no encoder; leave it out"
+    for name in config.training.declared_costs:
+        if name not in graph.unit_names:
+            yield f"--unit-costs {name}: the model has no such unit; its units are {', '.join(graph.unit_names)}"
+    if config.training.merge_encoders and len(graph.encoders) == 1:
+        yield f"--merge-encoders would be ignored: '{graph.encoders[0].name}' is the only encoder of the model; leave it out"
     _, longest = graph.backbone.transformer.rotary_dynamic_scaling or (1.0, float("inf"))
     if config.data.seq_length > longest:
-        raise ConfigError(
+        yield (
             f"--seq-length {config.data.seq_length} is beyond the {longest:.0f} tokens from which on the model scales its rotary "
             "positions (rotary_dynamic_scaling), which is not computed here; lower it"
         )
     window = graph.backbone.transformer.sliding_window
     if window is not None and config.data.seq_length > window:
-        raise ConfigError(
+        yield (
             f"--seq-length {config.data.seq_length} is beyond the {window} tokens that the model's tokens attend to "
             "(sliding_window), and attention is not bounded here; lower it to at most that"
         )
-    _check_layers_can_be_built(graph)
-    if not any(unit_is_trainable(graph, name) for name in graph.unit_names):
-        raise ConfigError("every unit is frozen, so nothing would be trained; leave a --freeze or --freeze-projector out")
 
 
 def _check_layers_can_be_built(graph: ModelGraph) -> None:
@@ -140,134 +169,82 @@ def _check_layers_can_be_built(graph: ModelGraph) -> None:
                 )
 
 
-def _check_adapters(config: RunConfig, *, graph: ModelGraph) -> None:
-    adapted = [unit.name for unit in graph.units if unit.lora is not None]
-    if adapted and config.model.fp8_format is not None:
-        raise ConfigError(
-            f"unit '{adapted[0]}' has adapters (LoRA), which only linear layers of torch can have, and those have no "
-            f"--fp8-format {config.model.fp8_format}; leave one of the two out"
-        )
-    if config.checkpoint.save_adapter is not None and not adapted:
-        raise ConfigError("--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out")
-
-
-def _check_what_is_planned(config: RunConfig) -> None:
-    """Require that a run which plans by itself can keep the given sizes."""
-    if not config.parallelism.plans_itself:
-        return
-    for name, sizes in config.parallelism.units.items():
-        if sizes.layers_per_virtual_stage is not None:
-            flag = shown_flag(f"{name}.layers_per_virtual_stage")
-            raise ConfigError(f"{flag} and --plan auto exclude each other: virtual stages are planned by number; leave it out")
-    for name in config.training.encoder_micro_batch_sizes:
-        flag = shown_flag(f"{name}.{MICRO_BATCH_SIZE}")
-        raise ConfigError(f"{flag} and --plan auto exclude each other: encoders are planned to follow the LLM; leave it out")
-
-
-def _check_encoder_flags(config: RunConfig, *, graph: ModelGraph) -> None:
-    """Require the flags about encoders to stay at their defaults if no unit is an encoder."""
-    for name, group in GROUPS.items():
-        for flag in field_flags(group):
-            is_set = flag.name in config.given and getattr(getattr(config, name), flag.name) != flag.default
-            if flag.name in ENCODER_FLAGS and is_set and not graph.encoders:
-                raise ConfigError(
-                    f"{flag.flag} would be ignored: {ENCODER_FLAGS[flag.name]}, and the model has no encoder; leave it out"
-                )
-    for name in config.training.declared_costs:
-        if name not in graph.unit_names:
-            raise ConfigError(f"--unit-costs {name}: the model has no such unit; its units are {', '.join(graph.unit_names)}")
-    if config.training.merge_encoders and len(graph.encoders) == 1:
-        raise ConfigError(
-            f"--merge-encoders would be ignored: '{graph.encoders[0].name}' is the only encoder of the model; leave it out"
-        )
-
-
 def check_plan(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
-    """Check the rules that depend on the parallel sizes; raises ConfigError."""
+    """Check the rules that depend on the parallel sizes; raises ConfigError for the first broken one."""
+    for problem in chain(
+        _problems_of_sizes(config, plan),
+        _problems_of_context(config, graph, plan),
+        _problems_of_shares(config, graph, plan),
+        problems_of_schedule(config, graph, plan),
+    ):
+        raise ConfigError(problem)
+
+
+def _problems_of_sizes(config: RunConfig, plan: Plan) -> Iterator[str]:
     for name in ("sequence_parallel", "tp_comm_overlap"):
-        if getattr(config.parallelism, name) and all(max(unit.tensor_sizes) == 1 for unit in plan.units.values()):
-            raise ConfigError(
+        if value_of(config, name) and all(max(unit.tensor_sizes) == 1 for unit in plan.units.values()):
+            yield (
                 f"{shown_flag(name)} would be ignored: every unit's tensor parallel size is 1; raise one (such as "
                 "--tensor-model-parallel-size 2) or leave it out"
             )
     if config.parallelism.shards_weights and all(
         unit.data_parallel_size == unit.context_parallel_size == 1 for unit in plan.units.values()
     ):
-        raise ConfigError(
+        yield (
             "--data-parallel-sharding-strategy optim_grads_params would be ignored: no two ranks hold the same weights; raise a "
             f"unit's data parallel size (such as --{LLM}-data-parallel-size 2) or leave it out"
         )
-    _check_context_parallelism(config, graph=graph, plan=plan)
-    _check_unlike_replicas(config, graph=graph, plan=plan)
-    num_replicas = plan.units[graph.backbone.name].data_parallel_size
-    if config.training.global_batch_size < num_replicas:
-        raise ConfigError(
-            f"--global-batch-size {config.training.global_batch_size} leaves some of the {num_replicas} replicas of unit "
-            f"'{graph.backbone.name}' without a sample; raise it to at least {num_replicas}, or lower --{LLM}-data-parallel-size"
-        )
-    _check_num_microbatches(config, num_replicas=num_replicas)
 
 
-def _check_num_microbatches(config: RunConfig, *, num_replicas: int) -> None:
-    batch, microbatch = config.training.global_batch_size, config.training.micro_batch_size
-    if (count := batch // (microbatch * num_replicas)) > MAX_MICROBATCHES:
-        raise ConfigError(
-            f"--global-batch-size {batch} gives a replica of the LLM {count} microbatches of --micro-batch-size {microbatch} in "
-            f"one step, and no schedule is made of more than {MAX_MICROBATCHES}; lower the former, raise the latter or "
-            f"--{LLM}-data-parallel-size"
-        )
-
-
-def _check_unlike_replicas(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
-    """Refuse features that replicas which differ, or take unequal shares of the batch, cannot have."""
-    unlike = [name for name, unit in plan.units.items() if unit.is_unlike]
-    if unlike and config.parallelism.shards_weights:
-        raise ConfigError(
-            f"--data-parallel-sharding-strategy optim_grads_params: the replicas of unit '{unlike[0]}' differ in their stages, "
-            "and replicas that share weights must hold the same ones; leave it out, or give all replicas the same stages"
-        )
-    row = BALANCERS[config.training.balance]
-    if has_unequal_shares(graph, plan) and not row.keeps_samples_whole:
-        whole = ", ".join(name for name, other in BALANCERS.items() if other.keeps_samples_whole)
-        what = f"the replicas of unit '{unlike[0]}' differ" if unlike else "the plan gives the LLM's replicas shares of their own"
-        raise ConfigError(
-            f"--balance {config.training.balance} cannot deal unequal shares of a batch: {what}; choose one of {whole}"
-        )
-
-
-def _check_context_parallelism(config: RunConfig, *, graph: ModelGraph, plan: Plan) -> None:
+def _problems_of_context(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
     spread = [graph.unit(name) for name, unit in plan.units.items() if unit.context_parallel_size > 1]
     for name in ("context_parallel_distribution", "context_parallel_block_size"):
         if name in config.given and not spread:
-            raise ConfigError(
+            yield (
                 f"{shown_flag(name)} would be ignored: every unit's context parallel size is 1; raise one (such as "
                 "--context-parallel-size 2) or leave it out"
             )
     if spread and config.model.attention_backend == "sequences":
-        raise ConfigError(
+        yield (
             f"--attention-backend sequences needs whole sequences, which unit '{spread[0].name}' spreads over "
             f"{plan.units[spread[0].name].context_parallel_size} ranks; use --attention-backend blocks"
         )
     block_size = config.parallelism.context_parallel_block_size
     if spread and config.model.attention_backend == "triton" and (block_size < 16 or block_size & (block_size - 1)):
-        raise ConfigError(
+        yield (
             f"--context-parallel-block-size {block_size} is no size for --attention-backend triton; choose a power of two of at "
             "least 16"
         )
     for unit in spread:
         if unit.role is Role.ENCODER and block_size % unit.merge_factor:
-            raise ConfigError(
+            yield (
                 f"--context-parallel-block-size {block_size} would cut what unit '{unit.name}' merges, "
                 f"{unit.merge_factor} patches at a time; choose a multiple of {unit.merge_factor}"
             )
 
 
-def shown_flag(name: str) -> str:
-    """Return the spelling of a field's flag, or of a unit's field's, in messages."""
-    for group in GROUPS.values():
-        for flag in field_flags(group):
-            if flag.name == name:
-                return flag.flag
-    unit, size = name.split(".")
-    ending = "micro-batch-size" if size == MICRO_BATCH_SIZE else SIZE_SPELLINGS[size][0]
-    return f"--{unit.replace('_', '-')}-{ending}"
+def _problems_of_shares(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
+    """Yield what replicas that differ cannot have, and batches that are too small or too large for the replicas."""
+    unlike = [name for name, unit in plan.units.items() if unit.is_unlike]
+    if unlike and config.parallelism.shards_weights:
+        yield (
+            f"--data-parallel-sharding-strategy optim_grads_params: the replicas of unit '{unlike[0]}' differ in their stages, "
+            "and replicas that share weights must hold the same ones; leave it out, or give all replicas the same stages"
+        )
+    balance, batch, microbatch = config.training.balance, config.training.global_batch_size, config.training.micro_batch_size
+    if has_unequal_shares(graph, plan) and not BALANCERS[balance].keeps_samples_whole:
+        whole = ", ".join(name for name, other in BALANCERS.items() if other.keeps_samples_whole)
+        what = f"the replicas of unit '{unlike[0]}' differ" if unlike else "the plan gives the LLM's replicas shares of their own"
+        yield f"--balance {balance} cannot deal unequal shares of a batch: {what}; choose one of {whole}"
+    num_replicas = plan.units[graph.backbone.name].data_parallel_size
+    if batch < num_replicas:
+        yield (
+            f"--global-batch-size {batch} leaves some of the {num_replicas} replicas of unit '{graph.backbone.name}' without a "
+            f"sample; raise it to at least {num_replicas}, or lower --{LLM}-data-parallel-size"
+        )
+    if (count := batch // (microbatch * num_replicas)) > MAX_MICROBATCHES:
+        yield (
+            f"--global-batch-size {batch} gives a replica of the LLM {count} microbatches of --micro-batch-size {microbatch} in "
+            f"one step, and no schedule is made of more than {MAX_MICROBATCHES}; lower the former, raise the latter or "
+            f"--{LLM}-data-parallel-size"
+        )

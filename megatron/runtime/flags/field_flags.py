@@ -1,17 +1,18 @@
-"""Makes flags of a configuration dataclass: name, value type, bounds and help of every field."""
+"""Makes the table of flags from the configuration dataclasses: name, value type, bounds and help of every field."""
 
 import argparse
 import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from multimodal.values.typed_reader import shown
 
 _MOST_BITS = 100
@@ -20,12 +21,16 @@ _MOST_BITS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class FieldFlag:
-    """One field of a configuration dataclass, as the flag it becomes."""
+    """One field of a configuration dataclass, or of a unit's sizes, as the flag it becomes."""
 
     name: str
-    """The field's name, which is also the flag's destination."""
+    """The field's name, which is also the flag's destination; a unit's as `vision.tensor_parallel_size`."""
     flag: str
     """The documented spelling."""
+    also: tuple[str, ...] = ()
+    """Other spellings."""
+    group: str = ""
+    """The field of `RunConfig` that holds this one; empty for a unit's."""
     opposite: str | None = None
     """For booleans: the spelling that sets the default again, to overrule a configuration file."""
     parse: Callable[[str], Any] | None = None
@@ -43,6 +48,21 @@ class FieldFlag:
     below: float | None = None
     maximum: float | None = None
     is_input_path: bool = False
+
+    def value(self, config: RunConfig) -> Any:
+        """Return the value of a field that belongs to no unit."""
+        return getattr(getattr(config, self.group), self.name)
+
+    def is_off(self, config: RunConfig) -> bool:
+        """True if a switch, a list or a path asks for nothing."""
+        value = self.value(config)
+        return value in (None, ()) or (self.parse is None and value == self.default)
+
+    def described_default(self) -> str:
+        """Write the note on the default: ` (required)`, ` (default: 1)`, or nothing."""
+        if self.is_required:
+            return " (required)"
+        return "" if self.default in (None, ()) else f" (default: {self.default})"
 
     def bounds(self) -> str:
         """Describe the allowed range in words; empty if every number is allowed."""
@@ -65,15 +85,28 @@ class FieldFlag:
         )
 
 
-def field_flags(group: type) -> tuple[FieldFlag, ...]:
-    """List the flags of a configuration dataclass, in the order of its fields; fields filled per unit have none.
+def all_flags() -> Iterator[FieldFlag]:
+    """Yield all flags that belong to no unit, group by group."""
+    for name in GROUPS:
+        yield from field_flags(name)
+
+
+def value_of(config: RunConfig, name: str) -> Any:
+    """Return the value of the field with this name, in whichever group it is."""
+    return next(getattr(settings, name) for group in GROUPS if hasattr(settings := getattr(config, group), name))
+
+
+def field_flags(group_name: str) -> tuple[FieldFlag, ...]:
+    """List the flags of one group of the configuration, in the order of its fields; fields filled per unit have none.
 
     A field whose metadata has `choices` takes a name that is registered when this is called; one with `names` takes several such
     names. Names that `refused` returns are refused for its reasons.
     """
-    hints = _field_hints(group)
-    helps = field_docstrings(group)
-    return tuple(_field_flag(f, hints[f.name], helps[f.name]) for f in fields(group) if not f.metadata.get("per_unit"))
+    group = GROUPS[group_name]
+    hints, helps = _field_hints(group), field_docstrings(group)
+    return tuple(
+        _field_flag(f, hints[f.name], helps[f.name], group_name) for f in fields(group) if not f.metadata.get("per_unit")
+    )
 
 
 _field_hints = cache(get_type_hints)
@@ -137,10 +170,11 @@ _PARSERS: dict[Any, tuple[Callable[[str], Any], str]] = {
 }
 
 
-def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
+def _field_flag(field: Field[Any], hint: Any, help_text: str, group: str) -> FieldFlag:
     metadata = field.metadata
     shared: dict[str, Any] = {
         "name": field.name,
+        "group": group,
         "help": help_text,
         "is_required": field.default is MISSING and field.default_factory is MISSING,
         "default": None if field.default is MISSING else field.default,
@@ -152,7 +186,8 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
         spellings = flag_of(field.name), flag_of(f"no_{field.name}")
         flag, opposite = reversed(spellings) if field.default else spellings
         return FieldFlag(flag=flag, opposite=opposite, **shared)
-    hint = _without_none(hint)
+    if get_origin(hint) in (Union, UnionType):
+        (hint,) = [part for part in get_args(hint) if part is not NoneType]
     if names := metadata.get("names"):
         shared["help"] = f"{help_text.removesuffix('.')}: {', '.join(names())}."
     if get_origin(hint) is Literal or "choices" in metadata:
@@ -163,10 +198,3 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str) -> FieldFlag:
     parse, metavar = _PARSERS[get_args(hint)[0] if is_list else hint]
     metavar = metadata.get("metavar", metavar)
     return FieldFlag(flag=flag_of(field.name), parse=parse, metavar=metavar, is_list=is_list, **shared)
-
-
-def _without_none(hint: Any) -> Any:
-    if get_origin(hint) not in (Union, UnionType):
-        return hint
-    (only,) = [part for part in get_args(hint) if part is not NoneType]
-    return only

@@ -9,13 +9,14 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from megatron.runtime.flags.configuration import GROUPS
-from megatron.runtime.flags.field_flags import FieldFlag, field_flags, whole_number
+from megatron.runtime.flags.field_flags import FieldFlag, field_flags
 from megatron.runtime.flags.megatron_flags import explain_megatron_flag, megatron_flag_names
-from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_ENDING, UnitFlag, names_a_unit, unit_flags
+from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_ENDING, names_a_unit, unit_flags
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 
 CONFIG_HELP = "A file with any of these flags as keys. The command line wins over it."
+UNITS_TITLE = "parallelism of the LLM, and of every other unit"
 UNITS_HELP = (
     "Every unit of the model has flags with its name in front, for a unit 'vision': --vision-tensor-model-parallel-size, "
     "--vision-pipeline-model-parallel-size, --vision-context-parallel-size, --vision-data-parallel-size (short: --vision-tp, "
@@ -40,10 +41,13 @@ class FlagParser(argparse.ArgumentParser):
         self.add_argument("--config", action=_StoreOnce, metavar="FILE.yaml", help=CONFIG_HELP)
         for name, group in GROUPS.items():
             arguments = self.add_argument_group(name, (group.__doc__ or "").strip())
-            for flag in field_flags(group):
+            for flag in field_flags(name):
                 _add_field(arguments, flag)
-            if name == "parallelism":
-                self._add_units()
+            for unit, flags in unit_flags(graph).items() if name == "parallelism" else ():
+                title = f"parallelism of unit '{unit}' ({graph.unit(unit).role})" if graph else UNITS_TITLE
+                arguments = self.add_argument_group(title, None if graph else UNITS_HELP)
+                for flag in flags:
+                    _add_field(arguments, flag)
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of ending the process."""
@@ -72,19 +76,6 @@ class FlagParser(argparse.ArgumentParser):
     def action_of(self, flag: str) -> argparse.Action | None:
         """Return the action of a spelling; None if there is no such flag."""
         return self._option_string_actions.get(flag)
-
-    def _add_units(self) -> None:
-        if self._graph is None:
-            arguments = self.add_argument_group("parallelism of the LLM, and of every other unit", UNITS_HELP)
-            for unit_flag in unit_flags(None):
-                _add_unit_flag(arguments, unit_flag)
-            return
-        flags = unit_flags(self._graph)
-        for unit in self._graph.units:
-            arguments = self.add_argument_group(f"parallelism of unit '{unit.name}' ({unit.role})")
-            for unit_flag in flags:
-                if unit_flag.unit == unit.name:
-                    _add_unit_flag(arguments, unit_flag)
 
 
 _SPELLED = " spelled"
@@ -129,13 +120,14 @@ def _add_field(arguments: Any, flag: FieldFlag) -> None:
         return
     arguments.add_argument(
         flag.flag,
+        *flag.also,
         action=_StoreOnce,
         dest=flag.name,
         type=flag.parse,
         choices=flag.choices or None,
         nargs="+" if flag.is_list else None,
         metavar=flag.metavar,
-        help=_escape(flag.help + describe_default(flag)),
+        help=_escape(flag.help + flag.described_default()),
     )
 
 
@@ -143,32 +135,6 @@ def _add_switch(arguments: Any, *, spellings: tuple[str, str], dest: str, const:
     """Add a switch; its opposite, which overrules a configuration file, is accepted but not listed."""
     arguments.add_argument(spellings[0], action=_StoreOnce, nargs=0, dest=dest, const=(const[0],), help=_escape(help_text))
     arguments.add_argument(spellings[1], action=_StoreOnce, nargs=0, dest=dest, const=(const[1],), help=argparse.SUPPRESS)
-
-
-def _add_unit_flag(arguments: Any, flag: UnitFlag) -> None:
-    default = f" (default: {flag.default})" if flag.default else ""
-    arguments.add_argument(
-        *flag.spellings,
-        action=_StoreOnce,
-        dest=flag.destination,
-        type=_at_least_one,
-        metavar="N",
-        help=_escape(flag.help + default),
-    )
-
-
-def _at_least_one(text: str) -> int:
-    number = whole_number(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {number}")
-    return number
-
-
-def describe_default(flag: FieldFlag) -> str:
-    """Write the note on a flag's default: ` (required)`, ` (default: 1)`, or nothing."""
-    if flag.is_required:
-        return " (required)"
-    return "" if flag.default in (None, ()) else f" (default: {flag.default})"
 
 
 def _escape(text: str) -> str:

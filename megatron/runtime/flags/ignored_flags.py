@@ -1,9 +1,10 @@
 """Flags that would have no effect, or set the same thing twice, as tables; `cross_checks` and the page of flags read them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.field_flags import all_flags, value_of
 from multimodal.balance import BALANCERS
 from multimodal.schedule.builders import BUILDERS
 
@@ -26,116 +27,103 @@ def goes_by_durations(config: RunConfig) -> bool:
     return balancer.needs_costs or balancer.judges or is_predicted or BUILDERS[config.training.schedule].needs_costs
 
 
-_NO_DECAY = "--lr-decay-style constant never lowers the learning rate; choose another style or leave it out"
-_NO_WSD = "it belongs to --lr-decay-style WSD; choose that style or leave it out"
-_NO_EVALUATION = "nothing is evaluated; add --eval-iters N or leave it out"
-_NO_MANIFEST = "--data-path digits reads no image files; use a manifest or leave it out"
-_NO_INDEX = "--data-path digits has no index; leave it out"
-_NO_SAVE = "no checkpoint is written; add --save DIR or leave it out"
-_NO_LOAD = "no checkpoint is resumed; add --load DIR or leave it out"
-_EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
-_FINETUNE = "--finetune takes over the weights alone; leave it out"
-_NO_WEIGHTS = "it takes over the weights of --load; add --load DIR or leave it out"
+def _rows(names: str, causes: str, is_ignored: Callable[[RunConfig], bool], reason: str) -> Iterator[IgnoredFlag]:
+    """Yield the rows of several flags, whose names are parted by spaces."""
+    for name in names.split():
+        yield IgnoredFlag(name, tuple(causes.split()), is_ignored, f"{reason} or leave it out")
+
+
+def _needing(names: str, causes: str, reason: str) -> Iterator[IgnoredFlag]:
+    """Yield the rows of flags that need one of others to be set."""
+    return _rows(names, causes, lambda c: not any(value_of(c, cause) for cause in causes.split()), reason)
+
+
 _WEIGH = " and ".join(name for name, row in BALANCERS.items() if row.weighs_units)
 _DEFER = " and ".join(name for name, row in BALANCERS.items() if row.defers)
 _PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
 _BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
 _PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs or row.judges)
-_NO_PROJECT = "Weights & Biases gets nothing; add --wandb-project NAME or leave it out"
-_STYLE, _EVALUATION = ("lr_decay_style",), ("eval_iters",)
+_NO_LOAD = "no checkpoint is resumed; add --load DIR"
+_NO_FILES = "--data-path digits reads no image files; use a manifest"
+_EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
+_FINETUNE = "--finetune takes over the weights alone; leave it out"
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
-    IgnoredFlag("min_lr", _STYLE, lambda c: c.optimizer.lr_decay_style == "constant", _NO_DECAY),
-    IgnoredFlag("lr_decay_iters", _STYLE, lambda c: c.optimizer.lr_decay_style == "constant", _NO_DECAY),
-    IgnoredFlag("lr_wsd_decay_iters", _STYLE, lambda c: c.optimizer.lr_decay_style != "WSD", _NO_WSD),
-    IgnoredFlag("lr_wsd_decay_style", _STYLE, lambda c: c.optimizer.lr_decay_style != "WSD", _NO_WSD),
-    IgnoredFlag(
-        "lr_warmup_init",
-        ("lr_warmup_iters", "lr_warmup_fraction"),
-        lambda c: not c.optimizer.lr_warmup_iters and not c.optimizer.lr_warmup_fraction,
-        "there is no warm-up; add --lr-warmup-iters N or leave it out",
+    *_rows(
+        "min_lr lr_decay_iters",
+        "lr_decay_style",
+        lambda c: c.optimizer.lr_decay_style == "constant",
+        "--lr-decay-style constant never lowers the learning rate; choose another style",
     ),
-    *(
-        IgnoredFlag(
-            name, ("lora_rank",), lambda c: c.model.lora_rank is None, "there are no adapters; add --lora-rank N or leave it out"
-        )
-        for name in ("lora_alpha", "lora_targets")
+    *_rows(
+        "lr_wsd_decay_iters lr_wsd_decay_style",
+        "lr_decay_style",
+        lambda c: c.optimizer.lr_decay_style != "WSD",
+        "it belongs to --lr-decay-style WSD; choose that style",
     ),
-    IgnoredFlag(
+    *_needing("lr_warmup_init", "lr_warmup_iters lr_warmup_fraction", "there is no warm-up; add --lr-warmup-iters N"),
+    *_needing("lora_alpha lora_targets", "lora_rank", "there are no adapters; add --lora-rank N"),
+    *_rows(
         "tokenizer_model",
-        ("tokenizer_type",),
+        "tokenizer_type",
         lambda c: c.data.tokenizer_type == "ByteTokenizer",
-        "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer or leave it out",
+        "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer",
     ),
-    IgnoredFlag(
+    *_rows(
         "chat_template",
-        ("tokenizer_type",),
-        lambda c: c.data.chat_template is not None and c.data.tokenizer_type == "ByteTokenizer",
-        "bytes have no special tokens that a template could write; add --tokenizer-type HuggingFaceTokenizer or leave it out",
+        "tokenizer_type",
+        lambda c: c.data.tokenizer_type == "ByteTokenizer",
+        "bytes have no special tokens that a template could write; add --tokenizer-type HuggingFaceTokenizer",
     ),
     IgnoredFlag(
         "chat_template",
         ("data_path",),
-        lambda c: c.data.chat_template is not None and c.data.is_digits,
+        lambda c: c.data.is_digits,
         "digits are asked about in turns of Braid's own; leave it out",
     ),
-    IgnoredFlag(
+    *_rows(
         "balance_granularity",
-        ("balance",),
+        "balance",
         lambda c: not BALANCERS[c.training.balance].places_items,
-        f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one or leave it out",
+        f"only --balance {_PLACE_ITEMS} place an encoder's items by themselves; choose one",
     ),
-    *(
-        IgnoredFlag(
-            name,
-            ("balance",),
-            lambda c: not BALANCERS[c.training.balance].defers,
-            f"only --balance {_DEFER} group an encoder's samples otherwise than the LLM's; choose one or leave it out",
-        )
-        for name in ("balance_num_microbatches", "merge_encoders")
+    *_rows(
+        "balance_num_microbatches merge_encoders",
+        "balance",
+        lambda c: not BALANCERS[c.training.balance].defers,
+        f"only --balance {_DEFER} group an encoder's samples otherwise than the LLM's; choose one",
     ),
-    IgnoredFlag(
+    *_rows(
         "unit_costs",
-        ("balance",),
-        lambda c: bool(c.training.unit_costs) and not BALANCERS[c.training.balance].weighs_units,
-        f"only --balance {_WEIGH} balance units by costs of their own; choose one or leave it out",
+        "balance",
+        lambda c: not BALANCERS[c.training.balance].weighs_units,
+        f"only --balance {_WEIGH} balance units by costs of their own; choose one",
     ),
-    IgnoredFlag(
+    *_rows(
         "cluster",
-        ("balance", "balance_num_microbatches", "schedule", "plan"),
+        "balance balance_num_microbatches schedule plan",
         lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
-        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and sizes with pipeline stages; choose one or "
-        "leave it out",
+        f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and sizes with pipeline stages; choose one",
     ),
-    *(
-        IgnoredFlag(
-            name, ("elastic",), lambda c: not c.parallelism.elastic, "a lost process ends the run; add --elastic or leave it out"
-        )
-        for name in ("elastic_timeout", "fault_tolerance")
+    *_needing("elastic_timeout fault_tolerance", "elastic", "a lost process ends the run; add --elastic"),
+    *_rows(
+        "plan_time_budget plan_review_iters replan",
+        "plan",
+        lambda c: not c.parallelism.plans_itself,
+        "the plan is given; use --plan auto",
     ),
-    *(
-        IgnoredFlag(
-            name, ("plan",), lambda c: not c.parallelism.plans_itself, "the plan is given; use --plan auto or leave it out"
-        )
-        for name in ("plan_time_budget", "plan_review_iters", "replan")
-    ),
-    IgnoredFlag(
-        "tp_comm_overlap_parts",
-        ("tp_comm_overlap",),
-        lambda c: not c.parallelism.tp_comm_overlap,
-        "tensor parallel collectives are not cut; add --tp-comm-overlap or leave it out",
-    ),
+    *_needing("tp_comm_overlap_parts", "tp_comm_overlap", "tensor parallel collectives are not cut; add --tp-comm-overlap"),
     IgnoredFlag(
         "num_workers",
         ("lengths_from",),
         lambda c: c.data.lengths_from == "decode",
         "--lengths-from decode loads in a thread, as samples are exchanged; leave it out",
     ),
-    IgnoredFlag(
+    *_rows(
         "digits_samples",
-        ("data_path",),
+        "data_path",
         lambda c: not c.data.is_digits,
-        "the samples come from a manifest; use --data-path digits or leave it out",
+        "the samples come from a manifest; use --data-path digits",
     ),
     IgnoredFlag(
         "split",
@@ -143,52 +131,32 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: c.data.is_digits,
         "--data-path digits holds out handwritten digits of its own; leave it out",
     ),
-    IgnoredFlag(
-        "allow_outside_paths",
-        ("data_path",),
-        lambda c: c.data.allow_outside_paths and c.data.is_digits,
-        _NO_MANIFEST,
+    *_rows("allow_outside_paths producers", "data_path", lambda c: c.data.is_digits, _NO_FILES),
+    IgnoredFlag("producers", ("emulate",), lambda c: c.training.emulate is not None, _EMULATED),
+    *_needing("producer_token", "producers", "nothing is decoded elsewhere; add --producers HOST:PORT"),
+    IgnoredFlag("data_cache_path", ("data_path",), lambda c: c.data.is_digits, "--data-path digits has no index; leave it out"),
+    *_rows("max_image_pixels", "data_path", lambda c: c.data.is_digits, _NO_FILES),
+    *_needing("eval_interval eval_blank_images", "eval_iters", "nothing is evaluated; add --eval-iters N"),
+    *_needing(
+        "save_interval save_retain_interval async_save keep_last_checkpoints",
+        "save",
+        "no checkpoint is written; add --save DIR",
     ),
-    IgnoredFlag("producers", ("data_path",), lambda c: bool(c.data.producers) and c.data.is_digits, _NO_MANIFEST),
-    IgnoredFlag("producers", ("emulate",), lambda c: bool(c.data.producers) and c.training.emulate is not None, _EMULATED),
-    IgnoredFlag(
-        "producer_token",
-        ("producers",),
-        lambda c: not c.data.producers,
-        "nothing is decoded elsewhere; add --producers HOST:PORT or leave it out",
+    *_needing("load_optim load_rng", "load", _NO_LOAD),
+    IgnoredFlag("load_optim", ("finetune",), lambda c: c.checkpoint.finetune, _FINETUNE),
+    IgnoredFlag("load_rng", ("finetune",), lambda c: c.checkpoint.finetune, _FINETUNE),
+    *_needing("new_phase", "load", _NO_LOAD),
+    *_needing("finetune", "load", "it takes over the weights of --load; add --load DIR"),
+    *_needing("timeline_interval", "report_dir", "timelines are drawn into the report; add --report-dir DIR"),
+    *_needing(
+        "profile_step_start profile_step_end profile_ranks use_pytorch_profiler",
+        "profile",
+        "nothing is profiled; add --profile",
     ),
-    IgnoredFlag("data_cache_path", ("data_path",), lambda c: c.data.is_digits, _NO_INDEX),
-    IgnoredFlag("max_image_pixels", ("data_path",), lambda c: c.data.is_digits, _NO_MANIFEST),
-    IgnoredFlag("eval_interval", _EVALUATION, lambda c: not c.evaluation.eval_iters, _NO_EVALUATION),
-    IgnoredFlag(
-        "eval_blank_images",
-        _EVALUATION,
-        lambda c: c.evaluation.eval_blank_images and not c.evaluation.eval_iters,
-        _NO_EVALUATION,
-    ),
-    IgnoredFlag("save_interval", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
-    IgnoredFlag("save_retain_interval", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
-    IgnoredFlag("async_save", ("save",), lambda c: c.checkpoint.async_save and c.checkpoint.save is None, _NO_SAVE),
-    IgnoredFlag("keep_last_checkpoints", ("save",), lambda c: c.checkpoint.save is None, _NO_SAVE),
-    IgnoredFlag("load_optim", ("load",), lambda c: not c.checkpoint.load_optim and c.checkpoint.load is None, _NO_LOAD),
-    IgnoredFlag("load_rng", ("load",), lambda c: not c.checkpoint.load_rng and c.checkpoint.load is None, _NO_LOAD),
-    IgnoredFlag("load_optim", ("finetune",), lambda c: not c.checkpoint.load_optim and c.checkpoint.finetune, _FINETUNE),
-    IgnoredFlag("load_rng", ("finetune",), lambda c: not c.checkpoint.load_rng and c.checkpoint.finetune, _FINETUNE),
-    IgnoredFlag("new_phase", ("load",), lambda c: c.checkpoint.new_phase and c.checkpoint.load is None, _NO_LOAD),
-    IgnoredFlag("finetune", ("load",), lambda c: c.checkpoint.finetune and c.checkpoint.load is None, _NO_WEIGHTS),
-    IgnoredFlag(
-        "timeline_interval",
-        ("report_dir",),
-        lambda c: c.logging.report_dir is None,
-        "timelines are drawn into the report; add --report-dir DIR or leave it out",
-    ),
-    *(
-        IgnoredFlag(name, ("profile",), lambda c: not c.logging.profile, "nothing is profiled; add --profile or leave it out")
-        for name in ("profile_step_start", "profile_step_end", "profile_ranks", "use_pytorch_profiler")
-    ),
-    *(
-        IgnoredFlag(name, ("wandb_project",), lambda c: c.logging.wandb_project is None, _NO_PROJECT)
-        for name in ("wandb_exp_name", "wandb_entity", "wandb_save_dir")
+    *_needing(
+        "wandb_exp_name wandb_entity wandb_save_dir",
+        "wandb_project",
+        "Weights & Biases gets nothing; add --wandb-project NAME",
     ),
     *(
         IgnoredFlag(
@@ -199,28 +167,23 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         )
         for name in ("transformer_impl", "attention_backend", "recompute_granularity", "fp8_format")
     ),
-    IgnoredFlag(
-        "fp8_recipe",
-        ("fp8_format",),
-        lambda c: c.model.fp8_format is None,
-        "no product is in FP8; add --fp8-format or leave it out",
-    ),
+    *_needing("fp8_recipe", "fp8_format", "no product is in FP8; add --fp8-format"),
     IgnoredFlag(
         "layer_partition",
         ("plan",),
         lambda c: c.parallelism.plan is not None,
         "a plan says which layers every stage has; leave it out",
     ),
-    IgnoredFlag(
+    *_rows(
         "layer_partition",
-        (),
+        "",
         lambda c: all(sizes.pipeline_parallel_size == 1 for sizes in c.parallelism.units.values()),
-        "no unit has several pipeline stages; raise a pipeline parallel size (such as --llm-pp 2) or leave it out",
+        "no unit has several pipeline stages; raise a pipeline parallel size (such as --llm-pp 2)",
     ),
     IgnoredFlag(
         "colocate_units",
         ("model",),
-        lambda c: c.parallelism.colocate_units and len(c.parallelism.units) == 1,
+        lambda c: len(c.parallelism.units) == 1,
         "the model has one unit, which has nobody to share ranks with; leave it out",
     ),
     IgnoredFlag(
@@ -230,6 +193,13 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "the model has one unit, so there are no items among its tokens; leave it out",
     ),
 )
+
+
+def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
+    """List the flags that were given but have no effect; a switch that is given as its default asks for none."""
+    given = {flag.name for flag in all_flags() if flag.name in config.given and not flag.is_off(config)}
+    return tuple(row for row in IGNORED_FLAGS if row.name in given and row.is_ignored(config))
+
 
 ENCODER_FLAGS = {
     "attention_mask": "it says how the LLM sees items",

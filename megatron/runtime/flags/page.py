@@ -5,10 +5,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from megatron.runtime.flags.configuration import GROUPS
-from megatron.runtime.flags.cross_checks import shown_flag
-from megatron.runtime.flags.field_flags import FieldFlag, field_docstrings, field_flags
+from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, field_flags
 from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
-from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings
+from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings, shown_flag
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.passes import PASSES, Need
@@ -110,11 +109,11 @@ def render_flags_page() -> str:
 
 
 def _sections() -> Iterator[str]:
-    paths = [flag.flag for group in GROUPS.values() for flag in field_flags(group) if flag.is_input_path]
+    paths = [flag.flag for flag in all_flags() if flag.is_input_path]
     yield INTRODUCTION.replace("INPUT_PATHS", ", ".join(f"`{path.removeprefix('--')}`" for path in paths))
     for name, group in GROUPS.items():
         yield f"## {name.capitalize()}\n\n{(group.__doc__ or '').strip()}\n"
-        yield _table(("flag", "default", "meaning"), (_row(flag) for flag in field_flags(group)))
+        yield _table(("flag", "default", "meaning"), (_row(flag) for flag in field_flags(name)))
         if name == "parallelism":
             yield UNITS
             yield _table(("flag", "also", "LLM, as in Megatron", "meaning"), _unit_rows())

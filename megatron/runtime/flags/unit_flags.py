@@ -1,9 +1,10 @@
 """The flags that contain a unit's name, known only once the model has been read."""
 
-from dataclasses import dataclass
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.runtime.flags.field_flags import field_docstrings
+from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, flag_of, whole_number
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
@@ -45,49 +46,24 @@ MICRO_BATCH_ENDING = "micro-batch-size"
 MICRO_BATCH_HELP = "Items in one microbatch of this encoder; by default they follow the LLM's microbatches."
 
 
-@dataclass(frozen=True)
-class UnitFlag:
-    """One flag of one unit."""
-
-    unit: str
-    name: str
-    """A field of `UnitSizes`, or `micro_batch_size`."""
-    spellings: tuple[str, ...]
-    help: str
-
-    @property
-    def default(self) -> int | None:
-        """The value if left out; None if it then follows from something else."""
-        default: int | None = getattr(UnitSizes(), self.name, None)
-        return default
-
-    @property
-    def destination(self) -> str:
-        """The parser's destination of the value: `vision.tensor_parallel_size`."""
-        return f"{self.unit}.{self.name}"
-
-
-def unit_flags(graph: ModelGraph | None) -> tuple[UnitFlag, ...]:
-    """List the flags of every unit; without a model, those of the LLM.
+def unit_flags(graph: ModelGraph | None) -> Mapping[str, tuple[FieldFlag, ...]]:
+    """Return unit -> its flags; without a model, those of the LLM.
 
     Raises ConfigError when two units' flags would coincide.
     """
     if graph is None:
-        return _size_flags(LLM, is_backbone=True)
-    names = [_dashed(unit.name) for unit in graph.units]
+        return {LLM: tuple(_size_flags(LLM, is_backbone=True))}
+    spelled = [flag_of(unit.name) for unit in graph.units]
     for unit in (*graph.encoders, *graph.generators):
-        if unit.name == LLM or names.count(_dashed(unit.name)) > 1:
+        if unit.name == LLM or spelled.count(flag_of(unit.name)) > 1:
             raise ConfigError(
                 f"the flags of unit '{unit.name}' would coincide with another unit's ('{LLM}' always means the backbone, and "
                 "underscores count as dashes); rename the unit in the model file"
             )
-    flags: list[UnitFlag] = []
-    for unit in graph.units:
-        flags += _size_flags(unit.name, is_backbone=unit.role is Role.BACKBONE)
-        if unit.role is Role.ENCODER:
-            spelling = f"--{_dashed(unit.name)}-{MICRO_BATCH_ENDING}"
-            flags.append(UnitFlag(unit.name, MICRO_BATCH_SIZE, (spelling,), MICRO_BATCH_HELP))
-    return tuple(flags)
+    flags = {unit.name: list(_size_flags(unit.name, is_backbone=unit.role is Role.BACKBONE)) for unit in graph.units}
+    for unit in graph.encoders:
+        flags[unit.name].append(_count_flag(unit.name, MICRO_BATCH_SIZE, [f"{flag_of(unit.name)}-{MICRO_BATCH_ENDING}"]))
+    return {name: tuple(of_unit) for name, of_unit in flags.items()}
 
 
 def names_a_unit(flag: str) -> bool:
@@ -102,18 +78,37 @@ def plain_endings(name: str) -> tuple[str, ...]:
     return () if name == "data_parallel_size" else tuple(ending for ending in (spelling.long, spelling.also) if ending)
 
 
-def _size_flags(unit: str, *, is_backbone: bool) -> tuple[UnitFlag, ...]:
-    helps = field_docstrings(UnitSizes)
-    flags = []
+def _size_flags(unit: str, *, is_backbone: bool) -> Iterator[FieldFlag]:
     for name, spelling in SIZE_SPELLINGS.items():
         if name == EXPERT_PARALLEL_SIZE and not is_backbone:
             continue
-        prefixes = dict.fromkeys([_dashed(unit), LLM] if is_backbone else [_dashed(unit)])
+        prefixes = dict.fromkeys([flag_of(unit), flag_of(LLM)] if is_backbone else [flag_of(unit)])
         plain = [f"--{ending}" for ending in plain_endings(name)] if is_backbone else []
-        spellings = [*plain, *(f"--{prefix}-{ending}" for prefix in prefixes for ending in spelling.endings)]
-        flags.append(UnitFlag(unit, name, tuple(spellings), helps[name]))
-    return tuple(flags)
+        yield _count_flag(unit, name, [*plain, *(f"{prefix}-{ending}" for prefix in prefixes for ending in spelling.endings)])
 
 
-def _dashed(name: str) -> str:
-    return name.replace("_", "-")
+def _count_flag(unit: str, name: str, spellings: Sequence[str]) -> FieldFlag:
+    return FieldFlag(
+        name=f"{unit}.{name}",
+        flag=spellings[0],
+        also=tuple(spellings[1:]),
+        parse=_at_least_one,
+        metavar="N",
+        default=getattr(UnitSizes(), name, None),
+        help=field_docstrings(UnitSizes).get(name, MICRO_BATCH_HELP),
+    )
+
+
+def _at_least_one(text: str) -> int:
+    number = whole_number(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {number}")
+    return number
+
+
+def shown_flag(name: str) -> str:
+    """Return the spelling of a field's flag, or of a unit's field's, in messages."""
+    unit, _, size = name.rpartition(".")
+    if not unit:
+        return next(flag.flag for flag in all_flags() if flag.name == name)
+    return f"{flag_of(unit)}-{MICRO_BATCH_ENDING if size == MICRO_BATCH_SIZE else SIZE_SPELLINGS[size].long}"

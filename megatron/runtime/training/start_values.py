@@ -12,10 +12,10 @@ from enum import Enum
 from typing import Any
 
 from megatron.runtime.feed.data_sets import DataSets, text_settings
-from megatron.runtime.flags.configuration import DIGITS, GROUPS, RunConfig
-from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.configuration import DIGITS, RunConfig
+from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.flags.ignored_flags import goes_by_durations
-from megatron.runtime.flags.unit_flags import SIZE_SPELLINGS
+from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from megatron.runtime.launch.distributed_setup import StartValues
 from megatron.runtime.orchestrator.machine import assumed_cluster
 from multimodal.balance import UNBALANCED
@@ -67,20 +67,19 @@ def _environment_names(config: RunConfig) -> tuple[str, ...]:
 
 def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
     yield "plan", f"{'with' if config.parallelism.plans_itself else 'without'} --plan auto"
-    for name, group in GROUPS.items():
-        settings = getattr(config, name)
-        for flag in field_flags(group):
-            if flag.name not in MAY_DIFFER | BY_CONTENT:
-                yield flag.name, _shown_flag(flag.flag, getattr(settings, flag.name), is_switch=flag.parse is None)
+    for flag in all_flags():
+        if flag.name not in MAY_DIFFER | BY_CONTENT:
+            yield flag.name, _shown(flag.flag, flag.value(config), is_switch=flag.parse is None)
     for unit, sizes in config.parallelism.units.items():
-        for size_name, spelling in SIZE_SPELLINGS.items():
-            flag_name = f"--{unit.replace('_', '-')}-{spelling.long}"
-            yield f"{unit}.{size_name}", _shown_flag(flag_name, getattr(sizes, size_name), is_switch=False)
+        for size_name in SIZE_SPELLINGS:
+            name = f"{unit}.{size_name}"
+            yield name, _shown(shown_flag(name), getattr(sizes, size_name))
     for unit, size in config.training.encoder_micro_batch_sizes.items():
-        yield f"{unit}.micro_batch_size", _shown_flag(f"--{unit.replace('_', '-')}-micro-batch-size", size, is_switch=False)
+        name = f"{unit}.{MICRO_BATCH_SIZE}"
+        yield name, _shown(shown_flag(name), size)
 
 
-def _shown_flag(flag: str, value: Any, *, is_switch: bool) -> str:
+def _shown(flag: str, value: Any, *, is_switch: bool = False) -> str:
     """Return the flag as typed: `with --lr 0.001`, `without --plan`."""
     if is_switch:
         is_given = bool(value) != flag.startswith("--no-")

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from megatron.runtime.flags.configuration import GROUPS
-from megatron.runtime.flags.field_flags import FieldFlag, field_flags
+from megatron.runtime.flags.field_flags import FieldFlag, all_flags
 from tests.distributed.mutations.mutation import Inputs, Mutation, short
 
 FLAG_TEXTS = ("-1", "0", "3", "1.5", "nan", "1e400", "text", "", "9" * 12, "9" * 400)
@@ -16,15 +15,14 @@ PATHS = ("no/such/place", "/dev/null", "/proc/1/none", ".", "")
 
 def flag_mutations() -> Iterator[Mutation]:
     """Give each flag of the configuration, and of the units, every text of its type."""
-    for group in GROUPS.values():
-        for flag in field_flags(group):
-            for text in _texts(flag):
-                apply = partial(set_flag, flag=flag.flag, value=text)
-                names = () if flag.name == "colocate_units" else (flag.flag,)  # the sizes that it does not go with are named
-                yield Mutation(f"flag: {flag.flag} {short(text)}", apply, names)
-    for flag in ("--vision-dp", "--llm-dp", "--llm-tp", "--llm-pp", "--llm-vpp", "--vision-cp", "--vision-micro-batch-size"):
+    for flag in all_flags():
+        for text in _texts(flag):
+            apply = partial(set_flag, flag=flag.flag, value=text)
+            names = () if flag.name == "colocate_units" else (flag.flag,)  # the sizes that it does not go with are named
+            yield Mutation(f"flag: {flag.flag} {short(text)}", apply, names)
+    for name in ("--vision-dp", "--llm-dp", "--llm-tp", "--llm-pp", "--llm-vpp", "--vision-cp", "--vision-micro-batch-size"):
         for text in FLAG_TEXTS:
-            yield Mutation(f"flag: {flag} {short(text)}", partial(set_flag, flag=flag, value=text))
+            yield Mutation(f"flag: {name} {short(text)}", partial(set_flag, flag=name, value=text))
 
 
 def _texts(flag: FieldFlag) -> tuple[str | None, ...]:

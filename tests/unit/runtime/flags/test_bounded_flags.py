@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.flags.configuration import GROUPS, RunConfig
-from megatron.runtime.flags.field_flags import field_flags, whole_number
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.field_flags import all_flags, whole_number
 from multimodal.values.errors import ConfigError, PlanError
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
@@ -32,7 +32,7 @@ def parse(folder: Path, *flags: str) -> RunConfig:
 
 
 def test_every_count_has_an_upper_bound() -> None:
-    counts = [flag for group in GROUPS.values() for flag in field_flags(group) if flag.parse is whole_number]
+    counts = [flag for flag in all_flags() if flag.parse is whole_number]
     unbounded = {flag.name for flag in counts if flag.maximum is None}
     assert unbounded == HARMLESS_WHEN_LARGE
 

@@ -7,10 +7,10 @@ import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import choose_trained, freeze_units, parse_arguments
-from megatron.runtime.flags.configuration import GROUPS, RunConfig
-from megatron.runtime.flags.cross_checks import shown_flag
-from megatron.runtime.flags.field_flags import field_flags
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
+from megatron.runtime.flags.unit_flags import shown_flag
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.values.errors import BraidError, ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
@@ -113,7 +113,7 @@ def test_every_row_of_the_table_is_tried() -> None:
 
 
 def test_every_row_of_the_table_names_fields_that_exist() -> None:
-    names = {flag.name for group in GROUPS.values() for flag in field_flags(group)}
+    names = {flag.name for flag in all_flags()}
     assert {name for row in IGNORED_FLAGS for name in (row.name, *row.because_of)} <= names
 
 
@@ -134,6 +134,7 @@ def test_every_row_of_the_table_names_fields_that_exist() -> None:
         "--data-path m.jsonl --split 1",
         "--data-path m.jsonl --allow-outside-paths --max-image-pixels 178956970",
         "--digits-samples 50",
+        "--no-merge-encoders --no-replan",  # as is the default
         "--data-path m.jsonl --split 0,1 --skip-train --eval-iters 1",
         "--seed 0 --clip-grad 0 --weight-decay 0 --num-workers 0 --adam-beta1 0",
     ],

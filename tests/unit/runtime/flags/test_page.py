@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.runtime.flags.configuration import GROUPS, LoggingConfig, ModelConfig, TrainingConfig
-from megatron.runtime.flags.field_flags import field_docstrings, field_flags
+from megatron.runtime.flags.configuration import GROUPS
+from megatron.runtime.flags.field_flags import all_flags, field_docstrings
 from megatron.runtime.flags.page import render_flags_page
 
 
@@ -22,12 +22,12 @@ def test_every_field_has_a_docstring(group: type) -> None:
 
 
 def test_no_two_groups_share_a_field() -> None:
-    names = [flag.name for group in GROUPS.values() for flag in field_flags(group)]
+    names = [flag.name for flag in all_flags()]
     assert len(names) == len(set(names))
 
 
 def test_a_field_becomes_a_flag() -> None:
-    flags = {flag.name: flag for group in (TrainingConfig, LoggingConfig, ModelConfig) for flag in field_flags(group)}
+    flags = {flag.name: flag for flag in all_flags()}
     assert (flags["train_iters"].flag, flags["train_iters"].is_required) == ("--train-iters", True)
     assert (flags["progress_bar"].flag, flags["progress_bar"].opposite) == ("--no-progress-bar", "--progress-bar")
     assert flags["balance"].choices == (
