@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 for python in ${PYTHON:-} python python3 .venv/bin/python; do
     if "$python" -c 'import torch' 2>/dev/null; then
-        exec "$python" tools/gpu_check.py "$@"
+        exec "$python" benchmarks/gpu_check.py "$@"
     fi
 done
 echo "gpu_check.sh: no python here has torch; install Braid ('pip install -e .') or name one that has it: PYTHON=..." >&2

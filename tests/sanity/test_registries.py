@@ -17,9 +17,8 @@ CHOOSING = {
     *(f"multimodal/plan/planners/baselines/{name}.py" for name in ("encoders_colocated", "encoders_replicated")),
     "multimodal/plan/planners/planning_request.py",
     "multimodal/plan/planners/templates/template_plan.py",
-    "tools/draw_passes.py",
 }
-"""Planners that plan for one schedule, pass or balancer, and the example that each pass is drawn on."""
+"""Planners that plan for one schedule, pass or balancer."""
 NAMES = {*BUILDERS, *PASSES, *BALANCERS} - {"1f1b", "none", "auto", "fill", "sorted", "disttrain", "entrain"}
 """But for defaults, and what is also the name of something else."""
 

@@ -1,6 +1,6 @@
 """Draws the figures of docs/attention.md (blocks of masks, and their work) and docs/context_parallelism.md (tokens on ranks).
 
-Run `python tools/draw_attention.py [FOLDER]`; the folder is docs/figures by default.
+Run `python docs/figures/draw_attention.py [FOLDER]`; the folder is docs/figures by default.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
@@ -34,7 +34,7 @@ SHARED_BLOCK_SIZE, NUM_RANKS, SEED = 16, 4, 1
 RANK_COLORS = ("#4878a8", "#e8a33d", "#6a9f58", "#b65e8a")
 IMAGE, TEXT = "image", "text"
 Masks = Mapping[str, Sequence[Sequence[tuple[str, int]]]]
-"""Mode -> for each sample the (kind, tokens) of its segments."""
+"""Mode, or `packed` for several embedded samples -> for each sample the (kind, tokens) of its segments."""
 BLOCK_MASKS: Masks = {
     "causal": [[(TEXT, 96)]],
     "prefix": [[(IMAGE, 40), (TEXT, 56)]],
@@ -61,7 +61,7 @@ def build_mask(masks: Masks, mode: str) -> BitfieldMask:
         ]
         for segments in masks[mode]
     ]
-    return build_bitfield_mask(samples, modalities=(IMAGE,), mode=mode)
+    return build_bitfield_mask(samples, modalities=(IMAGE,), mode="embedded" if mode == "packed" else mode)
 
 
 def draw_blocks(axes: Axes, mask: AttentionMask, title: str) -> None:

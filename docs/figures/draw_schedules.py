@@ -1,13 +1,13 @@
 """Draws the figures of docs/schedule.md: every builder on one small example, in the layout that the builder is meant for.
 
-Run `python tools/draw_schedules.py [FOLDER]`; the folder is docs/figures by default.
+Run `python docs/figures/draw_schedules.py [FOLDER]`; the folder is docs/figures by default.
 """
 
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages

@@ -1,6 +1,6 @@
 """Draws the answers of a model trained by examples/digits_generator to validation questions, beside right answers.
 
-python tools/draw_drawings.py --load CHECKPOINTS [--output FILE.png] [--seed N]
+python examples/digits_generator/draw_answers.py --load CHECKPOINTS [--output FILE.png] [--seed N]
 
 Rows: one right answer (the same digits in other handwriting would be right, too), the mean of all training glyphs of those digits
 (the best answer by squared error), and the model's answer. Runs on this process alone, under any plan that the checkpoint was
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import matplotlib
 
@@ -39,7 +39,7 @@ from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.model_graph import ImageInput, ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 8
 VOCABULARY_MULTIPLE = 128
 """The default of --make-vocab-size-divisible-by."""

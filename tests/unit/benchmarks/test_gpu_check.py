@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_check
+from benchmarks.gpu_check import PATHS, TRAINING, Check, main, read_attention, read_training, run_check
 from megatron.runtime.flags.arguments import parse_arguments
-from tools import gpu_check
-from tools.gpu_check import PATHS, TRAINING, Check, main, read_attention, read_training, run_check
 
 STEP = {"step_seconds": 0.02, "peak_activation_bytes": 2**20}
 

@@ -1,10 +1,13 @@
 """Draws six validation samples of the digits data, with question and answer, into docs/figures/digits_samples.png.
 
-python tools/draw_digits.py [--output FILE.png] [--seed N]
+python examples/digits/draw_samples.py [--output FILE.png] [--seed N]
 """
 
 import argparse
+import sys
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import matplotlib
 
@@ -18,7 +21,7 @@ from multimodal.data.digits_layout import QUESTIONS, DigitsSample
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.model_graph import ModelGraph
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NUM_SAMPLES = 6
 GAP_PIXELS = 4
 

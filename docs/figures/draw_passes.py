@@ -1,6 +1,6 @@
 """Draws the figures of docs/passes.md: a schedule before and after each pass.
 
-Run `python tools/draw_passes.py [FOLDER]`; the folder is docs/figures by default.
+Run `python docs/figures/draw_passes.py [FOLDER]`; the folder is docs/figures by default.
 """
 
 import sys
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.step_costs import ComputeCost, StepCosts
