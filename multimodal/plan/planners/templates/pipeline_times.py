@@ -29,9 +29,9 @@ class PipelineTimes:
     def seconds(self, num_microbatches: int) -> float:
         """Return the seconds of a step: the longest path through one of the stages.
 
-        Like `step_ticks`, but the wait of a stage is the longest path to any of the stages after it and back, not only to the
-        last. It is never more than the simulated step, and nearly always equal to it (docs/elasticity.md). 0 without
-        microbatches.
+        Like the step of `map_stages`, but the wait of a stage is the longest path to any of the stages after it and back, not
+        only to the last. It is never more than the simulated step, and nearly always equal to it (docs/elasticity.md). 0
+        without microbatches.
         """
         if num_microbatches <= self.num_stages:
             return float(self._few[num_microbatches])
