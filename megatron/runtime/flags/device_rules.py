@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import RunConfig
+from multimodal.cost.layers.engine_limits import FLOAT64, OVERLAP, SEGMENTS, SHARDED_WEIGHTS, EngineLimit, LayerUse
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
 
@@ -49,6 +50,21 @@ def named_passes(config: RunConfig) -> list[PassRow]:
     return [PASSES[name] for name in config.training.schedule_passes.split(",") if name in PASSES]
 
 
+def _engine_rule(limit: EngineLimit, message: str) -> Rule:
+    def is_broken(config: RunConfig) -> bool:
+        use = LayerUse(
+            config.training.dtype,
+            BUILDERS[config.training.schedule].runs_segments,
+            _splits_backwards(config),
+            config.parallelism.tp_comm_overlap,
+            config.parallelism.shards_weights,
+            config.model.fp8_format is not None,
+        )
+        return config.model.transformer_impl == "transformer_engine" and limit.is_met(use)
+
+    return Rule(is_broken, message, keeps_local=limit.name)
+
+
 _SPLITTING_SCHEDULES = ", ".join(f"--schedule {name}" for name, row in BUILDERS.items() if row.splits_backwards)
 _SPLITTING_PASSES = ", ".join(name for name, row in PASSES.items() if row.splits_backwards)
 
@@ -71,11 +87,7 @@ DEVICE_RULES: tuple[Rule, ...] = (
         lambda c: c.model.transformer_impl == "transformer_engine" and not _has_cuda(),
         "--transformer-impl transformer_engine needs a CUDA device; use --transformer-impl local on a CPU",
     ),
-    Rule(
-        lambda c: c.model.transformer_impl == "transformer_engine" and c.training.dtype == "float64",
-        "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks",
-        keeps_local="`--dtype float64`",
-    ),
+    _engine_rule(FLOAT64, "--transformer-impl transformer_engine has no float64; use --transformer-impl local for exact checks"),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and _splits_backwards(c) and not can_delay_weight_gradients(),
         "--transformer-impl transformer_engine splits backwards into input and weight gradients, as "
@@ -83,11 +95,10 @@ DEVICE_RULES: tuple[Rule, ...] = (
         "--transformer-impl local, or another schedule",
         keeps_local="split backwards with a version before 2.3",
     ),
-    Rule(
-        lambda c: c.model.transformer_impl == "transformer_engine" and BUILDERS[c.training.schedule].runs_segments,
+    _engine_rule(
+        SEGMENTS,
         "--schedule {c.training.schedule} runs pieces of layers, which Transformer Engine fuses; use --transformer-impl local, "
         "or another schedule",
-        keeps_local="schedules that run pieces of layers (`optimus`)",
     ),
     Rule(
         lambda c: c.model.fp8_format is not None and not _has_cuda(),
@@ -132,27 +143,21 @@ DEVICE_RULES: tuple[Rule, ...] = (
         lambda c: c.model.attention_backend == "triton" and c.training.dtype == "float64",
         "--attention-backend triton has no float64; use --attention-backend blocks for exact checks",
     ),
-    Rule(
-        lambda c: c.parallelism.tp_comm_overlap and c.model.transformer_impl == "transformer_engine",
+    _engine_rule(
+        OVERLAP,
         "--tp-comm-overlap cuts the collectives of --transformer-impl local; Transformer Engine's layers have an overlap of "
         "their own, in user buffers that Braid does not set up; use --transformer-impl local, or leave it out",
-        keeps_local="`--tp-comm-overlap`",
     ),
     Rule(
         lambda c: c.parallelism.tp_comm_overlap and c.training.emulate is not None,
         "--emulate waits as long as its table says, with or without --tp-comm-overlap; leave one of them out",
     ),
-    Rule(
-        lambda c: (
-            c.parallelism.shards_weights
-            and c.model.transformer_impl == "transformer_engine"
-            and (_splits_backwards(c) or c.model.fp8_format is not None)
-        ),
+    _engine_rule(
+        SHARDED_WEIGHTS,
         "--data-parallel-sharding-strategy optim_grads_params takes a layer's weights away between its forward and its backward, "
         "but layers of Transformer Engine keep copies of them in FP8, and give gradients of split backwards after that; use "
         "--transformer-impl local, --data-parallel-sharding-strategy optim, or a --schedule with whole backwards and no "
         "--fp8-format",
-        keeps_local="ZeRO-3 with split backwards or FP8",
     ),
     Rule(
         lambda c: (

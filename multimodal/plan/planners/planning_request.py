@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
+from multimodal.cost.layers.engine_limits import LayerUse, needs_local_layers
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.run_options import RunOptions
@@ -137,8 +138,6 @@ class PlanningRequest:
             raise PlanError(
                 f"sizes are fixed for a unit '{unknown[0]}'; the model's units are {', '.join(self.graph.unit_names)}"
             )
-        if self.transformer_impl == "transformer_engine" and self.sharding == "optim_grads_params":
-            raise PlanError("weights are sharded with --transformer-impl local only; leave one of the two out")
         if self.micro_batch_size is not None and not 1 <= self.micro_batch_size <= self.global_batch_size:
             raise PlanError(
                 f"micro batch size {self.micro_batch_size} is not between 1 and the global batch size {self.global_batch_size}"
@@ -209,18 +208,19 @@ class PlanningRequest:
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
     def implementation(self, schedule: str) -> Implementation:
-        """Return the layers for a schedule: fused ones need bfloat16, whole layers and weights, no adapters and no experts."""
-        if self.transformer_impl is not None:
-            return self.transformer_impl
-        is_local = self.tp_comm_overlap or BUILDERS[schedule].runs_segments
-        is_local = is_local or self.cluster.dtype != "bfloat16" or self.zero_stage == 3
-        is_local = is_local or any(unit.lora is not None for unit in self.graph.units)
-        is_local = is_local or self.graph.backbone.transformer.experts is not None
-        return "local" if is_local else "transformer_engine"
+        """Return the layers for a schedule: those that the user has fixed, else Transformer Engine's where they can run."""
+        return self.transformer_impl or ("local" if self._needs_local_layers(schedule) else "transformer_engine")
+
+    def _needs_local_layers(self, schedule: str) -> bool:
+        row = BUILDERS[schedule]
+        shards_weights = self.zero_stage == 3
+        return needs_local_layers(
+            LayerUse(self.cluster.dtype, row.runs_segments, row.splits_backwards, self.tp_comm_overlap, shards_weights)
+        )
 
     def allows(self, schedule: str) -> bool:
         """Return True if the implementation that the user has fixed can run a schedule."""
-        return self.implementation(schedule) == "local" or (not BUILDERS[schedule].runs_segments and self.zero_stage != 3)
+        return self.transformer_impl != "transformer_engine" or not self._needs_local_layers(schedule)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
         """Passes that every planned run has, so that collectives over replicas hide behind computations as far as possible.

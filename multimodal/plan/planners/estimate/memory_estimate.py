@@ -206,7 +206,7 @@ class MemoryEstimate:
             case = ActivationCase(
                 need,
                 request.cluster.bytes_per_element,
-                request.implementation(plain_schedule()),
+                "local" if described.needs_local_layers else request.implementation(plain_schedule()),
                 request.recompute if is_recomputed else None,
             )
             self._layers[key] = LayerMemory(

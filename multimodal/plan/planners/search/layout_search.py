@@ -92,7 +92,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
     if request.recompute is None:  # the smallest size saves most
         promising = dict.fromkeys((*_best_first(best), sizes[0]))
         look_at(request.changed(micro_batch_size=size, recompute="full") for size in promising)
-    if request.sharding is None and request.transformer_impl != "transformer_engine":
+    if request.sharding is None:
         # The longer a layer computes, the more of the next one's gathering is hidden.
         promising = dict.fromkeys((*_best_first(best), *(2 * size for size in _best_first(best)[:1] if 2 * size in sizes)))
         look_at(request.changed(micro_batch_size=size, sharding="optim_grads_params") for size in promising)

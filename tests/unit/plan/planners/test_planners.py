@@ -133,8 +133,6 @@ def test_a_long_step_is_continued_from_a_shorter_one():
 def test_a_request_that_contradicts_itself_is_refused():
     with pytest.raises(PlanError, match="sizes are fixed for a unit 'audio'; the model's units are vision, llm"):
         request(TWO, fixed_sizes={"audio": FixedSizes()})
-    with pytest.raises(PlanError, match="weights are sharded with --transformer-impl local only"):
-        request(TWO, transformer_impl="transformer_engine", sharding="optim_grads_params")
     with pytest.raises(PlanError, match="num_gpus must be at least 1, found 0"):
         request(TWO, num_gpus=0)
     with pytest.raises(PlanError, match="num_gpus must be at most 1,048,576, found 1000000000000"):

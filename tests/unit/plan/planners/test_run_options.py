@@ -6,6 +6,8 @@ import pytest
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost.layers.adapters import adapt_units
+from multimodal.cost.layers.registry import linear_layers
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
@@ -17,6 +19,7 @@ from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import formed
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
+from multimodal.values.model_graph import Experts
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.step_graph import StepGraph
 from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request, with_memory
@@ -38,10 +41,16 @@ def test_fused_layers_are_counted_on_only_where_they_can_run():
     asked = request(TEXT_ONLY)
     assert asked.implementation("1f1b") == asked.implementation("zb-h1") == "transformer_engine"
     assert asked.implementation("optimus") == "local", "it runs pieces of layers"
-    wide = replace(asked, cluster=replace(CLUSTER, dtype="float32"))
-    assert wide.implementation("1f1b") == "local"
+    assert replace(asked, cluster=replace(CLUSTER, dtype="float64")).implementation("1f1b") == "local"
+    adapted = replace(asked, graph=adapt_units(TEXT_ONLY, linear_layers(TEXT_ONLY), rank=4, alpha=None, targets=()))
+    experts = replace(LLM.transformer, experts=Experts(4))
+    mixed = replace(asked, graph=replace(TEXT_ONLY, units=(replace(LLM, transformer=experts),)))
+    assert adapted.implementation("1f1b") == mixed.implementation("1f1b") == "transformer_engine", "as a run has them"
+    sharded = replace(asked, sharding="optim_grads_params")
+    assert [sharded.implementation(name) for name in ("1f1b", "zb-h1")] == ["transformer_engine", "local"]
     fused = replace(asked, transformer_impl="transformer_engine")
     assert fused.allows("zb-h1") and not fused.allows("optimus") and asked.allows("optimus")
+    assert not replace(fused, sharding="optim_grads_params").allows("zb-h1")
 
 
 def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
@@ -104,13 +113,11 @@ def test_training_needs_sequence_parallelism_wherever_there_is_tensor_parallelis
 def test_sharded_weights_are_planned_and_said():
     asked = request(TEXT_ONLY, sharding="optim_grads_params")
     run = PLANNERS["megatron"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
-    assert (run.sharding, run.transformer_impl, run.passes) == ("optim_grads_params", "local", ())
+    assert (run.sharding, run.transformer_impl, run.passes) == ("optim_grads_params", "transformer_engine", ())
     assert "--data-parallel-sharding-strategy optim_grads_params" in run.training_flags("C.yaml")
     assert "--zero-stage 3" in run.simulation_flags
     whole = PLANNERS["megatron"](request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
-    assert (
-        predict_run(run, asked).peak_memory_bytes < predict_run(replace(whole, transformer_impl="local"), asked).peak_memory_bytes
-    )
+    assert predict_run(run, asked).peak_memory_bytes < predict_run(whole, asked).peak_memory_bytes
 
 
 def test_collectives_over_replicas_hide_where_there_are_replicas():
