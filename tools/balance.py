@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ SHAPE = {"num_layers": 1, "hidden_size": 128, "num_attention_heads": 1, "ffn_hid
 
 def build_parser() -> Parser:
     """Return the parser of all flags."""
-    parser = Parser(prog="balance.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="balance.py", description=__doc__)
     data = parser.add_argument_group("the data")
     data.add_argument("--lengths", type=Path, required=True, metavar="L.csv.gz", help="Lengths of real samples.")
     data.add_argument("--global-batch-size", type=count, required=True, metavar="N", help="Samples in a batch.")
@@ -174,9 +175,8 @@ def print_table(report: Mapping[str, Any]) -> None:
     console.print(table)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("balance.py", run, argv)
+main = partial(run_tool, "balance.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

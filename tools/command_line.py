@@ -4,13 +4,16 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from multimodal.values.errors import BraidError, ConfigError
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError instead of printing its usage."""
+    """Takes whole flags only, and raises ConfigError instead of printing its usage."""
+
+    def __init__(self, *, description: str | None = None, **options: Any) -> None:
+        super().__init__(description=(description or "").partition("\n")[0], allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         """Raise the message as ConfigError."""
@@ -44,7 +47,7 @@ def at_least_zero(text: str) -> int:
     return int(text)
 
 
-def run_tool(name: str, run: Callable[[Sequence[str]], None], argv: Sequence[str] | None) -> int:
+def run_tool(name: str, run: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:
     """Run a tool and return its exit code: 2, with one line on stderr, for wrong input; argv: None for the command line's."""
     try:
         run(sys.argv[1:] if argv is None else argv)

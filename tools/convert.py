@@ -16,6 +16,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,7 +61,7 @@ class _Source(NamedTuple):
 
 def build_parser() -> Parser:
     """Return the parser."""
-    parser = Parser(prog="convert.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="convert.py", description=__doc__)
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument("--load-hf", type=Path, metavar="DIR", help="Folder of Hugging Face to read.")
     sources.add_argument("--load", type=Path, metavar="CHECKPOINTS", help="Folder of a run, or one of its checkpoints, to read.")
@@ -169,9 +170,8 @@ def _build_empty(*, stage_index: int, **parts: Any) -> UnitStage:
     return stage
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("convert.py", run, argv)
+main = partial(run_tool, "convert.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.templates.describe import describe_templates, step_seconds
 from multimodal.plan.planners.templates.instantiate import share_batch
-from multimodal.plan.planners.templates.node_trace import NodeChange, read_trace
 from multimodal.plan.planners.templates.pipeline_times import pipeline_times
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Reconfigurer
-from multimodal.plan.planners.templates.simulate_trace import Pauses, Simulated, Span, simulate_restarts, simulate_templates
+from multimodal.plan.planners.templates.simulate_trace import (
+    NodeChange,
+    Pauses,
+    Simulated,
+    Span,
+    read_trace,
+    simulate_restarts,
+    simulate_templates,
+)
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import ConfigError, PlanError
 from tools.command_line import Parser, at_least_zero, format_seconds, run_tool
@@ -36,7 +43,7 @@ COLORS = {"ideal": "#b0b0b0", "fresh plan": "#e8a33d", "templates": "#4878a8", "
 
 def build_parser() -> Parser:
     """Return the parser of all flags."""
-    parser = Parser(prog="elastic.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="elastic.py", description=__doc__)
     add_request_flags(parser)
     run = parser.add_argument_group("the run")
     run.add_argument("--trace", type=Path, required=True, metavar="T.csv", help="Lines `seconds,nodes`, such as 3600,-2.")
@@ -259,9 +266,8 @@ def run(argv: Sequence[str]) -> None:
     print_comparison(compared)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("elastic.py", run, argv)
+main = partial(run_tool, "elastic.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

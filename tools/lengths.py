@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,7 +27,7 @@ from tools.command_line import Parser, count, run_tool
 
 def build_parser() -> Parser:
     """Return the parser of the tool's own flags; all other flags are those of a run."""
-    parser = Parser(prog="lengths.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False, add_help=False)
+    parser = Parser(prog="lengths.py", description=__doc__, add_help=False)
     parser.add_argument("--help", action="help", default=argparse.SUPPRESS, help="Show this message.")
     parser.add_argument("--output", type=Path, required=True, metavar="L.csv.gz", help="Where the table goes (.csv or .csv.gz).")
     parser.add_argument("--num-samples", type=count, default=MOST_SAMPLES, metavar="N", help=f"At most so many ({MOST_SAMPLES}).")
@@ -43,9 +44,8 @@ def run(argv: Sequence[str]) -> None:
     print(f"{given.output}: the lengths of {len(lengths)} of {len(data.train)} training samples")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("lengths.py", run, argv)
+main = partial(run_tool, "lengths.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
-from multimodal.plan.planners.plan_file import write_plan_file
+from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -38,7 +38,7 @@ DEFAULT_FAULT_TOLERANCE = 1
 
 def build_parser() -> Parser:
     """Return the parser of all flags."""
-    parser = Parser(prog="plan.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="plan.py", description=__doc__)
     add_request_flags(parser)
     how = parser.add_argument_group("the planner")
     how.add_argument("--planner", choices=(*PLANNERS, *TEMPLATE_PLANNERS), default="braid", help="Finds the plan (braid).")
@@ -133,6 +133,12 @@ def simulate_flags(flags: argparse.Namespace, request: PlanningRequest, run: Pla
     )
 
 
+def write_plan(path: Path, planned: PredictedRun, request: PlanningRequest, flags: argparse.Namespace) -> None:
+    """Write a commented YAML file that `Plan.from_file` reads."""
+    again = simulate_flags(flags, request, planned.run)
+    path.write_text(plan_text(path.name, *planned, made_for=made_for(flags), cluster=flags.cluster, simulate_flags=again))
+
+
 def run(argv: Sequence[str]) -> None:
     """Plan, compare, write and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
@@ -140,23 +146,17 @@ def run(argv: Sequence[str]) -> None:
     if flags.planner in TEMPLATE_PLANNERS:
         run_templates(flags, request)
         return
-    if flags.fault_tolerance is not None:
-        raise ConfigError(f"--fault-tolerance is for --planner {', '.join(TEMPLATE_PLANNERS)}; leave it out, or choose that")
-    if flags.replicas_per_copy is not None:
-        raise ConfigError(f"--replicas-per-copy is for --planner {', '.join(TEMPLATE_PLANNERS)}; leave it out, or choose that")
-    if flags.output_plan is not None:
-        raise ConfigError(f"--output-plan is for --planner {', '.join(TEMPLATE_PLANNERS)}; use --output")
+    for flag, advice in (
+        ("fault_tolerance", "leave it out, or choose that"),
+        ("replicas_per_copy", "leave it out, or choose that"),
+        ("output_plan", "use --output"),
+    ):
+        if getattr(flags, flag) is not None:
+            raise ConfigError(f"--{flag.replace('_', '-')} is for --planner {', '.join(TEMPLATE_PLANNERS)}; {advice}")
     planned, filling = with_filling(plan(flags.planner, request, flags), request)
     compared = compare(flags, request, planned) if flags.compare else {flags.planner: planned}
     if flags.output is not None:
-        write_plan_file(
-            flags.output,
-            planned.run,
-            planned.prediction,
-            made_for=made_for(flags),
-            cluster=flags.cluster,
-            simulate_flags=simulate_flags(flags, request, planned.run),
-        )
+        write_plan(flags.output, planned, request, flags)
     if flags.picture is not None:
         draw_plans({name: other.prediction for name, other in compared.items() if isinstance(other, PredictedRun)}, flags.picture)
     if flags.json:
@@ -202,13 +202,7 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
     else:
         templates, planned = plan_first_instances(flags.planner, request, fault_tolerance, flags.replicas_per_copy or 1)
         seconds = planned.run.planning_seconds
-        write_plan_file(
-            flags.output_plan,
-            *planned,
-            made_for=made_for(flags),
-            cluster=flags.cluster,
-            simulate_flags=simulate_flags(flags, request, planned.run),
-        )
+        write_plan(flags.output_plan, planned, request, flags)
     if flags.output is not None:
         templates.to_file(flags.output)
     if flags.json:
@@ -220,9 +214,8 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
         console.print(line, markup=False)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("plan.py", run, argv)
+main = partial(run_tool, "plan.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

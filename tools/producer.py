@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -20,7 +21,7 @@ from tools.command_line import Parser, at_least_zero, count, run_tool
 
 def build_parser() -> Parser:
     """Return the parser."""
-    parser = Parser(prog="producer.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="producer.py", description=__doc__)
     parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="Address of this machine in the run's network.")
     parser.add_argument("--token", required=True, type=Path, metavar="FILE", help="The secret that the run's ranks know, too.")
     parser.add_argument("--num-workers", type=count, default=os.cpu_count() or 1, help="Processes that decode (all cores).")
@@ -53,9 +54,8 @@ def serve(argv: Sequence[str]) -> None:
         producer.close()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code."""
-    return run_tool("producer.py", serve, argv)
+main = partial(run_tool, "producer.py", serve)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,11 +55,6 @@ DEFAULT_SIZES = "64,256,1024,4096"
 DEFAULT_SEQUENCES = "1,8"
 COLORS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": "#3fa66b"}
 PANEL_INCHES = (4.2, 3.2)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("profile_layers.py", lambda argv: _run(build_parser().parse_args(argv)), argv)
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -226,6 +222,10 @@ def _report(rows: Sequence[ProfiledLayer], profile: LayerProfile, given: argpars
         f"{1e3 * step.unit_update_seconds:.2f} ms per unit, {1e9 * step.weight_update_seconds:.2f} ns per weight"
     )
     console.print(f"written to {given.output}")
+
+
+main = partial(run_tool, "profile_layers.py", lambda argv: _run(build_parser().parse_args(argv)))
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -85,7 +86,7 @@ class CostedStep(NamedTuple):
 
 def build_parser() -> Parser:
     """Return the parser of all flags; those that --costs would ignore default to None."""
-    parser = Parser(prog="simulate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="simulate.py", description=__doc__)
     what = parser.add_argument_group("the model")
     what.add_argument("--model", type=Path, metavar="M.yaml", help="Units and their architecture, as for pretrain_mllm.py.")
     what.add_argument("--cluster", type=Path, metavar="C.yaml", help="Accelerators and links; examples in examples/clusters.")
@@ -299,9 +300,8 @@ def run(argv: Sequence[str]) -> None:
         print(saved.describe())
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("simulate.py", run, argv)
+main = partial(run_tool, "simulate.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -23,9 +24,9 @@ from tools.command_line import Parser, format_ranks, format_seconds, run_tool
 
 def build_parser() -> Parser:
     """Return the parser of all commands."""
-    parser = Parser(prog="trace.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="trace.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    diff = commands.add_parser("diff", help="Say where two steps of one plan spent their time.", allow_abbrev=False)
+    diff = commands.add_parser("diff", help="Say where two steps of one plan spent their time.")
     diff.add_argument("first", type=Path, metavar="A", help="timeline_step_N.json of --report-dir, or simulate.py --trace.")
     diff.add_argument("second", type=Path, metavar="B", help="Another one with the same lanes.")
     diff.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw both above each other.")
@@ -78,9 +79,8 @@ def run(argv: Sequence[str]) -> None:
         print_tables(difference, lanes=first.lanes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Return the exit code: 2, with one line on stderr, for wrong input."""
-    return run_tool("trace.py", run, argv)
+main = partial(run_tool, "trace.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from multimodal.balance import BALANCERS, BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.plan.planners import PLANNERS, PlannerRow
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -41,7 +41,7 @@ def balance_backwards(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
 def plan_one_stage_each(request: PlanningRequest) -> PlannedRun:
     """Give every unit one GPU."""
     layouts = {unit.name: even_layout(unit, 1, 1, 1) for unit in request.graph.units}
-    chosen, seconds = choose_candidate(request, [Candidate(layouts, request.default_micro_batch_size)])
+    chosen, seconds = choose_candidates(request, [Candidate(layouts, request.default_micro_batch_size)])[0]
     return chosen.to_run(request, seconds=seconds, schedule=SCHEDULE, balance=BALANCER)
 
 

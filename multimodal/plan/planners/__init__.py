@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from multimodal.plan.planners.baselines.alpa import plan_alpa
@@ -9,10 +10,10 @@ from multimodal.plan.planners.baselines.encoders_colocated import plan_encoders_
 from multimodal.plan.planners.baselines.encoders_replicated import plan_encoders_replicated
 from multimodal.plan.planners.baselines.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners.baselines.fsdp import plan_fsdp
-from multimodal.plan.planners.baselines.megatron import plan_megatron, plan_megatron_replicated
+from multimodal.plan.planners.baselines.megatron import plan_megatron
 from multimodal.plan.planners.baselines.megatron_balanced import plan_megatron_balanced
 from multimodal.plan.planners.braid import plan_braid
-from multimodal.plan.planners.cornstarch import plan_cornstarch, plan_cornstarch_unaware
+from multimodal.plan.planners.cornstarch import plan_cornstarch
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.entrain import plan_entrain
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
@@ -128,7 +129,7 @@ _ROWS = (
     ),
     PlannerRow(
         "megatron-replicated",
-        plan_megatron_replicated,
+        partial(plan_megatron, replicates=True),
         "the same, but every rank of an encoder's or a generator's tensor parallel group has all of it, for other images",
         "DistTrain 2.1",
     ),
@@ -184,7 +185,7 @@ _ROWS = (
     ),
     PlannerRow(
         "cornstarch-unaware",
-        plan_cornstarch_unaware,
+        partial(plan_cornstarch, is_frozen_aware=False),
         "the same with every backward at twice its forward: the paper's baseline",
         "Cornstarch, Table 3",
     ),

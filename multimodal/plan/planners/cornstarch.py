@@ -6,7 +6,7 @@ from multimodal.plan.partition_layers import partition_unit, range_seconds
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, with_replicas
-from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -14,19 +14,13 @@ from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.model_graph import Unit
 
 
-def plan_cornstarch(request: PlanningRequest) -> PlannedRun:
-    """Plan with the backwards that freezing leaves (Cornstarch 4.2). Raises PlanError if nothing fits."""
-    return _plan(request, is_frozen_aware=True)
+def plan_cornstarch(request: PlanningRequest, *, is_frozen_aware: bool = True) -> PlannedRun:
+    """Plan with the backwards that freezing leaves (Cornstarch 4.2). Raises PlanError if nothing fits.
 
-
-def plan_cornstarch_unaware(request: PlanningRequest) -> PlannedRun:
-    """Plan as if every backward took twice its forward: the baseline of Cornstarch's Table 3."""
-    return _plan(request, is_frozen_aware=False)
-
-
-def _plan(request: PlanningRequest, *, is_frozen_aware: bool) -> PlannedRun:
+    is_frozen_aware: False plans as if every backward took twice its forward, the baseline of Cornstarch's Table 3.
+    """
     times = PlanningTimes(request, is_frozen_aware=is_frozen_aware)
-    chosen, seconds = choose_candidate(request, _candidates(request, times), times=times)
+    chosen, seconds = choose_candidates(request, _candidates(request, times), times=times)[0]
     return chosen.to_run(request, seconds=seconds)
 
 

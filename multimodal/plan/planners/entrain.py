@@ -17,7 +17,7 @@ from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_uni
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_seconds
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes
-from multimodal.plan.planners.estimate.step_estimate import choose, unit_stage_seconds
+from multimodal.plan.planners.estimate.step_estimate import choose_near, unit_stage_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
@@ -45,19 +45,21 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
         for data in data_sizes
         if request.num_gpus // data // block >= len(request.graph.units)
     }
-    chosen, seconds = choose(
+    chosen, seconds = choose_near(
         request,
         (each for data, size in batch_sizes.items() for each in _candidates(request, times, _proportions(work, size), data)),
         seconds=partial(iteration_seconds, request, times),
         fits=partial(fits, memory),
-    )
+    )[0]
     is_pipeline = sum(layout.pipeline_parallel_size for layout in chosen.layouts.values()) > 1
     schedule = AHEAD if is_pipeline and fits(memory, chosen, schedule=AHEAD) else chosen.schedule
     run = chosen.to_run(request, seconds=seconds, balance=BALANCE, schedule=schedule)
     batch_size = batch_sizes[chosen.layouts[request.graph.backbone.name].data_parallel_size]
     notes = (f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",)
     passes = (*run.passes, "split-backward") if request.graph.encoders else run.passes
-    return replace(run, passes=passes, notes=notes)
+    if not request.allows(schedule, passes):
+        return replace(run, notes=notes)
+    return replace(run, passes=passes, notes=notes, transformer_impl=request.implementation(schedule, passes))
 
 
 def _proportions(work: Mapping[str, NDArray[np.float64]], size: int) -> dict[str, float]:

@@ -1,6 +1,6 @@
 """Optimus: encoders on the LLM's ranks, with their own parallelism, compute in the bubbles of its pipeline (Optimus 4.1)."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -19,7 +19,7 @@ from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.shortest_run import simulate_run, with_first_balance
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.plan import Plan, Replica, UnitPlan
+from multimodal.values.plan import Plan, Replica
 
 SCHEDULES = ("optimus", "optimus-lean", "nested")
 """Each keeps fewer activations than the one before it, and is used if that one does not fit."""
@@ -266,14 +266,11 @@ def _check_sizes(request: PlanningRequest) -> None:
             ("pipeline", own.pipeline_parallel_size, llm.pipeline_parallel_size),
         ):
             if mine and whole and whole % mine:
+                fitting = ", ".join(str(each) for each in range(1, whole + 1) if whole % each == 0)
                 raise PlanError(
                     f"unit '{unit.name}': {name} parallel size {mine} is fixed, but its pipelines lie inside the LLM's, so it "
-                    f"must divide the LLM's {whole}; fix one of {', '.join(map(str, _divisors(whole)))}, or take another planner"
+                    f"must divide the LLM's {whole}; fix one of {fitting}, or take another planner"
                 )
-
-
-def _divisors(number: int) -> Sequence[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
@@ -294,9 +291,6 @@ def keep_beside_llm(plan: Plan, graph: ModelGraph) -> Plan:
             inside[owners.pop()].append(replica)
         else:
             if len(set(map(len, inside))) == 1:
-                units[unit.name] = _with_replicas(units[unit.name], [each for row in zip(*inside, strict=True) for each in row])
+                replicas = tuple(each for row in zip(*inside, strict=True) for each in row)
+                units[unit.name] = replace(units[unit.name], replicas=replicas)
     return Plan(units)
-
-
-def _with_replicas(unit: UnitPlan, replicas: Sequence[Replica]) -> UnitPlan:
-    return replace(unit, replicas=tuple(replicas))

@@ -10,20 +10,6 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan, Stage
 
 
-def write_plan_file(
-    path: str | Path,
-    run: PlannedRun,
-    prediction: Prediction,
-    *,
-    made_for: Mapping[str, str],
-    cluster: str | Path,
-    simulate_flags: str = "",
-) -> None:
-    """Write a commented YAML file that `Plan.from_file` reads; arguments as of `plan_text`."""
-    text = plan_text(Path(path).name, run, prediction, made_for=made_for, cluster=cluster, simulate_flags=simulate_flags)
-    Path(path).write_text(text)
-
-
 def plan_text(
     name: str,
     run: PlannedRun,

@@ -58,8 +58,7 @@ def _advice(planner: PlannerRow, request: PlanningRequest, *, max_actions: int |
 def _stuck_unit(request: PlanningRequest) -> str | None:
     """Return a unit that does not fit on any number of GPUs by itself, with every concession to memory."""
     *_, last = memory_concessions(without_idle_units(replace(request, num_gpus=LARGEST_SEARCH)))
-    shares_weights = request.sharding is None and request.transformer_impl != "transformer_engine"
-    forms = [last, replace(last, sharding="optim_grads_params")] if shares_weights else [last]
+    forms = [last, replace(last, sharding="optim_grads_params")] if request.sharding is None else [last]
     estimates = [(PlanningTimes(form), MemoryEstimate(form)) for form in forms]
     for unit in last.graph.unit_names:
         if not any(len(list_options(*each, unit=unit, max_gpus=LARGEST_SEARCH)) for each in estimates):

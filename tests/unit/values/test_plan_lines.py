@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners.disttrain import plan_disttrain
-from multimodal.plan.planners.plan_file import write_plan_file
+from multimodal.plan.planners.plan_file import plan_text
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.checks.validate_plan import read_plan, validate_plan
 from multimodal.values.errors import PlanError
@@ -17,7 +17,7 @@ def plan_file(tmp_path):
     asked = request(TWO)
     run = plan_disttrain(asked)
     path = tmp_path / "plan.yaml"
-    write_plan_file(path, run, predict_run(run, asked), made_for={"model": "two"}, cluster="C.yaml")
+    path.write_text(plan_text(path.name, run, predict_run(run, asked), made_for={"model": "two"}, cluster="C.yaml"))
     assert read_plan(path, graph=TWO) == run.plan
     return path
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.shared_sizes import shared_stage_sizes, with_replicas
-from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -20,7 +20,7 @@ def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     the copies beside the first stage compute something new, so such a plan can be simulated but not run. Generators get ranks of
     their own behind the LLM. Raises PlanError if nothing fits, or dp or pp of an encoder are fixed to other sizes.
     """
-    chosen, seconds = choose_candidate(request, _candidates(request))
+    chosen, seconds = choose_candidates(request, _candidates(request))[0]
     replicated = _replicate(request, chosen)
     is_repeated = request.graph.encoders and chosen.layouts[request.graph.backbone.name].pipeline_parallel_size > 1
     schedule = "encoders-replicated" if is_repeated else "1f1b"

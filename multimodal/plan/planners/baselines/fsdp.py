@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, shared_stage_sizes, with_replicas
-from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -21,7 +21,7 @@ def plan_fsdp(request: PlanningRequest) -> PlannedRun:
     if request.sharding not in (None, SHARDING):
         raise PlanError(f"shares weights, but --data-parallel-sharding-strategy {request.sharding} is asked for; leave it out")
     asked = request.changed(sharding=SHARDING)
-    chosen, seconds = choose_candidate(asked, _candidates(asked))
+    chosen, seconds = choose_candidates(asked, _candidates(asked))[0]
     return chosen.to_run(asked, seconds=seconds)
 
 

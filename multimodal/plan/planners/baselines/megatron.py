@@ -6,7 +6,7 @@ from itertools import product
 
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.shared_sizes import largest_candidates, shared_data_parallel_sizes, shared_stage_sizes
-from multimodal.plan.planners.estimate.step_estimate import choose_candidate
+from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
@@ -16,27 +16,15 @@ MOST_EXTRA_STAGES = 8
 """Most stages that an encoder or a generator is cut into if it does not fit into fewer."""
 
 
-def plan_megatron(request: PlanningRequest) -> PlannedRun:
+def plan_megatron(request: PlanningRequest, *, replicates: bool = False) -> PlannedRun:
     """Plan one grid: the same tp, cp and dp for all units, transformer layers cut evenly, one stage for every other unit.
 
     An encoder or a generator gets as few stages as memory allows (usually 1), and the LLM the number that makes the step
     shortest, so the baseline is as good as tuning makes it. A fixed tp, pp or dp of an encoder or a generator replaces the
-    grid's. Raises PlanError if nothing fits.
+    grid's. replicates: True gives every rank of an encoder's or a generator's tensor parallel group the whole unit, for other
+    images (DistTrain's baseline): dp is tp times the grid's, tp is 1. Raises PlanError if nothing fits.
     """
-    return _plan(request, replicates=False)
-
-
-def plan_megatron_replicated(request: PlanningRequest) -> PlannedRun:
-    """Plan the same grid, but replicate encoders and generators over the ranks of their tensor parallel groups.
-
-    Each of these ranks has the whole unit, and takes other images (DistTrain's baseline): dp is tp times the grid's, tp is 1.
-    Raises PlanError if nothing fits.
-    """
-    return _plan(request, replicates=True)
-
-
-def _plan(request: PlanningRequest, *, replicates: bool) -> PlannedRun:
-    chosen, seconds = choose_candidate(request, _candidates(request, replicates=replicates))
+    chosen, seconds = choose_candidates(request, _candidates(request, replicates=replicates))[0]
     return chosen.to_run(request, seconds=seconds)
 
 

@@ -15,7 +15,7 @@ from multimodal.plan.planners.estimate.grid import (
 )
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import choose
+from multimodal.plan.planners.estimate.step_estimate import choose_near
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 
@@ -32,7 +32,8 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     nothing fits.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
-    grid, seconds = choose(request, list_grids(times), seconds=partial(grid_seconds, request), fits=partial(grid_fits, memory))
+    grids = choose_near(request, list_grids(times), seconds=partial(grid_seconds, request), fits=partial(grid_fits, memory))
+    grid, seconds = grids[0]
     return grid_run(request, grid, seconds=seconds)
 
 

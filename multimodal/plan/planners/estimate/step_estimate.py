@@ -228,23 +228,6 @@ class Sized(Protocol):
 Choice = TypeVar("Choice", bound=Sized)
 
 
-def choose(
-    request: PlanningRequest,
-    candidates: Iterable[Choice],
-    *,
-    seconds: Callable[[Choice], float],
-    fits: Callable[[Choice], bool],
-    least_seconds: Callable[[Choice], float] = lambda _: 0.0,
-) -> tuple[Choice, float]:
-    """Return the candidate with the shortest step among those that fit, and its seconds; of equals the one with fewer GPUs.
-
-    least_seconds: a lower bound; a candidate whose bound is longer than the best step is not examined further. Raises PlanError
-    if none fits GPUs and memory.
-    """
-    chosen, best_seconds = choose_near(request, candidates, seconds=seconds, fits=fits, least_seconds=least_seconds)[0]
-    return chosen, best_seconds
-
-
 def choose_near(
     request: PlanningRequest,
     candidates: Iterable[Choice],
@@ -256,7 +239,8 @@ def choose_near(
 ) -> list[tuple[Choice, float]]:
     """Return the candidates that fit and whose steps are at most `within` times the shortest, in order, with their seconds.
 
-    Of equals, those with fewer GPUs come first. least_seconds and errors: as for `choose`.
+    Of equals, those with fewer GPUs come first. least_seconds: a lower bound; a candidate whose bound is too long is not examined
+    further. Raises PlanError if none fits GPUs and memory.
     """
     best, found = math.inf, list[tuple[float, int, Choice]]()
     for candidate in candidates:
@@ -270,13 +254,6 @@ def choose_near(
         raise infeasible(request)
     near = sorted((each for each in found if each[0] <= within * best), key=lambda each: each[:2])
     return [(candidate, taken) for taken, _, candidate in near]
-
-
-def choose_candidate(
-    request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None
-) -> tuple[Candidate, float]:
-    """Return the best candidate by `estimate_seconds` that fits by the memory estimate."""
-    return choose_candidates(request, candidates, times=times)[0]
 
 
 def choose_candidates(

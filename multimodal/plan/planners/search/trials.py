@@ -1,16 +1,16 @@
 """Simulations of a search: quick ones for ranking, whole ones for judging; each is counted in nominal seconds, and done once."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.run_bound import least_step_seconds
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.search.prediction import Prediction, predict_run
@@ -20,6 +20,8 @@ from multimodal.values.errors import BraidError
 
 MISFIT = 1.1
 """Factor on the quick estimate of a run that did not fit when ranked; it also applies to others of its kind."""
+CONCAVITY = 0.95
+"""Average microbatches may be slower than the mean of different ones by this factor: some have no items of a unit at all."""
 OVERHEAD = 1.15
 """Nominal seconds of the whole search over those of its simulations."""
 
@@ -100,13 +102,24 @@ class Trials:
         return OF_HEAVY_SAMPLES[QUICK].share / QUICK.share if self.has_heavy_samples else 1.0
 
     def least_step_seconds(self, run: PlannedRun) -> float:
-        """Return a lower bound of the run's step for all balancers and schedules."""
+        """Return a lower bound of the run's step for all balancers and schedules: the busiest ranks' work. O(stages).
+
+        Counted on average microbatches: balancers move work between replicas, schedules in time.
+        """
         key = run.micro_batch_size, run.recompute, run.tp_comm_overlap
         if key not in self._times:
             size, recompute, overlaps = key
             asked = self.request.changed(micro_batch_size=size, recompute=recompute, tp_comm_overlap=overlaps)
             self._times[key] = PlanningTimes(asked)
-        return least_step_seconds(run, self._times[key])
+        times, per_microbatch = self._times[key], self.request.global_batch_size / run.micro_batch_size
+        busy: dict[int, float] = defaultdict(float)
+        for name, unit in run.plan.units.items():
+            stage_size = StageSize(unit.tensor_parallel_size, unit.context_parallel_size)
+            seconds = stage_times(times.of_unit(name, stage_size), [stage.layer_ranges for stage in unit.replicas[0].stages])
+            for replica in unit.replicas:
+                for stage, each in zip(replica.stages, seconds, strict=True):
+                    busy[stage.ranks[0]] += each * per_microbatch / unit.data_parallel_size
+        return CONCAVITY * max(busy.values())
 
     def at(self, fidelity: Fidelity) -> Any:
         """Return `predict` with this fidelity, for `plan_to_fit`."""

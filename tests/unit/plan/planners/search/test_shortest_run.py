@@ -7,7 +7,7 @@ import pytest
 
 from multimodal.plan.planners.baselines.encoders_colocated import plan_encoders_colocated
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.step_estimate import choose, choose_near
+from multimodal.plan.planners.estimate.step_estimate import choose_near
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.search import shortest_run as simulations
 from multimodal.plan.planners.search.shortest_run import shortest_run, simulate_run, with_first_balance
@@ -30,7 +30,7 @@ def test_near_candidates_are_those_within_a_factor_of_the_best_that_fits():
     given = {"seconds": lambda each: each.seconds, "fits": lambda each: each is not unfit}
     candidates = [slow, best, huge, near, unfit, equal]
     assert choose_near(asked, candidates, **given, within=1.1) == [(equal, 1.0), (best, 1.0), (near, 1.09)]
-    assert choose(asked, candidates, **given) == (equal, 1.0)
+    assert choose_near(asked, candidates, **given)[0] == (equal, 1.0)
     assert choose_near(asked, candidates, **given, least_seconds=lambda each: each.seconds, within=1.1)[-1] == (near, 1.09)
     with pytest.raises(PlanError):
         choose_near(asked, [huge, unfit], **given)

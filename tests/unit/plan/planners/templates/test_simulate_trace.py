@@ -2,10 +2,15 @@ from functools import cache
 
 import pytest
 
-from multimodal.plan.planners.templates.node_trace import NodeChange, read_trace
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Reconfigurer
-from multimodal.plan.planners.templates.simulate_trace import Pauses, simulate_restarts, simulate_templates
+from multimodal.plan.planners.templates.simulate_trace import (
+    NodeChange,
+    Pauses,
+    read_trace,
+    simulate_restarts,
+    simulate_templates,
+)
 from multimodal.values.errors import ConfigError
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request, with_memory
 
