@@ -16,6 +16,7 @@ from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.transformer_config import BuildOptions
+from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import Unit
@@ -70,7 +71,7 @@ def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerP
     """
     graph = request.graph
     sizes = {unit.name: profiled_sizes(request, unit) for unit in graph.units}
-    tensor = {unit.name: request.tensor_parallel_sizes(unit.name) for unit in graph.units}
+    tensor = {unit.name: tensor_parallel_sizes(request, unit.name) for unit in graph.units}
     key = key_of(
         (_device(), torch.__version__, torch.get_num_threads(), graph.to_dict(), build, request.vocab_size, sizes, tensor)
     )
@@ -106,7 +107,7 @@ def _options(request: PlanningRequest, build: BuildOptions, sizes: tuple[int, ..
 
 def profiled_sizes(request: PlanningRequest, unit: Unit) -> tuple[int, ...]:
     """Return tokens from a quarter of an average sample to several samples, as long as a layer does not take too long."""
-    mean, longest = request.mean_loads[unit.name][0], int(request.sample_loads[unit.name][:, 0].max(initial=0))
+    mean, longest = request.loads.mean[unit.name][0], int(request.loads.of_samples[unit.name][:, 0].max(initial=0))
     most = min(MOST_TOKENS, max(SAMPLES_AT_ONCE * mean, longest, 16 * LEAST_TOKENS))
     kind = next((kind for kind in unit.layers if LAYER_KINDS[kind].attends), unit.layers[0])
     while most > 16 * LEAST_TOKENS and _seconds(request, unit, kind, round(most), mean) > MOST_SECONDS:

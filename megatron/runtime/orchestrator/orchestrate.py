@@ -171,6 +171,7 @@ def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES
 
 def _describe_data(request: PlanningRequest) -> str:
     means = ", ".join(
-        f"{name} {request.mean_loads[name][0]:.4g} (most {loads[:, 0].max():.4g})" for name, loads in request.sample_loads.items()
+        f"{name} {request.loads.mean[name][0]:.4g} (most {loads[:, 0].max():.4g})"
+        for name, loads in request.loads.of_samples.items()
     )
     return f"plan auto: of {len(request.lengths)} samples, tokens in each: {means}"

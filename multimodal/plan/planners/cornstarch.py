@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from multimodal.plan.partition_layers import partition_unit, range_seconds
+from multimodal.plan.planners.allowed_sizes import pipeline_parallel_sizes, stage_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, with_replicas
@@ -28,8 +29,8 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
     """Yield, for each number of LLM stages, its partition and those of other units that keep up with it; one dp for all."""
     graph, backbone = request.graph, request.graph.backbone
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
-    for tensor, context in request.stage_sizes(backbone.name):
-        for num_stages in request.pipeline_parallel_sizes(backbone.name):
+    for tensor, context in stage_sizes(request, backbone.name):
+        for num_stages in pipeline_parallel_sizes(request, backbone.name):
             if tensor * context * num_stages > request.num_gpus:
                 break
             llm, target_seconds = partition_module(times, backbone, tensor=tensor, context=context, num_stages=num_stages)
@@ -52,8 +53,8 @@ def match_stage_seconds(request: PlanningRequest, times: PlanningTimes, unit: Un
     """Return the unit's parallelism with fewest GPUs whose slowest stage takes at most `target_seconds`; else the fastest one."""
     best: tuple[bool, float, float] | None = None
     chosen: UnitLayout | None = None
-    for tensor, context in request.stage_sizes(unit.name):
-        for num_stages in request.pipeline_parallel_sizes(unit.name):
+    for tensor, context in stage_sizes(request, unit.name):
+        for num_stages in pipeline_parallel_sizes(request, unit.name):
             if tensor * context * num_stages > request.num_gpus:
                 break
             layout, seconds = partition_module(times, unit, tensor=tensor, context=context, num_stages=num_stages)

@@ -12,6 +12,12 @@ from numpy.typing import NDArray
 from multimodal.cost.communication import message_cost
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.partition_layers import partition_unit
+from multimodal.plan.planners.allowed_sizes import (
+    context_parallel_sizes,
+    pipeline_parallel_sizes,
+    stage_sizes,
+    tensor_parallel_sizes,
+)
 from multimodal.plan.planners.baselines.flops_ratio import proportional_gpus
 from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_seconds
@@ -81,11 +87,11 @@ def _candidates(
 
 def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
     """Yield every tp x cp x pp of a replica's GPUs, or of the largest smaller number that has any (for units with few layers)."""
-    allowed = set(request.pipeline_parallel_sizes(unit.name))
+    allowed = set(pipeline_parallel_sizes(request, unit.name))
     for count in range(gpus, 0, -1):
         sizes = [
             (tensor, context, count // (tensor * context))
-            for tensor, context in request.stage_sizes(unit.name)
+            for tensor, context in stage_sizes(request, unit.name)
             if count % (tensor * context) == 0 and count // (tensor * context) in allowed
         ]
         if sizes:
@@ -114,7 +120,7 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
             continue
         here, there = (layout.ranks_per_stage for layout in layouts)
         unit = graph.unit(source)
-        load = request.load(source, candidate.micro_batch_size)
+        load = request.loads.of_average(source, candidate.micro_batch_size)
         is_encoder = unit.role is Role.ENCODER
         tokens = load.num_outputs if is_encoder else load.num_tokens
         hidden = graph.width_behind(source, len(unit.layers) - 1)
@@ -139,7 +145,7 @@ def sample_work(request: PlanningRequest) -> Mapping[str, NDArray[np.float64]]:
     rows = np.arange(count) if count <= POOL_SIZE else np.sort(random.choice(count, POOL_SIZE, replace=False))
     work = {}
     for unit in request.graph.units:
-        loads = request.sample_loads[unit.name][rows]
+        loads = request.loads.of_samples[unit.name][rows]
         distinct, position = np.unique(loads, axis=0, return_inverse=True)
         seconds = [unit_seconds(request, unit.name, UnitLoad(*map(int, row)), StageSize(1)) for row in distinct.tolist()]
         work[unit.name] = np.array(seconds)[position.ravel()]
@@ -153,7 +159,7 @@ def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
 
 def gpu_block(request: PlanningRequest) -> int:
     """Return the divisor of every unit's number of GPUs: 1, or the one that fixed tp and cp require."""
-    sizes = ((request.tensor_parallel_sizes(unit), request.context_parallel_sizes(unit)) for unit in request.graph.unit_names)
+    sizes = ((tensor_parallel_sizes(request, unit), context_parallel_sizes(request, unit)) for unit in request.graph.unit_names)
     return math.lcm(*(math.gcd(*tensor) * math.gcd(*context) for tensor, context in sizes))
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
+from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -18,7 +19,7 @@ MOST_MEMORY_SHARE = 0.05
 
 def without_idle_units(request: PlanningRequest) -> PlanningRequest:
     """Return the request for the units with work in the data."""
-    idle = request.idle_units
+    idle = request.loads.idle_units
     if not idle:
         return request
     graph = replace(
@@ -73,7 +74,7 @@ def _in_chain(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPlan | No
     busy = [stage.ranks for name in (*before, *after) for stage in plan.units[name].replicas[0].virtual_stages]
     sizes = plan.units[request.graph.backbone.name]
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
-    if request.fixed(unit.name) != FixedSizes() or tensor not in request.tensor_parallel_sizes(unit.name) or context > 1:
+    if request.fixed(unit.name) != FixedSizes() or tensor not in tensor_parallel_sizes(request, unit.name) or context > 1:
         return None
     turn = list(dict.fromkeys(busy))
     here = plan.units[after[0]].replicas[0].virtual_stages[0].ranks if after else busy[-1]
@@ -112,7 +113,7 @@ def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPla
 def _smallest(unit: Unit, request: PlanningRequest, *, tensor: int, most_ranks: int) -> UnitLayout:
     """Return one replica, with the LLM's tp if possible, in as few stages as its share of the memory allows."""
     memory, fixed = MemoryEstimate(request), request.fixed(unit.name)
-    sizes = request.tensor_parallel_sizes(unit.name)
+    sizes = tensor_parallel_sizes(request, unit.name)
     tensor = max((size for size in sizes if tensor % size == 0), default=sizes[0])
     context, data = fixed.context_parallel_size or 1, fixed.data_parallel_size or 1
     most_stages = max(1, min(unit.num_inner_layers, most_ranks // (tensor * context * data)))

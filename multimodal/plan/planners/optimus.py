@@ -5,6 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from multimodal.plan.partition_layers import partition_unit
+from multimodal.plan.planners.allowed_sizes import (
+    data_parallel_sizes,
+    pipeline_parallel_sizes,
+    stage_sizes,
+    tensor_parallel_sizes,
+)
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
@@ -106,10 +112,10 @@ class _Search:
         """Yield the layouts of the LLM and of generators, with a step that no encoder plan can shorten much."""
         request, backbone = self.request, self.graph.backbone
         following = [unit for unit in self.graph.units if unit.role is not Role.ENCODER]
-        for size, pipeline in product(request.stage_sizes(backbone.name), request.pipeline_parallel_sizes(backbone.name)):
+        for size, pipeline in product(stage_sizes(request, backbone.name), pipeline_parallel_sizes(request, backbone.name)):
             ranks = size.tensor * size.context * pipeline
             for data in largest_fitting(
-                request.data_parallel_sizes(backbone.name), gpus_per_replica=ranks, num_gpus=request.num_gpus
+                data_parallel_sizes(request, backbone.name), gpus_per_replica=ranks, num_gpus=request.num_gpus
             ):
                 for virtual in self._virtual_stages(pipeline):
                     layouts = {unit.name: self._cut(unit, size, data, pipeline, virtual) for unit in following}
@@ -144,7 +150,7 @@ class _Search:
         """Return the seconds of each rank if all encoders are spread over all ranks, at the sizes that wait least."""
         seconds = 0.0
         for unit in self.graph.encoders:
-            sizes = self.request.tensor_parallel_sizes(unit.name)
+            sizes = tensor_parallel_sizes(self.request, unit.name)
             seconds += min(size * sum(self.times.of_unit(unit.name, StageSize(size)).total) for size in sizes)
         return seconds * self.request.num_microbatches / num_ranks
 
@@ -188,7 +194,7 @@ class _Search:
         """Yield the layouts over all of the LLM's ranks whose tp and pp divide the LLM's, those with few stages first (4.5)."""
         request, fixed = self.request, self.request.fixed(unit.name)
         context = fixed.context_parallel_size or 1
-        for pipeline, tensor in product(request.pipeline_parallel_sizes(unit.name), request.tensor_parallel_sizes(unit.name)):
+        for pipeline, tensor in product(pipeline_parallel_sizes(request, unit.name), tensor_parallel_sizes(request, unit.name)):
             divides = llm.pipeline_parallel_size % pipeline == 0 and llm.ranks_per_stage % (tensor * context) == 0
             data = llm.num_ranks // (tensor * context * pipeline)
             if divides and fixed.data_parallel_size in (None, data):

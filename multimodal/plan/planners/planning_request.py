@@ -1,14 +1,10 @@
 """The input of a planner: a model, a machine, a batch, real lengths, and the sizes that the user has fixed."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, product
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.engine_limits import LayerUse, needs_local_layers
@@ -18,12 +14,12 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_memory import default_zero_stage
-from multimodal.cost.unit_load import UnitLoad, sample_load
+from multimodal.plan.planners.data_loads import DataLoads
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need, unit_is_trainable
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -72,7 +68,7 @@ class FixedSizes:
     """For the LLM only."""
 
 
-_OF_MODEL_AND_DATA = ("layer_costs", "sample_loads", "lengths_vary", "mean_loads", "idle_units", "trained_weights")
+_OF_MODEL_AND_DATA = ("layer_costs", "loads", "trained_weights")
 """Attributes of a request, computed on first access, that do not depend on its options."""
 
 
@@ -197,6 +193,11 @@ class PlanningRequest:
         return -(-self.global_batch_size // self.default_micro_batch_size)
 
     @cached_property
+    def loads(self) -> DataLoads:
+        """The work of the given samples."""
+        return DataLoads(self.graph, self.lengths)
+
+    @cached_property
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
         num_parts = OVERLAPPED_PARTS if self.tp_comm_overlap else 1
@@ -276,108 +277,6 @@ class PlanningRequest:
     def fixed(self, unit: str) -> FixedSizes:
         """Return the fixed sizes of a unit."""
         return self.fixed_sizes.get(unit, FixedSizes())
-
-    @cached_property
-    def sample_loads(self) -> Mapping[str, NDArray[np.float64]]:
-        """Unit -> [num_samples, 4]: the load of each sample, with the columns of `UnitLoad`."""
-        width = len(UnitLoad._fields)
-        return {
-            unit.name: np.array([sample_load(unit, sample) for sample in self.lengths], dtype=np.float64).reshape(-1, width)
-            for unit in self.graph.units
-        }
-
-    @cached_property
-    def lengths_vary(self) -> bool:
-        """True if samples differ, so that balancing matters."""
-        return any(bool((loads != loads[0]).any()) for loads in self.sample_loads.values())
-
-    @cached_property
-    def mean_loads(self) -> Mapping[str, tuple[float, ...]]:
-        """Unit -> the mean load of a sample."""
-        return {name: tuple(loads.mean(axis=0).tolist()) for name, loads in self.sample_loads.items()}
-
-    @cached_property
-    def idle_units(self) -> frozenset[str]:
-        """Units for which none of the samples has work."""
-        return frozenset(name for name, load in self.mean_loads.items() if not load[0] and name != self.graph.backbone.name)
-
-    def load(self, unit: str, num_samples: float) -> UnitLoad:
-        """Return the load of this many average samples on a unit."""
-        return UnitLoad(*(round(num_samples * each) for each in self.mean_loads[unit]))
-
-    def tensor_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """Return the sizes that divide a node, the unit's heads and widths, and the LLM's vocabulary; raises PlanError."""
-        described = self.graph.unit(unit)
-        widths = [*described.divided_widths.values()]
-        widths += [self.vocab_size] if described.role is Role.BACKBONE else []
-        fixed = self.fixed(unit).tensor_parallel_size
-        widths += [1] if described.module is not None else []
-        sizes = [
-            size
-            for size in range(1, self.cluster.gpus_per_node + 1)
-            if self.cluster.gpus_per_node % size == 0 and not any(width % size for width in widths)
-        ]
-        if fixed is not None and fixed not in sizes:
-            raise PlanError(
-                f"unit '{unit}': tensor parallel size {fixed} is fixed, but it must divide the {self.cluster.gpus_per_node} GPUs "
-                f"of a node and {', '.join(map(str, widths))}; choose from {', '.join(map(str, sizes))}"
-            )
-        return (fixed,) if fixed is not None else tuple(size for size in sizes if size <= self.num_gpus)
-
-    def pipeline_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """Return 1 up to the unit's number of transformer layers, or the fixed size."""
-        fixed = self.fixed(unit).pipeline_parallel_size
-        most = self.graph.unit(unit).num_inner_layers
-        if fixed is not None and not 1 <= fixed <= most:
-            raise PlanError(f"unit '{unit}': {most} transformer layers cannot be cut into {fixed} pipeline stages")
-        return (fixed,) if fixed is not None else tuple(range(1, min(most, self.num_gpus) + 1))
-
-    def context_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """The fixed size; else 1, and those up to `most_context_parallel` whose ranks get `least_share_tokens` of a large load.
-
-        A large load is a microbatch of average samples or the longest sample; of the former, every rank must get a block, since
-        short samples are mixed with long ones. An encoder has 1 if blocks would cut patches that it merges.
-        """
-        fixed = self.fixed(unit).context_parallel_size
-        if self.graph.unit(unit).module is not None:
-            return (1,)
-        if fixed is not None:
-            return (fixed,)
-        average = self.default_micro_batch_size * self.mean_loads[unit][0]
-        most = min(
-            self.most_context_parallel,
-            self.num_gpus,
-            int(max(average, self.sample_loads[unit][:, 0].max()) / self.least_share_tokens),
-            int(average / BLOCK_SIZE),
-        )
-        described = self.graph.unit(unit)
-        longest = 0 if described.is_causal else self.longest_items.get(unit, 0)
-        parts = min(longest / max(1.0, average), longest / LEAST_PART_TOKENS, self.most_context_parallel, self.num_gpus)
-        most = max(most, math.ceil(parts))
-        if described.role is Role.ENCODER and BLOCK_SIZE % described.merge_factor:
-            most = 1
-        return tuple(size for size in CONTEXT_PARALLEL_SIZES if size <= max(1, most))
-
-    @cached_property
-    def longest_items(self) -> Mapping[str, int]:
-        """Unit -> the tokens of the longest of its items."""
-        longest: dict[str, int] = {}
-        passes = (each for sample in self.lengths for item in sample.items for each in (item.passes or (item,)))
-        for item in passes:
-            longest[item.unit] = max(longest.get(item.unit, 0), item.num_tokens)
-        return longest
-
-    def stage_sizes(self, unit: str) -> list[StageSize]:
-        """Return every tp and cp of a unit."""
-        return [StageSize(*each) for each in product(self.tensor_parallel_sizes(unit), self.context_parallel_sizes(unit))]
-
-    def data_parallel_sizes(self, unit: str) -> tuple[int, ...]:
-        """Return the divisors of the number of microbatches, so that replicas get equally many; or the fixed size."""
-        fixed = self.fixed(unit).data_parallel_size
-        count, experts = self.num_microbatches, self.experts_of(unit)
-        if fixed is not None:
-            return (fixed,)
-        return tuple(size for size in range(1, min(count, self.num_gpus) + 1) if count % size == 0 == size % experts)
 
     def experts_of(self, unit: str) -> int:
         """Return the number of replicas of a unit that share experts."""

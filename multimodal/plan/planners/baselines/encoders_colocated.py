@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
+from multimodal.plan.planners.allowed_sizes import pipeline_parallel_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, shared_stage_sizes, with_replicas
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
@@ -40,7 +41,7 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     for encoder_stages, (encoder_tensor, encoder_context), (tensor, context) in product(
         _encoder_stages(request, encoders), encoder_sizes, rest_sizes
     ):
-        for pipeline in request.pipeline_parallel_sizes(graph.backbone.name):
+        for pipeline in pipeline_parallel_sizes(request, graph.backbone.name):
             layouts = {
                 unit.name: even_layout(unit, encoder_tensor, 1, encoder_stages, context=encoder_context)
                 if unit.name in encoders
@@ -53,5 +54,5 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
 def _encoder_stages(request: PlanningRequest, encoders: tuple[str, ...]) -> list[int]:
     if not encoders:
         return [1]
-    allowed = set.intersection(*(set(request.pipeline_parallel_sizes(unit)) for unit in encoders))
+    allowed = set.intersection(*(set(pipeline_parallel_sizes(request, unit)) for unit in encoders))
     return sorted(stages for stages in allowed if stages <= MOST_EXTRA_STAGES) or sorted(allowed)[:1]

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
+from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.shared_sizes import shared_stage_sizes, with_replicas
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
@@ -33,12 +34,12 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     graph, backbone = request.graph, request.graph.backbone.name
     together = (*(unit.name for unit in graph.encoders), backbone)
     for tensor, context in shared_stage_sizes(request, together):
-        for pipeline in request.pipeline_parallel_sizes(backbone):
+        for pipeline in pipeline_parallel_sizes(request, backbone):
             layouts = {
                 unit.name: even_layout(unit, tensor, 1, pipeline if unit.name == backbone else 1, context=context)
                 for unit in graph.units
             }
-            yield from with_replicas(request, layouts, request.data_parallel_sizes(backbone), groups=(together,))
+            yield from with_replicas(request, layouts, data_parallel_sizes(request, backbone), groups=(together,))
 
 
 def _replicate(request: PlanningRequest, candidate: Candidate) -> Candidate:

@@ -66,7 +66,9 @@ def _lay_out(
 def flops_per_sample(request: PlanningRequest) -> dict[str, float]:
     """Return the FLOPs of each unit per average sample, with the backwards that freezing leaves."""
     graph, vocab_size = request.graph, request.vocab_size
-    return {name: unit_flops(graph, name, vocab_size=vocab_size).of(request.load(name, 1)) for name in graph.unit_names}
+    return {
+        name: unit_flops(graph, name, vocab_size=vocab_size).of(request.loads.of_average(name, 1)) for name in graph.unit_names
+    }
 
 
 def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpus: int) -> dict[str, int]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
 
+from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.shared_sizes import largest_candidates, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
@@ -35,7 +36,7 @@ def _candidates(request: PlanningRequest, *, replicates: bool) -> Iterator[Candi
     sizes = shared_stage_sizes(request, [backbone] if replicates else tensor_sharing, context_of=graph.unit_names)
     data_sizes = shared_data_parallel_sizes(request, [backbone] if replicates else data_sharing)
     for extra, size in product(range(1, MOST_EXTRA_STAGES + 1), sizes):
-        for pipeline in request.pipeline_parallel_sizes(backbone):
+        for pipeline in pipeline_parallel_sizes(request, backbone):
             lay_out = partial(_lay_out, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
             grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in data_sizes)
             even = (Candidate(each, request.default_micro_batch_size) for each in grids if _is_even(request, each))
@@ -44,7 +45,7 @@ def _candidates(request: PlanningRequest, *, replicates: bool) -> Iterator[Candi
 
 def _is_even(request: PlanningRequest, layouts: Mapping[str, UnitLayout]) -> bool:
     """Return True if every replica gets equally many microbatches."""
-    return all(each.data_parallel_size in request.data_parallel_sizes(unit) for unit, each in layouts.items())
+    return all(each.data_parallel_size in data_parallel_sizes(request, unit) for unit, each in layouts.items())
 
 
 def _lay_out(

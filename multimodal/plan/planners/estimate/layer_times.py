@@ -36,7 +36,7 @@ class PlanningTimes:
         return self._known[unit, size]
 
     def _compute(self, unit: str, size: StageSize) -> LayerTimes:
-        load = self.request.load(unit, self.request.default_micro_batch_size)
+        load = self.request.loads.of_average(unit, self.request.default_micro_batch_size)
         kinds = kind_seconds(self.request, unit, load, size)
         if not self.is_frozen_aware:
             kinds = {kind: (forward, 2 * forward) for kind, (forward, _) in kinds.items()}

@@ -138,7 +138,7 @@ class MemoryEstimate:
             weights = max(self.layer(unit, kind).num_weights for kind in kinds)
             working += 2 * weights * request.cluster.bytes_per_element / size.tensor
         if size.context > 1:
-            num_tokens = samples * request.mean_loads[unit][0]
+            num_tokens = samples * request.loads.mean[unit][0]
             bytes_per_group = num_tokens * 2 * shape.head_channels * request.cluster.bytes_per_element
             working += held_key_bytes(shape.query_groups // size.tensor, bytes_per_group=bytes_per_group)
         return working
@@ -147,7 +147,7 @@ class MemoryEstimate:
     def _spreads(self) -> dict[str, tuple[float, float]]:
         """Unit -> standard deviation and maximum of a sample's tokens, relative to the mean."""
         spreads = {}
-        for unit, loads in self.request.sample_loads.items():
+        for unit, loads in self.request.loads.of_samples.items():
             tokens = loads[:, 0]
             mean = float(tokens.mean())
             spreads[unit] = (float(tokens.std()) / mean, float(tokens.max()) / mean) if mean else (0.0, 1.0)
@@ -166,7 +166,7 @@ class MemoryEstimate:
         if not self._spreads[unit][0]:
             return 1.0
         if unit not in self._microbatches:
-            tokens, size = self.request.sample_loads[unit][:, 0], self.request.default_micro_batch_size
+            tokens, size = self.request.loads.of_samples[unit][:, 0], self.request.default_micro_batch_size
             drawn = tokens[np.random.default_rng(SEED).integers(len(tokens), size=NUM_DRAWN * size)]
             bins = partition_longest_first(drawn.tolist(), num_bins=NUM_DRAWN)
             self._microbatches[unit] = np.sort([drawn[list(each)].sum() for each in bins])[::-1]
@@ -201,7 +201,7 @@ class MemoryEstimate:
         if key not in self._layers:
             request, described = self.request, self.request.graph.unit(unit)
             need = request.backward_need(unit, kind)
-            load = UnitLoad(*(math.ceil(each) for each in request.mean_loads[unit]))
+            load = UnitLoad(*(math.ceil(each) for each in request.loads.mean[unit]))
             layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
             case = ActivationCase(
                 need,

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
+from multimodal.plan.planners.allowed_sizes import context_parallel_sizes, data_parallel_sizes, tensor_parallel_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout
 from multimodal.plan.planners.planning_request import MOST_MICRO_BATCH_TOKENS, PlanningRequest, StageSize
@@ -26,7 +27,7 @@ def largest_candidates(candidates: Iterable[Candidate], *, num_gpus: int) -> Seq
 
 def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
     """Return the data parallel sizes that all units allow; raises PlanError if fixed sizes leave none."""
-    return _shared({unit: request.data_parallel_sizes(unit) for unit in units}, flag="data-parallel-size")
+    return _shared({unit: data_parallel_sizes(request, unit) for unit in units}, flag="data-parallel-size")
 
 
 def shared_stage_sizes(
@@ -36,10 +37,10 @@ def shared_stage_sizes(
 
     context_of: units that share only the cp. Raises PlanError if fixed sizes leave none.
     """
-    tensor = _shared({unit: request.tensor_parallel_sizes(unit) for unit in units}, flag="tensor-model-parallel-size")
+    tensor = _shared({unit: tensor_parallel_sizes(request, unit) for unit in units}, flag="tensor-model-parallel-size")
     units = context_of or units
     fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
-    sizes = {unit: request.context_parallel_sizes(unit) for unit in fixed or units}
+    sizes = {unit: context_parallel_sizes(request, unit) for unit in fixed or units}
     context = _shared(sizes, flag="context-parallel-size") if fixed else sorted(set().union(*sizes.values()))
     return [StageSize(*each) for each in product(tensor, context)]
 
@@ -61,7 +62,7 @@ def micro_batch_sizes(request: PlanningRequest, choices: Sequence[int]) -> Itera
     if request.micro_batch_size is not None:
         yield request.micro_batch_size
         return
-    longest = max(loads[0] for loads in request.mean_loads.values())
+    longest = max(loads[0] for loads in request.loads.mean.values())
     yield from (
         size
         for size in choices

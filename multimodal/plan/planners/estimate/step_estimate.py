@@ -52,7 +52,7 @@ class LengthSpread:
         weighs the work of all of its samples in them. num_microbatches: of a replica; if there are many, fewer are run.
         num_chunks: layer ranges of each stage.
         """
-        if num_stages <= 1 or not self.request.lengths_vary:
+        if num_stages <= 1 or not self.request.loads.vary:
             return 1.0
         chunks = min(num_chunks, MOST_CHUNKS)
         most_rounds = max(LEAST_ROUNDS, MOST_NODES // (2 * num_stages**2 * chunks))
@@ -69,7 +69,7 @@ class LengthSpread:
         """Return the seconds that the heaviest sample spends in all stages of a unit: no step is shorter."""
         key = unit, layout.stage_size
         if key not in self._heaviest:
-            loads = self.request.sample_loads[unit]
+            loads = self.request.loads.of_samples[unit]
             heaviest = loads[int(np.argmax(self._seconds_of_samples(unit)))]
             self._heaviest[key] = unit_seconds(self.request, unit, UnitLoad(*map(int, heaviest)), layout.stage_size)
         return self._heaviest[key]
@@ -90,7 +90,7 @@ class LengthSpread:
     def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
         """Return each sample's seconds in one layer of the unit on one rank: the mean over all but the two outer layers."""
         if unit not in self._works:
-            rows, index = np.unique(self.request.sample_loads[unit].astype(np.int64), axis=0, return_inverse=True)
+            rows, index = np.unique(self.request.loads.of_samples[unit].astype(np.int64), axis=0, return_inverse=True)
             costs = self.request.layer_costs
             body = self.request.graph.unit(unit).inner_layers
             shares = {kind: count / len(body) for kind, count in Counter(body).items()}

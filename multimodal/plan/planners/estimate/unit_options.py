@@ -6,6 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes, stage_sizes
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import LayerMemory, MemoryEstimate
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
@@ -56,12 +57,12 @@ def list_options(times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max
     flight under 1F1B) and the last one (projector or head) determine the memory. O(tp x cp x dp x pp).
     """
     request = times.request
-    data = request.data_parallel_sizes(unit)
-    pipeline = request.pipeline_parallel_sizes(unit)
+    data = data_parallel_sizes(request, unit)
+    pipeline = pipeline_parallel_sizes(request, unit)
     grid = _Grid(*(axis.ravel() for axis in np.meshgrid(np.array(data), np.array(pipeline), indexing="ij")))
     columns = [
         _of_stage_size(times, memory, unit, size, grid)
-        for size in request.stage_sizes(unit)
+        for size in stage_sizes(request, unit)
         if size.tensor * size.context <= max_gpus or size.context == 1
     ]
     merged = UnitOptions(

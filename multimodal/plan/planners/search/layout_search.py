@@ -9,6 +9,7 @@ from itertools import product
 import numpy as np
 
 from multimodal.plan.partition_layers import partition_unit
+from multimodal.plan.planners.allowed_sizes import stage_sizes, tensor_parallel_sizes
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.estimate.candidate import Candidate, fits
@@ -106,12 +107,12 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
 
 def _may_share_products(request: PlanningRequest) -> bool:
     """Return True if some unit may have a tensor parallel size above 1."""
-    return any(request.tensor_parallel_sizes(unit)[-1] > 1 for unit in request.graph.unit_names)
+    return any(tensor_parallel_sizes(request, unit)[-1] > 1 for unit in request.graph.unit_names)
 
 
 def efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:
     """Sort microbatch sizes by the distance of their tokens from a number that makes layers efficient, or fills pipelines."""
-    longest = max(loads[0] for loads in request.mean_loads.values()) or 1.0
+    longest = max(loads[0] for loads in request.loads.mean.values()) or 1.0
     of_gpu = request.global_batch_size * longest / request.num_gpus
     wanted = min(EFFICIENT_TOKENS, of_gpu / FILLING_MICROBATCHES)
     return sorted(sizes, key=lambda size: abs(math.log2(size * longest / wanted)))
@@ -196,7 +197,7 @@ def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[Uni
     """Yield replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
     fixed = request.fixed(unit.name)
     stages = fixed.pipeline_parallel_size or 1
-    for tensor, context in request.stage_sizes(unit.name):
+    for tensor, context in stage_sizes(request, unit.name):
         data, rest = divmod(num_gpus, tensor * context * stages)
         if data and not rest and fixed.data_parallel_size in (None, data):
             yield even_layout(unit, tensor, data, stages, context=context)

@@ -53,7 +53,7 @@ def other_partitions(run: PlannedRun, request: PlanningRequest) -> Iterator[Plan
     lie inside pipelines of the LLM, or all lie over the same stages, are left as they are.
     """
     for unit in request.graph.encoders:
-        pipelines = None if unit.name in request.idle_units else _pipelines(run, request, unit.name)
+        pipelines = None if unit.name in request.loads.idle_units else _pipelines(run, request, unit.name)
         if pipelines is None or len(set(pipelines.groups)) < 2:
             continue
         for shares in dict.fromkeys((pipelines.even_out(), *pipelines.moves())):

@@ -8,6 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
+from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.search.prediction import Prediction, predict_run
@@ -73,7 +74,7 @@ def memory_concessions(request: PlanningRequest) -> Iterator[PlanningRequest]:
 
 
 def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
-    return [request.context_parallel_sizes(unit) for unit in request.graph.unit_names]
+    return [context_parallel_sizes(request, unit) for unit in request.graph.unit_names]
 
 
 def _plan_attempt(

@@ -115,7 +115,7 @@ def predict_run(
     batches = draw_length_batches(
         request.lengths,
         batch_size=request.global_batch_size,
-        num_batches=num_batches if request.lengths_vary else 1,
+        num_batches=num_batches if request.loads.vary else 1,
         seed=SEED,
     )
     keeps_all = BUILDERS[run.schedule].keeps_all

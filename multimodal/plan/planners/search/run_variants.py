@@ -20,7 +20,7 @@ Placed = tuple[tuple[Placement, ...], bool]
 
 def placements(run: PlannedRun, request: PlanningRequest) -> tuple[Placement, ...]:
     """Return the placements of the units that have work."""
-    return placements_of([unit for name, unit in run.plan.units.items() if name not in request.idle_units])
+    return placements_of([unit for name, unit in run.plan.units.items() if name not in request.loads.idle_units])
 
 
 def placed(run: PlannedRun, request: PlanningRequest) -> Placed:
@@ -30,14 +30,14 @@ def placed(run: PlannedRun, request: PlanningRequest) -> Placed:
 
 def first_balances(placement: Placement, request: PlanningRequest) -> tuple[str, ...]:
     """List the balancers that are tried first on such plans; none if samples are alike."""
-    if not request.lengths_vary:
+    if not request.loads.vary:
         return (UNBALANCED,)
     return tuple(name for name, row in BALANCERS.items() if placement in row.tried_first_on)
 
 
 def other_balances(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
     """Yield the run with every other balancer that suits its plan; those that are tried first on some plan come first."""
-    if not request.lengths_vary:
+    if not request.loads.vary:
         return
     for name, row in sorted(BALANCERS.items(), key=lambda entry: not entry[1].tried_first_on):
         is_whole = row.keeps_samples_whole or not has_virtual_stages(run)

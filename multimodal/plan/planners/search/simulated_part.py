@@ -40,7 +40,7 @@ def choose_part(
     kept_replicas: int = KEPT_REPLICAS,
 ) -> StepPart:
     """Choose the part of a step to simulate: first, replicas are left out, then samples. Arguments as in `predict_run`."""
-    if max_actions is not None and request.lengths_vary:
+    if max_actions is not None and request.loads.vary:
         max_actions *= VARIED_FACTOR
     share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
     plan = kept_plan(run.plan, request, share) or run.plan
@@ -65,12 +65,12 @@ def nominal_seconds(
         SECONDS_PER_SIMULATION + SECONDS_PER_SAMPLE * count + SECONDS_PER_COMPUTATION * _num_actions(run, units, count)
         for count in part.sample_counts
     )
-    return (num_batches if request.lengths_vary else 1) * seconds
+    return (num_batches if request.loads.vary else 1) * seconds
 
 
 def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
     """Return the units with work; units without work in the data share their ranks."""
-    return [unit for name, unit in plan.units.items() if name not in request.idle_units]
+    return [unit for name, unit in plan.units.items() if name not in request.loads.idle_units]
 
 
 def _num_actions(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int) -> int:
@@ -113,7 +113,7 @@ def choose_share(
         return 1  # replicas that share weights meet in every layer
     if has_unequal_shares(request.graph, run.plan):
         return 1  # no replica represents another one
-    most = max(1, min(sizes) // kept_replicas) if request.lengths_vary else common
+    most = max(1, min(sizes) // kept_replicas) if request.loads.vary else common
     divisors = (share for share in range(1, min(common, most) + 1) if common % share == 0)
     shares = [share for share in divisors if kept_plan(run.plan, request, share) is not None]
     return next((share for share in shares if num_actions / share <= max_actions), shares[-1])
@@ -124,7 +124,7 @@ def kept_plan(plan: Plan, request: PlanningRequest, share: int) -> Plan | None:
 
     None if the replicas of the units overlap in part, or if the LLM's stages are too few or too small for another unit's.
     """
-    alone = [name for name in request.idle_units if plan.units[name].data_parallel_size == 1]
+    alone = [name for name in request.loads.idle_units if plan.units[name].data_parallel_size == 1]
     if share == 1 or not alone:
         return keep_replicas(plan, share)
     kept = keep_replicas(Plan({name: unit for name, unit in plan.units.items() if name not in alone}), share)

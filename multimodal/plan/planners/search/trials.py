@@ -93,7 +93,7 @@ class Trials:
     def has_heavy_samples(self) -> bool:
         """True if some sample has several times the tokens of a microbatch that makes layers efficient."""
         size = efficient_first(self.request, list(micro_batch_sizes(self.request, MICRO_BATCH_SIZES)))[0]
-        tokens = self.request.sample_loads[self.request.graph.backbone.name][:, 0]
+        tokens = self.request.loads.of_samples[self.request.graph.backbone.name][:, 0]
         return bool(tokens.max() > HEAVY * size * tokens.mean())
 
     @property

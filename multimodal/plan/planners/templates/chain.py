@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.plan.partition_layers import Range, unit_pieces
+from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
@@ -49,7 +50,7 @@ class Chain:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Numbers of GPUs that a stage of some unit may have."""
-        return tuple(sorted(set().union(*(self.request.tensor_parallel_sizes(name) for name in self.request.graph.unit_names))))
+        return tuple(sorted(set().union(*(tensor_parallel_sizes(self.request, name) for name in self.request.graph.unit_names))))
 
     @cached_property
     def num_layers(self) -> int:
@@ -75,7 +76,7 @@ class Chain:
         found = np.full((len(self.sizes), len(self.pieces)), np.nan)
         for row, size in enumerate(self.sizes):
             for column, (unit, (first, end), _) in enumerate(self.pieces):
-                if size in self.request.tensor_parallel_sizes(unit):
+                if size in tensor_parallel_sizes(self.request, unit):
                     found[row, column] = sum(times.of_unit(unit, StageSize(size))[which][first:end])
         return found
 

@@ -53,7 +53,7 @@ def without_items(graph: ModelGraph, idle: str, **changes: object) -> PlanningRe
 def test_a_unit_without_work_costs_no_time(name: str, case: str) -> None:
     graph, idle, smaller = CASES[case]
     asked = without_items(graph, idle)
-    assert asked.idle_units == {idle}
+    assert asked.loads.idle_units == {idle}
     run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=None)
     validate_plan(run.plan, graph=graph, world_size=run.num_gpus)
     others = {rank for unit, plan in run.plan.units.items() if unit != idle for rank in plan.ranks}

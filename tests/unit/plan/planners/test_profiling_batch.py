@@ -59,7 +59,7 @@ def test_proportional_gpus_respect_the_fewest_and_use_all():
 def test_work_per_sample_follows_lengths_and_freezing():
     asked, asked_frozen = request(TWO), request(frozen(TWO, "vision"))
     full, forward_only = sample_work(asked)["vision"], sample_work(asked_frozen)["vision"]
-    tokens = asked.sample_loads["vision"][:, 0]
+    tokens = asked.loads.of_samples["vision"][:, 0]
     assert full[tokens == 0] == pytest.approx(0.0)
     assert np.corrcoef(tokens, full)[0, 1] > 0.99
     assert (forward_only[tokens > 0] < 0.5 * full[tokens > 0]).all()

@@ -87,7 +87,7 @@ def test_layers_are_profiled_at_sizes_that_the_data_has_and_that_take_no_long_ti
     for unit in GRAPH.units:
         sizes = profiled_sizes(request, unit)
         assert sorted(set(sizes)) == list(sizes) and len(sizes) == 4
-        assert sizes[0] <= request.mean_loads[unit.name][0] <= sizes[-1]
+        assert sizes[0] <= request.loads.mean[unit.name][0] <= sizes[-1]
     slow = asked(configured()).changed(cluster=replace(CLUSTER, peak_tflops=1e-5))
     slow.__dict__.pop("layer_costs", None)
     assert profiled_sizes(slow, GRAPH.backbone)[-1] < profiled_sizes(request, GRAPH.backbone)[-1]

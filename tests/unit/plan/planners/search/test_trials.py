@@ -101,10 +101,10 @@ def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_c
 
 def test_a_changed_request_is_a_new_one_that_knows_its_data():
     asked = request(TWO)
-    loads = asked.sample_loads
+    loads = asked.loads.of_samples
     changed = asked.changed(micro_batch_size=4, recompute="full")
     assert changed == replace(asked, micro_batch_size=4, recompute="full") != asked
-    assert changed.sample_loads is loads
+    assert changed.loads.of_samples is loads
 
 
 def test_reductions_hide_behind_the_last_backward():
