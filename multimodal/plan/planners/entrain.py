@@ -63,9 +63,7 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     batch_size = batch_sizes[chosen.layouts[request.graph.backbone.name].data_parallel_size]
     notes = (f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",)
     passes = (*run.passes, "split-backward") if request.graph.encoders else run.passes
-    if not request.allows(schedule, passes):
-        return replace(run, notes=notes)
-    return replace(run, passes=passes, notes=notes, transformer_impl=request.implementation(schedule, passes))
+    return replace(run, passes=passes, notes=notes)
 
 
 def _proportions(work: Mapping[str, NDArray[np.float64]], size: int) -> dict[str, float]:

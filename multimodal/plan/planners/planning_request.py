@@ -1,6 +1,6 @@
 """The input of a planner: a model, a machine, a batch, real lengths, and the sizes that the user has fixed."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -208,21 +208,20 @@ class PlanningRequest:
         """The ZeRO stage: replicas share optimizer state (in float64 nothing), or all state."""
         return 3 if self.sharding == "optim_grads_params" else default_zero_stage(self.cluster.bytes_per_element)
 
-    def implementation(self, schedule: str, passes: Iterable[str] = ()) -> Implementation:
+    def implementation(self, schedule: str) -> Implementation:
         """Return the layers for a schedule: those that the user has fixed, else Transformer Engine's where they can run."""
-        return self.transformer_impl or ("local" if self._needs_local_layers(schedule, passes) else "transformer_engine")
+        return self.transformer_impl or ("local" if self._needs_local_layers(schedule) else "transformer_engine")
 
-    def _needs_local_layers(self, schedule: str, passes: Iterable[str]) -> bool:
+    def _needs_local_layers(self, schedule: str) -> bool:
         row = BUILDERS[schedule]
-        splits_backwards = row.splits_backwards or any(PASSES[name].splits_backwards for name in passes)
         shards_weights = self.zero_stage == 3
         return needs_local_layers(
-            LayerUse(self.cluster.dtype, row.runs_segments, splits_backwards, self.tp_comm_overlap, shards_weights)
+            LayerUse(self.cluster.dtype, row.runs_segments, row.splits_backwards, self.tp_comm_overlap, shards_weights)
         )
 
-    def allows(self, schedule: str, passes: Iterable[str] = ()) -> bool:
+    def allows(self, schedule: str) -> bool:
         """Return True if the implementation that the user has fixed can run a schedule."""
-        return self.transformer_impl != "transformer_engine" or not self._needs_local_layers(schedule, passes)
+        return self.transformer_impl != "transformer_engine" or not self._needs_local_layers(schedule)
 
     def passes(self, plan: Plan) -> tuple[str, ...]:
         """Passes that every planned run has, so that collectives over replicas hide behind computations as far as possible.

@@ -34,18 +34,17 @@ def _candidates(request: PlanningRequest, *, replicates: bool) -> Iterator[Candi
     tensor_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).tensor_parallel_size]
     data_sharing = [name for name in graph.unit_names if name == backbone or not request.fixed(name).data_parallel_size]
     sizes = shared_stage_sizes(request, [backbone] if replicates else tensor_sharing, context_of=graph.unit_names)
+
+    def is_even(layouts: Mapping[str, UnitLayout]) -> bool:  # every replica gets equally many microbatches
+        return all(each.data_parallel_size in data_parallel_sizes(request, unit) for unit, each in layouts.items())
+
     data_sizes = shared_data_parallel_sizes(request, [backbone] if replicates else data_sharing)
     for extra, size in product(range(1, MOST_EXTRA_STAGES + 1), sizes):
         for pipeline in pipeline_parallel_sizes(request, backbone):
             lay_out = partial(_lay_out, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
             grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in data_sizes)
-            even = (Candidate(each, request.default_micro_batch_size) for each in grids if _is_even(request, each))
+            even = (Candidate(each, request.default_micro_batch_size) for each in grids if is_even(each))
             yield from largest_candidates(even, num_gpus=request.num_gpus)
-
-
-def _is_even(request: PlanningRequest, layouts: Mapping[str, UnitLayout]) -> bool:
-    """Return True if every replica gets equally many microbatches."""
-    return all(each.data_parallel_size in data_parallel_sizes(request, unit) for unit, each in layouts.items())
 
 
 def _lay_out(

@@ -9,7 +9,7 @@ from multimodal.plan.planners.estimate.candidate import Candidate, build_run, sa
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.shared_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
-from multimodal.plan.planners.estimate.step_estimate import LengthSpread, reduction_seconds
+from multimodal.plan.planners.estimate.step_estimate import LengthSpread, exposed_reduction_seconds, reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, lay_out_grid
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
@@ -65,6 +65,10 @@ class Grid:
     def virtual_stages(self) -> int:
         """Layer ranges per stage."""
         return len(self.ranges) // self.num_stages
+
+    def num_microbatches(self, request: PlanningRequest) -> int:
+        """Return the microbatches of the busiest replica."""
+        return -(-request.num_microbatches // self.shape.data_parallel_size)
 
     @property
     def num_gpus(self) -> int:
@@ -132,15 +136,14 @@ def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, shape: GridSha
 
 def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread | None = None) -> float:
     """Return the expected step: interleaving divides the warm-up by the virtual stages; spread: as for `estimate_seconds`."""
-    count = -(-request.num_microbatches // grid.shape.data_parallel_size)
-    slowest = max(grid.stage_seconds)
-    ends = (sum(grid.stage_seconds) - slowest) / grid.virtual_stages
-    waits, heaviest = 1.0, 0.0
-    if spread:
-        waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count)
-        heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in grid.layouts.items())
-    reduction = max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
-    return max(ends + count * slowest * waits, heaviest) + reduction
+    count, slowest, through_all = grid.num_microbatches(request), max(grid.stage_seconds), sum(grid.stage_seconds)
+    ends = (through_all - slowest) / grid.virtual_stages
+    if spread is None:
+        return ends + count * slowest + max(reduction_seconds(request, *each) for each in grid.layouts.items())
+    waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count)
+    heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in grid.layouts.items())
+    exposed = max(exposed_reduction_seconds(request, *each, stage_seconds=slowest) for each in grid.layouts.items())
+    return max(ends + count * slowest * waits, heaviest, through_all) + exposed
 
 
 def grid_fits(memory: MemoryEstimate, grid: Grid) -> bool:

@@ -154,7 +154,7 @@ class MemoryEstimate:
         return spreads
 
     def heavy_count(self, unit: str, num_samples: float) -> float:
-        """Return `heavy_samples` of a single number."""
+        """Return the number of average samples that weigh as much as `num_samples` heavy ones may."""
         deviation, heaviest = self._spreads[unit]
         return min(num_samples + 3 * deviation * math.sqrt(num_samples), num_samples * heaviest)
 
@@ -174,14 +174,8 @@ class MemoryEstimate:
         heaviest = sums[: max(1, round(len(sums) * min(1.0, count / of)))]
         return float(heaviest.mean() / sums.mean()) if sums.any() else 1.0
 
-    def heavy_samples(self, unit: str, num_samples: ArrayLike) -> NDArray[np.float64]:
-        """Return the number of average samples that weigh as much as `num_samples` heavy ones may."""
-        count = np.asarray(num_samples, dtype=np.float64)
-        deviation, heaviest = self._spreads[unit]
-        return np.asarray(np.minimum(count + 3 * deviation * np.sqrt(count), count * heaviest))
-
     def samples_within(self, unit: str, average: ArrayLike) -> NDArray[np.float64]:
-        """Return the number of heavy samples that may weigh as much as `average` average ones: the inverse of `heavy_samples`."""
+        """Return the number of heavy samples that may weigh as much as `average` average ones: the inverse of `heavy_count`."""
         weight = np.asarray(average, dtype=np.float64)
         deviation, heaviest = self._spreads[unit]
         root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2

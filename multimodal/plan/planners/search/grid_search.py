@@ -25,12 +25,7 @@ from multimodal.plan.planners.estimate.grid import (
 )
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import (
-    LengthSpread,
-    exposed_reduction_seconds,
-    reduction_seconds,
-    replicas_seconds,
-)
+from multimodal.plan.planners.estimate.step_estimate import LengthSpread, replicas_seconds
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 
@@ -130,7 +125,7 @@ class _GridSearch:
         draw, (best, grid) = Random(SEED), scored
         pieces, shape = self.pieces(grid.shape), grid.shape
         cuts = [0, *accumulate(map(len, grid.ranges))]
-        count = _num_microbatches(self.request, grid)
+        count = grid.num_microbatches(self.request)
         nodes = num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
         for _ in range(min(NUM_MOVES, MOST_NODES // nodes) if len(cuts) > 2 else 0):
             first, step = draw.randrange(1, len(cuts) - 1), draw.choice((-1, 1))
@@ -159,13 +154,9 @@ def _several_shapes(found: Iterable[ScoredGrid]) -> list[ScoredGrid]:
 
 def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
     """Return the busiest lane's work, or the last lane's and the work of lanes before it outside of it, whichever is longer."""
-    count, before = _num_microbatches(request, grid), grid.ranges[: grid.num_stages - 1]
+    count, before = grid.num_microbatches(request), grid.ranges[: grid.num_stages - 1]
     filling = sum(piece.seconds for pieces in before for piece in pieces)
     return max(count * max(grid.stage_seconds), count * grid.stage_seconds[-1] + filling)
-
-
-def _num_microbatches(request: PlanningRequest, grid: Grid) -> int:
-    return -(-request.num_microbatches // grid.shape.data_parallel_size)
 
 
 def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None = None) -> float:
@@ -175,9 +166,9 @@ def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None
     """
     request = spread.request
     if grid.virtual_stages == 1:
-        return _pipeline_estimate(spread, grid)
+        return grid_seconds(request, grid, spread=spread)
     ranges = _chain_ranges(request, grid, {} if known is None else known)
-    count = _num_microbatches(request, grid)
+    count = grid.num_microbatches(request)
     seconds = chain_seconds(ranges, num_lanes=grid.num_stages, num_microbatches=count)
     chunks = grid.virtual_stages
     waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count, num_chunks=chunks)
@@ -195,7 +186,7 @@ def chain_fits(memory: MemoryEstimate, grid: Grid) -> bool:
 
 def _lane_bytes(memory: MemoryEstimate, grid: Grid, lane: int) -> float:
     request, held = memory.request, grid.ranges[lane :: grid.num_stages]
-    count = _num_microbatches(request, grid)
+    count = grid.num_microbatches(request)
     states = chunks_in_flight(lane, num_lanes=grid.num_stages, chunks=len(held), num_microbatches=count)
     most, size = int(states.max()), request.default_micro_batch_size
     # A few samples may be heavier on average than many.
@@ -214,16 +205,6 @@ def _lane_bytes(memory: MemoryEstimate, grid: Grid, lane: int) -> float:
     return static + working + float((states @ of_chunks).max())
 
 
-def _pipeline_estimate(spread: LengthSpread, grid: Grid) -> float:
-    request, slowest = spread.request, max(grid.stage_seconds)
-    whole = max(reduction_seconds(request, unit, layout) for unit, layout in grid.layouts.items())
-    exposed = max(
-        exposed_reduction_seconds(request, unit, layout, stage_seconds=slowest) for unit, layout in grid.layouts.items()
-    )
-    through_all = sum(grid.stage_seconds)  # at least one microbatch passes all stages
-    return max(grid_seconds(request, grid, spread=spread) - whole, through_all) + exposed
-
-
 def _chain_ranges(request: PlanningRequest, grid: Grid, known: KnownRanges) -> list[ChainRange]:
     ranges = []
     for position, pieces in enumerate(grid.ranges):
@@ -239,7 +220,8 @@ def _chain_range(request: PlanningRequest, grid: Grid, position: int) -> ChainRa
     pieces = grid.ranges[position]
     layout = grid.layouts[pieces[0].unit]
     first_rank = position % grid.num_stages * layout.ranks_per_stage * layout.data_parallel_size
-    weights = [_num_trained(request, piece) for piece in pieces]
+    before = request.trained_weights
+    weights = [before[unit][end] - before[unit][first] for unit, (first, end), *_ in pieces]
     cost = partial(replicas_seconds, request, layout=layout, first_rank=first_rank)
     forward, backward = (sum(getattr(piece, name) for piece in pieces) for name in ("forward_seconds", "backward_seconds"))
     reducing = cost(GRADIENT_BYTES * sum(weights))
@@ -249,8 +231,3 @@ def _chain_range(request: PlanningRequest, grid: Grid, position: int) -> ChainRa
         cost(request.cluster.bytes_per_element * sum(weights)),
         max(cost(GRADIENT_BYTES * weights[0]), reducing - backward),
     )
-
-
-def _num_trained(request: PlanningRequest, piece: Piece) -> int:
-    before = request.trained_weights[piece.unit]
-    return before[piece.layers[1]] - before[piece.layers[0]]

@@ -97,17 +97,13 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
         # The longer a layer computes, the more of the next one's gathering is hidden.
         promising = dict.fromkeys((*_best_first(best), *(2 * size for size in _best_first(best)[:1] if 2 * size in sizes)))
         look_at(request.changed(micro_batch_size=size, sharding="optim_grads_params") for size in promising)
-    if request.transformer_impl != "transformer_engine" and _may_share_products(request):
+    has_products_to_share = any(tensor_parallel_sizes(request, unit)[-1] > 1 for unit in request.graph.unit_names)
+    if request.transformer_impl != "transformer_engine" and has_products_to_share:
         promising = dict.fromkeys(each for size in _best_first(best) for each in (size, size // 2) if each in sizes)
         look_at(request.changed(micro_batch_size=size, tp_comm_overlap=True) for size in promising)
     least = min(best.values(), default=math.inf)
     near = (kind for kind in kinds if kind[0].seconds <= KIND_SLACK * least)
     return [[replace(layout, whole=whole) for layout in kind] for kind in near]
-
-
-def _may_share_products(request: PlanningRequest) -> bool:
-    """Return True if some unit may have a tensor parallel size above 1."""
-    return any(tensor_parallel_sizes(request, unit)[-1] > 1 for unit in request.graph.unit_names)
 
 
 def efficient_first(request: PlanningRequest, sizes: Sequence[int]) -> list[int]:

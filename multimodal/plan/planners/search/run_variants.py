@@ -67,9 +67,9 @@ def formed(run: PlannedRun, form: Form, request: PlanningRequest) -> PlannedRun 
     if row.is_folded:
         plan = fold_stages(plan)
     has_shape = row.layout is None or row.layout.is_met(request.graph, plan)
-    if not of_run.allows(schedule, run.passes) or not has_shape or (row.needs_messages and plan.is_whole_on_every_rank):
+    if not of_run.allows(schedule) or not has_shape or (row.needs_messages and plan.is_whole_on_every_rank):
         return None
-    implementation = of_run.implementation(schedule, run.passes)
+    implementation = of_run.implementation(schedule)
     return replace(run, plan=plan, schedule=schedule, balance=balance, transformer_impl=implementation)
 
 

@@ -118,7 +118,7 @@ class Chain:
         found = np.zeros(fixed.shape, np.int64)
         for in_flight in range(1, len(self.pieces) + 1):
             samples = in_flight * request.default_micro_batch_size
-            activations = sum(each * float(memory.heavy_samples(unit, samples)) for unit, each in per_sample.items())
+            activations = sum(each * memory.heavy_count(unit, samples) for unit, each in per_sample.items())
             fits = fixed + activations <= request.planned_memory_bytes
             if not fits.any():
                 break

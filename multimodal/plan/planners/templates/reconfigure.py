@@ -143,10 +143,11 @@ class Reconfigurer:
         if kept is not None and len(kept[1]) <= self.templates.num_microbatches:
             choices.insert(0, (kept[0], share_batch(self.times, kept[1], num_microbatches=self.templates.num_microbatches)))
         found = [self._place(how, choice, nodes, held) for how, choice in choices]
-        return min(found, key=lambda each: self._lost_seconds(each, fastest.step_seconds))
 
-    def _lost_seconds(self, choice: Reconfiguration, least_step_seconds: float) -> float:
-        return choice.copy_seconds + self.horizon_seconds * (1 - least_step_seconds / choice.step_seconds)
+        def lost_seconds(choice: Reconfiguration) -> float:
+            return choice.copy_seconds + self.horizon_seconds * (1 - fastest.step_seconds / choice.step_seconds)
+
+        return min(found, key=lost_seconds)
 
     def _nodes_left(self, pipelines: Sequence[Pipeline], lost: Collection[int], joined: Collection[int]) -> list[int]:
         before = {node for each in pipelines for node in each.nodes}
