@@ -90,7 +90,9 @@ def _counts(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in text.split(",")}))
 
 
-def _run(given: argparse.Namespace) -> None:
+def run(argv: Sequence[str]) -> None:
+    """Time, write and print according to the flags; raises BraidError."""
+    given = build_parser().parse_args(argv)
     graph = read_model(given.model)
     _check(given, graph)
     platform.install()
@@ -224,7 +226,7 @@ def _report(rows: Sequence[ProfiledLayer], profile: LayerProfile, given: argpars
     console.print(f"written to {given.output}")
 
 
-main = partial(run_tool, "profile_layers.py", lambda argv: _run(build_parser().parse_args(argv)))
+main = partial(run_tool, "profile_layers.py", run)
 """Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
