@@ -1,18 +1,17 @@
 #include "fill_idle_lanes.h"
 
 #include <algorithm>
-#include <functional>
 #include <limits>
-#include <numeric>
-#include <queue>
 #include <utility>
+
+#include "event_core.h"
 
 namespace braid {
 namespace {
 
 using Numbers = std::vector<std::int64_t>;
 enum State : char { kAsleep, kBlocked, kAwake };  // Of a lane.
-using Moment = std::pair<std::int64_t, std::int64_t>;  // (time, piece)
+using User = std::pair<std::int64_t, std::int64_t>;    // A piece, and the delay after which it can use what it needs.
 
 class Filling {
    public:
@@ -22,8 +21,6 @@ class Filling {
           num_lanes_(lanes.line_starts.size - 1),
           num_queues_(lanes.queue_starts.size - 1),
           is_filler_(num_pieces_, 0),
-          before_starts_(num_pieces_ + 1, 0),
-          user_starts_(num_pieces_ + 1, 0),
           num_missing_(num_pieces_, 0),
           arrived_at_(num_pieces_, 0),
           ended_at_(num_pieces_, -1),
@@ -49,8 +46,7 @@ class Filling {
         for (std::int64_t piece = 0; piece < num_pieces_; ++piece) any_goes_inside_ |= in_.goes_inside[piece] > 0;
         result_.carriers.assign(num_pieces_, -1);
         result_.waits.assign(num_pieces_, -1);
-        link_lines();
-        link_users();
+        link();
         measure_tails();
         for (std::int64_t lane = 0; lane < num_lanes_; ++lane) wake(lane);
     }
@@ -59,47 +55,51 @@ class Filling {
     FilledLanes run(std::int64_t tolerance, std::int64_t most) {
         tolerance_ = tolerance;
         most_ = most;
-        while (static_cast<std::int64_t>(result_.order.size()) < num_pieces_ && result_.end < most_) {
-            begin_all();
-            // Nothing runs and nothing fits: the most urgent filler goes on, one whose holder is full only if there is no other.
-            if (!pass_time() && !begin_filler(false, true) && !begin_filler(false, false)) break;
-        }
+        run_events(clock_, *this);
         return std::move(result_);
     }
 
-   private:
-    void link_lines() {
-        const auto each_pair = [&](const auto& take) {
-            for (std::int64_t lane = 0; lane < num_lanes_; ++lane)
-                for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
-                    take(in_.line[at - 1], in_.line[at]);
-        };
-        each_pair([&](std::int64_t, std::int64_t piece) { ++before_starts_[piece + 1]; });
-        std::partial_sum(before_starts_.begin(), before_starts_.end(), before_starts_.begin());
-        before_.resize(before_starts_.back());
-        Numbers next(before_starts_.begin(), before_starts_.end() - 1);
-        each_pair([&](std::int64_t earlier, std::int64_t piece) { before_[next[piece]++] = earlier; });
+    bool start() {
+        if (static_cast<std::int64_t>(result_.order.size()) == num_pieces_ || result_.end >= most_) return false;
+        ++epoch_;
+        begin_all();
+        return true;
     }
 
-    void link_users() {
-        for (std::int64_t piece = 0; piece < num_pieces_; ++piece) {
-            num_missing_[piece] = in_.need_starts[piece + 1] - in_.need_starts[piece];
-            for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at) ++user_starts_[in_.needs[at] + 1];
-        }
-        for (std::int64_t piece = 0; piece < num_pieces_; ++piece) user_starts_[piece + 1] += user_starts_[piece];
-        users_.resize(in_.needs.size);
-        Numbers next(user_starts_.begin(), user_starts_.end() - 1);
-        for (std::int64_t piece = 0; piece < num_pieces_; ++piece)
-            for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at)
-                users_[next[in_.needs[at]]++] = {piece, in_.delays[at]};
+    // The most urgent filler goes on although it does not fit, one whose holder is full only if there is no other.
+    bool force() { return begin_filler(false, true) || begin_filler(false, false); }
+
+    // Wakes the lanes of a piece that ends or can begin now, and of those that were only waiting for its end.
+    void end(std::int64_t piece) {
+        wake_lanes_of(piece);
+        if (ended_at_[piece] != clock_.now()) return;
+        for (const auto& [user, delay] : users_[piece])
+            if (delay == 0 && num_missing_[user] == 0) wake_lanes_of(user);
     }
+
+   private:
+    void link() {
+        before_ = group_pairs<std::int64_t>(num_pieces_, [&](const auto& take) {
+            for (std::int64_t lane = 0; lane < num_lanes_; ++lane)
+                for (std::int64_t at = in_.line_starts[lane] + 1; at < in_.line_starts[lane + 1]; ++at)
+                    take(in_.line[at], in_.line[at - 1]);
+        });
+        users_ = group_pairs<User>(num_pieces_, [&](const auto& take) {
+            for (std::int64_t piece = 0; piece < num_pieces_; ++piece)
+                for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at)
+                    take(in_.needs[at], {piece, in_.delays[at]});
+        });
+        for (std::int64_t piece = 0; piece < num_pieces_; ++piece)
+            num_missing_[piece] = in_.need_starts[piece + 1] - in_.need_starts[piece];
+    }
+
 
     // The longest way from each piece's start to the end of all, over needs and the lanes' orders.
     void measure_tails() {
         Numbers num_users(num_pieces_, 0), ready;
         for (std::int64_t piece = 0; piece < num_pieces_; ++piece) {
-            num_users[piece] += user_starts_[piece + 1] - user_starts_[piece];
-            for (std::int64_t at = before_starts_[piece]; at < before_starts_[piece + 1]; ++at) ++num_users[before_[at]];
+            num_users[piece] += users_[piece].size();
+            for (const std::int64_t earlier : before_[piece]) ++num_users[earlier];
         }
         for (std::int64_t piece = 0; piece < num_pieces_; ++piece)
             if (num_users[piece] == 0) ready.push_back(piece);
@@ -114,7 +114,7 @@ class Filling {
             };
             for (std::int64_t at = in_.need_starts[piece]; at < in_.need_starts[piece + 1]; ++at)
                 lengthen(in_.needs[at], in_.delays[at]);
-            for (std::int64_t at = before_starts_[piece]; at < before_starts_[piece + 1]; ++at) lengthen(before_[at], 0);
+            for (const std::int64_t earlier : before_[piece]) lengthen(earlier, 0);
         }
     }
 
@@ -128,9 +128,9 @@ class Filling {
     }
 
     bool is_ready(std::int64_t piece) const {
-        if (num_missing_[piece] > 0 || arrived_at_[piece] > now_) return false;
+        if (num_missing_[piece] > 0 || arrived_at_[piece] > clock_.now()) return false;
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at)
-            if (free_at_[in_.lanes[at]] > now_) return false;
+            if (free_at_[in_.lanes[at]] > clock_.now()) return false;
         return true;
     }
 
@@ -157,7 +157,7 @@ class Filling {
         while (begin_filler(true, true) || begin_line()) {
         }
         const auto is_busy = [&](std::int64_t lane) {
-            if (states_[lane] == kBlocked && free_at_[lane] <= now_) return false;
+            if (states_[lane] == kBlocked && free_at_[lane] <= clock_.now()) return false;
             if (states_[lane] == kBlocked) states_[lane] = kAsleep;
             return true;
         };
@@ -171,10 +171,10 @@ class Filling {
     }
 
     bool has_ready_filler(std::int64_t lane) const {
-        if (free_at_[lane] > now_) return false;
+        if (free_at_[lane] > clock_.now()) return false;
         const auto is_there = [&](std::int64_t queue) {
             const std::int64_t piece = queue_head(queue);
-            return piece >= 0 && num_missing_[piece] == 0 && arrived_at_[piece] <= now_;
+            return piece >= 0 && num_missing_[piece] == 0 && arrived_at_[piece] <= clock_.now();
         };
         return std::any_of(queues_of_lane_[lane].begin(), queues_of_lane_[lane].end(), is_there);
     }
@@ -189,7 +189,7 @@ class Filling {
     bool begin_filler(bool must_fit, bool needs_room) {
         std::int64_t chosen = -1;
         const auto look_at = [&](std::int64_t lane) {
-            if (free_at_[lane] > now_) return;
+            if (free_at_[lane] > clock_.now()) return;
             for (const std::int64_t queue : queues_of_lane_[lane]) {
                 const std::int64_t piece = queue_head(queue);
                 if (piece >= 0 && goes_before(piece, chosen) && is_ready(piece) && (!needs_room || has_room(piece)) &&
@@ -267,7 +267,7 @@ class Filling {
             }
             added += excess + late;
         }
-        for (const std::int64_t piece : inside_) end_at(piece, now_ + in_.durations[carrier] + added);
+        for (const std::int64_t piece : inside_) end_at(piece, clock_.now() + in_.durations[carrier] + added);
         return added;
     }
 
@@ -303,7 +303,7 @@ class Filling {
             const std::int64_t need = in_.needs[at];
             const bool is_before = result_.carriers[need] == carrier && has_lanes_of(need, piece) &&
                                    (in_.goes_inside[need] < 2 || result_.waits[need] < wait);
-            if (!is_before && (ended_at_[need] < 0 || ended_at_[need] + in_.delays[at] > now_)) return false;
+            if (!is_before && (ended_at_[need] < 0 || ended_at_[need] + in_.delays[at] > clock_.now())) return false;
         }
         return true;
     }
@@ -318,7 +318,7 @@ class Filling {
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) {
             const std::int64_t next = line_head(in_.lanes[at]);
             if (next < 0 || tails_[piece] > tails_[next]) continue;
-            const std::int64_t idle = expected_start(next) - now_;
+            const std::int64_t idle = expected_start(next) - clock_.now();
             if (idle <= 0 || (100 - tolerance_) * in_.durations[piece] > 100 * idle) return false;
         }
         return true;
@@ -330,7 +330,7 @@ class Filling {
         while (!stack_.empty()) {
             const std::int64_t top = stack_.back();
             const std::size_t height = stack_.size();
-            std::int64_t start = now_;
+            std::int64_t start = clock_.now();
             for (std::int64_t at = in_.lane_starts[top]; at < in_.lane_starts[top + 1]; ++at)
                 start = std::max(start, free_at_[in_.lanes[at]]);
             const auto follow = [&](std::int64_t earlier, std::int64_t delay) {
@@ -345,7 +345,7 @@ class Filling {
                 }
             };
             for (std::int64_t at = in_.need_starts[top]; at < in_.need_starts[top + 1]; ++at) follow(in_.needs[at], in_.delays[at]);
-            for (std::int64_t at = before_starts_[top]; at < before_starts_[top + 1]; ++at) follow(before_[at], 0);
+            for (const std::int64_t earlier : before_[top]) follow(earlier, 0);
             if (stack_.size() > height) continue;
             expected_[top] = start;
             looked_up_[top] = epoch_;
@@ -355,12 +355,12 @@ class Filling {
     }
 
     void begin(std::int64_t piece, std::int64_t added = 0) {
-        const std::int64_t end = now_ + in_.durations[piece] + added;
+        const std::int64_t end = clock_.now() + in_.durations[piece] + added;
         for (std::int64_t at = in_.lane_starts[piece]; at < in_.lane_starts[piece + 1]; ++at) free_at_[in_.lanes[at]] = end;
         keep_and_release(piece);
         end_at(piece, end);
         // What comes behind it takes as long as its tail, unless it runs inside other pieces.
-        if (!any_goes_inside_) result_.end = std::max(result_.end, now_ + tails_[piece]);
+        if (!any_goes_inside_) result_.end = std::max(result_.end, clock_.now() + tails_[piece]);
     }
 
     void keep_and_release(std::int64_t piece) {
@@ -372,32 +372,13 @@ class Filling {
         ended_at_[piece] = end;
         result_.order.push_back(piece);
         result_.end = std::max(result_.end, end);
-        moments_.push({end, piece});
-        for (std::int64_t at = user_starts_[piece]; at < user_starts_[piece + 1]; ++at) {
-            const auto [user, delay] = users_[at];
+        if (end > clock_.now()) clock_.add(end, piece);
+        for (const auto& [user, delay] : users_[piece]) {
             --num_missing_[user];
             arrived_at_[user] = std::max(arrived_at_[user], end + delay);
-            if (delay > 0) moments_.push({end + delay, user});
+            if (delay > 0) clock_.add(end + delay, user);
         }
-        if (end <= now_) wake_by(piece);
-    }
-
-    // Goes on to the next moment at which something ends or arrives; false if there is none.
-    bool pass_time() {
-        while (!moments_.empty() && moments_.top().first <= now_) moments_.pop();
-        if (moments_.empty()) return false;
-        now_ = moments_.top().first;
-        for (; !moments_.empty() && moments_.top().first == now_; moments_.pop()) wake_by(moments_.top().second);
-        ++epoch_;
-        return true;
-    }
-
-    // Wakes the lanes of a piece that ends or can begin now, and of those that were only waiting for its end.
-    void wake_by(std::int64_t piece) {
-        wake_lanes_of(piece);
-        if (ended_at_[piece] != now_) return;
-        for (std::int64_t at = user_starts_[piece]; at < user_starts_[piece + 1]; ++at)
-            if (users_[at].second == 0 && num_missing_[users_[at].first] == 0) wake_lanes_of(users_[at].first);
+        if (end <= clock_.now()) this->end(piece);
     }
 
     void wake_lanes_of(std::int64_t piece) {
@@ -407,9 +388,8 @@ class Filling {
     const LanesToFill& in_;
     const std::int64_t num_pieces_, num_lanes_, num_queues_;
     std::vector<char> is_filler_;
-    Numbers before_starts_, before_;  // Per piece those right before it in its lanes' orders.
-    Numbers user_starts_;
-    std::vector<std::pair<std::int64_t, std::int64_t>> users_;  // Per piece those that need it, and after which delay.
+    Rows<std::int64_t> before_;  // Per piece those right before it in its lanes' orders.
+    Rows<User> users_;
     Numbers tails_, num_missing_, arrived_at_;
     Numbers ended_at_;  // Per piece that has started; -1: it has not.
     Numbers free_at_, line_heads_, queue_heads_;
@@ -419,13 +399,13 @@ class Filling {
     std::vector<Numbers> queues_of_lane_;  // By the first lane of their pieces.
     Numbers carrier_of_lane_;  // The last one that was filled.
     Numbers left_, started_;  // Per lane: of the wait that is being filled, and of collectives that start behind it.
-    std::int64_t epoch_ = 1, now_ = 0, chosen_queue_ = 0, tolerance_ = 0, most_ = 0;
+    std::int64_t epoch_ = 0, chosen_queue_ = 0, tolerance_ = 0, most_ = 0;
     bool any_goes_inside_ = false, has_wide_fillers_ = false, looks_at_all_ = true;
     // Lanes that were woken at this moment, and those where only fillers are ready, none of which fit when it was last looked at.
     Numbers woken_, blocked_;
     std::vector<State> states_;
     // When pieces end, and when what they need arrives.
-    std::priority_queue<Moment, std::vector<Moment>, std::greater<Moment>> moments_;
+    EventClock<std::int64_t> clock_;
     FilledLanes result_;
 };
 

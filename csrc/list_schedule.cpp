@@ -1,17 +1,15 @@
 #include "list_schedule.h"
 
 #include <algorithm>
-#include <functional>
 #include <map>
-#include <queue>
 #include <utility>
+
+#include "event_core.h"
 
 namespace braid {
 namespace {
 
 using Number = std::int64_t;
-template <typename Value>
-using SmallestFirst = std::priority_queue<Value, std::vector<Value>, std::greater<Value>>;
 
 // Actions that wait to be let in: by urgency in their group, and by microbatch for when nothing else is left to do.
 class Waiting {
@@ -72,18 +70,31 @@ class Scheduler {
         for (Number index = 0; index < num_actions_; ++index)
             if (num_unmet_[index] == 0) initial_.push_back(index);
         for (const Number index : initial_) make_ready(index);
-        while (true) {
-            start_ready();
-            if (!running_.empty()) {
-                finish_next();
-            } else if (const Number backward = early_.earliest(); backward >= 0) {
-                let_back(backward);
-            } else if (const Number forward = parked_.earliest(); forward >= 0) {
-                admit(forward);
-            } else {
-                return std::move(order_);
-            }
-        }
+        run_events(clock_, *this);
+        return std::move(order_);
+    }
+
+    bool start() {
+        start_ready();
+        return true;
+    }
+
+    // Lets the earliest backward or forward go on that a limit holds back.
+    bool force() {
+        const Number backward = early_.earliest(), forward = backward < 0 ? parked_.earliest() : -1;
+        if (backward >= 0) let_back(backward);
+        if (forward >= 0) admit(forward);
+        return backward >= 0 || forward >= 0;
+    }
+
+    void end(Number index) {
+        for_lanes(index, [&](Number lane) {
+            is_free_[lane] = 1;
+            touch(lane);
+        });
+        end_flights(index);
+        for (Number at = in_.follower_starts[index]; at < in_.follower_starts[index + 1]; ++at) meet(in_.followers[at]);
+        if (in_.phases.size > 0) end_phases(index);
     }
 
    private:
@@ -181,13 +192,13 @@ class Scheduler {
             const Number index = ready_[lane].top();
             bool is_first = true;
             for_lanes(index, [&](Number other) { is_first = is_first && is_free_[other] && ready_[other].top() == index; });
-            if (is_first) start(index);
+            if (is_first) begin(index);
         }
         for (const Number lane : touched_) is_touched_[lane] = 0;
         touched_.clear();
     }
 
-    void start(Number index) {
+    void begin(Number index) {
         for_lanes(index, [&](Number lane) {
             ready_[lane].pop();
             is_free_[lane] = 0;
@@ -198,27 +209,7 @@ class Scheduler {
             --to_begin_[in_.groups[index]];
             let_back_on_time(in_.groups[index]);
         }
-        running_.push({now_ + in_.costs[index], index});
-    }
-
-    // Advances the clock to the next completion and finishes everything that completes then.
-    void finish_next() {
-        now_ = running_.top().first;
-        while (!running_.empty() && running_.top().first == now_) {
-            const Number index = running_.top().second;
-            running_.pop();
-            finish(index);
-        }
-    }
-
-    void finish(Number index) {
-        for_lanes(index, [&](Number lane) {
-            is_free_[lane] = 1;
-            touch(lane);
-        });
-        end_flights(index);
-        for (Number at = in_.follower_starts[index]; at < in_.follower_starts[index + 1]; ++at) meet(in_.followers[at]);
-        if (in_.phases.size > 0) end_phases(index);
+        clock_.add(clock_.now() + in_.costs[index], index);
     }
 
     // Takes note of what is no longer in flight or stored after an action, which may admit forwards.
@@ -261,12 +252,11 @@ class Scheduler {
 
     const ListedActions& in_;
     const Number num_actions_;
-    Number now_ = 0;
+    EventClock<Number> clock_;
     std::vector<Number> num_unmet_, num_holds_, initial_, touched_, landed_, freed_;
     std::vector<SmallestFirst<Number>> ready_;
     std::vector<std::uint8_t> is_free_, is_touched_;
     std::vector<std::vector<Number>> order_;
-    SmallestFirst<std::pair<Number, Number>> running_;
     std::vector<Number> in_flight_, stored_, begun_, to_begin_;
     Waiting parked_, early_;  // Forwards beyond their group's limits, and backwards below its floor.
     std::vector<std::map<Number, Number>> num_left_;

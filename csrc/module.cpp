@@ -14,7 +14,6 @@
 #include "cut_evenly.h"
 #include "distribute_longest_first.h"
 #include "entrain_assignment.h"
-#include "execute_lanes.h"
 #include "fill_idle_lanes.h"
 #include "group_rows.h"
 #include "link_actions.h"
@@ -69,24 +68,6 @@ py::tuple simulate_events(const Array<std::int64_t>& lane_starts, const Array<st
         times = braid::simulate_events(arrays);
     }
     return py::make_tuple(to_array(times.start_seconds), to_array(times.end_seconds), to_array(times.positions));
-}
-
-py::tuple execute_lanes(const Array<std::int64_t>& lane_starts, const Array<std::int64_t>& lane_actions,
-                        const Array<std::uint8_t>& resources, const Array<std::int64_t>& stages,
-                        const Array<std::int64_t>& stage_starts, const Array<std::int64_t>& stage_lanes,
-                        const Array<std::int64_t>& need_starts, const Array<std::int64_t>& needs,
-                        const Array<std::int64_t>& collectives, const Array<std::int64_t>& member_starts,
-                        const Array<std::int64_t>& members, const Array<double>& durations) {
-    const braid::NumberedLanes lanes{view(lane_starts),  view(lane_actions), view(resources), view(stages),
-                                     view(stage_starts), view(stage_lanes),  view(need_starts), view(needs),
-                                     view(collectives),  view(member_starts), view(members),   view(durations)};
-    braid::LaneEvents events;
-    {
-        py::gil_scoped_release release;
-        events = braid::execute_lanes(lanes);
-    }
-    return py::make_tuple(to_array(events.actions), to_array(events.lanes), to_array(events.start_seconds),
-                          to_array(events.end_seconds), to_array(events.positions), to_array(events.is_done));
 }
 
 py::tuple fill_idle_lanes(const Array<std::int64_t>& durations, const Array<std::int64_t>& lane_starts,
@@ -361,9 +342,6 @@ PYBIND11_MODULE(_kernels, module) {
     module.def("simulate_events", &simulate_events, py::arg("lane_starts"), py::arg("lane_nodes"), py::arg("lane_fillers"),
                py::arg("kinds"), py::arg("need_starts"), py::arg("needs"), py::arg("receiver_starts"), py::arg("receivers"),
                py::arg("seconds"), py::arg("latency_seconds"), py::arg("links"), py::kw_only(), py::arg("num_links"));
-    module.def("execute_lanes", &execute_lanes, py::kw_only(), py::arg("lane_starts"), py::arg("lane_actions"),
-               py::arg("resources"), py::arg("stages"), py::arg("stage_starts"), py::arg("stage_lanes"), py::arg("need_starts"),
-               py::arg("needs"), py::arg("collectives"), py::arg("member_starts"), py::arg("members"), py::arg("durations"));
     module.def("fill_idle_lanes", &fill_idle_lanes, py::kw_only(), py::arg("durations"), py::arg("lane_starts"), py::arg("lanes"),
                py::arg("need_starts"), py::arg("needs"), py::arg("delays"), py::arg("line_starts"), py::arg("line"),
                py::arg("queue_starts"), py::arg("queues"), py::arg("holders"), py::arg("releases"), py::arg("limits"),

@@ -1,47 +1,23 @@
 #include "simulate_events.h"
 
 #include <algorithm>
-#include <functional>
 #include <limits>
-#include <queue>
 #include <utility>
+
+#include "event_core.h"
 
 namespace braid {
 namespace {
 
-constexpr std::uint8_t kCompute = 0, kSend = 1;
-constexpr std::int32_t kEnds = 0, kFills = 1;
-
-// What happens at a moment: a node ends, or a lane decides whether to fill. Ends come first, by the number of the node.
-struct Event {
-    double time;
-    std::int32_t phase, index;
-    bool operator>(const Event& other) const {
-        if (time != other.time) return time > other.time;
-        return phase != other.phase ? phase > other.phase : index > other.index;
-    }
-};
-
-// Rows of variable length in one array.
-struct Rows {
-    std::vector<std::int32_t> starts, values;
-    const std::int32_t* begin(std::int32_t row) const { return values.data() + starts[row]; }
-    const std::int32_t* end(std::int32_t row) const { return values.data() + starts[row + 1]; }
-    std::int32_t size(std::int32_t row) const { return starts[row + 1] - starts[row]; }
-};
+constexpr std::uint8_t kCompute = 0, kSend = 1, kGate = 3;
 
 // Per value the rows that hold it, in ascending order.
-Rows invert(const View<std::int64_t>& starts, const View<std::int64_t>& values, std::int64_t num_values) {
-    Rows inverse;
-    inverse.starts.assign(num_values + 1, 0);
-    inverse.values.resize(values.size);
-    for (std::int64_t index = 0; index < values.size; ++index) ++inverse.starts[values[index] + 1];
-    for (std::int64_t value = 0; value < num_values; ++value) inverse.starts[value + 1] += inverse.starts[value];
-    std::vector<std::int32_t> next(inverse.starts.begin(), inverse.starts.end() - 1);
-    for (std::int64_t row = 0; row + 1 < starts.size; ++row)
-        for (std::int64_t index = starts[row]; index < starts[row + 1]; ++index)
-            inverse.values[next[values[index]]++] = static_cast<std::int32_t>(row);
-    return inverse;
+Rows<std::int32_t> invert(const View<std::int64_t>& starts, const View<std::int64_t>& values, std::int64_t num_values) {
+    return group_pairs<std::int32_t>(num_values, [&](const auto& take) {
+        for (std::int64_t row = 0; row + 1 < starts.size; ++row)
+            for (std::int64_t index = starts[row]; index < starts[row + 1]; ++index)
+                take(values[index], static_cast<std::int32_t>(row));
+    });
 }
 
 struct Lane {
@@ -77,28 +53,38 @@ class Run {
 
     EventTimes run() {
         for (std::size_t lane = 0; lane < lanes_.size(); ++lane) advance(static_cast<std::int32_t>(lane), 0.0);
-        while (!events_.empty()) {
-            const Event event = events_.top();
-            events_.pop();
-            if (event.phase == kEnds) {
-                finish(event.index, event.time);
-            } else {
-                fill(lanes_[event.index], event.time);
-            }
-        }
+        run_events(clock_, *this);
         for (std::size_t lane = 0; lane < lanes_.size(); ++lane)
             times_.positions.push_back(lanes_[lane].position - arrays_.lane_starts[lane]);
         return std::move(times_);
+    }
+
+    // Work starts when what it waits for ends. Events are ends of nodes, then, from `num_nodes` on, lanes that decide whether to fill.
+    bool start() const { return true; }
+    bool force() const { return false; }
+    void end(std::int64_t event) {
+        if (event < num_nodes_) {
+            finish(static_cast<std::int32_t>(event), clock_.now());
+        } else {
+            fill(lanes_[event - num_nodes_], clock_.now());
+        }
     }
 
    private:
     std::int32_t entry(const Lane& lane) const { return static_cast<std::int32_t>(arrays_.lane_nodes[lane.position]); }
 
     void finish(std::int32_t node, double now) {
-        for (const std::int32_t* follower = followers_.begin(node); follower != followers_.end(node); ++follower)
-            if (--num_unmet_[*follower] == 0) start_if_ready(*follower, now);
+        for (const std::int32_t follower : followers_[node])
+            if (--num_unmet_[follower] == 0) meet(follower, now);
         if (arrays_.kinds[node] != kCompute) return;
-        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane) leave(*lane, node, now);
+        for (const std::int32_t lane : lanes_of_[node]) leave(lane, node, now);
+    }
+
+    void meet(std::int32_t node, double now) {
+        start_if_ready(node, now);
+        if (arrays_.kinds[node] != kGate) return;
+        for (const std::int32_t lane : lanes_of_[node])
+            if (lanes_[lane].position < lanes_[lane].end && entry(lanes_[lane]) == node) advance(lane, now);
     }
 
     // Goes on in a lane whose computation has ended.
@@ -117,12 +103,6 @@ class Run {
         advance(index, now);
     }
 
-    void pass(Lane& lane, double now) {
-        const std::int32_t node = entry(lane);
-        ++lane.position;
-        stand(node, now);
-    }
-
     void stand(std::int32_t node, double now) {
         ++num_arrived_[node];
         start_if_ready(node, now);
@@ -137,11 +117,14 @@ class Run {
                 if (arrays_.lane_fillers[lane.position]) {
                     lane.pending.push_back(node);
                     ++lane.position;
+                } else if (arrays_.kinds[node] == kGate && num_unmet_[node] > 0) {
+                    return;
                 } else if (arrays_.kinds[node] != kCompute) {
-                    pass(lane, now);
+                    ++lane.position;
+                    stand(node, now);
                 } else {
                     stand(node, now);
-                    if (lane.running < 0 && lane.num_tried < lane.pending.size()) events_.push({now, kFills, index});
+                    if (lane.running < 0 && lane.num_tried < lane.pending.size()) clock_.add(now, num_nodes_ + index);
                     return;
                 }
             }
@@ -160,7 +143,7 @@ class Run {
         if (lane.running >= 0 || lane.is_draining || lane.position == lane.end) return;
         for (; lane.num_tried < lane.pending.size(); ++lane.num_tried) {
             const std::int32_t filler = lane.pending[lane.num_tried];
-            if (num_unmet_[filler] == 0 && lanes_of_.size(filler) == 1) {
+            if (num_unmet_[filler] == 0 && lanes_of_[filler].size() == 1) {
                 --num_arrived_[entry(lane)];
                 compute(filler, now);
                 return;
@@ -169,19 +152,21 @@ class Run {
     }
 
     void start_if_ready(std::int32_t node, double now) {
-        if (num_unmet_[node] != 0 || num_arrived_[node] < lanes_of_.size(node)) return;
+        if (num_unmet_[node] != 0 || num_arrived_[node] < std::max<std::int64_t>(1, lanes_of_[node].size())) return;
         const std::uint8_t kind = arrays_.kinds[node];
         if (kind == kCompute) {
             compute(node, now);
         } else if (kind == kSend) {
             send(node, now);
+        } else if (kind == kGate) {
+            occupy(node, now);
         } else {
             collect(node, now);
         }
     }
 
     void compute(std::int32_t node, double now) {
-        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane) lanes_[*lane].running = node;
+        for (const std::int32_t lane : lanes_of_[node]) lanes_[lane].running = node;
         occupy(node, now);
     }
 
@@ -189,13 +174,13 @@ class Run {
         const std::int64_t first = arrays_.receiver_starts[node], last = arrays_.receiver_starts[node + 1];
         const std::int64_t link = arrays_.links[node];
         double start = now;
-        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane)
-            start = std::max(start, lanes_[*lane].send_free);
+        for (const std::int32_t lane : lanes_of_[node])
+            start = std::max(start, lanes_[lane].send_free);
         for (std::int64_t index = first; index < last; ++index)
             start = std::max(start, lanes_[arrays_.receivers[index]].receive_free);
         if (link >= 0) start = std::max(start, link_free_[link]);
         const double end = start + arrays_.seconds[node];
-        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane) lanes_[*lane].send_free = end;
+        for (const std::int32_t lane : lanes_of_[node]) lanes_[lane].send_free = end;
         for (std::int64_t index = first; index < last; ++index) lanes_[arrays_.receivers[index]].receive_free = end;
         if (link >= 0) link_free_[link] = end;
         occupy(node, start);
@@ -203,11 +188,11 @@ class Run {
 
     void collect(std::int32_t node, double now) {
         double start = now;
-        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane)
-            start = std::max(start, lanes_[*lane].collective_free);
+        for (const std::int32_t lane : lanes_of_[node])
+            start = std::max(start, lanes_[lane].collective_free);
         const double end = start + arrays_.seconds[node];
-        for (const std::int32_t* lane = lanes_of_.begin(node); lane != lanes_of_.end(node); ++lane)
-            lanes_[*lane].collective_free = end;
+        for (const std::int32_t lane : lanes_of_[node])
+            lanes_[lane].collective_free = end;
         occupy(node, start);
     }
 
@@ -215,17 +200,17 @@ class Run {
         const double end = start + arrays_.seconds[node];
         times_.start_seconds[node] = start;
         times_.end_seconds[node] = end;
-        events_.push({end + arrays_.latency_seconds[node], kEnds, node});
+        clock_.add(end + arrays_.latency_seconds[node], node);
     }
 
     const EventArrays& arrays_;
     const std::int64_t num_nodes_;
     std::vector<Lane> lanes_;
-    const Rows lanes_of_, followers_;
+    const Rows<std::int32_t> lanes_of_, followers_;
     std::vector<std::int32_t> num_unmet_;
     std::vector<std::int32_t> num_arrived_;  // Lanes that have come to a node; of a computation, lanes that stand at it.
     std::vector<double> link_free_;
-    std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
+    EventClock<double> clock_;
     EventTimes times_;
 };
 

@@ -43,23 +43,6 @@ def simulate_events(
     *,
     num_links: int,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.int64]]: ...
-def execute_lanes(
-    *,
-    lane_starts: NDArray[np.int64],
-    lane_actions: NDArray[np.int64],
-    resources: NDArray[np.uint8],
-    stages: NDArray[np.int64],
-    stage_starts: NDArray[np.int64],
-    stage_lanes: NDArray[np.int64],
-    need_starts: NDArray[np.int64],
-    needs: NDArray[np.int64],
-    collectives: NDArray[np.int64],
-    member_starts: NDArray[np.int64],
-    members: NDArray[np.int64],
-    durations: NDArray[np.float64],
-) -> tuple[
-    NDArray[np.int64], NDArray[np.int64], NDArray[np.float64], NDArray[np.float64], NDArray[np.int64], NDArray[np.uint8]
-]: ...
 def fill_idle_lanes(
     *,
     durations: NDArray[np.int64],

@@ -9,7 +9,6 @@ _NAMES = (
     "count_mask_blocks",
     "cut_evenly",
     "distribute_longest_first",
-    "execute_lanes",
     "fill_idle_lanes",
     "find_mask_runs",
     "group_rows",

@@ -6,23 +6,29 @@ finishes here also finishes with any other durations. Passes measure and order a
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.kernels import kernels
-from multimodal.schedule.execute_lanes_reference import execute_lanes_reference
 from multimodal.schedule.inside_slots import InsideSlots, time_carriers
+from multimodal.schedule.simulate_events import EventArrays, EventTimes, Floats, NodeKind, simulate_events
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, Resource
-from multimodal.values.arrays.rows import row_starts
+from multimodal.values.arrays.rows import row_starts, take_rows
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.timeline import TimelineEvent
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, Bytes, Integers
 
-Floats = NDArray[np.float64]
 _EXECUTION = "execution"
+_NODE_KINDS = {
+    Resource.COMPUTE: NodeKind.COMPUTE,
+    Resource.SEND: NodeKind.GATE,
+    Resource.RECEIVE: NodeKind.SEND,
+    Resource.COLLECTIVE: NodeKind.COMPUTE,
+}
+"""Collectives hold up their lanes, sends wait for what they send, receives are done when posted and sent."""
+_KIND_OF_RESOURCE = np.array([_NODE_KINDS[resource] for resource in RESOURCE_NUMBERS], np.uint8)
 
 
 @dataclass(frozen=True)
@@ -68,25 +74,61 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     """Run a schedule of either dialect, valid or not.
 
     A computation starts when all its lanes have reached it and its dependencies are complete. A reduction also waits for the
-    other replicas, and its lane for the reduction. A send never blocks; a receive is only posted, and completes with its send.
-    Lanes that wait for each other in a circle stop: see `Execution.stuck`. Messages take no time. Work inside a computation
-    prolongs it, completes with it, and its time is an event.
+    other replicas, and all their lanes for the slowest of them. A send never blocks; a receive is only posted, and completes with
+    its send. Lanes that wait for each other in a circle stop: see `Execution.stuck`. Messages take no time. Work inside a
+    computation prolongs it, completes with it, and its time is an event.
 
-    seconds: of every computation and collective, [num_computed]; unit costs by default.
-    Runs as a C++ kernel, with the same result, if the kernels are built; under unit costs once per schedule.
-    O(actions + dependencies).
+    seconds: of every computation and collective, [num_computed]; unit costs by default, for which a schedule runs once.
+    O((actions + dependencies) log lanes).
     """
     if seconds is None and _EXECUTION in schedule.made:
         return cast(Execution, schedule.made[_EXECUTION])
-    run = execute_lanes_reference if kernels is None else kernels.execute_lanes
-    arrays = lane_arrays(schedule, seconds=seconds)
-    inside = InsideSlots.of(schedule) if schedule.has_inside else None
-    if inside is not None:
-        arrays = _join(arrays, inside)
-    pieces, lanes, start, end, positions, is_done = run(**arrays)
-    execution = Execution(schedule, pieces, lanes, start, end, np.asarray(positions), np.asarray(is_done, np.bool_))
-    if inside is not None:
-        execution = _with_inside(execution, inside)
+    work, num_pieces = schedule.work, schedule.work.num_pieces(lowered=schedule.lowered)
+    collectives, member_starts, members = work.collective_rows
+    collectives, never = collectives[:num_pieces], num_pieces + len(member_starts) - 1
+    # Nodes: pieces, whole collectives, and one that needs itself, for work that is missing from one of its lanes.
+    node_of_piece = np.where(collectives < 0, np.arange(num_pieces), num_pieces + collectives)
+    durations = np.zeros(never + 1)
+    durations[: work.num_computed] = unit_costs(schedule.shape) if seconds is None else seconds
+    np.maximum.at(durations, node_of_piece[members], durations[members])
+    need_starts, needs = work.needs_in(lowered=schedule.lowered)
+    if schedule.has_inside:
+        inside = InsideSlots.of(schedule)
+        need_starts, needs = inside.joined_needs()
+        node_of_piece[inside.pieces] = inside.carriers
+        carriers = np.unique(inside.carriers)
+        durations[carriers] += time_carriers(
+            inside,
+            carriers=carriers,
+            seconds=durations[carriers],
+            waits=(np.zeros(len(carriers) + 1, np.int64), np.zeros(0)),
+            durations=durations[inside.pieces],
+            behind=np.zeros(len(inside.pieces)),
+        ).added
+    joint_starts, joint_needs = take_rows(need_starts, needs, members)
+    ends = need_starts[-1] + np.append(joint_starts[member_starts[1:]], len(joint_needs) + 1)
+    needs = np.append(node_of_piece[np.append(needs, joint_needs)], never)
+    slots = np.flatnonzero(schedule.modes != SlotMode.INSIDE)
+    lane_starts, lane_nodes = np.searchsorted(slots, schedule.lane_starts), node_of_piece[schedule.pieces[slots]]
+    num_wanted = np.diff(work.lane_rows[0])[work.stage_numbers[:num_pieces]]
+    if num_wanted.sum() != len(schedule.pieces):
+        is_missing = np.bincount(schedule.pieces, minlength=num_pieces) < num_wanted
+        lane_nodes = np.where(np.isin(lane_nodes, node_of_piece[is_missing]), never, lane_nodes)
+    kinds = np.full(never + 1, NodeKind.COMPUTE, np.uint8)
+    kinds[:num_pieces] = _KIND_OF_RESOURCE[work.resources[:num_pieces]]
+    times = _run(lane_starts, lane_nodes, kinds, np.append(need_starts, ends), needs, durations)
+    stopped_at = np.append(slots, len(schedule.pieces))[lane_starts[:-1] + times.positions]
+    nodes = node_of_piece[schedule.pieces]
+    ran = np.flatnonzero((times.end_seconds > times.start_seconds)[nodes] & (schedule.pieces < work.num_computed))
+    execution = Execution(
+        schedule,
+        event_pieces=schedule.pieces[ran],
+        event_lanes=schedule.lane_of_slot[ran],
+        start_seconds=times.start_seconds[nodes[ran]],
+        end_seconds=times.end_seconds[nodes[ran]],
+        positions=np.minimum(stopped_at, schedule.lane_starts[1:]) - schedule.lane_starts[:-1],
+        is_done=~np.isnan(times.end_seconds)[node_of_piece],
+    )
     if seconds is None and not schedule.lowered:
         schedule.made[_EXECUTION] = execution
     return execution
@@ -98,100 +140,41 @@ def execute_unit(schedule: Schedule, unit: str, *, seconds: Floats) -> tuple[Flo
     schedule: of the compute dialect; seconds: of every computation, [num_computed]. Returns when each computation of the unit
     starts and ends, [num_computed]; 0 for others.
     """
-    work, arrays = schedule.work, lane_arrays(schedule, seconds=seconds)
-    is_own = np.array([name == unit for name, _, _ in work.stages], bool)[work.computed_stages]
-    kept = is_own[schedule.pieces] & (work.resources[schedule.pieces] == RESOURCE_NUMBERS[Resource.COMPUTE])
-    others = np.flatnonzero(~is_own & (work.resources[: work.num_computed] == RESOURCE_NUMBERS[Resource.COMPUTE]))
-    alone = np.arange(len(others))  # each has a stage and a lane of its own
-    num_in_line = np.bincount(schedule.lane_of_slot[kept], minlength=schedule.num_lanes)
-    arrays["lane_starts"] = row_starts(np.append(num_in_line, np.ones_like(alone)))
-    arrays["lane_actions"] = np.append(schedule.pieces[kept], others)
-    arrays["stages"], arrays["durations"] = arrays["stages"].copy(), np.where(is_own, seconds, 0.0)
-    arrays["stages"][others] = len(arrays["stage_starts"]) - 1 + alone
-    arrays["stage_starts"] = np.append(arrays["stage_starts"], arrays["stage_starts"][-1] + 1 + alone)
-    arrays["stage_lanes"] = np.append(arrays["stage_lanes"], schedule.num_lanes + alone)
-    run = execute_lanes_reference if kernels is None else kernels.execute_lanes
-    pieces, _, starts, ends, *_ = run(**arrays)
-    found = np.zeros((2, work.num_computed))
-    found[:, pieces] = starts, ends
-    found[:, ~is_own] = 0.0
-    return found[0], found[1]
-
-
-def _join(arrays: dict[str, NDArray[Any]], inside: InsideSlots) -> dict[str, NDArray[Any]]:
-    """Return the kernel's arguments, with carriers in place of the work inside them."""
-    in_line = np.ones(len(inside.schedule.pieces), bool)
-    in_line[inside.slots] = False
-    starts, needs = inside.joined_needs()
-    durations, carries = arrays["durations"].copy(), np.zeros(len(arrays["durations"]), bool)
-    carries[inside.carriers] = True
-    carriers = np.flatnonzero(carries)
-    no_waits = np.zeros(len(carriers) + 1, np.int64), np.zeros(0)
-    durations[carriers] += time_carriers(
-        inside,
-        carriers=carriers,
-        seconds=durations[carriers],
-        waits=no_waits,
-        durations=durations[inside.pieces],
-        behind=np.zeros(len(inside.pieces)),
-    ).added
-    counts = np.bincount(inside.schedule.lane_of_slot[in_line], minlength=inside.schedule.num_lanes)
-    return {
-        **arrays,
-        "lane_starts": row_starts(counts),
-        "lane_actions": arrays["lane_actions"][in_line],
-        "need_starts": starts,
-        "needs": needs,
-        "durations": durations,
-    }
-
-
-def _with_inside(execution: Execution, inside: InsideSlots) -> Execution:
-    """Return the execution with the work inside computations as events, and positions among all slots."""
-    schedule, num_lanes = execution.schedule, execution.schedule.num_lanes
-    in_line = np.flatnonzero(schedule.modes != SlotMode.INSIDE)
-    first = np.searchsorted(in_line, schedule.lane_starts)
-    stopped_at = np.append(in_line, len(schedule.pieces))[first[:-1] + execution.positions]
-    positions = np.minimum(stopped_at, schedule.lane_starts[1:]) - schedule.lane_starts[:-1]
-    keys = execution.event_pieces * num_lanes + execution.event_lanes
-    carrier_keys = inside.carriers * num_lanes + inside.lanes
-    by_key = np.argsort(keys)
-    keys, places = keys[by_key], np.searchsorted(keys[by_key], carrier_keys)
-    ran = np.append(keys, -1)[places] == carrier_keys
-    of_carriers = by_key[places[ran]]
-    is_done = execution.is_done.copy()
-    is_done[inside.pieces] = is_done[inside.carriers]
-    return Execution(
-        schedule,
-        event_pieces=np.append(execution.event_pieces, inside.pieces[ran]),
-        event_lanes=np.append(execution.event_lanes, inside.lanes[ran]),
-        start_seconds=np.append(execution.start_seconds, execution.start_seconds[of_carriers]),
-        end_seconds=np.append(execution.end_seconds, execution.end_seconds[of_carriers]),
-        positions=positions,
-        is_done=is_done,
-    )
-
-
-def lane_arrays(schedule: Schedule, *, seconds: Floats | None = None) -> dict[str, NDArray[Any]]:
-    """Return the kernel's arguments, see csrc/execute_lanes.h."""
     work = schedule.work
-    num_pieces = work.num_pieces(lowered=schedule.lowered)
-    need_starts, needs = work.needs_in(lowered=schedule.lowered)
-    stage_starts, stage_lanes = work.lane_rows
-    collectives, member_starts, members = work.collective_rows
-    durations = np.zeros(num_pieces)
-    durations[: work.num_computed] = unit_costs(schedule.shape) if seconds is None else seconds
-    return {
-        "lane_starts": schedule.lane_starts,
-        "lane_actions": schedule.pieces,
-        "resources": work.resources[:num_pieces],
-        "stages": work.stage_numbers[:num_pieces],
-        "stage_starts": stage_starts,
-        "stage_lanes": stage_lanes,
-        "need_starts": need_starts,
-        "needs": needs,
-        "collectives": collectives[:num_pieces],
-        "member_starts": member_starts,
-        "members": members,
-        "durations": durations,
-    }
+    is_own = np.array([name == unit for name, _, _ in work.stages], bool)[work.computed_stages]
+    computes = work.resources[: work.num_computed] == RESOURCE_NUMBERS[Resource.COMPUTE]
+    kept, others = (is_own & computes)[schedule.pieces], np.flatnonzero(~is_own & computes)
+    num_in_line = np.bincount(schedule.lane_of_slot[kept], minlength=schedule.num_lanes)
+    times = _run(
+        row_starts(np.append(num_in_line, np.ones_like(others))),  # each of the others has a lane of its own
+        np.append(schedule.pieces[kept], others),
+        np.full(work.num_computed, NodeKind.COMPUTE, np.uint8),
+        work.need_starts,
+        work.needs,
+        np.where(is_own, seconds, 0.0),
+    )
+    runs = is_own & ~np.isnan(times.end_seconds)
+    return np.where(runs, times.start_seconds, 0.0), np.where(runs, times.end_seconds, 0.0)
+
+
+def _run(
+    lane_starts: Integers, lane_nodes: Integers, kinds: Bytes, need_starts: Integers, needs: Integers, seconds: Floats
+) -> EventTimes:
+    """Run nodes whose messages take no time and share nothing."""
+    num_nodes = len(kinds)
+    return simulate_events(
+        EventArrays(
+            lane_starts=lane_starts,
+            lane_nodes=lane_nodes,
+            lane_fillers=np.zeros(len(lane_nodes), np.uint8),
+            kinds=kinds,
+            need_starts=need_starts,
+            needs=needs,
+            receiver_starts=np.zeros(num_nodes + 1, np.int64),
+            receivers=np.zeros(0, np.int64),
+            seconds=seconds,
+            latency_seconds=np.zeros(num_nodes),
+            links=np.full(num_nodes, -1),
+            num_links=0,
+        )
+    )

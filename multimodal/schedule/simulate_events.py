@@ -25,6 +25,8 @@ class NodeKind(IntEnum):
     """Is only started by its lanes; occupies their sending, the receivers' receiving and a link; arrives after a latency."""
     COLLECTIVE = 2
     """Is only started by its lanes; once all have started it, it occupies their collective resource."""
+    GATE = 3
+    """Each of its lanes waits until its needs have ended, and passes; it occupies nothing, and ends after the last one."""
 
 
 @dataclass(frozen=True)
@@ -175,10 +177,16 @@ class _Run:
         for follower in self.followers[node]:
             self.num_unmet[follower] -= 1
             if self.num_unmet[follower] == 0:
-                self._start_if_ready(follower, now)
+                self._meet(follower, now)
         if self.kinds[node] == NodeKind.COMPUTE:
             for lane in self.lanes[node]:
                 self._leave(lane, node, now)
+
+    def _meet(self, node: int, now: float) -> None:
+        self._start_if_ready(node, now)
+        for lane in self.lanes[node] if self.kinds[node] == NodeKind.GATE else ():
+            if self.entries[lane][self.position[lane] :][:1] == [node]:
+                self._advance(lane, now)
 
     def _leave(self, lane: int, node: int, now: float) -> None:
         """Advance a lane whose computation has ended."""
@@ -194,12 +202,6 @@ class _Run:
             self.pending[lane].remove(node)
         self._advance(lane, now)
 
-    def _pass(self, lane: int, now: float) -> None:
-        node = self.entries[lane][self.position[lane]]
-        self.position[lane] += 1
-        self.num_arrived[node] += 1
-        self._start_if_ready(node, now)
-
     def _advance(self, lane: int, now: float) -> None:
         """Advance a free lane to its next computation."""
         entries, is_filler = self.entries[lane], self.is_filler[lane]
@@ -208,21 +210,24 @@ class _Run:
             if is_filler[self.position[lane]]:
                 self.pending[lane].append(node)
                 self.position[lane] += 1
+            elif self.kinds[node] == NodeKind.GATE and self.num_unmet[node]:
+                return
             elif self.kinds[node] != NodeKind.COMPUTE:
-                self._pass(lane, now)
+                self.position[lane] += 1
+                self._stand(node, now)
             else:
-                self._stand(lane, node, now)
+                self._stand(node, now)
                 if self.running[lane] < 0 and self.num_tried[lane] < len(self.pending[lane]):
                     heappush(self.events, (now, _FILLS, lane))
                 return
         if self.pending[lane]:
             self.is_draining[lane] = True
-            self._stand(lane, self.pending[lane][0], now)
+            self._stand(self.pending[lane][0], now)
         elif self.is_draining[lane]:
             self.is_draining[lane] = False
             self._advance(lane, now)
 
-    def _stand(self, lane: int, node: int, now: float) -> None:
+    def _stand(self, node: int, now: float) -> None:
         self.num_arrived[node] += 1
         self._start_if_ready(node, now)
 
@@ -239,13 +244,15 @@ class _Run:
             self.num_tried[lane] += 1
 
     def _start_if_ready(self, node: int, now: float) -> None:
-        if self.num_unmet[node] or self.num_arrived[node] < len(self.lanes[node]):
+        if self.num_unmet[node] or self.num_arrived[node] < max(1, len(self.lanes[node])):
             return
         kind = self.kinds[node]
         if kind == NodeKind.COMPUTE:
             self._compute(node, now)
         elif kind == NodeKind.SEND:
             self._send(node, now)
+        elif kind == NodeKind.GATE:
+            self._occupy(node, now)
         else:
             self._collect(node, now)
 

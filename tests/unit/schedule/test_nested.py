@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import multimodal.schedule.execute_lanes as execution
+from multimodal.schedule import simulate_events
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_unit
@@ -128,7 +128,7 @@ def test_a_generator_makes_and_forgets_in_one_pause(num_microbatches: int) -> No
 def test_any_step_gives_a_valid_schedule_the_same_without_kernels(case: StepShape, forward_only: bool, seed: int) -> None:
     step = replace(case, forward_only=forward_only)
     fast = nested(step, RandomCosts(seed=seed))  # validates
-    with patch.object(execution, "kernels", None):
+    with patch.object(simulate_events, "kernels", None):
         assert nested(step, RandomCosts(seed=seed)) == fast
 
 

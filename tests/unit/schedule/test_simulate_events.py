@@ -114,6 +114,14 @@ def test_a_collective_waits_for_all_lanes_and_holds_up_none(simulate):
 
 
 @KERNELS
+def test_lanes_wait_at_a_gate_for_its_needs_but_not_for_each_other(simulate):
+    arrays = build_arrays([[1, 2, 3], [2, 0]], seconds=[1, 4, 0, 1], needs={2: [0]}, kinds={2: NodeKind.GATE})
+    assert simulate(arrays).positions.tolist() == [1, 0]  # its need comes behind it
+    arrays = build_arrays([[0], [1, 2, 3], [2, 4]], seconds=[3, 4, 0, 1, 1], needs={2: [0]}, kinds={2: NodeKind.GATE})
+    assert simulate(arrays).start_seconds.tolist() == [0, 0, 4, 4, 3]
+
+
+@KERNELS
 def test_lanes_that_wait_for_each_other_stop(simulate):
     times = simulate(build_arrays([[0, 1], [2]], seconds=[1, 1, 1], needs={1: [2], 2: [1]}))
     assert np.isnan(times.start_seconds).tolist() == [False, True, True]
