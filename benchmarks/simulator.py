@@ -30,12 +30,13 @@ from rich.table import Table
 
 from multimodal.cost.communication import TransferCost
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
+from multimodal.references.simulate_events import simulate_events as simulate_events_reference
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulate_events import simulate_events, simulate_events_reference
+from multimodal.schedule.simulate_events import simulate_events
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
@@ -197,7 +198,7 @@ def measure(size: Size, *, repeats: int) -> Measurement:
         build_seconds,
         _best(lambda: compile_schedule(schedule).with_costs(costs), repeats),
         _best(lambda: simulate_events(arrays), repeats),
-        _best(lambda: simulate_events_reference(arrays), 1),
+        _best(lambda: simulate_events_reference(**vars(arrays)), 1),
         _best(lambda: simulate_schedule(schedule, costs), repeats),
     )
 

@@ -1,5 +1,5 @@
 // Fits work into the idle time of lanes that run other work in a given order. Reference:
-// multimodal/schedule/fill_idle_lanes_reference.py
+// multimodal/references/fill_idle_lanes.py
 
 #pragma once
 

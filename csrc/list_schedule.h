@@ -1,4 +1,4 @@
-// The list scheduler of the builders. Reference: multimodal/schedule/list_schedule_reference.py
+// The list scheduler of the builders. Reference: multimodal/references/list_schedule.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The event kernel of the schedule simulator. Reference: multimodal/schedule/simulate_events.py
+// The event kernel of the schedule simulator. Reference: multimodal/references/simulate_events.py
 
 #pragma once
 
@@ -15,7 +15,7 @@ struct View {
     const Value& operator[](std::int64_t index) const { return data[index]; }
 };
 
-// One step as a graph of nodes; fields as in multimodal/schedule/event_arrays.py.
+// One step as a graph of nodes; fields as in multimodal/schedule/simulate_events.py.
 struct EventArrays {
     View<std::int64_t> lane_starts, lane_nodes;
     View<std::uint8_t> lane_fillers, kinds;

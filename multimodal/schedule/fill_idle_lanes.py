@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.kernels import kernels
-from multimodal.schedule.fill_idle_lanes_reference import fill_idle_lanes_reference
+from multimodal.references.fill_idle_lanes import fill_idle_lanes as reference
 from multimodal.values.work.step_work import Bytes, Integers
 
 
@@ -77,5 +77,5 @@ class LanesToFill:
         their results are available when that piece ends.
         O(tolerances x pieces x (lanes + queues)).
         """
-        run = fill_idle_lanes_reference if kernels is None else kernels.fill_idle_lanes
+        run = reference if kernels is None else kernels.fill_idle_lanes
         return FilledLanes(*run(**vars(self), tolerances=np.array(tolerances, np.int64)))

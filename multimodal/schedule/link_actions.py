@@ -5,11 +5,9 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.kernels import kernels
+from multimodal.references.list_schedule import HAS_GRADIENT, IS_FORWARD, IS_GRADIENT
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers
 from multimodal.values.work.step_work import Bytes
-
-IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT, HAS_GRADIENT, HAS_WEIGHT_GRADIENT = 1, 2, 4, 8, 16
-"""Bits of an action's flags; csrc/list_schedule.h."""
 
 
 class Links(NamedTuple):

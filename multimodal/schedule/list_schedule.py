@@ -8,17 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.kernels import kernels
+from multimodal.references.list_schedule import HAS_GRADIENT, HAS_WEIGHT_GRADIENT, IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT
+from multimodal.references.list_schedule import list_schedule as reference
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.inside_slots import InsideSlots
-from multimodal.schedule.link_actions import (
-    HAS_GRADIENT,
-    HAS_WEIGHT_GRADIENT,
-    IS_FORWARD,
-    IS_GRADIENT,
-    IS_WEIGHT_GRADIENT,
-    link_actions,
-)
-from multimodal.schedule.list_schedule_reference import list_schedule_reference
+from multimodal.schedule.link_actions import link_actions
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import order_by, row_numbers, row_starts
@@ -74,7 +68,7 @@ def list_schedule(shape: StepShape, policy: Policy) -> Schedule:
     Runs as a C++ kernel, with the same result, if the kernels are built. O((actions + dependencies) log actions).
     """
     listed, arrays = _list_pieces(shape, policy)
-    run = list_schedule_reference if kernels is None else kernels.list_schedule
+    run = reference if kernels is None else kernels.list_schedule
     lane_starts, order = run(**arrays, num_lanes=len(shape.plan.lanes))
     assert len(order) == len(arrays["lanes"]), "the policy's orders contradict the dependencies"
     return place_reductions(Schedule.in_line(shape, lane_starts, listed[order]))

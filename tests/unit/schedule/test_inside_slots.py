@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
+from multimodal.references.simulate_events import simulate_events as simulate_events_reference
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.fill import fill
@@ -15,7 +16,7 @@ from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulate_events import simulate_events_reference
+from multimodal.schedule.simulate_events import EventTimes
 from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, action_to_text
@@ -216,7 +217,7 @@ def test_any_work_inside_runs_within_its_carrier_and_both_simulators_agree(sched
         assert schedule_from_text(schedule_to_text(each), schedule.shape, lowered=each.lowered) == each
     costs = RandomCosts(seed=data.draw(st.integers(0, 9)), num_waits=data.draw(st.integers(0, 4)))
     found = simulate_schedule(lowered, costs)
-    reference = simulate_events_reference(found.compiled.arrays)
+    reference = EventTimes(*simulate_events_reference(**vars(found.compiled.arrays)))
     assert found.times.end_seconds.tolist() == reference.end_seconds.tolist()
     events = {(event.action, event.lane): event for event in found.timeline.events}
     inside, work = InsideSlots.of(lowered), lowered.work

@@ -3,15 +3,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multimodal.references import simulate_events as references
 from multimodal.schedule import simulate_events as module
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events, simulate_events_reference
+from multimodal.schedule.simulate_events import EventArrays, EventTimes, NodeKind, simulate_events
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import cases
 from tests.unit.schedule.uniform_costs import RandomCosts
+
+
+def simulate_events_reference(arrays):
+    return EventTimes(*references.simulate_events(**vars(arrays)))
+
 
 KERNELS = pytest.mark.parametrize("simulate", [simulate_events, simulate_events_reference])
 

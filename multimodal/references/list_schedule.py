@@ -1,106 +1,92 @@
-"""The kernel of `list_schedule` in Python: csrc/list_schedule.cpp, step by step."""
+"""The list scheduler of the builders: csrc/list_schedule.cpp, step by step."""
 
-import heapq
 from collections import defaultdict
-from dataclasses import dataclass
-from itertools import pairwise
+from heapq import heappop, heappush
+from itertools import chain
+from typing import Any
 
-from multimodal.schedule.link_actions import HAS_GRADIENT, HAS_WEIGHT_GRADIENT, IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT
-from multimodal.values.arrays.rows import flat_rows
-from multimodal.values.work.step_work import Bytes, Integers
+import numpy as np
+from numpy.typing import NDArray
 
+from multimodal.references.event_core import EventRun, rows_of
 
-def list_schedule_reference(
-    *,
-    lane_starts: Integers,
-    lanes: Integers,
-    costs: Integers,
-    microbatches: Integers,
-    groups: Integers,
-    flags: Bytes,
-    follower_starts: Integers,
-    followers: Integers,
-    release_starts: Integers,
-    releases: Integers,
-    phases: Integers,
-    forward_limits: Integers,
-    storage_limits: Integers,
-    forward_floors: Integers,
-    num_lanes: int,
-) -> tuple[Integers, Integers]:
-    """Return the actions of every lane in order, as rows; they are numbered by urgency, the most urgent first."""
-    run = _Run(
-        lanes=_rows(lane_starts, lanes),
-        num_lanes=num_lanes,
-        costs=costs.tolist(),
-        microbatches=microbatches.tolist(),
-        groups=groups.tolist(),
-        flags=flags.tolist(),
-        followers=_rows(follower_starts, followers),
-        releases=_rows(release_starts, releases),
-        phases=phases.tolist(),
-        forward_limits=forward_limits.tolist(),
-        storage_limits=storage_limits.tolist(),
-        forward_floors=forward_floors.tolist(),
-    )
-    return flat_rows(run.run())
+IS_FORWARD, IS_GRADIENT, IS_WEIGHT_GRADIENT, HAS_GRADIENT, HAS_WEIGHT_GRADIENT = 1, 2, 4, 8, 16
+"""Bits of an action's flags; csrc/list_schedule.h."""
 
 
-@dataclass
-class _Run:
+def list_schedule(*, num_lanes: int, **arrays: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the actions of every lane in order, as rows; they are numbered by urgency, the most urgent first.
+
+    arrays: `ListedActions` of csrc/list_schedule.h.
+    """
+    run = _Run(num_lanes, {name: array.tolist() for name, array in arrays.items()})
+    run.run_events()
+    starts = np.cumsum([0, *map(len, run.order)], dtype=np.int64)
+    return starts, np.array(list(chain.from_iterable(run.order)), np.int64)
+
+
+class _Run(EventRun[int]):
     """The state of one run: the open needs of each action, and the microbatches in flight per group of stages."""
 
-    lanes: list[list[int]]
-    num_lanes: int
-    costs: list[int]
-    microbatches: list[int]
-    groups: list[int]
-    flags: list[int]
-    followers: list[list[int]]
-    releases: list[list[int]]
-    phases: list[int]
-    forward_limits: list[int]
-    storage_limits: list[int]
-    forward_floors: list[int]
-
-    def __post_init__(self) -> None:
-        num_lanes, num_groups = self.num_lanes, len(self.forward_limits)
-        self.num_unmet = [0] * len(self.lanes)
-        self.num_holds = [0] * len(self.lanes)
-        self.now = 0
-        self.running: list[tuple[int, int]] = []
+    def __init__(self, num_lanes: int, arrays: dict[str, list[int]]) -> None:
+        super().__init__(0)
+        self.lanes = rows_of(arrays["lane_starts"], arrays["lanes"])
+        self.followers = rows_of(arrays["follower_starts"], arrays["followers"])
+        self.releases = rows_of(arrays["release_starts"], arrays["releases"])
+        self.costs, self.microbatches, self.groups = arrays["costs"], arrays["microbatches"], arrays["groups"]
+        self.flags, self.phases = arrays["flags"], arrays["phases"]
+        self.forward_limits, self.storage_limits = arrays["forward_limits"], arrays["storage_limits"]
+        self.forward_floors = arrays["forward_floors"]
         self.ready: list[list[int]] = [[] for _ in range(num_lanes)]
         self.is_free = [True] * num_lanes
         self.touched: set[int] = set()
         self.order: list[list[int]] = [[] for _ in range(num_lanes)]
+        num_groups = len(self.forward_limits)
         self.in_flight, self.stored, self.begun, self.to_begin = ([0] * num_groups for _ in range(4))
         self.parked: list[set[int]] = [set() for _ in range(num_groups)]
         self.early: list[set[int]] = [set() for _ in range(num_groups)]
         self.num_left: list[dict[int, int]] = [defaultdict(int) for _ in range(num_lanes)]
         self.held: list[dict[int, list[int]]] = [defaultdict(list) for _ in range(num_lanes)]
-
-    def run(self) -> list[list[int]]:
-        for row in self.followers:
-            for follower in row:
-                self.num_unmet[follower] += 1
-        for row in self.releases:
-            for forward in row:
-                self.num_holds[forward] += 1
+        self.num_unmet, self.num_holds = [0] * len(self.lanes), [0] * len(self.lanes)
+        for follower in chain.from_iterable(self.followers):
+            self.num_unmet[follower] += 1
+        for forward in chain.from_iterable(self.releases):
+            self.num_holds[forward] += 1
         for index, group in enumerate(self.groups):
             self.to_begin[group] += self._gives_back(index)
         self._hold_phases()
         for index in [index for index, num_unmet in enumerate(self.num_unmet) if num_unmet == 0]:
             self._make_ready(index)
-        while True:
-            self._start_ready()
-            if self.running:
-                self._finish_next()
-            elif any(self.early):
-                self._let_back(self._first(self.early))
-            elif any(self.parked):
-                self._admit(self._first(self.parked))
-            else:
-                return self.order
+
+    def start(self) -> bool:
+        for lane in sorted(self.touched):
+            if not self.is_free[lane] or not self.ready[lane]:
+                continue
+            index = self.ready[lane][0]
+            if all(self.is_free[other] and self.ready[other][0] == index for other in self.lanes[index]):
+                self._begin(index)
+        self.touched.clear()
+        return True
+
+    def force(self) -> bool:
+        """Let the earliest backward or forward go on that a limit holds back."""
+        if any(self.early):
+            self._let_back(self._first(self.early))
+            return True
+        if any(self.parked):
+            self._admit(self._first(self.parked))
+            return True
+        return False
+
+    def end(self, number: int) -> None:
+        for lane in self.lanes[number]:
+            self.is_free[lane] = True
+            self.touched.add(lane)
+        self._end_flights(number)
+        for follower in self.followers[number]:
+            self._meet(follower)
+        if self.phases:
+            self._end_phases(number)
 
     def _first(self, waiting: list[set[int]]) -> int:
         return min((index for group in waiting for index in group), key=lambda index: (self.microbatches[index], index))
@@ -158,44 +144,19 @@ class _Run:
 
     def _enqueue(self, index: int) -> None:
         for lane in self.lanes[index]:
-            heapq.heappush(self.ready[lane], index)
+            heappush(self.ready[lane], index)
             self.touched.add(lane)
 
-    def _start_ready(self) -> None:
-        for lane in sorted(self.touched):
-            if not self.is_free[lane] or not self.ready[lane]:
-                continue
-            index = self.ready[lane][0]
-            if all(self.is_free[other] and self.ready[other][0] == index for other in self.lanes[index]):
-                self._start(index)
-        self.touched.clear()
-
-    def _start(self, index: int) -> None:
+    def _begin(self, index: int) -> None:
         for lane in self.lanes[index]:
-            heapq.heappop(self.ready[lane])
+            heappop(self.ready[lane])
             self.is_free[lane] = False
             self.order[lane].append(index)
         if self._gives_back(index):
             self.begun[self.groups[index]] += 1
             self.to_begin[self.groups[index]] -= 1
             self._let_back_on_time(self.groups[index])
-        heapq.heappush(self.running, (self.now + self.costs[index], index))
-
-    def _finish_next(self) -> None:
-        """Advance the clock to the next completion and finish all actions that complete then."""
-        self.now = self.running[0][0]
-        while self.running and self.running[0][0] == self.now:
-            self._finish(heapq.heappop(self.running)[1])
-
-    def _finish(self, index: int) -> None:
-        for lane in self.lanes[index]:
-            self.is_free[lane] = True
-            self.touched.add(lane)
-        self._end_flights(index)
-        for follower in self.followers[index]:
-            self._meet(follower)
-        if self.phases:
-            self._end_phases(index)
+        self.add(self.now + self.costs[index], index)
 
     def _end_flights(self, index: int) -> None:
         """Note the microbatches that are no longer in flight or stored after an action, which may admit forwards."""
@@ -228,8 +189,3 @@ class _Run:
         self.num_unmet[index] -= 1
         if self.num_unmet[index] == 0:
             self._make_ready(index)
-
-
-def _rows(starts: Integers, values: Integers) -> list[list[int]]:
-    flat = values.tolist()
-    return [flat[first:last] for first, last in pairwise(starts.tolist())]

@@ -1,95 +1,55 @@
-"""The kernel of `fill_idle_lanes` in Python: csrc/fill_idle_lanes.cpp, step by step."""
+"""Fits work into the idle time of lanes: csrc/fill_idle_lanes.cpp, step by step."""
 
-import heapq
-from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from multimodal.values.work.step_work import Bytes, Integers
+from multimodal.references.event_core import EventRun, rows_of
 
 _NONE = -1
 
 
-def fill_idle_lanes_reference(
-    *,
-    durations: Integers,
-    lane_starts: Integers,
-    lanes: Integers,
-    need_starts: Integers,
-    needs: Integers,
-    delays: Integers,
-    line_starts: Integers,
-    line: Integers,
-    queue_starts: Integers,
-    queues: Integers,
-    holders: Integers,
-    releases: Integers,
-    limits: Integers,
-    wait_starts: Integers,
-    waits: Integers,
-    goes_inside: Bytes,
-    behind: Integers,
-    tolerances: Integers,
-) -> tuple[Integers, Integers, Integers, int]:
-    """Return all pieces by their start, the piece and the wait in which each runs, and the earliest end over the tolerances."""
-    build = partial(
-        _Run,
-        durations=durations.tolist(),
-        lanes=_rows(lane_starts, lanes),
-        needs=_rows(need_starts, needs),
-        delays=_rows(need_starts, delays),
-        line=_rows(line_starts, line),
-        queues=_rows(queue_starts, queues),
-        holders=holders.tolist(),
-        releases=releases.tolist(),
-        limits=limits.tolist(),
-        waits=_rows(wait_starts, waits),
-        goes_inside=goes_inside.tolist(),
-        behind=behind.tolist(),
-    )
-    runs = [build(tolerance=tolerance) for tolerance in tolerances.tolist()]
+def fill_idle_lanes(
+    *, tolerances: NDArray[np.int64], **arrays: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], int]:
+    """Return all pieces by their start, the piece and the wait in which each runs, and the earliest end over the tolerances.
+
+    arrays: `LanesToFill` of schedule/fill_idle_lanes.py.
+    """
+    lists = {name: array.tolist() for name, array in arrays.items()}
+    runs = [_Run(lists, tolerance) for tolerance in tolerances.tolist()]
     for each in runs:
-        each.run()
-    run = min(runs, key=lambda each: each.end)
-    return np.array(run.order, np.int64), np.array(run.carriers, np.int64), np.array(run.inside_waits, np.int64), run.end
+        each.run_events()
+    run = min(runs, key=lambda each: each.last_end)
+    return np.array(run.order, np.int64), np.array(run.carriers, np.int64), np.array(run.inside_waits, np.int64), run.last_end
 
 
-class _Run:
+class _Run(EventRun[int]):
     """The state of one run: the clock, the pieces that have begun, and the open needs of each piece."""
 
-    def __init__(
-        self,
-        *,
-        durations: list[int],
-        lanes: list[list[int]],
-        needs: list[list[int]],
-        delays: list[list[int]],
-        line: list[list[int]],
-        queues: list[list[int]],
-        holders: list[int],
-        releases: list[int],
-        limits: list[int],
-        waits: list[list[int]],
-        goes_inside: list[int],
-        behind: list[int],
-        tolerance: int,
-    ) -> None:
-        self.durations, self.lanes, self.line, self.queues, self.tolerance = durations, lanes, line, queues, tolerance
+    def __init__(self, arrays: dict[str, list[int]], tolerance: int) -> None:
+        super().__init__(0)
+        self.tolerance, self.durations, self.goes_inside = tolerance, arrays["durations"], arrays["goes_inside"]
+        self.holders, self.releases, self.limits = arrays["holders"], arrays["releases"], arrays["limits"]
+        self.behind = arrays["behind"]
+        self.lanes = rows_of(arrays["lane_starts"], arrays["lanes"])
+        self.line = rows_of(arrays["line_starts"], arrays["line"])
+        self.queues = rows_of(arrays["queue_starts"], arrays["queues"])
+        self.waits = rows_of(arrays["wait_starts"], arrays["waits"])
+        needs, delays = (rows_of(arrays["need_starts"], arrays[name]) for name in ("needs", "delays"))
         self.needs = [list(zip(*rows, strict=True)) for rows in zip(needs, delays, strict=True)]
-        self.holders, self.releases, self.limits = holders, releases, limits
-        self.num_kept = [0] * len(limits)
-        num_pieces = len(durations)
-        self.waits, self.goes_inside, self.behind = waits, goes_inside, behind
-        self.inside_durations = [duration - each for duration, each in zip(durations, behind, strict=True)]
+        self.num_kept = [0] * len(self.limits)
+        num_pieces = len(self.durations)
+        self.inside_durations = [duration - each for duration, each in zip(self.durations, self.behind, strict=True)]
         self.carriers, self.inside_waits = [_NONE] * num_pieces, [_NONE] * num_pieces
         self.is_filler = [False] * num_pieces
-        for piece in (piece for queue in queues for piece in queue):
+        for piece in chain.from_iterable(self.queues):
             self.is_filler[piece] = True
         self.before: list[list[int]] = [[] for _ in range(num_pieces)]
-        for row in line:
-            for earlier, later in pairwise(row):
-                self.before[later].append(earlier)
+        for earlier, later in chain.from_iterable(map(pairwise, self.line)):
+            self.before[later].append(earlier)
         self.users: list[list[tuple[int, int]]] = [[] for _ in range(num_pieces)]
         for piece, rows in enumerate(self.needs):
             for need, delay in rows:
@@ -98,20 +58,26 @@ class _Run:
         self.num_missing = list(map(len, self.needs))
         self.arrived_at = [0] * num_pieces
         self.ended_at = [_NONE] * num_pieces
-        self.free_at = [0] * len(line)
-        self.line_heads, self.queue_heads = [0] * len(line), [0] * len(queues)
+        self.free_at = [0] * len(self.line)
+        self.line_heads, self.queue_heads = [0] * len(self.line), [0] * len(self.queues)
         self.expected: dict[int, int] = {}
-        self.moments: list[int] = []
         self.order: list[int] = []
-        self.now = self.end = 0
+        self.last_end = 0
 
-    def run(self) -> None:
-        while len(self.order) < len(self.durations):
-            while self._begin_filler() or self._begin_line():
-                pass
-            goes_on = self._pass_time() or self._begin_filler(must_fit=False)
-            if not goes_on and not self._begin_filler(must_fit=False, needs_room=False):
-                break
+    def start(self) -> bool:
+        if len(self.order) == len(self.durations):
+            return False
+        self.expected.clear()
+        while self._begin_filler() or self._begin_line():
+            pass
+        return True
+
+    def force(self) -> bool:
+        """Let the most urgent filler go on although it does not fit, one whose holder is full only if there is no other."""
+        return self._begin_filler(must_fit=False) or self._begin_filler(must_fit=False, needs_room=False)
+
+    def end(self, number: int) -> None:
+        """Everything is looked at anew at every moment."""
 
     def _measure_tails(self) -> list[int]:
         """Return the longest path from each piece's start to the end of all work, over needs and the lanes' orders."""
@@ -267,23 +233,10 @@ class _Run:
     def _end_at(self, piece: int, end: int) -> None:
         self.ended_at[piece] = end
         self.order.append(piece)
-        self.end = max(self.end, end)
-        heapq.heappush(self.moments, end)
+        self.last_end = max(self.last_end, end)
+        self.add(end, piece)
         for user, delay in self.users[piece]:
             self.num_missing[user] -= 1
             self.arrived_at[user] = max(self.arrived_at[user], end + delay)
-            heapq.heappush(self.moments, end + delay)
+            self.add(end + delay, user)
         self.expected.clear()
-
-    def _pass_time(self) -> bool:
-        """Advance to the next moment at which something ends or arrives; False if there is none."""
-        while self.moments and self.moments[0] <= self.now:
-            heapq.heappop(self.moments)
-        if self.moments:
-            self.now = self.moments[0]
-            self.expected.clear()
-        return bool(self.moments)
-
-
-def _rows(starts: Integers, values: Integers) -> list[list[int]]:
-    return [values[first:end].tolist() for first, end in pairwise(starts.tolist())]
