@@ -22,6 +22,15 @@ _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 NO_CARRIER = -1
 
 
+def carrier_slots(schedule: Schedule, slots: Integers) -> Integers:
+    """Return the slot of the next computation in line after each slot, in its lane; `NO_CARRIER`: none."""
+    is_carrier = (schedule.modes == SlotMode.IN_LINE) & (schedule.work.resources[schedule.pieces] == _COMPUTE)
+    carriers = np.append(np.flatnonzero(is_carrier), len(schedule.pieces))
+    found = carriers[np.searchsorted(carriers, slots)]
+    lanes = np.append(schedule.lane_of_slot, -1)
+    return np.where(lanes[found] == lanes[slots], found, NO_CARRIER)
+
+
 @dataclass(frozen=True, eq=False)
 class InsideSlots:
     """The slots of a schedule that are inside computations; columns of one length."""
@@ -36,11 +45,7 @@ class InsideSlots:
     def of(cls, schedule: Schedule) -> "InsideSlots":
         """Find the slots. O(slots)."""
         slots = np.flatnonzero(schedule.modes == SlotMode.INSIDE)
-        is_carrier = (schedule.modes == SlotMode.IN_LINE) & (schedule.work.resources[schedule.pieces] == _COMPUTE)
-        carriers = np.append(np.flatnonzero(is_carrier), len(schedule.pieces))
-        found = carriers[np.searchsorted(carriers, slots)]
-        lanes = np.append(schedule.lane_of_slot, -1)
-        return cls(schedule, slots, np.where(lanes[found] == lanes[slots], found, NO_CARRIER))
+        return cls(schedule, slots, carrier_slots(schedule, slots))
 
     @cached_property
     def pieces(self) -> Integers:

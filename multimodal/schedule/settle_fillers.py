@@ -7,6 +7,7 @@ import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
+from multimodal.schedule.inside_slots import NO_CARRIER, carrier_slots
 from multimodal.schedule.simulate_events import EventTimes, simulate_events
 from multimodal.values.action import Resource
 from multimodal.values.schedule import Schedule, SlotMode
@@ -43,23 +44,13 @@ def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple["np.ty
     starts, ends = (np.full(len(schedule.pieces), np.nan) for _ in range(2))
     starts[compiled.slots] = times.start_seconds[compiled.arrays.lane_nodes]
     ends[compiled.slots] = times.end_seconds[compiled.arrays.lane_nodes]
-    carriers = _carriers(schedule)
-    late = np.zeros(len(schedule.pieces), np.bool_)
-    fillers = np.flatnonzero((schedule.modes == SlotMode.FILLS_WAIT) & (carriers >= 0))
-    late[fillers] = starts[fillers] >= ends[carriers[fillers]]
-    places = np.arange(len(schedule.pieces))
-    order = fillers[np.lexsort((starts[fillers], carriers[fillers]))]
-    places[fillers[np.argsort(carriers[fillers], kind="stable")]] = order
+    fillers = np.flatnonzero(schedule.modes == SlotMode.FILLS_WAIT)
+    carriers = carrier_slots(schedule, fillers)
+    fillers, carriers = fillers[carriers != NO_CARRIER], carriers[carriers != NO_CARRIER]
+    late, places = np.zeros(len(schedule.pieces), np.bool_), np.arange(len(schedule.pieces))
+    late[fillers] = starts[fillers] >= ends[carriers]
+    places[fillers[np.argsort(carriers, kind="stable")]] = fillers[np.lexsort((starts[fillers], carriers))]
     return late, places
-
-
-def _carriers(schedule: Schedule) -> Integers:
-    """Return [num_slots]: the slot of the next computation in line; -1 if the lane has none."""
-    resources = schedule.work.resources[schedule.pieces]
-    own = np.where((resources == _COMPUTE) & (schedule.modes == SlotMode.IN_LINE), np.arange(len(resources)), len(resources))
-    following = np.minimum.accumulate(own[::-1])[::-1]
-    lanes = np.append(schedule.lane_of_slot, -1)
-    return np.where(lanes[following] == schedule.lane_of_slot, following, -1)
 
 
 def _in_line(schedule: Schedule, is_late: "np.typing.NDArray[np.bool_]", places: Integers, lane: int) -> Iterator[int]:
