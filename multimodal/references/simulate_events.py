@@ -98,7 +98,8 @@ class _Run(EventRun[float]):
     def _meet(self, node: int, now: float) -> None:
         self._start_if_ready(node, now)
         for lane in self.lanes[node] if self.kinds[node] == NodeKind.GATE else ():
-            if self.entries[lane][self.position[lane] :][:1] == [node]:
+            position = self.position[lane]
+            if position < len(self.entries[lane]) and self.entries[lane][position] == node:
                 self.advance(lane, now)
 
     def _leave(self, lane: int, node: int, now: float) -> None:

@@ -74,9 +74,9 @@ def execute_lanes(schedule: Schedule, *, seconds: Floats | None = None) -> Execu
     """Run a schedule of either dialect, valid or not.
 
     A computation starts when all its lanes have reached it and its dependencies are complete. A reduction also waits for the
-    other replicas, and all their lanes for the slowest of them. A send never blocks; a receive is only posted, and completes with
-    its send. Lanes that wait for each other in a circle stop: see `Execution.stuck`. Messages take no time. Work inside a
-    computation prolongs it, completes with it, and its time is an event.
+    other replicas, and all their lanes for the slowest of them. A send only waits for what it sends; a receive is only posted,
+    and completes with its send. Lanes that wait for each other in a circle stop: see `Execution.stuck`. Messages take no time.
+    Work inside a computation prolongs it, completes with it, and its time is an event.
 
     seconds: of every computation and collective, [num_computed]; unit costs by default, for which a schedule runs once.
     O((actions + dependencies) log lanes).
