@@ -2,15 +2,11 @@
 
 import math
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import multimodal.schedule.fill_idle_lanes as filling
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
@@ -21,9 +17,8 @@ from multimodal.schedule.text import schedule_to_text
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.test_nested import copies, with_generator
-from tests.unit.schedule.test_optimus import WaitingCosts
 from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
 
 HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -196,18 +191,3 @@ def test_ranges_that_wait_for_nothing_keep_whole_backwards() -> None:
         build_schedule(BUILDERS[name].with_costs(costs_of(llm=1.0)), step) for name in ("interleaved-1f1b", "interleaved-zb")
     ]
     assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
-
-
-@settings(max_examples=40)
-@given(
-    name=st.sampled_from(("optimus-zb", "interleaved-zb")), case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20)
-)
-def test_the_kernel_equals_its_reference_and_gives_valid_schedules(
-    name: str, case: StepShape, forward_only: bool, seed: int
-) -> None:
-    step = replace(case, forward_only=forward_only)
-    costs = WaitingCosts(seed=seed, num_waits=2, has_waits=step.plan.units["llm"].tensor_parallel_size > 1)
-    builder = BUILDERS[name].with_costs(costs)
-    fast = build_schedule(builder, step)  # validates
-    with patch.object(filling, "kernels", None):
-        assert build_schedule(builder, step) == fast
