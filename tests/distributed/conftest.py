@@ -1,10 +1,18 @@
-"""One pool of rank processes for the whole test session."""
+"""What the whole test session has once: a pool of rank processes for each of pytest's processes, and launches for all of them."""
 
-from collections.abc import Iterator
+import fcntl
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.distributed.rank_pool import RankPool
+
+Once = Callable[[Callable[[Path], Any]], Any]
 
 
 @pytest.fixture(scope="session")
@@ -13,3 +21,25 @@ def ranks() -> Iterator[RankPool]:
     pool = RankPool(8)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def once(tmp_path_factory: pytest.TempPathFactory) -> Once:
+    """Returns what a function of a new folder returns, called once per session: pytest's other processes wait for it and read it.
+
+    What it leaves in the folder is for reading, as several tests do so at a time.
+    """
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def call_once(make: Callable[[Path], Any]) -> Any:
+        folder = shared / "once" / f"{make.__module__}.{make.__qualname__}"
+        folder.mkdir(parents=True, exist_ok=True)
+        made = folder / "made"
+        with (folder / "lock").open("w") as lock:
+            fcntl.lockf(lock, fcntl.LOCK_EX)  # of this process alone: ranks that are forked meanwhile do not hold it
+            if not made.exists():
+                made.write_bytes(pickle.dumps(make(Path(tempfile.mkdtemp(dir=folder)))))
+            return pickle.loads(made.read_bytes())
+
+    return call_once

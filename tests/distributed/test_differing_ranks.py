@@ -1,7 +1,6 @@
 """One rank differs from the others, or fails alone: all ranks end, soon, with one message that names rank and difference."""
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tests.distributed.small_run import MODEL, working_flags, write_working_file
 PLAN_FLAGS = ("--vision-dp", "--llm-dp")
 TIME_LIMIT_SECONDS = 90.0
 """Far below the ten minutes that ranks wait for each other by default; on an idle machine each ends in a few seconds."""
-NUM_AT_ONCE = 3
 Prepare = Callable[[Path], Mapping[str, object]]
 
 
@@ -121,18 +119,9 @@ def run_differing(case: Differing, folder: Path) -> Launched:
     )
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Launched]:
-    """All runs, a few at a time."""
-    folders = [tmp_path_factory.mktemp("differing") for _ in DIFFERING]
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        launched = pool.map(run_differing, DIFFERING, folders)
-        return {case.name: outcome for case, outcome in zip(DIFFERING, launched, strict=True)}
-
-
 @pytest.mark.parametrize("case", DIFFERING, ids=lambda case: case.name)
-def test_all_ranks_end_with_one_message_that_names_the_rank(case: Differing, outcomes: dict[str, Launched]) -> None:
-    outcome = outcomes[case.name]
+def test_all_ranks_end_with_one_message_that_names_the_rank(case: Differing, tmp_path: Path) -> None:
+    outcome = run_differing(case, tmp_path)
     assert outcome.exit_codes == (2, 2), outcome.output
     (message,) = [line for line in outcome.output.splitlines() if "error:" in line]
     assert all(part in message for part in case.says), message

@@ -1,6 +1,7 @@
 """pretrain_mllm.py as a user runs it, over real processes."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from scipy.io import wavfile
 from multimodal.plan.planners.templates.template_plan import plan_instances
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.conftest import Once
 from tests.distributed.launch import REPOSITORY, launch
 
 LAYERS = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
@@ -35,11 +37,15 @@ IN_OTHER_TESTS = ("gpipe", "--colocate-units", "--tp-comm-overlap", "interleaved
 """Words of rows whose technique is compared with one process elsewhere, and whose flags are read there or in tests/unit."""
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture
+def one_process(once: Once) -> list[dict[str, Any]]:
     """Three float64 steps in one process."""
-    log = tmp_path_factory.mktemp("one") / "log.jsonl"
-    return train(log, "--dtype", "float64", "--train-iters", 3, "--vision-dp", 1, "--llm-pp", 1, num_ranks=1)
+    return once(train_in_one_process)
+
+
+def train_in_one_process(folder: Path) -> list[dict[str, Any]]:
+    flags = ("--dtype", "float64", "--train-iters", 3, "--vision-dp", 1, "--llm-pp", 1)
+    return train(folder / "log.jsonl", *flags, num_ranks=1)
 
 
 @pytest.mark.deep(when=lambda flags: any(word in flags for word in IN_OTHER_TESTS))
@@ -241,16 +247,23 @@ def test_a_full_disk_does_not_end_training() -> None:
     assert [line.split("  ")[0] for line in lines[first : first + 3]] == ["step 1/3", "step 2/3", "step 3/3"]
 
 
-@pytest.fixture(scope="module")
-def whole_run(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+@pytest.fixture
+def whole_run(once: Once) -> list[dict[str, Any]]:
     """Six float32 steps without interruption."""
-    return train(tmp_path_factory.mktemp("whole") / "log.jsonl", "--train-iters", 6, num_ranks=4)
+    return once(train_without_interruption)
 
 
-@pytest.fixture(scope="module")
-def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the same run, stopped after three steps: `log.jsonl` and `checkpoints`."""
-    folder = tmp_path_factory.mktemp("stopped")
+def train_without_interruption(folder: Path) -> list[dict[str, Any]]:
+    return train(folder / "log.jsonl", "--train-iters", 6, num_ranks=4)
+
+
+@pytest.fixture
+def stopped_run(tmp_path: Path, once: Once) -> Path:
+    """A folder of the same run, stopped after three steps, to go on in: `log.jsonl` and `checkpoints`."""
+    return Path(shutil.copytree(once(train_half), tmp_path / "stopped"))
+
+
+def train_half(folder: Path) -> Path:
     flags = ("--train-iters", 6, "--exit-interval", 3, "--save", folder / "checkpoints", "--load", folder / "checkpoints")
     train(folder / "log.jsonl", *flags, num_ranks=4)
     return folder

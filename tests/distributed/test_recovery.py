@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megatron.runtime.recovery.ledger import Ledger, connect
+from tests.distributed.conftest import Once
 from tests.distributed.elastic_run import ElasticRun, Nodes, read_losses
 from tests.distributed.launch import REPOSITORY, launch
 from tests.distributed.small_run import working_flags, write_working_files
@@ -19,10 +20,13 @@ NUM_STEPS, BATCH = 18, 6
 DYING = REPOSITORY / "tests" / "distributed" / "dying_rank.py"
 
 
-@pytest.fixture(scope="module")
-def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def inputs(once: Once) -> Path:
     """Return the folder of the inputs of all runs, with the log of one process that nothing happens to."""
-    folder = tmp_path_factory.mktemp("inputs")
+    return once(train_undisturbed)
+
+
+def train_undisturbed(folder: Path) -> Path:
     write_working_files(folder)
     values = {**working_flags(folder), "--global-batch-size": BATCH, "--train-iters": NUM_STEPS, "--dtype": "float64"}
     values["--log-json"] = folder / "log.jsonl"

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_w
 
 TIME_LIMIT_SECONDS = 120.0
 """Beyond this a run counts as hanging; on an idle machine each ends in a few seconds."""
-NUM_AT_ONCE = 4
 Prepare = Callable[[Path], Sequence[object]]
 
 
@@ -288,18 +286,9 @@ def run_wrong_input(wrong: WrongInput, folder: Path) -> Launched:
     )
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Launched]:
-    """All runs, a few at a time."""
-    folders = [tmp_path_factory.mktemp("wrong") for _ in WRONG_INPUTS]
-    with ThreadPoolExecutor(NUM_AT_ONCE) as pool:
-        launched = pool.map(run_wrong_input, WRONG_INPUTS, folders)
-        return {wrong.name: outcome for wrong, outcome in zip(WRONG_INPUTS, launched, strict=True)}
-
-
 @pytest.mark.parametrize("wrong", WRONG_INPUTS, ids=lambda wrong: wrong.name)
-def test_all_ranks_end_with_a_message_that_names_the_fix(wrong: WrongInput, outcomes: dict[str, Launched]) -> None:
-    outcome = outcomes[wrong.name]
+def test_all_ranks_end_with_a_message_that_names_the_fix(wrong: WrongInput, tmp_path: Path) -> None:
+    outcome = run_wrong_input(wrong, tmp_path)
     assert all(code not in (0, None) for code in outcome.exit_codes), outcome.output
     messages = [line for line in outcome.output.splitlines() if "error:" in line]
     assert messages, outcome.output

@@ -18,7 +18,7 @@ IMAGE_TOKEN = 264
 
 def save_given(folder: Path) -> Path:
     """Save what mutations start from: a checkpoint and, where transformers is installed, a folder and adapters."""
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     write_working_files(folder)
     _train(base_flags(folder) | {"--save": folder / Given.CHECKPOINT})
     if find_spec("transformers") is not None:
