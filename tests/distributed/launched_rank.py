@@ -14,6 +14,9 @@ import megatron.runtime.launch.distributed_setup
 import megatron.runtime.training.loop
 import megatron.runtime.training.resumption
 import megatron.runtime.training.run  # noqa: F401
+from megatron.runtime.flags.field_flags import all_flags
+
+list(all_flags())  # the flags' descriptions, which are read from the source code and kept
 
 with suppress(ImportError):  # the digits' source, if it is installed
     import sklearn.datasets  # noqa: F401
