@@ -6,7 +6,8 @@ longer exists, so that a new megatron-core cannot silently keep an assumption.
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -95,10 +96,28 @@ def install() -> None:
     global _installed
     if _installed or torch.cuda.is_available():
         return
-    found = [(replacement, *_resolve(replacement.target)) for replacement in REPLACEMENTS]
+    with _nothing_compiled():
+        found = [(replacement, *_resolve(replacement.target)) for replacement in REPLACEMENTS]
     for replacement, owner, name in found:
         setattr(owner, name, replacement.wrap(getattr(owner, name)))
     _installed = True
+
+
+@contextmanager
+def _nothing_compiled() -> Iterator[None]:
+    """Leave functions that megatron-core has compiled while it is imported as they are: on the CPU Braid calls none of them.
+
+    For the sake of the first of them the compiler is imported, which is a third of the time that all imports of a rank take.
+    """
+    original, torch.compile = torch.compile, _as_it_is  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = original  # type: ignore[assignment]
+
+
+def _as_it_is(function: Any = None, **options: Any) -> Any:
+    return function if function is not None else _as_it_is
 
 
 def _resolve(target: str) -> tuple[Any, str]:

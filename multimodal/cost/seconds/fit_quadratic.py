@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 
 from multimodal.cost.seconds.layer_curves import Curve, PackedSize, Quadratic
 
@@ -24,6 +23,8 @@ def fit_quadratic(sizes: Sequence[PackedSize], seconds: Sequence[float], *, is_l
     sequences, for work that does not depend on the cutting of tokens into sequences: everything but attention. Sequences are left
     out, too, if all sizes have equally many; their cost is then part of the constant.
     """
+    from scipy.optimize import nnls  # which every rank would wait for at its start otherwise
+
     positive = [(size, value) for size, value in zip(sizes, seconds, strict=True) if value > 0]
     if not positive:
         return Quadratic()

@@ -1,4 +1,5 @@
 import importlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,17 @@ def test_nothing_is_replaced_with_cuda(target: type, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     platform.install()
     assert target.value == "original"
+
+
+def test_what_is_imported_meanwhile_is_not_compiled(target: type, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    body = "import torch\nclass Made:\n    plain = torch.compile(len)\n    with_options = torch.compile(dynamic=True)(len)\n"
+    (tmp_path / "compiles_at_import.py").write_text(body)
+    monkeypatch.syspath_prepend(tmp_path)
+    before, found = torch.compile, []
+    rows = [Replacement(f"compiles_at_import:Made.{name}", found.append, "a test") for name in ("plain", "with_options")]
+    monkeypatch.setattr(platform, "REPLACEMENTS", rows)
+    platform.install()
+    assert found == [len, len] and torch.compile is before
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from multimodal.plan.planners.templates.change_least import change_least
 from multimodal.plan.planners.templates.instantiate import Demand, Instantiation, instantiate, share_batch
@@ -171,6 +170,8 @@ class Reconfigurer:
         self, how: str, choice: Instantiation, nodes: Sequence[int], held: Mapping[int, tuple[int, ...]]
     ) -> Reconfiguration:
         """Place nodes where they lack the fewest bytes in total, and plan the copies."""
+        from scipy.optimize import linear_sum_assignment  # which every rank would wait for at its start otherwise
+
         places = [(each.nodes, index) for each in choice.instances for index in range(each.nodes)]
         wanted = [self.templates.layers_of_node[place] for place in places]
         weights = np.array(self.templates.layer_bytes, np.float64)
