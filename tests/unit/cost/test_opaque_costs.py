@@ -49,10 +49,11 @@ def test_its_description_reads_back() -> None:
 
 
 def test_a_fixed_cut_is_refused() -> None:
+    from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
     from multimodal.plan.planners.planning_request import FixedSizes
 
     with pytest.raises(PlanError, match="tensor parallel size 2 is fixed, but it must divide"):
-        request(GRAPH, fixed_sizes={ENCODER.name: FixedSizes(tensor_parallel_size=2)}).tensor_parallel_sizes(ENCODER.name)
+        tensor_parallel_sizes(request(GRAPH, fixed_sizes={ENCODER.name: FixedSizes(tensor_parallel_size=2)}), ENCODER.name)
 
 
 SOUND = Waveform(widths=(10, 3, 2), steps=(5, 2, 2), channels=8)

@@ -81,7 +81,7 @@ def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
 
 
 def request_load(asked: PlanningRequest, tokens: int):
-    return replace(asked, lengths=(SampleLengths(0, (), tokens, 1),)).load("llm", 1)
+    return replace(asked, lengths=(SampleLengths(0, (), tokens, 1),)).loads.of_average("llm", 1)
 
 
 @pytest.mark.parametrize("size", [1, 4])
