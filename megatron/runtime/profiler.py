@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -152,33 +153,26 @@ class _LayerRun:
         A stage computes its rotary angles once for all of its layers, so their time counts with an embedding (part of a unit's
         first stage), and is subtracted from any other layer's.
         """
-        forward, input_gradient, weight_gradient = _run_once(self._stage, self._given)
-        if not self._stage.is_first:
-            forward = max(0.0, forward - seconds_of(self._compute_angles))
-        return LayerTimes(forward, input_gradient, weight_gradient, seconds_of(self._attend) if self._attend else 0.0)
+        stage, given, queue = self._stage, self._given, WeightGradientQueue()
+        outputs: list[Tensor] = []
+        storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())
 
-    def _compute_angles(self) -> None:
-        self._stage.frequencies(self._given.batch)
+        def compute() -> None:
+            with SavedTensors(storages) if platform.device().type == "cpu" else nullcontext(), DeferWeightGradients(queue):
+                output = stage(*given)
+            outputs.append(output.loss_sum if isinstance(output, HeadOutput) else output)
 
-
-def _run_once(stage: UnitStage, given: LayerInput) -> tuple[float, float, float]:
-    queue = WeightGradientQueue()
-    outputs: list[Tensor] = []
-    storages = frozenset(parameter.untyped_storage().data_ptr() for parameter in stage.parameters())
-
-    def forward() -> None:
-        with SavedTensors(storages) if platform.device().type == "cpu" else nullcontext(), DeferWeightGradients(queue):
-            output = stage(*given)
-        outputs.append(output.loss_sum if isinstance(output, HeadOutput) else output)
-
-    forward_seconds = _cold_seconds_of(forward)
-    gradient = torch.ones_like(outputs[0])
-    backward_seconds = _cold_seconds_of(lambda: torch.autograd.backward(outputs[0], gradient))
-    queue_seconds = _cold_seconds_of(queue.compute)
-    if given.differentiable is None:
-        return forward_seconds, 0.0, backward_seconds + queue_seconds
-    given.differentiable.grad = None
-    return forward_seconds, backward_seconds, queue_seconds
+        forward = _cold_seconds_of(compute)
+        gradient = torch.ones_like(outputs[0])
+        backward = _cold_seconds_of(lambda: torch.autograd.backward(outputs[0], gradient))
+        queued = _cold_seconds_of(queue.compute)
+        if given.differentiable is None:
+            backward, queued = 0.0, backward + queued
+        else:
+            given.differentiable.grad = None
+        if not stage.is_first:
+            forward = max(0.0, forward - seconds_of(lambda: stage.frequencies(given.batch)))
+        return LayerTimes(forward, backward, queued, seconds_of(self._attend) if self._attend else 0.0)
 
 
 def _core_attention(stage: UnitStage, size: PackedSize) -> Callable[[], None] | None:
@@ -238,10 +232,6 @@ def find_peak_tflops(dtype: torch.dtype) -> float:
         known = peak_tflops(torch.cuda.get_device_name(), str(dtype).removeprefix("torch."))
         if known is not None:
             return known
-    return _measure_tflops(dtype)
-
-
-def _measure_tflops(dtype: torch.dtype) -> float:
     matrix = torch.randn(_PRODUCT_SIZE, _PRODUCT_SIZE, device=platform.device()).to(dtype)
     best_seconds = float("inf")
     for _ in range(_NUM_PRODUCTS):
@@ -266,7 +256,12 @@ def time_runtime(graph: ModelGraph, *, num_repetitions: int) -> tuple[float, flo
     """
     session = emulated_session(graph, plan_colocated(graph, sizes={}, world_size=1), cost=lambda action: ComputeCost(0.0))
     steps = {count: _small_step(session, count) for count in (_FEW, _MANY)}
-    seconds = {count: median(_run(session, step) for _ in range(num_repetitions)) for count, step in steps.items()}
+
+    def run(step: Step) -> None:
+        session.forward_backward(step)
+        session.finish_gradients()
+
+    seconds = {count: median(seconds_of(partial(run, step)) for _ in range(num_repetitions)) for count, step in steps.items()}
     num_more = 2 * len(graph.units) * (_MANY - _FEW)
     slope = max(0.0, seconds[_MANY] - seconds[_FEW]) / num_more
     return max(0.0, seconds[_FEW] - slope * 2 * len(graph.units) * _FEW), slope
@@ -296,14 +291,6 @@ def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetit
     seconds_of(update)  # not measured: the optimizer's state is made
     num_weights = sum(parameter.numel() for parameter in stage.parameters())
     return PackedSize(num_weights), median(seconds_of(update) for _ in range(num_repetitions))
-
-
-def _run(session: Session, step: Step) -> float:
-    def run() -> None:
-        session.forward_backward(step)
-        session.finish_gradients()
-
-    return seconds_of(run)
 
 
 def _small_step(session: Session, num_microbatches: int) -> Step:

@@ -16,6 +16,7 @@ from megatron.runtime.communication.broker import Broker
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.communication.units import GroupBook, Membership, build_memberships
 from megatron.runtime.execution.executor import Executor
+from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.state_shares import StateShares
@@ -37,6 +38,7 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import Plan
+from multimodal.values.timeline import Timeline, TimelineEvent
 
 _DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -177,6 +179,16 @@ class Session:
         """Gather the parameters that a sharded optimizer updated and no schedule has gathered since."""
         for unit in self.gradients.values():
             unit.complete_parameters()
+
+    def reload_optimizers(self) -> None:
+        """Let optimizers go on from the weights that were loaded."""
+        for optimizer in self.optimizers.values():
+            optimizer.reload_model_params()
+
+    def gather_timeline(self, events: tuple[TimelineEvent, ...]) -> Timeline | None:
+        """Return the measured timeline of all ranks' last step on rank 0, None elsewhere; collective. events: of this rank."""
+        origin_seconds = self.executor.clock.origin_seconds
+        return gather_timeline(events, origin_seconds=origin_seconds, plan=self.plan, rank=dist.get_rank())
 
     def update(self, *, gathers_later: bool) -> float:
         """Clip gradients and step; returns their global norm. If the norm is not finite, nothing changes.

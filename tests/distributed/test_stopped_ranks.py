@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
+from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from tests.distributed.launch import Launched, launch
 from tests.distributed.small_run import working_flags, write_working_files
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 
-from multimodal.values.errors import CheckpointError
+from multimodal.values.errors import BraidError, CheckpointError
 
 _Result = TypeVar("_Result")
 
@@ -26,7 +26,7 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGrou
 
 
 def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
-    """Run `action` on every rank and return only this rank's result; errors as in `on_all_ranks`.
+    """Run `action` on every rank and return only this rank's result; errors as in `on_all_ranks`, of BraidErrors the message.
 
     Ranks exchange one number that says if all went well, and more only if not.
     """
@@ -34,26 +34,22 @@ def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGrou
     problem = None
     try:
         found.append(action())
-    except CheckpointError as error:
+    except BraidError as error:
         problem = str(error)
     except CheckpointException as error:  # torch gathered it from all ranks
         rank, (cause, _) = min(error.failures.items())
-        problem = str(cause) if isinstance(cause, CheckpointError) else f"{what} failed on rank {rank}: {_describe(cause)}"
+        problem = str(cause) if isinstance(cause, BraidError) else f"{what} failed on rank {rank}: {_describe(cause)}"
     except Exception as error:
         problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
-    _raise_together(problem, group)
-    return found[0]
-
-
-def _raise_together(problem: str | None, group: ProcessGroup | None) -> None:
     device = torch.device("cpu") if group is not None else torch.cuda.current_device()
     has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
     dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
     if not has_failed.item():
-        return
+        return found[0]
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem, group=group)
-    raise CheckpointError(_printable(next(filter(None, problems))))
+    message = next(filter(None, problems))  # it may quote untrusted text from a checkpoint
+    raise CheckpointError("".join(character if character.isprintable() else ascii(character)[1:-1] for character in message))
 
 
 def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
@@ -67,8 +63,3 @@ def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGro
 
 def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def _printable(message: str) -> str:
-    """Return a text without control characters: a message may quote untrusted text from a checkpoint."""
-    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in message)

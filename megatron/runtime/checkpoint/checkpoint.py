@@ -19,8 +19,6 @@ from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, o
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.folder import (
     complete_partial,
-    damaged,
-    find_newest_checkpoint,
     open_partial,
     prune_checkpoints,
     remove_checkpoint,
@@ -40,9 +38,6 @@ from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
 from multimodal.model.adapter import is_adapter
 from multimodal.values.errors import CheckpointError
-from multimodal.values.model_graph import ModelGraph
-
-__all__ = ["LoadedCheckpoint", "find_newest_checkpoint", "load_checkpoint", "save_checkpoint"]
 
 
 @dataclass(frozen=True)
@@ -160,13 +155,30 @@ def load_checkpoint(
     `load_optimizer`) precision.
     """
     dtype = _dtype(session) if load_optimizer else None
-    path, manifest = on_first_rank(lambda: _find(folder, session.graph, dtype, check_run), what=f"loading {folder}")
+
+    def find() -> tuple[Path, Manifest]:
+        path, manifest = read_newest(folder)
+        check_model(path, manifest, graph=session.graph)
+        if dtype is not None:
+            check_dtype(path, manifest, dtype=dtype)
+        if check_run is not None:
+            check_run(path, manifest.run_state)
+        return path, manifest
+
+    path, manifest = on_first_rank(find, what=f"loading {folder}")
     what = f"loading {path}"
-    model = [tensor for tensor in model_tensors(session.state) if not _is_new_adapter(tensor, manifest)]
-    index = on_this_rank(lambda: _read_index(path, manifest, model), what=what)
+    old_adapters = {name for name, unit in manifest.model["units"].items() if unit.get("lora") is not None}
+    held = model_tensors(session.state)
+    model = [tensor for tensor in held if not is_adapter(tensor.key) or tensor.key.split(".")[1] in old_adapters]
+
+    def read() -> TensorIndex:
+        index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
+        _check_shapes(path, model, index=index)
+        return index
+
+    index = on_this_rank(read, what=what)
     on_this_rank(lambda: read_tensors(path, model, index=index), what=what)
-    for optimizer in session.optimizers.values():
-        optimizer.reload_model_params()
+    session.reload_optimizers()
     fresh_units: list[set[str]] = []
     if load_optimizer:
         fresh_units = on_all_ranks(lambda: make_room(session.state, saved=index.keys()), what=what)
@@ -175,7 +187,7 @@ def load_checkpoint(
         on_this_rank(lambda: read_tensors(path, tensors, index=index), what=what)
         adopt_group_steps(session.state, tensors)
     if load_rng:
-        on_this_rank(lambda: _restore_random_state(path, manifest), what=what)
+        on_this_rank(lambda: restore_random_state(path, manifest.random_state), what=what)
     return LoadedCheckpoint(
         step=manifest.step,
         run_state=manifest.run_state,
@@ -183,29 +195,6 @@ def load_checkpoint(
         path=path,
         units_with_fresh_optimizer=tuple(sorted(set().union(*fresh_units))),
     )
-
-
-def _find(
-    folder: Path, graph: ModelGraph, dtype: str | None, check_run: Callable[[Path, Mapping[str, Any]], None] | None
-) -> tuple[Path, Manifest]:
-    path, manifest = read_newest(folder)
-    check_model(path, manifest, graph=graph)
-    if dtype is not None:
-        check_dtype(path, manifest, dtype=dtype)
-    if check_run is not None:
-        check_run(path, manifest.run_state)
-    return path, manifest
-
-
-def _is_new_adapter(tensor: HeldTensor, manifest: Manifest) -> bool:
-    """Return True if a tensor is of an adapter whose unit had none; such adapters keep their initial values."""
-    return is_adapter(tensor.key) and manifest.model["units"][tensor.key.split(".")[1]].get("lora") is None
-
-
-def _read_index(path: Path, manifest: Manifest, model: Sequence[HeldTensor]) -> TensorIndex:
-    index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
-    _check_shapes(path, model, index=index)
-    return index
 
 
 def _check_shapes(path: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
@@ -217,13 +206,6 @@ def _check_shapes(path: Path, tensors: Sequence[HeldTensor], *, index: TensorInd
                 f"{path}: {tensor.key} {found} but this run needs {list(tensor.shape)}; use the model, the tokenizer and the "
                 "padding of the vocabulary that it was trained with"
             )
-
-
-def _restore_random_state(path: Path, manifest: Manifest) -> None:
-    try:
-        restore_random_state(manifest.random_state)
-    except Exception as problem:  # the content may be anything
-        raise damaged(path, f"its random_state cannot be restored ({problem})") from problem
 
 
 def _dtype(session: Session) -> str:

@@ -22,6 +22,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.runtime.checkpoint.folder import is_alive
 from multimodal.values.errors import CheckpointError
 
 MARK_NAME = ".writer.json"
@@ -51,13 +52,20 @@ class Writer:
     @classmethod
     def of_this_process(cls, environ: Mapping[str, str]) -> "Writer":
         """Return this process as a writer."""
+        try:
+            boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+            machine = f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        except OSError:
+            machine = socket.gethostname()
+        run = environ.get("TORCHELASTIC_RUN_ID", "none")
+        job = f"Slurm {environ['SLURM_JOB_ID']}" if "SLURM_JOB_ID" in environ else "" if run == "none" else f"torchrun {run}"
         return cls(
             token=uuid.uuid4().hex,
             host=socket.gethostname(),
             process=os.getpid(),
             process_start=_process_start(os.getpid()) or "",
-            machine=_machine(),
-            job=_job(environ),
+            machine=machine,
+            job=job,
             attempt=tuple(int(environ.get(f"{launcher}_RESTART_COUNT", "0")) for launcher in ("SLURM", "TORCHELASTIC")),
             started=time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         )
@@ -203,36 +211,12 @@ def _writer(content: bytes) -> Writer | None:
     return Writer(**value) if is_known else None
 
 
-def _machine() -> str:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + " " + os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return socket.gethostname()
-
-
-def _job(environ: Mapping[str, str]) -> str:
-    if "SLURM_JOB_ID" in environ:
-        return f"Slurm {environ['SLURM_JOB_ID']}"
-    run = environ.get("TORCHELASTIC_RUN_ID", "none")
-    return "" if run == "none" else f"torchrun {run}"
-
-
 def _process_start(process: int) -> str | None:
     """Return the start time of a process of this machine, in the system's units; None if it does not exist or has ended."""
     try:
         state, *rest = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except FileNotFoundError:
-        return None if Path("/proc/self/stat").exists() else _start_without_proc(process)
+        return None if Path("/proc/self/stat").exists() or not is_alive(process) else ""
     except ProcessLookupError:
         return None
     return None if state in "ZX" else rest[18]
-
-
-def _start_without_proc(process: int) -> str | None:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return ""

@@ -84,7 +84,7 @@ def open_partial(folder: Path, *, step: int) -> Path:
 
 def hidden_folder(folder: Path, state: str) -> Path:
     """Return the hidden path of this process for something being made or removed; state: `partial` or `removed`."""
-    return folder.parent / f".{folder.name}.{state}-{_owner()}"
+    return folder.parent / f".{folder.name}.{state}-{socket.gethostname()}-{os.getpid()}"
 
 
 def remove_dead_folders(folder: Path, *, name: str) -> None:
@@ -147,23 +147,20 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _owner() -> str:
-    return f"{socket.gethostname()}-{os.getpid()}"
-
-
 def _is_dead(path: Path, *, host: str, process: int) -> bool:
     if host == socket.gethostname():
-        return process == os.getpid() or not _is_alive(process)
+        return process == os.getpid() or not is_alive(process)
     return time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > _STALE_SECONDS
 
 
-def _is_alive(process: int) -> bool:
+def is_alive(process: int) -> bool:
+    """Return True if this machine has a process with this number."""
     try:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # somebody else's
+        pass
     return True
 
 

@@ -80,15 +80,14 @@ def _tensor(value: Any, *, where: str, files: Mapping[str, int]) -> SavedTensor:
     if dtype is None:
         raise ValueError(f"{where}: dtype must be one of {', '.join(DTYPES)}, found {name!r}")
     shape = _numbers(entry.get("shape"), minimum=1, where=f"{where}: shape")
-    pieces = tuple(_piece(piece, where=where) for piece in _expect(entry.get("pieces"), list, f"{where}: pieces"))
-    for piece in pieces:
-        _check_piece(piece, dtype=dtype, shape=shape, files=files, where=where)
+    listed = _expect(entry.get("pieces"), list, f"{where}: pieces")
+    pieces = tuple(_piece(piece, dtype=dtype, shape=shape, files=files, where=where) for piece in listed)
     if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
         raise ValueError(f"{where}: its pieces do not fill the shape {list(shape)}")
     return SavedTensor(dtype, shape, pieces)
 
 
-def _piece(value: Any, *, where: str) -> SavedPiece:
+def _piece(value: Any, *, dtype: torch.dtype, shape: Sequence[int], files: Mapping[str, int], where: str) -> SavedPiece:
     entry = _expect(value, list, f"{where}: a piece")
     if len(entry) != len(SavedPiece._fields):
         raise ValueError(f"{where}: a piece must be {', '.join(SavedPiece._fields)}, found {len(entry)} entries")
@@ -96,16 +95,14 @@ def _piece(value: Any, *, where: str) -> SavedPiece:
     start, crc32 = _numbers([start, crc32], minimum=0, where=f"{where}: start and checksum of a piece")
     offsets = _numbers(offsets, minimum=0, where=f"{where}: offsets of a piece")
     sizes = _numbers(sizes, minimum=1, where=f"{where}: sizes of a piece")
-    return SavedPiece(_expect(file, str, f"{where}: file of a piece"), start, offsets, sizes, crc32)
-
-
-def _check_piece(piece: SavedPiece, *, dtype: torch.dtype, shape: Sequence[int], files: Mapping[str, int], where: str) -> None:
-    if not len(piece.offsets) == len(piece.sizes) == len(shape) or any(
-        offset + size > length for offset, size, length in zip(piece.offsets, piece.sizes, shape, strict=True)
+    piece = SavedPiece(_expect(file, str, f"{where}: file of a piece"), start, offsets, sizes, crc32)
+    if not len(offsets) == len(sizes) == len(shape) or any(
+        offset + size > length for offset, size, length in zip(offsets, sizes, shape, strict=True)
     ):
-        raise ValueError(f"{where}: a piece of {list(piece.sizes)} at {list(piece.offsets)} leaves the shape {list(shape)}")
+        raise ValueError(f"{where}: a piece of {list(sizes)} at {list(offsets)} leaves the shape {list(shape)}")
     if piece.start + piece.size_bytes(dtype) > files.get(piece.file, 0):
         raise ValueError(f"{where}: a piece lies outside of the checkpoint's files, in {piece.file!r} from byte {piece.start}")
+    return piece
 
 
 def _expect(value: Any, kind: type, where: str) -> Any:

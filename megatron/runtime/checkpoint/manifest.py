@@ -108,7 +108,15 @@ def _read(path: Path) -> Manifest:
         raise damaged(path, f"{_FILE_NAME} is missing")
     try:
         value = json.loads((path / _FILE_NAME).read_bytes())
-        _check_version(path, value)
+        version = value.get("format_version") if type(value) is dict else None
+        if type(version) is not int:
+            raise ValueError("it is no JSON object with a format_version")
+        if version != FORMAT_VERSION:
+            reason = ", whose files hold Python objects that could run commands and are not read any more" if version == 1 else ""
+            raise CheckpointError(
+                f"{path} has format {version}{reason}; this Braid reads format {FORMAT_VERSION}: train on with the Braid that "
+                "wrote it, or give another folder to --load"
+            )
         if value.pop(_CHECKSUM, None) != _checksum(value):
             raise ValueError("its checksum differs: it was changed after it was saved")
         _check_types(value)
@@ -120,19 +128,6 @@ def _read(path: Path) -> Manifest:
     if manifest.step != step_of(path):
         raise damaged(path, f"{_FILE_NAME} is of step {manifest.step}, which the folder's name does not say")
     return manifest
-
-
-def _check_version(path: Path, value: Any) -> None:
-    version = value.get("format_version") if type(value) is dict else None
-    if type(version) is not int:
-        raise ValueError("it is no JSON object with a format_version")
-    if version == FORMAT_VERSION:
-        return
-    reason = ", whose files hold Python objects that could run commands and are not read any more" if version == 1 else ""
-    raise CheckpointError(
-        f"{path} has format {version}{reason}; this Braid reads format {FORMAT_VERSION}: train on with the Braid that wrote it, "
-        "or give another folder to --load"
-    )
 
 
 def _check_types(value: Mapping[str, Any]) -> None:
@@ -179,15 +174,21 @@ def capture_random_state() -> dict[str, Any]:
     return {**state, "cuda": _encode(torch.cuda.get_rng_state())} if torch.cuda.is_available() else state
 
 
-def restore_random_state(state: dict[str, Any]) -> None:
-    """Set the generators to a result of `capture_random_state`; CUDA's is unchanged if the state or the process has none."""
-    version, values, gauss = state["python"]
-    random.setstate((version, tuple(values), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
-    torch.set_rng_state(_decode(state["torch"]))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(_decode(state["cuda"]))
+def restore_random_state(path: Path, state: dict[str, Any]) -> None:
+    """Set the generators to a result of `capture_random_state`; CUDA's is unchanged if the state or the process has none.
+
+    path: of the checkpoint. Raises CheckpointError if the state is none.
+    """
+    try:
+        version, values, gauss = state["python"]
+        random.setstate((version, tuple(values), gauss))
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+        torch.set_rng_state(_decode(state["torch"]))
+        if "cuda" in state and torch.cuda.is_available():
+            torch.cuda.set_rng_state(_decode(state["cuda"]))
+    except Exception as problem:  # the content may be anything
+        raise damaged(path, f"its random_state cannot be restored ({problem})") from problem
 
 
 def _encode(state: Tensor) -> str:

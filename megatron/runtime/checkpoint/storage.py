@@ -46,7 +46,27 @@ from megatron.runtime.checkpoint.index import INDEX_NAME, SavedPiece, SavedTenso
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 
 
-class PieceWriter(StorageWriter):
+class _AsPlanned:
+    """What torch asks of both sides of a storage, and has nothing to do here."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Do nothing: no state is kept."""
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Return torch's plan unchanged."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Return torch's plans unchanged."""
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Return True: `folder` finds checkpoints."""
+        return True
+
+
+class PieceWriter(_AsPlanned, StorageWriter):
     """Writes this rank's pieces into its file, and on rank 0 `tensors.json`."""
 
     def __init__(self, folder: Path) -> None:
@@ -88,27 +108,11 @@ class PieceWriter(StorageWriter):
             _sync(file)
         self.sizes[INDEX_NAME], self.index_crc32 = len(content), zlib.crc32(content)
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: no state is kept between saves."""
-
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the folder exists."""
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Return torch's plan unchanged."""
-        return plan
 
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return torch's plans unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True: `folder` finds checkpoints."""
-        return True
-
-
-class PieceReader(StorageReader):
+class PieceReader(_AsPlanned, StorageReader):
     """Reads, from the files of all ranks, the pieces of which this rank needs a part."""
 
     def __init__(self, folder: Path, *, index: TensorIndex) -> None:
@@ -144,24 +148,8 @@ class PieceReader(StorageReader):
             raise damaged(self._folder, f"{piece.file} does not hold what was written (the checksum of {key} differs)")
         return content.view(dtype).view(piece.sizes)
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: no state is kept between loads."""
-
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: the index is already read."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Return torch's plan unchanged."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Return torch's plans unchanged."""
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True: `folder` finds checkpoints."""
-        return True
 
 
 def _describe(tensor: SavedTensor) -> TensorStorageMetadata:

@@ -20,7 +20,6 @@ import torch.multiprocessing as multiprocessing
 
 from megatron.runtime import platform
 from megatron.runtime.emulation.emulated_stage import Cost, EmulatedStage, with_emulated_inputs
-from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
@@ -148,8 +147,7 @@ def _run_step(session: Session, step: Step) -> Timeline | None:
     dist.barrier()
     result = session.forward_backward(step)
     session.finish_gradients()
-    origin_seconds = session.executor.clock.origin_seconds
-    return gather_timeline(result.events, origin_seconds=origin_seconds, plan=session.plan, rank=dist.get_rank())
+    return session.gather_timeline(result.events)
 
 
 def emulated_step(schedule: Schedule, assignment: Assignment, *, num_tokens: int, rank: int) -> Step:

@@ -5,7 +5,7 @@ A resumed run must continue with the same data, in the same order.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -284,11 +284,13 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
     digests = [DIGITS] if is_digits else [open_sample_files(named.path).digest for named in config.data.mixture]
     parts = data.train_parts or (DataPart(len(data.train)),)
     split = None if is_digits else config.data.split
+    weighted = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
+    joined = hashlib.blake2b(weighted.encode(), digest_size=16).hexdigest()
     return {
         "seed": config.training.seed,
         "global_batch_size": config.training.global_batch_size,
         "data_path": " ".join(config.data.data_path),
-        "data_digest": digests[0] if len(parts) == 1 else _joined_digest(digests, parts),
+        "data_digest": digests[0] if len(parts) == 1 else joined,
         "digits_samples": config.data.digits_samples if is_digits else None,
         "split": split,
         "seq_length": config.data.seq_length,
@@ -309,11 +311,6 @@ def data_set_name(digest: str, split: str | None, num_samples: int) -> str:
     return f"{digest} {split} {num_samples}"
 
 
-def _joined_digest(digests: Sequence[str], parts: Sequence[DataPart]) -> str:
-    joined = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
-    return hashlib.blake2b(joined.encode(), digest_size=16).hexdigest()
-
-
 def check_same_data(where: str, *, saved: RunData, current: RunData, is_new_phase: bool = False) -> None:
     """Raise CheckpointError with the first difference that would make a resumed run continue differently.
 
@@ -323,15 +320,12 @@ def check_same_data(where: str, *, saved: RunData, current: RunData, is_new_phas
     for name, flag, shown, unit, may_change in _COMPARED:
         if name not in saved or saved[name] == current[name] or (is_new_phase and may_change):
             continue
-        before, now = (_show(data, name, shown, unit) for data in (saved, current))
+        before, now = (
+            f"{data.get(shown)} (content {str(data[name])[:12]})" if shown else f"{data[name]} {unit}".strip()
+            for data in (saved, current)
+        )
         or_change = "add --new-phase to go on otherwise from here, " if may_change else ""
         raise CheckpointError(
             f"{where}: it was trained with {flag} {before}, this run has {now}, so the data would not go on as it was; use "
             f"{flag} {before}, {or_change}or start another run from its weights alone: --finetune, with a --save of its own"
         )
-
-
-def _show(data: RunData, name: str, shown: str, unit: str) -> str:
-    if shown:
-        return f"{data.get(shown)} (content {str(data[name])[:12]})"
-    return f"{data[name]} {unit}".strip()

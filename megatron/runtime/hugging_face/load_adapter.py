@@ -26,7 +26,7 @@ from multimodal.hugging_face.adapter_files import (
 )
 from multimodal.hugging_face.weight_names import Rows, rows_of
 from multimodal.model.adapter import UP, is_adapter
-from multimodal.values.errors import CheckpointError, ConfigError
+from multimodal.values.errors import CheckpointError
 
 _PROJECTORS = "projectors"
 
@@ -39,7 +39,7 @@ def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
     another model.
     """
     what = f"loading {folder}"
-    adapter = on_this_rank(lambda: _read(folder, session, base), what=what)
+    adapter = on_this_rank(lambda: read_peft_adapter(folder, graph=session.graph, base=base), what=what)
     tensors = model_tensors(session.state)
     own = [tensor for tensor in tensors if is_adapter(tensor.key)]
 
@@ -54,15 +54,7 @@ def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
         _fill_others(plain, adapter, session, what=what)
     elif (folder / _PROJECTORS).is_dir() and is_composed(session.graph):
         _fill_projectors(plain, folder / _PROJECTORS, session, what=what)
-    for optimizer in session.optimizers.values():
-        optimizer.reload_model_params()
-
-
-def _read(folder: Path, session: Session, base: Path | None) -> PeftAdapter:
-    try:
-        return read_peft_adapter(folder, graph=session.graph, base=base)
-    except ConfigError as problem:
-        raise CheckpointError(str(problem)) from problem
+    session.reload_optimizers()
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
 from multimodal.hugging_face.registry import check_same_model, read_config
 from multimodal.model.adapter import is_adapter
-from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
 _NUM_SCALED_BY = 256
@@ -26,7 +26,7 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
     rank if something is missing, damaged or of another model; nothing in the files is executed.
     """
     what, graph = f"loading {folder}", session.graph
-    described = on_this_rank(lambda: _described(folder, graph), what=what)
+    described = on_this_rank(lambda: check_same_model(folder, graph), what=what)
     architecture, _ = read_config(folder)
     tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
@@ -40,15 +40,7 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
             fill(tensors, files, theirs, new_rows_std=embedding_std(graph))
 
     on_this_rank(read, what=what)
-    for optimizer in session.optimizers.values():
-        optimizer.reload_model_params()
-
-
-def _described(folder: Path, graph: ModelGraph) -> ModelGraph:
-    try:
-        return check_same_model(folder, graph)
-    except ModelError as problem:
-        raise CheckpointError(str(problem)) from problem
+    session.reload_optimizers()
 
 
 def embedding_std(graph: ModelGraph) -> float:

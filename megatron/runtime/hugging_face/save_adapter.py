@@ -20,7 +20,7 @@ from multimodal.hugging_face.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHT
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.registry import architecture_of, read_config
 from multimodal.model.adapter import is_adapter
-from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import Lora, ModelGraph, Role
 
 
@@ -55,7 +55,7 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
     """
     what, graph = f"saving to {folder}", session.graph
     session.complete_parameters()
-    on_first_rank(lambda: _checked(folder, graph, like), what=what)
+    on_first_rank(lambda: check_adapter_target(folder, graph=graph, like=like), what=what)
     tensors = [tensor for tensor in model_tensors(session.state) if _is_written(tensor, graph)]
     if like is None and is_composed(graph):
         _save_parts(folder, session=session, tensors=tensors, what=what)
@@ -137,10 +137,3 @@ def _modules(keys: Iterable[str]) -> Sequence[str]:
 def _is_written(tensor: HeldTensor, graph: ModelGraph) -> bool:
     _, unit, _, layer, _ = tensor.key.split(".", 4)
     return is_adapter(tensor.key) or graph.unit(unit).trains_weights(int(layer))
-
-
-def _checked(folder: Path, graph: ModelGraph, like: Path | None) -> None:
-    try:
-        check_adapter_target(folder, graph=graph, like=like)
-    except ModelError as problem:
-        raise CheckpointError(str(problem)) from problem

@@ -22,7 +22,7 @@ from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, mode
 from multimodal.hugging_face.registry import CONFIG_NAME, architecture_of, check_same_model, read_config, with_vocab_size
 from multimodal.hugging_face.weight_names import Rows, spelled
 from multimodal.model.adapter import is_adapter
-from multimodal.values.errors import CheckpointError, ModelError
+from multimodal.values.errors import CheckpointError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
 
@@ -65,7 +65,7 @@ def save_hugging_face(
     """
     what = f"saving to {folder}"
     session.complete_parameters()
-    on_first_rank(lambda: _checked(folder, session.graph, like), what=what)
+    on_first_rank(lambda: check_hugging_face_target(folder, graph=session.graph, like=like), what=what)
     adapters = gather_adapters(session)
     exports: Iterable[tuple[str, Export, Collection[str] | None]]
     if like is None and is_written_in_parts(session.graph):
@@ -75,13 +75,6 @@ def save_hugging_face(
     for name, export, keys in exports:
         tensors = (each for each in merged_tensors(session.state, adapters) if keys is None or each.key in keys)
         write_folder(folder / name, export, session=session, tensors=tensors)
-
-
-def _checked(folder: Path, graph: ModelGraph, like: Path | None) -> None:
-    try:
-        check_hugging_face_target(folder, graph=graph, like=like)
-    except ModelError as problem:
-        raise CheckpointError(str(problem)) from problem
 
 
 def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collection[str]]]:

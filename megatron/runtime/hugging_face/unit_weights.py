@@ -69,7 +69,7 @@ def load_units(session: Session) -> None:
             continue
         what = f"loading unit '{unit.name}' from {unit.weights}"
         if unit.module is None:
-            on_all_ranks(partial(_check, session.graph, unit), what=what)
+            on_all_ranks(partial(check_same_unit, session.graph, unit), what=what)
         theirs = name_unit(tensors, session.graph, unit, what=what)
         own = [tensor for tensor in tensors if tensor.key in theirs.names.rows]
 
@@ -78,15 +78,7 @@ def load_units(session: Session) -> None:
                 fill(own, files, theirs.names, new_rows_std=embedding_std(session.graph))
 
         on_all_ranks(read, what=what)
-    for optimizer in session.optimizers.values():
-        optimizer.reload_model_params()
-
-
-def _check(graph: ModelGraph, unit: Unit) -> None:
-    try:
-        check_same_unit(graph, unit)
-    except ModelError as problem:
-        raise CheckpointError(str(problem)) from problem
+    session.reload_optimizers()
 
 
 def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, what: str) -> UnitWeights:

@@ -83,7 +83,15 @@ def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerP
         pass
     started, layers = time.perf_counter(), []
     for unit in graph.units:
-        options = _options(request, build, sizes[unit.name])
+        options = ProfileOptions(
+            build=build,
+            sizes=sizes[unit.name],
+            sequences=SEQUENCES,
+            vocab_size=request.vocab_size,
+            num_repetitions=NUM_REPETITIONS,
+            seconds_per_size=SECONDS_PER_SIZE,
+            checks_fit=False,
+        )
         for layer in layers_of(graph, unit, tensor_parallel_sizes=tensor[unit.name]):
             layers.append(profile_layer(graph, layer, options))
     profile = join_profile(graph, layers, options)
@@ -91,18 +99,6 @@ def profile_model(request: PlanningRequest, build: BuildOptions) -> tuple[LayerP
         torch.cuda.empty_cache()
     keep_value("layers", key, profile.to_dict())
     return profile, f"{len(layers)} layers profiled in {time.perf_counter() - started:.1f} s"
-
-
-def _options(request: PlanningRequest, build: BuildOptions, sizes: tuple[int, ...]) -> ProfileOptions:
-    return ProfileOptions(
-        build=build,
-        sizes=sizes,
-        sequences=SEQUENCES,
-        vocab_size=request.vocab_size,
-        num_repetitions=NUM_REPETITIONS,
-        seconds_per_size=SECONDS_PER_SIZE,
-        checks_fit=False,
-    )
 
 
 def profiled_sizes(request: PlanningRequest, unit: Unit) -> tuple[int, ...]:

@@ -86,24 +86,19 @@ class _FirstRank:
     """The part of planning that rank 0 does for all ranks."""
 
     def __init__(self, config: RunConfig, world: World, inputs: Inputs) -> None:
-        self._config, self._inputs, self._world_size = config, inputs, world.size
-        lengths = tuple(first_lengths(config, inputs.data))
+        self._config, self._world_size = config, world.size
         self.cluster, self._are_links_known = describe_machine(config, world_size=world.size)
-        self.request = self._ask(lengths)
+        self.request = build_request(
+            config,
+            graph=inputs.graph,
+            cluster=self.cluster,
+            lengths=tuple(first_lengths(config, inputs.data)),
+            vocab_size=inputs.vocab_size,
+            num_ranks=world.size,
+        )
         self._layers = ""
         self._is_kept = False
         self._lines: tuple[str, ...] = ()
-
-    def _ask(self, lengths: tuple[SampleLengths, ...]) -> PlanningRequest:
-        inputs = self._inputs
-        return build_request(
-            self._config,
-            graph=inputs.graph,
-            cluster=self.cluster,
-            lengths=lengths,
-            vocab_size=inputs.vocab_size,
-            num_ranks=self._world_size,
-        )
 
     def look_at_machine(self, build: BuildOptions) -> str:
         """Profile layers, and return whether links are known."""

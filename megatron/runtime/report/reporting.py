@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -72,11 +72,16 @@ LINES_PER_BALANCE_LINE = 10
 """Lines about steps for each line about the balance of these steps."""
 
 
-class Reporter(Protocol):
-    """The places that a training loop reports to."""
+class Reporter:
+    """The places that a training loop reports to; this one, of all ranks but the first, reports nothing."""
 
     def say(self, message: str) -> None:
         """Print one line for the user."""
+
+    def say_if(self, message: str | None) -> None:
+        """Print a line if there is one."""
+        if message:
+            self.say(message)
 
     def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
         """Report that a training step is done."""
@@ -91,26 +96,7 @@ class Reporter(Protocol):
         """End reporting after training."""
 
 
-class SilentReporter:
-    """Reports nothing; used on all ranks but the first."""
-
-    def say(self, message: str) -> None:
-        """Do nothing."""
-
-    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
-        """Do nothing."""
-
-    def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
-        """Do nothing."""
-
-    def timeline(self, number: int, timeline: Timeline) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class ConsoleReporter:
+class ConsoleReporter(Reporter):
     """Reports to the terminal and to the files that the flags name."""
 
     def __init__(
@@ -163,7 +149,7 @@ class ConsoleReporter:
         elif number % self._logging.log_interval == 0 or number == self._train_iters:
             self.say(self._line(number, report))
             if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
-                self._say_balance()
+                self.say_if(self._balance.tell())
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report held-out results."""
@@ -184,7 +170,7 @@ class ConsoleReporter:
         """Draw the loss curve and close the files."""
         if self._bar is not None:
             self._bar.stop()
-        self._say_balance()
+        self.say_if(self._balance.tell())
         if (folder := self._logging.report_dir) and self._losses:
             self._write(f"--report-dir {folder}", lambda: draw_loss_curve(self._losses, folder / "loss.png"))
         if self._json_log is not None:
@@ -199,10 +185,6 @@ class ConsoleReporter:
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def _say_balance(self) -> None:
-        if line := self._balance.tell():
-            self.say(line)
 
     def _add_scalars(self, scalars: Mapping[str, float], number: int) -> None:
         if (wandb := self._wandb) is not None:

@@ -3,12 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megatron.runtime.checkpoint.checkpoint import find_newest_checkpoint
+from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.stop_requests import StopReason
-from megatron.runtime.report.reporting import (
-    EvaluationReport,
-)
+from megatron.runtime.report.reporting import EvaluationReport
 from megatron.runtime.training.paths import describe_paths
 from megatron.runtime.training.run import Run
 from multimodal.kernels import describe_kernels

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 from megatron.runtime import platform
-from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.flags.configuration import GROUPS, RunConfig
 from megatron.runtime.hugging_face.save_adapter import save_adapter
@@ -20,7 +19,6 @@ from megatron.runtime.report.reporting import (
     ConsoleReporter,
     EvaluationReport,
     Reporter,
-    SilentReporter,
     StepReport,
 )
 from megatron.runtime.report.step_profile import StepProfile
@@ -106,18 +104,15 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
 
 def _export(run: Run, reporter: Reporter) -> None:
     flags = run.config.checkpoint
-    if flags.save_hf:
+    if flags.save_hf or flags.save_adapter:
         like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
-        save_hugging_face(flags.save_hf, session=run.session, like=like, special_tokens=_special_tokens(run))
+    if flags.save_hf:
+        tokens = {name: token for name, token in asdict(run.data.tokenizer.special).items() if token != MISSING}
+        save_hugging_face(flags.save_hf, session=run.session, like=like, special_tokens=tokens)
         reporter.say(f"the model is in {flags.save_hf}, as Hugging Face's transformers load it")
     if flags.save_adapter:
-        like = find_folder_to_follow(run.config.model.model, load_hf=flags.load_hf)
         save_adapter(flags.save_adapter, session=run.session, like=like)
         reporter.say(f"the adapters are in {flags.save_adapter}, as Hugging Face's PEFT loads them")
-
-
-def _special_tokens(run: Run) -> dict[str, int]:
-    return {name: token for name, token in asdict(run.data.tokenizer.special).items() if token != MISSING}
 
 
 def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: int) -> None:
@@ -131,11 +126,17 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
         for number, (step, wait_seconds) in enumerate(_timed(steps), first + 1):
             wish = run.wish_to_stop(can_leave=True)
             agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
-            _stop_if(agreed.stop, progress)
+            if agreed.stop is StopReason.JOIN:
+                raise NodesJoinError("nodes have joined")
+            if agreed.stop.is_signal or (agreed.stop and progress.step > progress.first_step):  # time limits allow one step
+                raise _StoppedError(agreed.stop)
             if run.background_save is not None:
                 run.background_save.check()
-            if number == progress.first_step + 1 and run.world.rank == 0:
-                _warn_of_worse_pair(run, reporter, step)
+            if number == progress.first_step + 1 and run.world.rank == 0:  # the others wait for it in the step
+                options, lengths = balance_options(run, step_predictor(run)), tuple(step.lengths.values())
+                reporter.say_if(describe_better_pair(run.config, lengths, options=options))
+                session = run.session
+                reporter.say_if(describe_small_batch(run.config, run.data.train, graph=session.graph, plan=session.plan))
             with profile.step(number):
                 report, events = run.trainer.train_step(step, number=number)
             progress.step = number
@@ -147,20 +148,13 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
             if run.emulation:
                 _compare_with_simulation(run, run.emulation, reporter, step, events, is_last=number == last_step)
-            if _wants_timeline(config, number, last_step):
-                _report_timeline(run, reporter, number, events)
+            is_drawn = number == last_step or _is_multiple(number, config.logging.timeline_interval)
+            if config.logging.report_dir is not None and is_drawn and (timeline := run.session.gather_timeline(events)):
+                reporter.timeline(number, timeline)
             _evaluate_and_save(run, reporter, progress)
             if review_plan(run, reporter, number, step=step, report=report, events=events):
                 break
     profile.close()
-
-
-def _stop_if(agreed: StopReason, progress: Progress) -> None:
-    """Raise an error that ends the steps if there is a reason to stop."""
-    if agreed is StopReason.JOIN:
-        raise NodesJoinError("nodes have joined")
-    if agreed.is_signal or (agreed and progress.step > progress.first_step):  # a time limit allows at least one step
-        raise _StoppedError(agreed)
 
 
 def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepReport, balance: BalanceReport) -> None:
@@ -187,16 +181,6 @@ def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None
         progress.saved_step = save(run, number)
 
 
-def _warn_of_worse_pair(run: Run, reporter: Reporter, step: Step) -> None:
-    """On rank 0, search for a better balancer, schedule or batch size at the first step; the others wait in the step."""
-    for warning in (
-        describe_better_pair(run.config, tuple(step.lengths.values()), options=balance_options(run, step_predictor(run))),
-        describe_small_batch(run.config, run.data.train, graph=run.session.graph, plan=run.session.plan),
-    ):
-        if warning is not None:
-            reporter.say(warning)
-
-
 def _save_last(run: Run, progress: Progress) -> None:
     if run.config.checkpoint.save and progress.saved_step != progress.step and progress.step > progress.first_step:
         progress.saved_step = save(run, progress.step)
@@ -214,19 +198,11 @@ def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
         yield step, time.perf_counter() - start
 
 
-def _report_timeline(run: Run, reporter: Reporter, number: int, events: tuple[TimelineEvent, ...]) -> None:
-    origin_seconds = run.session.executor.clock.origin_seconds
-    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.session.plan, rank=run.world.rank)
-    if timeline is not None:
-        reporter.timeline(number, timeline)
-
-
 def _compare_with_simulation(
     run: Run, emulation: EmulationTable, reporter: Reporter, step: Step, events: tuple[TimelineEvent, ...], *, is_last: bool
 ) -> None:
     """Compare the last step's simulation with the median of the measured steps; the first step sets connections up."""
-    origin_seconds = run.session.executor.clock.origin_seconds
-    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.session.plan, rank=run.world.rank)
+    timeline = run.session.gather_timeline(events)
     if timeline is None:
         return
     emulation.measured_seconds.append(timeline.duration_seconds)
@@ -239,17 +215,16 @@ def _compare_with_simulation(
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:
-    evaluation = _evaluate_on(run, run.data.valid)
+    def evaluate_on(source: SampleSource) -> EvaluationReport:
+        return run.trainer.evaluate(_until_stopped(run, load_evaluation_steps(run, source)))
+
+    evaluation = evaluate_on(run.data.valid)
     reporter.evaluation(number, "held out", evaluation)
     if not run.config.evaluation.eval_blank_images:
         return evaluation, None
-    blank = _evaluate_on(run, BlankImages(run.data.valid, graph=run.session.graph))
+    blank = evaluate_on(BlankImages(run.data.valid, graph=run.session.graph))
     reporter.evaluation(number, "held out, blank images", blank)
     return evaluation, blank
-
-
-def _evaluate_on(run: Run, source: SampleSource) -> EvaluationReport:
-    return run.trainer.evaluate(_until_stopped(run, load_evaluation_steps(run, source)))
 
 
 def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
@@ -263,7 +238,7 @@ def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
 def build_reporter(run: Run, *, done_steps: int) -> Reporter:
     """Return the reporter of this rank for a run that continues after this many steps."""
     if run.world.rank != 0:
-        return SilentReporter()
+        return Reporter()
     settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}
     train_iters = run.config.training.train_iters
     return ConsoleReporter(run.config.logging, train_iters=train_iters, first_step=done_steps, run_config=settings)
@@ -275,12 +250,6 @@ def _last_step(config: RunConfig, done_steps: int) -> int:
     last = max(done_steps, config.training.train_iters)
     interval = config.training.exit_interval
     return min(last, (done_steps // interval + 1) * interval) if interval else last
-
-
-def _wants_timeline(config: RunConfig, number: int, last_step: int) -> bool:
-    return config.logging.report_dir is not None and (
-        number == last_step or _is_multiple(number, config.logging.timeline_interval)
-    )
 
 
 def _is_multiple(number: int, interval: int | None) -> bool:

@@ -1,6 +1,5 @@
 """Reviews the plan of a run that planned by itself, and continues under a better one in the running processes."""
 
-from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.orchestrator.orchestrate import Planned, under_choice
 from megatron.runtime.orchestrator.review import Verdict
 from megatron.runtime.report.reporting import Reporter, StepReport
@@ -16,8 +15,7 @@ def review_plan(
     review = run.review
     if review is None or not review.measures(number):
         return False
-    origin_seconds = run.session.executor.clock.origin_seconds
-    timeline = gather_timeline(events, origin_seconds=origin_seconds, plan=run.session.plan, rank=run.world.rank)
+    timeline = run.session.gather_timeline(events)
     if timeline is not None:
         review.add(step, timeline, seconds=report.step_seconds)
     if not review.is_due(number):

@@ -139,8 +139,9 @@ class EmulationTable:
         expected = {name: unit.num_virtual_stages for name, unit in plan.units.items()}
         found = {name: len(unit.stages) for name, unit in table.units.items()}
         if found != expected:
+            there, wanted = (", ".join(f"{name} {count}" for name, count in each.items()) for each in (found, expected))
             raise ConfigError(
-                f"--emulate {path}: the table has stages {_shown(found)} but the run has {_shown(expected)}; list every "
+                f"--emulate {path}: the table has stages {there} but the run has {wanted}; list every "
                 "(virtual) stage of every unit, or change the units' pipeline sizes"
             )
         return cls(_RepeatedCosts(table))
@@ -152,7 +153,3 @@ class EmulationTable:
     def simulated_seconds(self, step: Step) -> float:
         """Return the simulated duration of a step."""
         return simulate_schedule(step.schedule, self.costs).iteration_seconds
-
-
-def _shown(counts: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in counts.items())

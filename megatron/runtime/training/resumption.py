@@ -8,14 +8,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.runtime.checkpoint.all_ranks import on_first_rank
-from megatron.runtime.checkpoint.checkpoint import (
-    LoadedCheckpoint,
-    find_newest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from megatron.runtime.checkpoint.claim import FolderClaim
-from megatron.runtime.checkpoint.folder import damaged, step_of
+from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, step_of
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import find_phase
 from megatron.runtime.flags.configuration import CheckpointConfig, OptimizerSettings, RunConfig
@@ -155,7 +150,10 @@ def _load(run: Run, start: Start) -> None:
     if not checkpoint.load_optim:
         run.scheduler.step(increment=loaded.step - run.phase.learning_rate_first_step)
     elif loaded.step > run.phase.learning_rate_first_step or not loaded.step:
-        _restore_scheduler(run, loaded)
+        try:
+            run.scheduler.load_state_dict(dict(loaded.schedulers_state))
+        except Exception as problem:  # the content may be anything
+            raise damaged(loaded.path, f"its schedulers_state cannot be restored ({problem!r})") from problem
     run.done_steps = loaded.step
 
 
@@ -206,13 +204,6 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
             "the warm-up"
         )
     return replace(settings, lr_decay_iters=decay, lr_warmup_iters=warmup)
-
-
-def _restore_scheduler(run: Run, loaded: LoadedCheckpoint) -> None:
-    try:
-        run.scheduler.load_state_dict(dict(loaded.schedulers_state))
-    except Exception as problem:  # the content may be anything
-        raise damaged(loaded.path, f"its schedulers_state cannot be restored ({problem!r})") from problem
 
 
 def _warn_of_earlier_run(run: Run) -> None:

@@ -112,7 +112,8 @@ class Trainer:
     def finish(self, outcome: Outcome) -> None:
         """Update the weights by this rank's gradients, which are complete once any rank knows the outcome."""
         assert self._executed is not None
-        self.session.step_optimizers(outcome.grad_norm, gathers_later=self._gathers_later(self._executed.step))
+        gathers_later = self.updates_alone or self._executed.step.cuts.gathers_parameters
+        self.session.step_optimizers(outcome.grad_norm, gathers_later=gathers_later)
         if math.isfinite(outcome.grad_norm):
             self.scheduler.step(increment=1)
         self.outcome = outcome
@@ -121,9 +122,6 @@ class Trainer:
         """Return a report of the last step from this rank's figures only, with the losses that all know."""
         assert self._executed is not None
         return self._report(self._executed, end=self._executed.end, is_alone=True), self._executed.step
-
-    def _gathers_later(self, step: Step) -> bool:
-        return self.updates_alone or step.cuts.gathers_parameters
 
     def change_plan(self, plan: Plan, *, options: SessionOptions | None = None) -> None:
         """Continue under another plan from the next step on; see `Session.change_plan`."""
@@ -164,7 +162,7 @@ class Trainer:
         largest = [end - done.start, float(result.peak_activation_bytes)]
         if not is_alone:
             means = [total / dist.get_world_size() for total in self._sum(means)]
-            largest = self._largest(largest)
+            largest = self._reduce(largest, dist.ReduceOp.MAX)
             (expert_losses,) = self._sum([expert_losses]) if self.session.graph.backbone.transformer.experts else (0.0,)
         step_seconds, peak_bytes = largest
         flops = step.flops or step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
@@ -198,9 +196,6 @@ class Trainer:
 
     def _sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)
-
-    def _largest(self, values: list[float]) -> list[float]:
-        return self._reduce(values, dist.ReduceOp.MAX)
 
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
