@@ -1,40 +1,21 @@
 """Every rule about two or more flags, with its message."""
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import choose_trained, freeze_units, parse_arguments
-from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.flags.field_flags import all_flags
+from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import shown_flag
 from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.values.errors import BraidError, ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.runtime.flags.conftest import BACKBONE, BASE, ENCODER, UNITS, Parse
 
-SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
-UNITS = {"vision": {"role": "encoder", **SHAPE}, "language": {"role": "backbone", **SHAPE}}
-BASE = {"--data-path": "digits", "--lr": "1e-3", "--train-iters": "10", "--global-batch-size": "8", "--vision-dp": "1"}
-
-Parse = Callable[..., RunConfig]
-
-
-@pytest.fixture
-def parse(tmp_path: Path) -> Parse:
-    """Parse a line of flags on top of a base that is right; a flag of the line takes the place of the base's."""
-
-    def run(line: str = "", *, world_size: int = 2) -> RunConfig:
-        (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": UNITS}, sort_keys=False))
-        given = line.split()
-        base = [part for pair in BASE.items() if pair[0] not in given for part in pair]
-        flags = ["--model", str(tmp_path / "model.yaml"), *base, *given]
-        return parse_arguments(flags, environ={"WORLD_SIZE": str(world_size)})
-
-    return run
-
+NINES = "9" * 20
 
 IGNORED = [
     ("--min-lr 0 --lr-decay-style constant", "--min-lr would be ignored: --lr-decay-style constant never lowers"),
@@ -92,21 +73,26 @@ IGNORED = [
     ("--attention-backend blocks --emulate c.yaml", "--attention-backend would be ignored: --emulate waits"),
     ("--recompute-activations --emulate c.yaml", "--recompute-granularity would be ignored: --emulate waits"),
     ("--tp-comm-overlap-parts 2", "--tp-comm-overlap-parts would be ignored: tensor parallel collectives are not cut; add"),
+    *(
+        (line, f"{line.split()[0]} would be ignored: the plan is given; use --plan auto")
+        for line in ("--replan", "--plan-review-iters 5", "--plan-time-budget 5")
+    ),
+    ("--merge-encoders --balance entrain", "--merge-encoders would be ignored: 'vision' is the only encoder"),
+    ("--save-retain-interval 5", "--save-retain-interval would be ignored: no checkpoint is written"),
+    ("--fp8-recipe delayed", "--fp8-recipe would be ignored: no product is in FP8; add --fp8-format"),
 ]
 
 
 @pytest.mark.parametrize(("line", "message"), IGNORED)
-def test_flags_that_would_be_ignored(parse: Parse, line: str, message: str) -> None:
+def test_flags_that_would_be_ignored(parse_on_base: Parse, line: str, message: str) -> None:
     with pytest.raises(ConfigError) as problem:
-        parse(line)
+        parse_on_base(line)
     assert message in str(problem.value)
 
 
 def test_every_row_of_the_table_is_tried() -> None:
     tried = {message.split(" would be")[0] for _, message in IGNORED}
-    others = {"--colocate-units", "--attention-mask", "--fp8-format", "--fp8-recipe", "--use-pytorch-profiler"}
-    others |= {"--save-retain-interval"}
-    others |= {"--plan-time-budget", "--plan-review-iters", "--replan"}  # in test_plan_auto.py
+    others = {"--colocate-units", "--attention-mask", "--fp8-format", "--use-pytorch-profiler"}
     others |= {f"--profile-{name}" for name in ("step-start", "step-end", "ranks")}
     others |= {f"--wandb-{name}" for name in ("exp-name", "entity", "save-dir")}
     assert {shown_flag(row.name) for row in IGNORED_FLAGS} - tried == others
@@ -139,13 +125,13 @@ def test_every_row_of_the_table_names_fields_that_exist() -> None:
         "--seed 0 --clip-grad 0 --weight-decay 0 --num-workers 0 --adam-beta1 0",
     ],
 )
-def test_the_same_flags_where_they_have_an_effect(parse: Parse, line: str) -> None:
+def test_the_same_flags_where_they_have_an_effect(parse_on_base: Parse, line: str) -> None:
     fields = {flag[2:].removeprefix("no-").replace("-", "_") for flag in line.split() if flag.startswith("--")}
-    assert parse(line).given >= fields
+    assert parse_on_base(line).given >= fields
 
 
-def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Parse) -> None:
-    assert parse("--sequence-parallel --llm-tp 2", world_size=3).parallelism.sequence_parallel
+def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_base: Parse) -> None:
+    assert parse_on_base("--sequence-parallel --llm-tp 2", world_size=3).parallelism.sequence_parallel
 
 
 @pytest.mark.parametrize(
@@ -207,101 +193,128 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse: Pars
         ),
         ("--save-adapter out", "--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out"),
         ("--freeze vision llm --freeze-projector vision", "every unit is frozen, so nothing would be trained"),
+        ("--plan auto --schedule gpipe", "--schedule and --plan auto exclude each other: the plan comes with what suits it"),
+        ("--plan auto --balance auto", "--balance and --plan auto exclude each other"),
+        ("--plan auto --sequence-parallel", "--sequence-parallel and --plan auto exclude each other"),
+        ("--plan auto --tokens-per-microbatch 64", "--tokens-per-microbatch and --plan auto exclude each other"),
+        ("--plan auto --colocate-units", "--plan and --colocate-units exclude each other"),
+        ("--plan auto --vision-micro-batch-size 2", "--vision-micro-batch-size and --plan auto exclude each other: encoders are"),
+        ("--plan auto --num-layers-per-virtual-pipeline-stage 2", "and --plan auto exclude each other: virtual stages are"),
+        ("--plan auto --elastic", "--elastic goes by templates for every number of nodes, which --plan auto does not plan"),
+        ("--plan auto --replan --plan-review-iters 0", "a plan that a review finds, and --plan-review-iters 0 has none"),
+        ("--distributed-timeout-minutes 1e30", "--distributed-timeout-minutes must be at most 30000, found 1e+30"),
+        ("--global-batch-size 1000000000", "--global-batch-size must be at most 131072, found 1000000000"),
+        (f"--train-iters {NINES}", "--train-iters must be at most 1000000000"),
+        ("--num-workers 100000", "--num-workers must be at most 256"),
+        ("--make-vocab-size-divisible-by 1000000000", "--make-vocab-size-divisible-by must be at most 65536"),
+        (f"--eval-iters {NINES}", "--eval-iters must be at most 1000000000"),
+        (f"--seq-length {NINES}", "--seq-length must be at most 1000000000"),
+        (f"--digits-samples {NINES}", "--digits-samples must be at most 1000000000"),
+        (f"--micro-batch-size {NINES}", "is larger than --global-batch-size 8"),
+        ("--exit-duration-in-mins 1e300", "--exit-duration-in-mins must be at most 1000000000"),
+        (f"--seed {NINES}", "--seed must be at most 4294967295"),
+        (
+            "--global-batch-size 100000",
+            "--global-batch-size 100000 gives a replica of the LLM 100000 microbatches of --micro-batch-size 1 in one step, and "
+            "no schedule is made of more than 16384; lower the former, raise the latter or --llm-data-parallel-size",
+        ),
     ],
 )
-def test_combinations_that_cannot_run(parse: Parse, line: str, message: str) -> None:
+def test_combinations_that_cannot_run(parse_on_base: Parse, line: str, message: str) -> None:
     with pytest.raises(ConfigError) as problem:
-        parse(line)
+        parse_on_base(line)
     assert message in str(problem.value)
 
 
-def test_transformer_engine_must_be_installed(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transformer_engine_must_be_installed(parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Transformer Engine is not installed"):
-        parse("--transformer-impl transformer_engine")
+        parse_on_base("--transformer-impl transformer_engine")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: False)
     with pytest.raises(ConfigError, match="transformer_engine needs a CUDA device; use --transformer-impl local on a CPU"):
-        parse("--transformer-impl transformer_engine")
+        parse_on_base("--transformer-impl transformer_engine")
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has no float64"):
-        parse("--transformer-impl transformer_engine --dtype float64")
+        parse_on_base("--transformer-impl transformer_engine --dtype float64")
     for line in ("", "--lora-rank 8"):
-        assert parse(f"--transformer-impl transformer_engine --bf16 {line}").model.transformer_impl == "transformer_engine"
+        assert (
+            parse_on_base(f"--transformer-impl transformer_engine --bf16 {line}").model.transformer_impl == "transformer_engine"
+        )
     with pytest.raises(
         ConfigError, match=r"has adapters \(LoRA\), .* and those have no --fp8-format e4m3; leave one of the two out"
     ):
-        parse("--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --lora-rank 8")
+        parse_on_base("--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --lora-rank 8")
 
 
-def test_attention_backends_must_fit_mask_device_and_precision(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_backends_must_fit_mask_device_and_precision(parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="sequences cannot evaluate --attention-mask embedded; use --attention-backend blocks"):
-        parse("--attention-backend sequences --attention-mask embedded")
+        parse_on_base("--attention-backend sequences --attention-mask embedded")
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     for name in ("flex", "triton"):
         with pytest.raises(ConfigError, match=f"--attention-backend {name} needs a CUDA device"):
-            parse(f"--attention-backend {name}")
+            parse_on_base(f"--attention-backend {name}")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="Triton is not installed"):
-        parse("--attention-backend triton")
+        parse_on_base("--attention-backend triton")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="triton has no float64"):
-        parse("--attention-backend triton --dtype float64")
-    assert parse("--attention-backend triton --attention-mask embedded --bf16").model.attention_mask == "embedded"
+        parse_on_base("--attention-backend triton --dtype float64")
+    assert parse_on_base("--attention-backend triton --attention-mask embedded --bf16").model.attention_mask == "embedded"
 
 
-def test_context_parallelism_needs_ranks_to_share_blocks(parse: Parse) -> None:
+def test_context_parallelism_needs_ranks_to_share_blocks(parse_on_base: Parse) -> None:
     for line in ("--context-parallel-distribution ring", "--context-parallel-block-size 64"):
         with pytest.raises(ConfigError, match=f"{line.split()[0]} would be ignored: every unit's context parallel size is 1"):
-            parse(line)
+            parse_on_base(line)
     flags = "--context-parallel-size 2 --vision-cp 2 --context-parallel-distribution ring --context-parallel-block-size 64"
-    found = parse(flags, world_size=4)
+    found = parse_on_base(flags, world_size=4)
     assert found.parallelism.units["language"].context_parallel_size == 2
     assert found.parallelism.context_parallel_distribution == "ring"
 
 
-def test_tensor_parallel_overlap_needs_ranks_and_braid_s_layers(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert parse("--llm-tp 2", world_size=3).parallelism.num_overlapped_parts == 1
-    assert parse("--llm-tp 2 --tp-comm-overlap", world_size=3).parallelism.num_overlapped_parts == 4
+def test_tensor_parallel_overlap_needs_ranks_and_braid_s_layers(parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_on_base("--llm-tp 2", world_size=3).parallelism.num_overlapped_parts == 1
+    assert parse_on_base("--llm-tp 2 --tp-comm-overlap", world_size=3).parallelism.num_overlapped_parts == 4
     line = "--llm-tp 2 --tp-comm-overlap --tp-comm-overlap-parts"
-    assert parse(f"{line} 3", world_size=3).parallelism.num_overlapped_parts == 3
+    assert parse_on_base(f"{line} 3", world_size=3).parallelism.num_overlapped_parts == 3
     with pytest.raises(ConfigError, match="--tp-comm-overlap-parts must be at least 2, found 1"):
-        parse(f"{line} 1", world_size=3)
+        parse_on_base(f"{line} 1", world_size=3)
     with pytest.raises(ConfigError, match="with or without --tp-comm-overlap; leave one of them out"):
-        parse("--llm-tp 2 --tp-comm-overlap --emulate costs.yaml", world_size=3)
+        parse_on_base("--llm-tp 2 --tp-comm-overlap --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="layers have an overlap of their own, in user buffers that Braid does not set up"):
-        parse("--llm-tp 2 --tp-comm-overlap --transformer-impl transformer_engine", world_size=3)
+        parse_on_base("--llm-tp 2 --tp-comm-overlap --transformer-impl transformer_engine", world_size=3)
 
 
-def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_weights_need_ranks_that_hold_the_same_ones(parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     flag = "--data-parallel-sharding-strategy optim_grads_params"
     with pytest.raises(ConfigError, match="would be ignored: no two ranks hold the same weights; raise a unit's data parallel"):
-        parse(flag)
+        parse_on_base(flag)
     for sizes, world_size in (("--vision-dp 2", 3), ("--llm-cp 2", 3)):
-        assert parse(f"{flag} {sizes}", world_size=world_size).parallelism.shards_weights
+        assert parse_on_base(f"{flag} {sizes}", world_size=world_size).parallelism.shards_weights
     for name in ("gather-parameters", "reduce-by-layer"):
         with pytest.raises(
             ConfigError, match="once a step, but --data-parallel-sharding-strategy optim_grads_params does whenever"
         ):
-            parse(f"{flag} --vision-dp 2 --schedule-passes split-backward,{name}", world_size=3)
+            parse_on_base(f"{flag} --vision-dp 2 --schedule-passes split-backward,{name}", world_size=3)
     with pytest.raises(ConfigError, match="--emulate has no weights to gather"):
-        parse(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
+        parse_on_base(f"{flag} --vision-dp 2 --emulate costs.yaml", world_size=3)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     engine = f"{flag} --vision-dp 2 --transformer-impl transformer_engine"
-    assert parse(engine, world_size=3).parallelism.shards_weights
+    assert parse_on_base(engine, world_size=3).parallelism.shards_weights
     with pytest.raises(ConfigError, match="takes a layer's weights away between its forward and its backward"):
-        parse(f"{engine} --fp8-format e4m3", world_size=3)
+        parse_on_base(f"{engine} --fp8-format e4m3", world_size=3)
 
 
 def test_context_parallelism_needs_a_backend_and_whole_windows(
-    tmp_path: Path, parse: Parse, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ConfigError, match="whole sequences, which unit 'language' spreads over 2 ranks; use --attention-backend"):
-        parse("--llm-cp 2 --attention-backend sequences", world_size=3)
+        parse_on_base("--llm-cp 2 --attention-backend sequences", world_size=3)
     image = {"image": {"patch_size": 4, "in_channels": 1, "merge_size": 3}}
     model = yaml.safe_dump({"units": {**UNITS, "vision": {**UNITS["vision"], **image}}}, sort_keys=False)
     (tmp_path / "merging.yaml").write_text(model)
@@ -311,45 +324,28 @@ def test_context_parallelism_needs_a_backend_and_whole_windows(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(ConfigError, match="block-size 48 is no size for --attention-backend triton; choose a power of two"):
-        parse("--llm-cp 2 --attention-backend triton --context-parallel-block-size 48", world_size=3)
+        parse_on_base("--llm-cp 2 --attention-backend triton --context-parallel-block-size 48", world_size=3)
     assert parse_arguments([*flags, "--context-parallel-block-size", "144"], environ={"WORLD_SIZE": "3"}).parallelism.units
 
 
-def test_a_mask_for_items_needs_an_encoder(tmp_path: Path) -> None:
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"language": UNITS["language"]}}))
-    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
-    with pytest.raises(ConfigError, match="--attention-mask would be ignored: the model has one unit"):
-        parse_arguments(
-            ["--model", str(tmp_path / "model.yaml"), *base, "--attention-mask", "embedded"], environ={"WORLD_SIZE": "1"}
-        )
-
-
-def test_a_plan_excludes_colocation(tmp_path: Path) -> None:
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": UNITS}, sort_keys=False))
-    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
-    with pytest.raises(ConfigError, match="--plan and --colocate-units exclude each other"):
-        parse_arguments(["--model", str(tmp_path / "model.yaml"), *base, "--plan", "p.yaml", "--colocate-units"], environ={})
-
-
-def test_one_unit_has_nobody_to_share_ranks_with(tmp_path: Path) -> None:
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"llm": UNITS["language"]}}))
-    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
-    with pytest.raises(ConfigError, match="--colocate-units would be ignored: the model has one unit"):
-        parse_arguments(["--model", str(tmp_path / "model.yaml"), *base, "--colocate-units"], environ={})
+ONE_UNIT = {"llm": BACKBONE}
+NO_ENCODER = {"llm": BACKBONE, "painter": {**ENCODER, "role": "generator", "image": {"patch_size": 4}}}  # it takes no images
+OF_ENCODERS = r"would be ignored: it .*, and the model has no encoder; leave it out"
 
 
 @pytest.mark.parametrize(
-    "line", ["--attention-mask embedded", "--balance orchmllm --balance-granularity sample", "--eval-iters 1 --eval-blank-images"]
+    ("units", "line", "message"),
+    [
+        (ONE_UNIT, "--attention-mask embedded", "--attention-mask would be ignored: the model has one unit"),
+        (ONE_UNIT, "--colocate-units", "--colocate-units would be ignored: the model has one unit"),
+        (NO_ENCODER, "--llm-dp 1 --attention-mask embedded", OF_ENCODERS),
+        (NO_ENCODER, "--llm-dp 1 --balance orchmllm --balance-granularity sample", OF_ENCODERS),
+        (NO_ENCODER, "--llm-dp 1 --eval-iters 1 --eval-blank-images", OF_ENCODERS),
+    ],
 )
-def test_what_is_about_encoders_needs_one(tmp_path: Path, line: str) -> None:
-    """A generator alone makes images, and takes none."""
-    units = {"llm": UNITS["language"], "painter": {**UNITS["vision"], "role": "generator", "image": {"patch_size": 4}}}
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
-    base = [part for pair in BASE.items() if pair[0] != "--vision-dp" for part in pair]
-    with pytest.raises(ConfigError, match=r"would be ignored: it .*, and the model has no encoder; leave it out"):
-        parse_arguments(
-            ["--model", str(tmp_path / "model.yaml"), *base, "--llm-dp", "1", *line.split()], environ={"WORLD_SIZE": "2"}
-        )
+def test_what_needs_other_units(parse_on_base: Parse, units: dict[str, Any], line: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_on_base(line, units=units, world_size=len(units))
 
 
 @pytest.mark.parametrize(
@@ -363,55 +359,79 @@ def test_what_is_about_encoders_needs_one(tmp_path: Path, line: str) -> None:
         ("sound=padded", "--unit-costs sound: the model has no such unit; its units are vision, language"),
     ],
 )
-def test_costs_of_units_are_checked_at_the_start(parse: Parse, words: str, message: str) -> None:
+def test_costs_of_units_are_checked_at_the_start(parse_on_base: Parse, words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        parse(f"--balance orchmllm --unit-costs {words}")
-    config = parse("--balance orchmllm --unit-costs vision=padded-attention:0.5 language=linear")
+        parse_on_base(f"--balance orchmllm --unit-costs {words}")
+    config = parse_on_base("--balance orchmllm --unit-costs vision=padded-attention:0.5 language=linear")
     assert config.training.declared_costs == {
         "vision": UnitCost(CostForm.PADDED_ATTENTION, 0.5),
         "language": UnitCost(CostForm.LINEAR),
     }
 
 
-def test_one_encoder_has_no_other_to_be_merged_with(parse: Parse) -> None:
-    with pytest.raises(ConfigError, match="--merge-encoders would be ignored: 'vision' is the only encoder"):
-        parse("--balance entrain --merge-encoders")
-
-
-def test_a_predicted_number_of_microbatches_goes_by_durations(parse: Parse) -> None:
+def test_a_predicted_number_of_microbatches_goes_by_durations(parse_on_base: Parse) -> None:
     cluster = Path("examples/clusters/cpu.yaml").resolve()
-    assert parse(f"--balance entrain --balance-num-microbatches predicted --cluster {cluster}").training.cluster == cluster
+    assert (
+        parse_on_base(f"--balance entrain --balance-num-microbatches predicted --cluster {cluster}").training.cluster == cluster
+    )
     with pytest.raises(ConfigError, match="--cluster would be ignored"):
-        parse(f"--balance entrain --balance-num-microbatches effective --cluster {cluster}")
+        parse_on_base(f"--balance entrain --balance-num-microbatches effective --cluster {cluster}")
 
 
-def test_every_replica_needs_a_sample(parse: Parse) -> None:
+def test_as_many_microbatches_as_a_schedule_may_have_are_taken(parse_on_base: Parse) -> None:
+    config = parse_on_base("--global-batch-size 100000 --micro-batch-size 8")
+    assert config.training.global_batch_size == 100000
+
+
+@pytest.mark.parametrize("size", ["tp", "pp", "cp", "dp"])
+def test_a_size_beyond_the_processes_is_refused_before_anything_is_built(parse_on_base: Parse, size: str) -> None:
+    with pytest.raises((PlanError, ConfigError)):
+        parse_on_base(f"--llm-{size} {'9' * 12}")
+
+
+HARMLESS_WHEN_LARGE = {
+    # intervals: what is never due
+    *("exit_interval", "eval_interval", "save_interval", "log_interval", "timeline_interval", "keep_last_checkpoints"),
+    "save_retain_interval",
+    # bounded by rules about two flags: warm-up and decay, microbatch and global batch
+    *("lr_decay_iters", "lr_warmup_iters", "lr_wsd_decay_iters", "micro_batch_size"),
+    "max_image_pixels",  # itself a bound
+    "profile_ranks",  # names, not counts
+}
+
+
+def test_every_count_has_an_upper_bound() -> None:
+    """No number that is a typing error takes memory or time."""
+    assert {flag.name for flag in all_flags() if flag.parse is whole_number and flag.maximum is None} == HARMLESS_WHEN_LARGE
+
+
+def test_every_replica_needs_a_sample(parse_on_base: Parse) -> None:
     with pytest.raises(
         ConfigError, match=r"--global-batch-size 2 leaves some of the 3 replicas of unit 'language' without a sample"
     ):
-        parse("--global-batch-size 2", world_size=4)
-    assert parse("--global-batch-size 3", world_size=4).training.global_batch_size == 3
+        parse_on_base("--global-batch-size 2", world_size=4)
+    assert parse_on_base("--global-batch-size 3", world_size=4).training.global_batch_size == 3
 
 
 @pytest.mark.parametrize(("world_size", "line"), [(4, "--llm-pp 2"), (3, "--vision-dp 3")])
-def test_sizes_that_do_not_fit_the_processes(parse: Parse, world_size: int, line: str) -> None:
+def test_sizes_that_do_not_fit_the_processes(parse_on_base: Parse, world_size: int, line: str) -> None:
     with pytest.raises(PlanError, match=f"of {world_size} processes"):
-        parse(line, world_size=world_size)
+        parse_on_base(line, world_size=world_size)
 
 
-def test_freezing_marks_modules_and_projectors(parse: Parse) -> None:
-    config = parse("--freeze llm --freeze-projector vision")
+def test_freezing_marks_modules_and_projectors(parse_on_base: Parse) -> None:
+    config = parse_on_base("--freeze llm --freeze-projector vision")
     graph = ModelGraph.from_file(config.model.model)
     graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
     assert (graph.unit("vision").freeze_module, graph.unit("vision").freeze_projector) == (False, True)
     assert graph.unit("language").freeze_module
 
 
-def test_adapters_are_added_to_what_the_patterns_match(parse: Parse) -> None:
+def test_adapters_are_added_to_what_the_patterns_match(parse_on_base: Parse) -> None:
     graph = ModelGraph.from_dict({"units": UNITS})
 
     def adapted(line: str) -> dict[str, tuple[str, ...]]:
-        found = choose_trained(graph, parse(line).model)
+        found = choose_trained(graph, parse_on_base(line).model)
         return {unit.name: unit.lora.targets for unit in found.units if unit.lora is not None}
 
     inside = tuple(f"transformer.{name}" for name in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"))
@@ -427,8 +447,8 @@ def test_adapters_are_added_to_what_the_patterns_match(parse: Parse) -> None:
     }
 
 
-def test_what_the_model_file_freezes_stays_frozen(parse: Parse) -> None:
-    config = parse("--freeze-projector vision")
+def test_what_the_model_file_freezes_stays_frozen(parse_on_base: Parse) -> None:
+    config = parse_on_base("--freeze-projector vision")
     frozen = ModelGraph.from_dict({"units": {**UNITS, "vision": {**UNITS["vision"], "freeze_module": True}}})
     graph = freeze_units(frozen, modules=config.model.freeze, projectors=config.model.freeze_projector)
     assert graph.unit("vision").freeze_module
@@ -436,7 +456,7 @@ def test_what_the_model_file_freezes_stays_frozen(parse: Parse) -> None:
     assert not graph.unit("language").freeze_module
 
 
-def test_every_error_is_a_braid_error(parse: Parse) -> None:
+def test_every_error_is_a_braid_error(parse_on_base: Parse) -> None:
     for line in ("--lr x", "--vision-tp 3 --llm-dp 1", "--freeze x"):
         with pytest.raises(BraidError):
-            parse(line)
+            parse_on_base(line)

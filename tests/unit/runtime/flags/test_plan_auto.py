@@ -1,13 +1,11 @@
-"""`--plan auto` among the other flags: what it keeps, what it overrules, and what it excludes."""
+"""`--plan auto` among the other flags: what it keeps and what it overrules."""
 
 from pathlib import Path
 
-import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
-from multimodal.values.errors import ConfigError
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
 UNITS = {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}
@@ -33,28 +31,3 @@ def test_on_the_command_line_it_overrules_a_file(tmp_path: Path) -> None:
     config = parse(tmp_path, "--plan auto --llm-tp 2", **in_file)
     assert {"llm.tensor_parallel_size", "recompute_granularity"} <= config.given
     assert not config.given & {"balance", "schedule", "vision.data_parallel_size", "micro_batch_size"}
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--schedule gpipe", "--schedule and --plan auto exclude each other: the plan comes with what suits it"),
-        ("--balance auto", "--balance and --plan auto exclude each other"),
-        ("--sequence-parallel", "--sequence-parallel and --plan auto exclude each other"),
-        ("--tokens-per-microbatch 64", "--tokens-per-microbatch and --plan auto exclude each other"),
-        ("--plan auto --colocate-units", "--plan and --colocate-units exclude each other"),
-        ("--vision-micro-batch-size 2", "--vision-micro-batch-size and --plan auto exclude each other: encoders are planned to"),
-        ("--num-layers-per-virtual-pipeline-stage 2", "and --plan auto exclude each other: virtual stages are planned by number"),
-        ("--elastic", "--elastic goes by templates for every number of nodes, which --plan auto does not plan"),
-        ("--replan --plan-review-iters 0", "--replan takes a plan that a review finds, and --plan-review-iters 0 has none"),
-    ],
-)
-def test_what_it_excludes(tmp_path: Path, line: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(tmp_path, line, plan="auto")
-
-
-@pytest.mark.parametrize("line", ["--replan", "--plan-review-iters 5", "--plan-time-budget 5"])
-def test_its_own_flags_mean_nothing_without_it(tmp_path: Path, line: str) -> None:
-    with pytest.raises(ConfigError, match=f"{line.split()[0]} would be ignored: the plan is given; use --plan auto"):
-        parse(tmp_path, f"{line} --vision-dp 2")

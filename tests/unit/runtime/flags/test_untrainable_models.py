@@ -1,24 +1,15 @@
 """Models that can be planned but not trained are refused before anything starts."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.values.errors import ConfigError, ModelError
+from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER, Parse
 
-SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
-UNITS = {"audio": {"role": "encoder", **SHAPE, "audio": {}}, "language": {"role": "backbone", **SHAPE}}
-
-
-def parse(units: dict[str, Any], folder: Path, *more: str) -> None:
-    (folder / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
-    flags = ["--model", str(folder / "model.yaml"), "--data-path", "digits", "--lr", "1e-3", "--train-iters", "10"]
-    parse_arguments([*flags, "--global-batch-size", "8", *more], environ={"WORLD_SIZE": "2"})
+AUDIO = {"audio": {**ENCODER, "audio": {}}, "language": BACKBONE}
 
 
 @pytest.mark.parametrize(
@@ -31,9 +22,9 @@ def parse(units: dict[str, Any], folder: Path, *more: str) -> None:
         ),
     ],
 )
-def test_other_audio_than_whispers_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_other_audio_than_whispers_is_refused(changes: dict[str, Any], message: str, parse_on_base: Parse) -> None:
     with pytest.raises(ModelError, match=message):
-        parse({**UNITS, "audio": {**UNITS["audio"], **changes}}, tmp_path)
+        parse_on_base(units={**AUDIO, "audio": {**AUDIO["audio"], **changes}})
 
 
 @pytest.mark.parametrize(
@@ -43,11 +34,11 @@ def test_other_audio_than_whispers_is_refused(changes: dict[str, Any], message: 
         ({"rotary_dynamic_scaling": [2.0, 64]}, r"--seq-length 65 is beyond the 64 tokens from which on"),
     ],
 )
-def test_longer_sequences_than_can_be_computed_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    units = {"language": {**UNITS["language"], **changes}}
-    parse(units, tmp_path, "--seq-length", "64")
+def test_longer_sequences_than_can_be_computed_are_refused(changes: dict[str, Any], message: str, parse_on_base: Parse) -> None:
+    units = {"language": {**BACKBONE, **changes}}
+    parse_on_base("--seq-length 64", units=units)
     with pytest.raises(ConfigError, match=message):
-        parse(units, tmp_path, "--seq-length", "65")
+        parse_on_base("--seq-length 65", units=units)
 
 
 class CountedLayer(TransformerLayer):
@@ -56,9 +47,9 @@ class CountedLayer(TransformerLayer):
     can_be_built = False
 
 
-def test_a_layer_that_nobody_builds_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_nobody_builds_is_refused(parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(LAYER_KINDS, "counted", CountedLayer)
-    language = {**UNITS["language"], "layers": ["token_embedding", "transformer", "counted", "head"]}
+    language = {**BACKBONE, "num_layers": 2, "layers": ["token_embedding", "transformer", "counted", "head"]}
     found = r"unit 'language', layers\[2\]: 'counted' can be planned and simulated but not trained yet"
     with pytest.raises(ModelError, match=found):
-        parse({"vision": {"role": "encoder", **SHAPE}, "language": language}, tmp_path)
+        parse_on_base(units={"vision": ENCODER, "language": language})

@@ -1,0 +1,36 @@
+"""One run of the flags' parser, for all tables of lines and messages."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import pytest
+import yaml
+
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.configuration import RunConfig
+
+SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+ENCODER, BACKBONE = {"role": "encoder", **SHAPE}, {"role": "backbone", **SHAPE}
+UNITS = {"vision": ENCODER, "language": BACKBONE}
+BASE = {"--data-path": "digits", "--lr": "1e-3", "--train-iters": "10", "--global-batch-size": "8", "--vision-dp": "1"}
+
+
+class Parse(Protocol):
+    """The fixture's type."""
+
+    def __call__(self, line: str = "", *, world_size: int = 2, units: Mapping[str, Any] = UNITS) -> RunConfig: ...
+
+
+@pytest.fixture
+def parse_on_base(tmp_path: Path) -> Parse:
+    """Parse a line of flags on top of a base that is right; a flag of the line takes the place of the base's."""
+
+    def run(line: str = "", *, world_size: int = 2, units: Mapping[str, Any] = UNITS) -> RunConfig:
+        (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": dict(units)}, sort_keys=False))
+        given = line.split()
+        base = [pair for pair in BASE.items() if pair[0] not in given and (pair[0] != "--vision-dp" or "vision" in units)]
+        flags = ["--model", str(tmp_path / "model.yaml"), *(part for pair in base for part in pair), *given]
+        return parse_arguments(flags, environ={"WORLD_SIZE": str(world_size)})
+
+    return run
