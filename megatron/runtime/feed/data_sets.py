@@ -96,6 +96,15 @@ def _manifest(
     )
     texts = text_settings(config)
     producers = _find_producers(path, config, graph, texts=texts, options=options)
+
+    def say_where(place: Path | None) -> None:
+        if place is None:
+            logger.info(
+                "%s: indexed; the index cannot be kept beside it, so each run makes it again (--data-cache-path DIR)", path
+            )
+        else:
+            logger.info("%s: indexed into %s (elsewhere: --data-cache-path DIR; it may be removed)", path, place)
+
     source = ManifestSource(
         path,
         graph=graph,
@@ -104,7 +113,7 @@ def _manifest(
         chat=chat,
         decoder=producers,
         indexing=producers,
-        cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=partial(_say_where, path)),
+        cache=IndexCache(texts.identity, chosen=config.data.data_cache_path, report=say_where),
         watch=partial(watch_indexing, path=path),
     )
     for reason, count in source.skipped.items():
@@ -112,13 +121,6 @@ def _manifest(
     if source.num_cut:
         logger.info("%s: cut %d samples to %d tokens (--seq-length)", path, source.num_cut, config.data.seq_length)
     return source
-
-
-def _say_where(path: str, place: Path | None) -> None:
-    if place is None:
-        logger.info("%s: indexed; the index cannot be kept beside it, so each run makes it again (--data-cache-path DIR)", path)
-    else:
-        logger.info("%s: indexed into %s (elsewhere: --data-cache-path DIR; it may be removed)", path, place)
 
 
 def _find_producers(

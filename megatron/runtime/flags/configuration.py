@@ -1,8 +1,8 @@
 """The configuration of a run: one frozen dataclass per group of flags; each field's docstring is the flag's help.
 
 A field `eval_iters` is the flag `--eval-iters`; a boolean that is on by default is the flag that turns it off (`load_optim` is
-`--no-load-optim`). `flag_rules.py`, `device_rules.py` and `ignored_flags.py` define which flags go together, and
-`cross_checks.py` checks it.
+`--no-load-optim`), whose help is in `off`. `flag_rules.py`, `device_rules.py` and `ignored_flags.py` define which flags go
+together, and `cross_checks.py` checks it.
 """
 
 from collections.abc import Mapping
@@ -56,10 +56,18 @@ class ModelConfig:
     attention_backend: Literal["auto", "sequences", "flash", "blocks", "flex", "triton", "dense"] = "auto"
     """Implementation of attention; flash, flex and triton need CUDA, dense is for checks; auto takes, of those that run here, the
     fastest of flash and sequences, or for items and context parallelism of triton, flex and blocks."""
-    gradient_accumulation_fusion: bool = True
-    """Add weight gradients to float32 buffers after their product, not in it, even where Apex or Transformer Engine can."""
-    kernel_fusion: bool = True
-    """Compute SwiGLU and rotary positions step by step on CUDA, not in one kernel each."""
+    gradient_accumulation_fusion: bool = field(
+        default=True,
+        metadata={
+            "off": "Add weight gradients to float32 buffers after their product, not in it, even where Apex or Transformer "
+            "Engine can."
+        },
+    )
+    """Add weight gradients to float32 buffers in their product, where Apex or Transformer Engine can."""
+    kernel_fusion: bool = field(
+        default=True, metadata={"off": "Compute SwiGLU and rotary positions step by step on CUDA, not in one kernel each."}
+    )
+    """Compute SwiGLU and rotary positions in one kernel each on CUDA."""
     attention_mask: Literal["causal", "prefix", "embedded", "modality"] = "causal"
     """The LLM's mask of items: causal like text; all up to the last item in both directions, images first (prefix); or, anywhere
     in the text, each item in both directions (embedded), or all items of an encoder in a sample (modality)."""
@@ -346,10 +354,10 @@ class CheckpointConfig:
     """Copy the state to host memory, and write checkpoints from there while training goes on."""
     load: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder whose newest complete checkpoint is resumed, under any plan."""
-    load_optim: bool = True
-    """Start with a fresh optimizer."""
-    load_rng: bool = True
-    """Start with fresh random generators."""
+    load_optim: bool = field(default=True, metadata={"off": "Start with a fresh optimizer."})
+    """Resume the optimizer's state, too."""
+    load_rng: bool = field(default=True, metadata={"off": "Start with fresh random generators."})
+    """Resume the state of random generators, too."""
     new_phase: bool = False
     """Resume --load with another global batch size, data, frozen units or learning rate schedule: each data set goes on where
     it was left, and the learning rate begins its schedule anew if that or what is trained changes. No effect without a change."""
@@ -412,8 +420,8 @@ class LoggingConfig:
     """--wandb-project: user or team that the project belongs to."""
     wandb_save_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """--wandb-project: folder for its files; by default wandb's own."""
-    progress_bar: bool = True
-    """Print plain lines instead of a progress bar."""
+    progress_bar: bool = field(default=True, metadata={"off": "Print plain lines instead of a progress bar."})
+    """Show a progress bar on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -175,7 +175,7 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str, group: str) -> Fie
     shared: dict[str, Any] = {
         "name": field.name,
         "group": group,
-        "help": help_text,
+        "help": metadata.get("off", help_text),
         "is_required": field.default is MISSING and field.default_factory is MISSING,
         "default": None if field.default is MISSING else field.default,
         "shorthand": metadata.get("shorthand"),

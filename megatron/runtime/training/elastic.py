@@ -29,7 +29,7 @@ from megatron.runtime.state.held_tensors import HeldTensor
 from megatron.runtime.training.describe_run import describe_end, describe_run
 from megatron.runtime.training.loop import Progress, build_reporter, train_on
 from megatron.runtime.training.resumption import claim_folder, release, resume
-from megatron.runtime.training.run import Run, build_run, prepare_alone
+from megatron.runtime.training.run import Run, build_run, open_inputs, prepare_plan
 from megatron.runtime.training.trainer import Outcome
 from multimodal.cost.step_memory import optimizer_bytes
 from multimodal.plan.planners.templates.plan_nodes import NodesPlan, plan_nodes
@@ -61,7 +61,7 @@ class ElasticRun:
         timeout = timedelta(minutes=config.training.distributed_timeout_minutes)
         watch = RankWatch(meeting, ending=ending, timeout_seconds=timeout.total_seconds())
         self._world = World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
-        self._prepared = prepare_alone(config, self._world)
+        self._prepared = prepare_plan(config, self._world, open_inputs(config, self._world))
         self._templates = read_templates(config, self._prepared.options.graph)
         self._compare(self._prepared.start_values)
         gc.collect()

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
+from megatron.runtime import platform
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
@@ -133,11 +134,6 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     return run
 
 
-def prepare_alone(config: RunConfig, world: World) -> Prepared:
-    """Do everything that needs no other rank, except that ranks write files in turn."""
-    return prepare_plan(config, world, open_inputs(config, world))
-
-
 def open_inputs(config: RunConfig, world: World) -> Inputs:
     """Check the output folders, and open the model and the data."""
     if config.checkpoint.save:
@@ -146,7 +142,11 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
         check_places(config.logging)
     check_kernels(is_allowed=config.training.allow_python_kernels)
     graph = choose_trained(read_model(config.model.model), config.model)
-    _check_units(graph)
+    if blind := [unit.name for unit in graph.generators if unit.image is None]:
+        raise ModelError(
+            f"unit '{blind[0]}' has the role generator, but the model does not say what it makes; give it an 'image' with "
+            "patch_size and in_channels, as an encoder has"
+        )
     if (config.checkpoint.save_hf or config.checkpoint.save_adapter) and world.rank == 0:
         like = find_folder_to_follow(config.model.model, load_hf=config.checkpoint.load_hf)
         if config.checkpoint.save_hf:
@@ -257,44 +257,27 @@ def _session_options(
 
 def _build_options(config: RunConfig) -> BuildOptions:
     passes = passes_named(config.training.schedule_passes)
-    is_engine, splits = config.model.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
+    has_cuda, settings = torch.cuda.is_available(), config.model
+    is_engine, splits = settings.transformer_impl == "transformer_engine", any(row.splits_backwards for row in passes)
     return BuildOptions(
         Precision(getattr(torch, config.training.dtype)),
         sequence_parallel=config.parallelism.sequence_parallel,
-        transformer_impl=config.model.transformer_impl,
+        transformer_impl=settings.transformer_impl,
         recompute=config.training.recompute_granularity,
-        fuses_kernels=config.model.kernel_fusion and torch.cuda.is_available(),
-        accumulates_in_products=_accumulates_in_products(config),
+        fuses_kernels=settings.kernel_fusion and has_cuda,
+        # ZeRO-3's sharded weights have no float32 buffers to add to.
+        accumulates_in_products=settings.gradient_accumulation_fusion
+        and not config.parallelism.shards_weights
+        and has_cuda
+        and config.training.dtype == "bfloat16",
         delays_weight_gradients=is_engine and (BUILDERS[config.training.schedule].splits_backwards or splits),
-        fp8_format=config.model.fp8_format,
-        fp8_recipe=config.model.fp8_recipe,
-        num_multiprocessors=_num_multiprocessors(),
-        attention_backend=config.model.attention_backend,
-        attention_mask=MaskMode(config.model.attention_mask),
+        fp8_format=settings.fp8_format,
+        fp8_recipe=settings.fp8_recipe,
+        num_multiprocessors=torch.cuda.get_device_properties(platform.device()).multi_processor_count if has_cuda else 0,
+        attention_backend=settings.attention_backend,
+        attention_mask=MaskMode(settings.attention_mask),
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
     )
-
-
-def _accumulates_in_products(config: RunConfig) -> bool:
-    """Return True if products add weight gradients to float32 buffers, which ZeRO-3's sharded weights do not have."""
-    is_wanted = config.model.gradient_accumulation_fusion and not config.parallelism.shards_weights
-    return is_wanted and torch.cuda.is_available() and config.training.dtype == "bfloat16"
-
-
-def _num_multiprocessors() -> int:
-    if not torch.cuda.is_available():
-        return 0
-    count: int = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    return count
-
-
-def _check_units(graph: ModelGraph) -> None:
-    """Raise an error for a generator without an image, which can be simulated but has no target to train on."""
-    if blind := [unit.name for unit in graph.generators if unit.image is None]:
-        raise ModelError(
-            f"unit '{blind[0]}' has the role generator, but the model does not say what it makes; give it an 'image' with "
-            "patch_size and in_channels, as an encoder has"
-        )
 
 
 def _check_writable(folder: Path) -> None:
