@@ -202,7 +202,7 @@ def _cold_seconds_of(run: Callable[[], None]) -> float:
     return seconds_of(run)
 
 
-def seconds_of(run: Callable[[], None]) -> float:
+def seconds_of(run: Callable[[], object]) -> float:
     """Time a call: until the device has finished it or, if one core computes alone, by that core's own time."""
     _synchronize()
     start = _clock()
