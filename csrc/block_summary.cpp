@@ -170,6 +170,12 @@ class StepsOfRow {
     std::vector<std::size_t> ascents_;  // where each run's steps begin
 };
 
+// The sum of min(i, num_queries) for i below `stop`.
+std::int64_t count_attended(std::int64_t stop, std::int64_t num_queries) {
+    const std::int64_t rising = std::min(stop, num_queries + 1);
+    return rising * (rising - 1) / 2 + (stop - rising) * num_queries;
+}
+
 // Adds what tokens begin .. end - 1 of a run see; returns the number of visible pairs.
 std::int64_t see_from_run(const MaskRuns& runs, std::int64_t run, std::int64_t begin, std::int64_t end, Sample& sample,
                           StepsOfRow& row) {
@@ -185,17 +191,29 @@ std::int64_t see_from_run(const MaskRuns& runs, std::int64_t run, std::int64_t b
         for (const Interval& keys : sample.seen_by_item(run)) see(keys.begin, keys.end);
         return num_queries * num_keys;
     }
+    std::int64_t num_pairs = 0;
+    const auto see_before = [&](std::int64_t from, std::int64_t to) {
+        from = std::max(from, begin - runs.window + 1);
+        to = std::min(to, begin);
+        if (from >= to) return;
+        const std::int64_t middle = std::clamp(end - runs.window, from, to);  // from here on seen by all queries
+        if (from < middle) row.see(from, middle, 1);
+        see(middle, to);
+        num_pairs += count_attended(to - begin + runs.window, num_queries) - count_attended(from - begin + runs.window, num_queries);
+    };
     if (sample.sees_all_before(run)) {
-        see(sample.begin(), begin);
+        see_before(sample.begin(), begin);
     } else {
         for (const Interval& keys : sample.seen_by_text(run)) {
             if (keys.begin >= begin) break;
-            see(keys.begin, std::min(keys.end, begin));
+            see_before(keys.begin, keys.end);
         }
     }
-    row.see(begin, begin + 1, num_queries);
-    if (num_queries > 1) row.see(begin + 1, end, 1);
-    return num_queries * num_keys + num_queries * (num_queries + 1) / 2;
+    const std::int64_t whole = begin + (runs.window >= num_queries ? 1 : 0);  // the keys of the run that all of it sees
+    if (begin < whole) row.see(begin, whole, num_queries);
+    if (whole < end) row.see(whole, end, 1);
+    const std::int64_t shorter = std::min(num_queries, runs.window);
+    return num_pairs + shorter * (shorter + 1) / 2 + (num_queries - shorter) * runs.window;
 }
 
 }  // namespace

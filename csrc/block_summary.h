@@ -15,6 +15,7 @@ struct MaskRuns {
     View<std::int64_t> starts;  // [num_runs + 1]
     View<std::int64_t> bits;    // [num_runs], as in multimodal/attention/bitfield.py
     View<std::int32_t> sample_ids, item_ids;
+    std::int64_t window;  // keys that a causal token sees, at most
 };
 
 // Consecutive key blocks of one query block that are alike: first .. last, both included.

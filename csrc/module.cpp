@@ -127,16 +127,16 @@ py::tuple list_schedule(
 
 braid::BlockStrips summarize_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
                                          const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids,
-                                         std::int64_t query_block_size, std::int64_t key_block_size) {
-    const braid::MaskRuns runs{view(starts), view(bits), view(sample_ids), view(item_ids)};
+                                         std::int64_t window, std::int64_t query_block_size, std::int64_t key_block_size) {
+    const braid::MaskRuns runs{view(starts), view(bits), view(sample_ids), view(item_ids), window};
     py::gil_scoped_release release;
     return braid::summarize_blocks(runs, query_block_size, key_block_size);
 }
 
 py::tuple list_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
-                           const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids,
+                           const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids, std::int64_t window,
                            std::int64_t query_block_size, std::int64_t key_block_size) {
-    const auto summary = summarize_mask_blocks(starts, bits, sample_ids, item_ids, query_block_size, key_block_size);
+    const auto summary = summarize_mask_blocks(starts, bits, sample_ids, item_ids, window, query_block_size, key_block_size);
     py::array_t<std::int32_t> key_blocks(static_cast<py::ssize_t>(summary.row_starts.back()));
     py::array_t<bool> is_full(static_cast<py::ssize_t>(summary.row_starts.back()));
     {
@@ -149,9 +149,9 @@ py::tuple list_mask_blocks(const Array<std::int64_t>& starts, const Array<std::i
 }
 
 py::tuple count_mask_blocks(const Array<std::int64_t>& starts, const Array<std::int64_t>& bits,
-                            const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids,
+                            const Array<std::int32_t>& sample_ids, const Array<std::int32_t>& item_ids, std::int64_t window,
                             std::int64_t query_block_size, std::int64_t key_block_size) {
-    const auto summary = summarize_mask_blocks(starts, bits, sample_ids, item_ids, query_block_size, key_block_size);
+    const auto summary = summarize_mask_blocks(starts, bits, sample_ids, item_ids, window, query_block_size, key_block_size);
     return py::make_tuple(to_array(summary.row_starts), to_array(summary.visible_pairs));
 }
 
@@ -354,9 +354,9 @@ PYBIND11_MODULE(_kernels, module) {
                py::arg("storage_limits"), py::arg("forward_floors"), py::arg("num_lanes"));
     module.def("find_mask_runs", &find_mask_runs, py::arg("bits"), py::arg("sample_ids"), py::arg("item_ids"));
     module.def("list_mask_blocks", &list_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
-               py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
+               py::arg("item_ids"), py::arg("window"), py::arg("query_block_size"), py::arg("key_block_size"));
     module.def("count_mask_blocks", &count_mask_blocks, py::arg("starts"), py::arg("bits"), py::arg("sample_ids"),
-               py::arg("item_ids"), py::arg("query_block_size"), py::arg("key_block_size"));
+               py::arg("item_ids"), py::arg("window"), py::arg("query_block_size"), py::arg("key_block_size"));
     module.def("order_blocks", &order_blocks, py::arg("row_starts"), py::arg("blocks"), py::arg("is_full"),
                py::arg("num_whole_rows"), py::arg("num_whole_columns"));
     module.def("plan_work_list", &plan_work_list, py::arg("row_starts"), py::arg("full_ends"), py::arg("limit"));

@@ -13,7 +13,7 @@ from multimodal.attention.attention_mask import AttentionMask
 from multimodal.values.errors import ConfigError
 
 AUTO = "auto"
-"""Whole sequences if the mask has no items and ranks share no sequence, else blocks; the fastest backend that runs here."""
+"""Whole sequences if the mask has no items and no window and ranks share no sequence, else blocks; the fastest that runs here."""
 SEQUENCES = "sequences"
 """Torch's scaled dot product attention, one packed sequence at a time; without items: `causal` masks and encoders only."""
 FLASH = "flash"

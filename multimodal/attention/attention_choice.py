@@ -61,18 +61,17 @@ def choose_attention(name: str, *, rule: MaskRule, shape: AttentionShape, is_sha
 
 def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape: AttentionShape = ON_CPU) -> str:
     """Resolve `auto`; raises ConfigError when a backend that takes whole sequences cannot evaluate the mask."""
-    needs_items = rule.is_causal and rule.mode is not MaskMode.CAUSAL
+    needs_mask = rule.is_causal and (rule.mode is not MaskMode.CAUSAL or rule.window is not None)
     if name == AUTO:
-        return _of_blocks(shape) if needs_items or is_shared else FLASH if can_flash(shape) else SEQUENCES
+        return _of_blocks(shape) if needs_mask or is_shared else FLASH if can_flash(shape) else SEQUENCES
     if name in BY_SEQUENCE and is_shared:
         raise ConfigError(
             f"--attention-backend {name} needs whole sequences, which context parallelism spreads over ranks; choose "
             "--attention-backend blocks"
         )
-    if name in BY_SEQUENCE and needs_items:
-        raise ConfigError(
-            f"--attention-backend {name} cannot evaluate --attention-mask {rule.mode}; choose --attention-backend blocks"
-        )
+    if name in BY_SEQUENCE and needs_mask:
+        what = f"--attention-mask {rule.mode}" if rule.mode is not MaskMode.CAUSAL else f"sliding_window {rule.window}"
+        raise ConfigError(f"--attention-backend {name} cannot evaluate {what}; choose --attention-backend blocks")
     if name == FLASH and not can_flash(shape):
         raise ConfigError(
             f"--attention-backend flash runs on CUDA in half precision, with heads of at most 256 channels, a multiple of 8, and "

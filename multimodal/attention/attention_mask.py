@@ -30,6 +30,8 @@ class MaskTensors:
     item_ids: Tensor
     positions: Tensor
     """Positions in the whole packed sequence."""
+    window: int | None = None
+    """See BitfieldMask."""
 
     def rows(self, start: int, stop: int) -> "MaskTensors":
         """Return the tokens start .. stop - 1."""
@@ -54,6 +56,7 @@ class MaskTensors:
             change(self.sample_ids),
             change(self.item_ids),
             change(self.positions),
+            self.window,
         )
 
 
@@ -61,7 +64,10 @@ def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
     """Evaluate the rule of `bitfield.py` for pairs of tokens; the tensors of both sides must broadcast."""
     seen = (queries.sample_ids == keys.sample_ids) & ((queries.bits & keys.key_bits) != 0)
     same_item = (queries.item_ids == keys.item_ids) | ((queries.bits & ACROSS_ITEMS_BIT) != 0)
-    return seen & torch.where(queries.bits < 0, keys.positions <= queries.positions, same_item)
+    is_before = keys.positions <= queries.positions
+    if queries.window is not None:
+        is_before = is_before & (keys.positions > queries.positions - queries.window)
+    return seen & torch.where(queries.bits < 0, is_before, same_item)
 
 
 @dataclass(eq=False)
@@ -138,4 +144,5 @@ def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64]) -> MaskTensors
         sample_ids=torch.from_numpy(mask.sample_ids[positions]),
         item_ids=torch.from_numpy(mask.item_ids[positions]),
         positions=torch.from_numpy(positions.astype(np.int32)),
+        window=mask.window,
     )

@@ -7,11 +7,11 @@ their own modality. Beside the bits, each token knows its sample (several are pa
 sees key k if
 
     sample[q] == sample[k]  and  bits[q] & kind[k]  and
-    (k <= q  if q is causal  else  item[q] == item[k]  or  bits[q] & 2**62)
+    (q - window < k <= q  if q is causal  else  item[q] == item[k]  or  bits[q] & 2**62)
 
-where `kind[k]` is bit 0 if k is causal, else k's one modality bit. So text attends to everything before it in its sample,
-text and items alike; an item's tokens attend in both directions to their own item only. Every token sees itself. A prefix is
-one item: every token in it has the bit of the first modality and the same item id.
+where `kind[k]` is bit 0 if k is causal, else k's one modality bit; `window` is endless if the mask has none. So text attends to
+everything before it in its sample, text and items alike; an item's tokens attend in both directions to their own item only. Every
+token sees itself. A prefix is one item: every token in it has the bit of the first modality and the same item id.
 """
 
 from collections.abc import Sequence
@@ -74,6 +74,8 @@ class BitfieldMask:
     """[num_tokens], never descending: the tokens of a sample are consecutive."""
     item_ids: NDArray[np.int32]
     """[num_tokens]: index of the item in its sample, NO_ITEM for text."""
+    window: int | None = None
+    """Causal tokens attend to so many tokens, themselves and those before them; None: to all of them. At least 1."""
 
     def __post_init__(self) -> None:
         for name, dtype in (("bits", np.int64), ("sample_ids", np.int32), ("item_ids", np.int32)):
@@ -103,7 +105,9 @@ class BitfieldMask:
         bits = self.bits[queries, None]
         seen = (self.sample_ids[queries, None] == self.sample_ids[keys]) & ((bits & self.key_bits[keys]) != 0)
         same_item = (self.item_ids[queries, None] == self.item_ids[keys]) | ((bits & ACROSS_ITEMS_BIT) != 0)
-        visible: NDArray[np.bool_] = seen & np.where(bits < 0, keys <= np.asarray(queries)[:, None], same_item)
+        distance = np.asarray(queries)[:, None] - keys
+        is_near = (distance >= 0) & (distance < (self.window or self.num_tokens))
+        visible: NDArray[np.bool_] = seen & np.where(bits < 0, is_near, same_item)
         return visible
 
     def to_dense(self) -> NDArray[np.bool_]:
@@ -117,12 +121,13 @@ def build_bitfield_mask(
     *,
     modalities: Sequence[str],
     mode: MaskMode | str = MaskMode.EMBEDDED,
+    window: int | None = None,
 ) -> BitfieldMask:
     """Build the mask of samples that are packed one after another.
 
     samples: per sample its segments in the order of the sequence; segments and samples may be empty.
     modalities: names of the encoders, at most MAX_ENCODERS; the m-th (from 1) gets bit m. All ranks must give the same order.
-    mode: see MaskMode.
+    mode: see MaskMode; window: see BitfieldMask.
 
     Raises ModelError when there are too many modalities, DataError when a segment or the mode is wrong.
     O(number of tokens).
@@ -144,6 +149,7 @@ def build_bitfield_mask(
         np.repeat(np.array(bits, dtype=np.int64), num_tokens),
         np.repeat(np.array(sample_ids, dtype=np.int32), num_tokens),
         np.repeat(np.array(item_ids, dtype=np.int32), num_tokens),
+        window,
     )
 
 

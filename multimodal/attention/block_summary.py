@@ -66,7 +66,7 @@ def list_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: in
     if kernels is None:
         strips = summarize_runs(runs, *sizes)
         return BlockLists(strips.row_starts, *strips.expand())
-    return BlockLists(*kernels.list_mask_blocks(runs.starts, runs.bits, runs.sample_ids, runs.item_ids, *sizes)[:3])
+    return BlockLists(*kernels.list_mask_blocks(runs.starts, runs.bits, runs.sample_ids, runs.item_ids, runs.window, *sizes)[:3])
 
 
 def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockWorkloads:
@@ -78,7 +78,9 @@ def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_bloc
     if kernels is None:
         strips = summarize_runs(runs, *sizes)
         return BlockWorkloads(np.diff(strips.row_starts), strips.visible_pairs)
-    row_starts, visible_pairs = kernels.count_mask_blocks(runs.starts, runs.bits, runs.sample_ids, runs.item_ids, *sizes)
+    row_starts, visible_pairs = kernels.count_mask_blocks(
+        runs.starts, runs.bits, runs.sample_ids, runs.item_ids, runs.window, *sizes
+    )
     return BlockWorkloads(np.diff(row_starts), visible_pairs)
 
 
@@ -92,8 +94,8 @@ def _prepare(mask: BitfieldMask, block_size: int, key_block_size: int | None) ->
         starts = np.concatenate(([0] if mask.num_tokens else [], np.flatnonzero(changes) + 1, [mask.num_tokens])).astype(np.int64)
     else:
         starts = kernels.find_mask_runs(mask.bits, mask.sample_ids, mask.item_ids)
-    firsts = starts[:-1]
-    runs = MaskRuns(starts, mask.bits[firsts], mask.sample_ids[firsts], mask.item_ids[firsts])
+    firsts, size = starts[:-1], max(1, mask.num_tokens)
+    runs = MaskRuns(starts, mask.bits[firsts], mask.sample_ids[firsts], mask.item_ids[firsts], min(mask.window or size, size))
     _validate_runs(runs)
     return runs, sizes
 

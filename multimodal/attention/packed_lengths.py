@@ -38,6 +38,8 @@ class MaskRule:
     """The role of items in an LLM's attention."""
     modalities: tuple[str, ...] = ()
     """Names of the encoders, in the order of the model."""
+    window: int | None = None
+    """The LLM's tokens attend to so many tokens, themselves and those before them; None: to all of them."""
 
 
 @dataclass
@@ -151,7 +153,7 @@ def build_packed_mask(lengths: Sequence[int], *, items: Sequence[ItemSpan], rule
     if not rule.is_causal:
         sequences = [[MaskSegment(length, _ITEM, 0)] for length in lengths]
         return build_bitfield_mask(sequences, modalities=(_ITEM,), mode=MaskMode.EMBEDDED)
-    return build_bitfield_mask(_segments(lengths, items), modalities=rule.modalities, mode=rule.mode)
+    return build_bitfield_mask(_segments(lengths, items), modalities=rule.modalities, mode=rule.mode, window=rule.window)
 
 
 def _segments(lengths: Sequence[int], items: Sequence[ItemSpan]) -> list[list[MaskSegment]]:

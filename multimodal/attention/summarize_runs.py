@@ -25,6 +25,8 @@ class MaskRuns:
     """[num_runs], like the next two: the value of every token of the run."""
     sample_ids: NDArray[np.int32]
     item_ids: NDArray[np.int32]
+    window: int
+    """Keys that a causal token attends to, at most; the number of tokens if nothing bounds them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +67,10 @@ def summarize_runs(runs: MaskRuns, query_block_size: int, key_block_size: int) -
         num_pairs, begin = 0, block_begin
         while begin < block_end:
             end = min(starts[run + 1], block_end)
-            num_pairs += _see_from_run(steps, seen_of_run[run], is_causal=bool(runs.bits[run] < 0), begin=begin, end=end)
+            if runs.bits[run] < 0:
+                num_pairs += _see_causally(steps, seen_of_run[run], begin=begin, end=end, window=runs.window)
+            else:
+                num_pairs += sum(_see(steps, *keys, num_queries=end - begin) for keys in seen_of_run[run])
             run += end == starts[run + 1]
             begin = end
         row = list(_strips_of_row(steps, block_end - block_begin, key_block_size, num_tokens))
@@ -107,23 +112,41 @@ def _merge(intervals: Iterable[_Interval]) -> Iterator[_Interval]:
         yield open_begin, open_end
 
 
-def _see_from_run(steps: Counter[int], seen: tuple[_Interval, ...], *, is_causal: bool, begin: int, end: int) -> int:
-    """Add the keys that tokens begin .. end - 1 of a run attend to; return the number of visible pairs."""
-    num_queries, num_keys, num_causal_pairs = end - begin, 0, 0
+def _see(steps: Counter[int], first: int, last: int, *, num_queries: int) -> int:
+    """Add keys first .. last - 1, to which so many queries attend; return the number of pairs."""
+    if first >= last:
+        return 0
+    steps[first] += num_queries
+    steps[last] -= num_queries
+    return num_queries * (last - first)
+
+
+def _see_causally(steps: Counter[int], seen: tuple[_Interval, ...], *, begin: int, end: int, window: int) -> int:
+    """Add the keys that causal tokens begin .. end - 1 of a run attend to; return the number of visible pairs.
+
+    Only "none", "some" and "all" matter, so one query represents all where some of them attend to a key: to the run's own keys,
+    and to those that are inside the window of its first queries but not of its last.
+    """
+    num_queries, num_pairs = end - begin, 0
+    seen_by_all = max(end - window, 0)
     for first, last in seen:
-        last = min(last, begin) if is_causal else last
+        first, last = max(first, begin - window + 1), min(last, begin)
+        middle = min(max(first, seen_by_all), last)
+        _see(steps, first, middle, num_queries=1)
+        _see(steps, middle, last, num_queries=num_queries)
         if first < last:
-            steps[first] += num_queries
-            steps[last] -= num_queries
-            num_keys += last - first
-    if is_causal:
-        # Of a run's own keys, some are visible to all of its queries, some to fewer, some to one. Only "none", "some" and "all"
-        # matter, so one value represents all that are fewer.
-        steps[begin] += num_queries
-        steps[begin + 1] += (num_queries > 1) - num_queries
-        steps[end] -= num_queries > 1
-        num_causal_pairs = num_queries * (num_queries + 1) // 2
-    return num_queries * num_keys + num_causal_pairs
+            num_pairs += _num_attended(last - begin + window, num_queries) - _num_attended(first - begin + window, num_queries)
+    whole = begin + (window >= num_queries)  # the run's first key is seen by all of it, unless the window is shorter
+    _see(steps, begin, whole, num_queries=num_queries)
+    _see(steps, whole, end, num_queries=1)
+    shorter = min(num_queries, window)
+    return num_pairs + shorter * (shorter + 1) // 2 + (num_queries - shorter) * window
+
+
+def _num_attended(stop: int, num_queries: int) -> int:
+    """Return the sum of min(i, num_queries) for i below `stop`."""
+    rising = min(stop, num_queries + 1)
+    return rising * (rising - 1) // 2 + (stop - rising) * num_queries
 
 
 def _strips_of_row(steps: Counter[int], num_queries: int, key_block_size: int, num_tokens: int) -> Iterator[_Strip]:

@@ -1,6 +1,6 @@
 """Text models of one shape, RMSNorm, SwiGLU, rotary positions, grouped queries; one row for the differences of each family."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
@@ -105,8 +105,8 @@ class TextFamily(NamedTuple):
     """The keys that give attention a bias, and the MLP, as far as the family has them."""
     experts: ExpertKeys | None = None
     """For families whose layers have experts."""
-    has_sliding_window: bool = False
-    """True if sliding_window bounds attention in all layers."""
+    global_layers: Callable[[Config], Iterable[int]] | None = None
+    """For families with sliding_window: from a config.json that does not list its layers to those that it does not bound."""
     names: UnitNames = decoder_names()
     """Names of its weights."""
 
@@ -116,18 +116,34 @@ class TextFamily(NamedTuple):
         return self.names == decoder_names()
 
 
+def _without_global_layers(config: Config) -> Iterable[int]:
+    return ()
+
+
+def _lower_layers(config: Config) -> Iterable[int]:
+    return range(min(config["max_window_layers"], config["num_hidden_layers"]))
+
+
+_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _BIASES = ("attention_bias", "mlp_bias")
 TEXT_FAMILIES = {
     family.model_type: family
     for family in (
         TextFamily("LlamaForCausalLM", "llama", {"vocab_size": 32000, "intermediate_size": 11008}, bias_keys=_BIASES),
-        TextFamily("Qwen2ForCausalLM", "qwen2", {"vocab_size": 151936, "num_key_value_heads": 32}, add_qkv_bias=True),
+        TextFamily(
+            "Qwen2ForCausalLM",
+            "qwen2",
+            {"vocab_size": 151936, "num_key_value_heads": 32, **_QWEN_WINDOW},
+            add_qkv_bias=True,
+            global_layers=_lower_layers,
+        ),
         TextFamily(
             "Qwen3ForCausalLM",
             "qwen3",
-            {"vocab_size": 151936, "num_key_value_heads": 32, "head_dim": 128},
+            {"vocab_size": 151936, "num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
             qk_layernorm=True,
             bias_keys=_BIASES[:1],
+            global_layers=_lower_layers,
         ),
         TextFamily(
             "MixtralForCausalLM",
@@ -155,7 +171,7 @@ TEXT_FAMILIES = {
             "MistralForCausalLM",
             "mistral",
             {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
-            has_sliding_window=True,
+            global_layers=_without_global_layers,
         ),
         TextFamily(
             "Phi3ForCausalLM",
@@ -168,7 +184,7 @@ TEXT_FAMILIES = {
                 "max_position_embeddings": 4096,
                 "original_max_position_embeddings": 4096,
             },
-            has_sliding_window=True,
+            global_layers=_without_global_layers,
             names=decoder_names(layer=PHI3_LAYER),
         ),
         TextFamily(
@@ -180,6 +196,7 @@ TEXT_FAMILIES = {
         ),
     )
 }
+_LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _DEFAULTS = {
     "hidden_size": 4096,
     "intermediate_size": 22016,
@@ -204,7 +221,6 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, 0.0, None),
     "resid_pdrop": (0, 0.0, None),
     "embd_pdrop": (0, 0.0, None),
-    "use_sliding_window": (False, None),
     "router_jitter_noise": (0, 0.0, None),
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
@@ -222,22 +238,50 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     if family is None:
         raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(known)}")
     require(config, _COMPUTED, where=where)
-    if family.model_type == "mixtral":
-        require(config, {"sliding_window": (None,)}, where=where)
+    if family.experts is not None:
+        windows = {"sliding_window": (None,)} if family.experts is _MIXTRAL else {"use_sliding_window": (False, None)}
+        require(config, windows, where=where)
     full = with_defaults(config, {**_DEFAULTS, **family.defaults})
     fields = read_keys(_KEYS, full)
-    window = config.get("sliding_window", full.get("sliding_window"))  # null is none, and no key transformers' default
     return {
         "role": "backbone",
         **fields,
         **read_rotary(full, where=where),
         **_read_biases(family, full, where=where),
-        "sliding_window": window if family.has_sliding_window else None,
+        **_read_window(family, config, full, where=where),
         "qk_layernorm": family.qk_layernorm,
         "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
         "has_exact_vocabulary": True,
         **({} if family.experts is None else {"experts": _read_experts(family.experts, config)}),
     }
+
+
+def _read_window(family: TextFamily, config: Config, full: Config, *, where: str) -> dict[str, Any]:
+    """Return the window and the layers without it. A sliding_window that is null is none; no key means transformers' default."""
+    window = config.get("sliding_window", full.get("sliding_window"))
+    if family.global_layers is None or window is None or not full.get("use_sliding_window", True):
+        return {}
+    types, num_layers = config.get("layer_types"), full["num_hidden_layers"]
+    if types is None:
+        without = list(family.global_layers(full))
+    elif isinstance(types, list) and len(types) == num_layers and set(types) <= {_LOCAL, _GLOBAL}:
+        without = [index for index, name in enumerate(types) if name == _GLOBAL]
+    else:
+        raise ModelError(f"{where}layer_types is {types!r}, expected '{_LOCAL}' or '{_GLOBAL}' for each of {num_layers} layers")
+    return {"sliding_window": window, "global_layers": without} if len(without) < num_layers else {}
+
+
+def _write_window(family: TextFamily, unit: Unit) -> dict[str, Any]:
+    shape = unit.transformer
+    if family.global_layers is None:
+        return {}
+    types = {"layer_types": [_GLOBAL if index in shape.global_layers else _LOCAL for index in range(shape.num_layers)]}
+    if "use_sliding_window" not in family.defaults:
+        return {"sliding_window": shape.sliding_window, **(types if shape.global_layers else {})}
+    if shape.sliding_window is None:
+        return {"use_sliding_window": False}
+    lower = {"max_window_layers": len(shape.global_layers)}
+    return {"use_sliding_window": True, "sliding_window": shape.sliding_window, **lower, **types}
 
 
 def _read_experts(experts: ExpertKeys, config: Config) -> dict[str, Any]:
@@ -288,7 +332,7 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
         **write_keys(_KEYS, unit),
         **write_rotary(unit),
         **_write_biases(family, unit),
-        **({"sliding_window": unit.transformer.sliding_window} if family.has_sliding_window else {}),
+        **_write_window(family, unit),
         **({} if family.experts is None else _write_experts(family.experts, unit)),
         "hidden_act": "silu",
         "tie_word_embeddings": unit.ties_embeddings,
@@ -300,7 +344,7 @@ def write_inner_text(unit: Unit) -> dict[str, Any]:
     shape = unit.transformer
     has_qkv_bias_alone = shape.biases["linear_qkv"] and not shape.biases["linear_proj"]
     name = "qwen3" if shape.qk_layernorm else "qwen2" if has_qkv_bias_alone else "llama"
-    name = "mistral" if shape.sliding_window is not None else name
+    name = "mistral" if shape.sliding_window is not None and name == "llama" else name
     return write_text_unit(TEXT_FAMILIES[name], unit)
 
 

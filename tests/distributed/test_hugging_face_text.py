@@ -47,12 +47,13 @@ def llama_of_long_contexts() -> Any:
 
 
 def qwen2() -> Any:
-    """Positions would slow down in sequences of more than 64 tokens."""
+    """Positions would slow down in sequences of more than 64 tokens; the upper layers have windows."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     scaling = {"rope_type": "dynamic", "rope_theta": SHAPE["rope_theta"], "factor": 2.0}
+    window = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
     shape = {key: value for key, value in SHAPE.items() if key != "rope_theta"}
-    config = Qwen2Config(**shape, rope_parameters=scaling, max_position_embeddings=64, tie_word_embeddings=True)
+    config = Qwen2Config(**shape, rope_parameters=scaling, max_position_embeddings=64, tie_word_embeddings=True, **window)
     return Qwen2ForCausalLM(config)
 
 
@@ -93,10 +94,10 @@ def llama_of_two_lengths() -> Any:
 
 
 def mistral() -> Any:
-    """Its window is as long as the longest sample."""
+    """Samples are several windows long."""
     from transformers import MistralConfig, MistralForCausalLM
 
-    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=12))
+    return MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=3))
 
 
 def phi3() -> Any:
@@ -106,7 +107,7 @@ def phi3() -> Any:
     factors = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0]}
     lengths = {"max_position_embeddings": 128, "original_max_position_embeddings": 32}
     scaling = {"rope_type": "longrope", "rope_theta": 50.0, **factors, "original_max_position_embeddings": 32}
-    return Phi3ForCausalLM(Phi3Config(**PLAIN, **lengths, rope_parameters=scaling, pad_token_id=None, sliding_window=12))
+    return Phi3ForCausalLM(Phi3Config(**PLAIN, **lengths, rope_parameters=scaling, pad_token_id=None, sliding_window=4))
 
 
 def mixtral() -> Any:

@@ -141,12 +141,6 @@ def _problems_with_model(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
             f"--seq-length {config.data.seq_length} is beyond the {longest:.0f} tokens from which on the model scales its rotary "
             "positions (rotary_dynamic_scaling), which is not computed here; lower it"
         )
-    window = graph.backbone.transformer.sliding_window
-    if window is not None and config.data.seq_length > window:
-        yield (
-            f"--seq-length {config.data.seq_length} is beyond the {window} tokens that the model's tokens attend to "
-            "(sliding_window), and attention is not bounded here; lower it to at most that"
-        )
 
 
 def _check_layers_can_be_built(graph: ModelGraph) -> None:

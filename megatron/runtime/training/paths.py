@@ -42,7 +42,7 @@ def describe_attention(graph: ModelGraph, plan: Plan, options: BuildOptions) -> 
     choices = {}
     for unit in graph.units:
         sizes = max(plan.units[unit.name].tensor_sizes), plan.units[unit.name].context_parallel_size
-        choice = attention_choice(InputContext(graph, unit, options, *sizes))
+        choice = attention_choice(InputContext(graph, unit, options, *sizes), window=unit.transformer.sliding_window)
         choices[unit.name] = " and ".join(dict.fromkeys((choice.backend, choice.alone)))
     if len(set(choices.values())) == 1:
         return next(iter(choices.values()))

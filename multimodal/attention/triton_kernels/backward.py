@@ -18,6 +18,7 @@ def query_gradient_kernel(
     num_queries, num_keys, num_tickets, num_heads, num_slot_rows,
     HEADS_PER_GROUP: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, DOT_TYPE: tl.constexpr, IS_DYNAMIC: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Work through tickets as the forward does; output_gradient contiguous, deltas: [heads, num_queries], float32.
 
@@ -57,12 +58,12 @@ def query_gradient_kernel(
         gradient = _add_query_gradients(
             gradient, query_tile, gradient_tile, log_sum, delta, bits, samples, members, positions, key_base, value_base,
             key_bits, key_ids, blocks, begin, full_end, scale_log2, key_stride, value_stride, num_keys, channels,
-            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False,
+            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False, WINDOW,
         )  # fmt: skip
         gradient = _add_query_gradients(
             gradient, query_tile, gradient_tile, log_sum, delta, bits, samples, members, positions, key_base, value_base,
             key_bits, key_ids, blocks, full_end, end, scale_log2, key_stride, value_stride, num_keys, channels,
-            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True,
+            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True, WINDOW,
         )  # fmt: skip
         if slot < 0:
             store_tile(
@@ -85,7 +86,7 @@ def _add_query_gradients(
     gradient, query_tile, gradient_tile, log_sum, delta, bits, samples, members, positions, key_base, value_base,
     key_bits, key_ids, blocks, begin, end, scale_log2, key_stride, value_stride, num_keys, channels,
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr,
+    DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     tiles: tl.constexpr = BLOCK // TILE_COLUMNS
     check_channels: tl.constexpr = PADDED_CHANNELS != CHANNELS
@@ -103,7 +104,7 @@ def _add_query_gradients(
             kinds, key_samples, key_members, key_positions = load_tokens(key_bits, key_ids, columns, num_keys, columns < num_keys)
             visible = tile_sees(
                 bits[:, None], samples[:, None], members[:, None], positions[:, None],
-                kinds[None, :], key_samples[None, :], key_members[None, :], key_positions[None, :],
+                kinds[None, :], key_samples[None, :], key_members[None, :], key_positions[None, :], WINDOW,
             )  # fmt: skip
             scores = tl.where(visible, scores, float("-inf"))
         weights = tl.exp2(scores - log_sum[:, None])
@@ -121,6 +122,7 @@ def key_value_gradient_kernel(
     num_queries, num_keys, num_tickets, num_groups, num_slot_rows,
     HEADS_PER_GROUP: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, DOT_TYPE: tl.constexpr, IS_DYNAMIC: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Work through tickets (item, tile of a block of keys, group); rows are keys here and the listed blocks are of queries.
 
@@ -160,13 +162,13 @@ def key_value_gradient_kernel(
                 key_sum, value_sum, key_tile, value_tile, kinds, samples, members, positions, query_base, gradient_base,
                 log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, begin, full_end, scale_log2,
                 query_stride, num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
-                CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False,
+                CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False, WINDOW,
             )  # fmt: skip
             key_sum, value_sum = _add_key_value_gradients(
                 key_sum, value_sum, key_tile, value_tile, kinds, samples, members, positions, query_base, gradient_base,
                 log_sums + first_query, deltas + first_query, query_bits, query_ids, blocks, full_end, end, scale_log2,
                 query_stride, num_groups * HEADS_PER_GROUP * CHANNELS, num_queries, channels,
-                CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True,
+                CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True, WINDOW,
             )  # fmt: skip
         if slot < 0:
             stride = num_groups * CHANNELS
@@ -195,7 +197,7 @@ def _add_key_value_gradients(
     key_sum, value_sum, key_tile, value_tile, kinds, samples, members, positions, query_base, gradient_base,
     log_sums, deltas, query_bits, query_ids, blocks, begin, end, scale_log2, query_stride, gradient_stride, num_queries, channels,
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr,
+    DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Add the gradients from the listed blocks of queries of one head; tiles of weights are [keys, queries]."""
     tiles: tl.constexpr = BLOCK // TILE_COLUMNS
@@ -220,7 +222,7 @@ def _add_key_value_gradients(
             )
             visible = tile_sees(
                 bits[None, :], query_samples[None, :], query_members[None, :], query_positions[None, :],
-                kinds[:, None], samples[:, None], members[:, None], positions[:, None],
+                kinds[:, None], samples[:, None], members[:, None], positions[:, None], WINDOW,
             )  # fmt: skip
             scores = tl.where(visible, scores, float("-inf"))
         else:

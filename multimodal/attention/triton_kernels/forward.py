@@ -17,6 +17,7 @@ def forward_kernel(
     num_queries, num_keys, num_tickets, num_heads, num_slot_rows,
     HEADS_PER_GROUP: tl.constexpr, CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_COLUMNS: tl.constexpr, DOT_TYPE: tl.constexpr, IS_DYNAMIC: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Work through tickets: (item, tile of the item's row, head).
 
@@ -52,12 +53,12 @@ def forward_kernel(
         mixed, maximum, total = _mix_tiles(
             mixed, maximum, total, query_tile, bits, samples, members, positions, key_base, value_base, key_bits, key_ids,
             blocks, begin, full_end, scale_log2, key_stride, value_stride, num_keys, channels,
-            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False,
+            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, False, WINDOW,
         )  # fmt: skip
         mixed, maximum, total = _mix_tiles(
             mixed, maximum, total, query_tile, bits, samples, members, positions, key_base, value_base, key_bits, key_ids,
             blocks, full_end, end, scale_log2, key_stride, value_stride, num_keys, channels,
-            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True,
+            CHANNELS, PADDED_CHANNELS, BLOCK, TILE_COLUMNS, DOT_TYPE, True, WINDOW,
         )  # fmt: skip
         # If a query attends to no key (of this sub-block), the maximum is minus infinity and so is the logarithm: weight 0 when
         # joined.
@@ -86,7 +87,7 @@ def _mix_tiles(
     mixed, maximum, total, query_tile, bits, samples, members, positions, key_base, value_base, key_bits, key_ids,
     blocks, begin, end, scale_log2, key_stride, value_stride, num_keys, channels,
     CHANNELS: tl.constexpr, PADDED_CHANNELS: tl.constexpr, BLOCK: tl.constexpr, TILE_COLUMNS: tl.constexpr,
-    DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr,
+    DOT_TYPE: tl.constexpr, IS_PARTIAL: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Mix in the values of the listed blocks; the mask is evaluated only where IS_PARTIAL."""
     tiles: tl.constexpr = BLOCK // TILE_COLUMNS
@@ -100,7 +101,7 @@ def _mix_tiles(
             kinds, key_samples, key_members, key_positions = load_tokens(key_bits, key_ids, columns, num_keys, columns < num_keys)
             visible = tile_sees(
                 bits[:, None], samples[:, None], members[:, None], positions[:, None],
-                kinds[None, :], key_samples[None, :], key_members[None, :], key_positions[None, :],
+                kinds[None, :], key_samples[None, :], key_members[None, :], key_positions[None, :], WINDOW,
             )  # fmt: skip
             scores = tl.where(visible, scores, float("-inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))

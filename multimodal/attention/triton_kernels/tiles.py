@@ -21,11 +21,14 @@ def load_tokens(bits, ids, rows, num_tokens, is_there):
 
 
 @triton.jit
-def tile_sees(bits, samples, items, positions, key_bits, key_samples, key_items, key_positions):
-    """Evaluate the rule of bitfield.py; the arguments of queries and keys broadcast against each other."""
+def tile_sees(bits, samples, items, positions, key_bits, key_samples, key_items, key_positions, WINDOW: tl.constexpr):
+    """Evaluate the rule of bitfield.py; the arguments of queries and keys broadcast against each other. WINDOW: 0 without one."""
     seen = (samples == key_samples) & ((bits & key_bits) != 0)
     same_item = (items == key_items) | ((bits & ACROSS_ITEMS_BIT) != 0)
-    return seen & tl.where(bits < 0, key_positions <= positions, same_item)
+    is_before = key_positions <= positions
+    if WINDOW:
+        is_before = is_before & (key_positions > positions - WINDOW)
+    return seen & tl.where(bits < 0, is_before, same_item)
 
 
 @triton.jit

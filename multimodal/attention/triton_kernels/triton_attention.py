@@ -208,6 +208,7 @@ def _constants(query: Tensor, mask: AttentionMask) -> dict[str, Any]:
         "CHANNELS": channels,
         "PADDED_CHANNELS": triton.next_power_of_2(channels),
         "BLOCK": mask.block_size,
+        "WINDOW": mask.tokens.window or 0,
         "DOT_TYPE": triton.language.float32 if is_interpreted else types.get(query.dtype, triton.language.float32),
     }
 

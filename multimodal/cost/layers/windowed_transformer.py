@@ -1,4 +1,4 @@
-"""A transformer layer whose tokens attend inside windows of their image, or chunks of their clip."""
+"""Transformer layers whose tokens attend inside windows of their image, chunks of their clip, or to the last tokens of a text."""
 
 from collections.abc import Sequence
 
@@ -43,3 +43,20 @@ class WindowedTransformerLayer(TransformerLayer):
         """Context parallel ranks have whole items, so they exchange nothing."""
         found = super().collectives(tensor_parallel_size=tensor_parallel_size, ranks=ranks, cluster=cluster)
         return LayerCollectives(found.tensor)
+
+
+class SlidingTransformerLayer(TransformerLayer):
+    """Attention is linear in tokens: each attends to the last ones before it."""
+
+    roles = (Role.BACKBONE,)
+    attends = False
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit has a window."""
+        return unit.transformer.sliding_window is not None
+
+    def forward_flops(self, load: UnitLoad) -> LayerFlops:
+        """Count every token's window as full."""
+        attention = 4.0 * self._widths[0] * (self.unit.transformer.sliding_window or 0)
+        return super().forward_flops(load)._replace(attention=attention * load.num_tokens)

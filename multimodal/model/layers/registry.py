@@ -15,7 +15,7 @@ from multimodal.model.layers.opaque import OpaqueKind
 from multimodal.model.layers.projectors.mlp import LinearProjectorKind, MergedTokensKind, ProjectorKind
 from multimodal.model.layers.projectors.queries import QueryProjectorKind
 from multimodal.model.layers.transformer import TransformerKind
-from multimodal.model.layers.windowed_transformer import WindowedTransformerKind
+from multimodal.model.layers.windowed_transformer import SlidingTransformerKind, WindowedTransformerKind
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
@@ -28,6 +28,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
     "windowed_transformer": WindowedTransformerKind(),
+    "sliding_transformer": SlidingTransformerKind(),
     "moe_transformer": MoeTransformerKind(),
     "opaque": OpaqueKind(),
     "projector": ProjectorKind(),

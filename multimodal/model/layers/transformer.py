@@ -39,12 +39,15 @@ _Branch = tuple[Tensor, Tensor | None]
 """A branch's output and the bias that is still to be added to it."""
 
 
-def mask_rule_of(unit: Unit, *, graph: ModelGraph, mode: MaskMode) -> MaskRule:
-    """Return the mask rule of a unit: the LLM's follows `mode`, in other units a token attends to its whole sequence (item)."""
+def mask_rule_of(unit: Unit, *, graph: ModelGraph, mode: MaskMode, window: int | None = None) -> MaskRule:
+    """Return the mask rule of a unit: the LLM's follows `mode`, in other units a token attends to its whole sequence (item).
+
+    window: of the LLM's layer.
+    """
     if not unit.is_causal:
         return MaskRule(is_causal=False)
     encoders = tuple(each.name for each in graph.units if each.role is Role.ENCODER)
-    return MaskRule(is_causal=True, mode=mode, modalities=encoders)
+    return MaskRule(is_causal=True, mode=mode, modalities=encoders, window=window)
 
 
 class TransformerKind(LayerKind):
@@ -62,7 +65,7 @@ class TransformerKind(LayerKind):
         implementation = "local" if context.unit.needs_local_layers else options.transformer_impl
         spec = transformer_layer_spec(
             implementation=implementation,
-            choice=attention_choice(context.input_context),
+            choice=attention_choice(context.input_context, window=self.window(context.unit)),
             recompute=options.recompute,
             num_overlapped_parts=options.num_overlapped_parts,
             has_head_norms=context.config.qk_layernorm,
@@ -95,7 +98,11 @@ class TransformerKind(LayerKind):
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
         """Derive masks and the other inputs of attention."""
-        attention_choice(context).prepare(packed)
+        attention_choice(context, window=self.window(context.unit)).prepare(packed)
+
+    def window(self, unit: Unit) -> int | None:
+        """Return the number of tokens that the LLM's tokens attend to in the layer; None: all before them."""
+        return None
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
         """Return the parts of the seven segments; the layer must be megatron-core's own, not Transformer Engine's."""
@@ -148,7 +155,7 @@ def _sum_head_norms(layer: Module, *, tensor_parallel_size: int) -> None:
             parameter.sequence_parallel = tensor_parallel_size > 1
 
 
-def attention_choice(context: InputContext) -> AttentionChoice:
+def attention_choice(context: InputContext, *, window: int | None = None) -> AttentionChoice:
     """Return a unit's attention backends; raises ConfigError if one cannot evaluate the mask, or does not run on the device."""
     options, transformer, size = context.options, context.unit.transformer, context.tensor_parallel_size
     shape = AttentionShape(
@@ -158,7 +165,7 @@ def attention_choice(context: InputContext) -> AttentionChoice:
         dtype=options.precision.params_dtype,
         num_multiprocessors=options.num_multiprocessors,
     )
-    rule = mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask)
+    rule = mask_rule_of(context.unit, graph=context.graph, mode=options.attention_mask, window=window)
     return choose_attention(options.attention_backend, rule=rule, shape=shape, is_shared=context.context_parallel_size > 1)
 
 

@@ -1,4 +1,4 @@
-"""Transformer layers whose tokens attend inside windows of their image."""
+"""Transformer layers whose tokens attend inside windows of their image, or of the text before them."""
 
 from megatron.core.transformer.spec_utils import ModuleSpec
 from torch.nn import Module
@@ -7,6 +7,7 @@ from multimodal.attention.core_attention import WindowedAttention
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.layers.transformer import TransformerKind
+from multimodal.values.model_graph import Unit
 
 
 class WindowedTransformerKind(TransformerKind):
@@ -24,3 +25,11 @@ class WindowedTransformerKind(TransformerKind):
 
     def core_attention(self, layer: Module) -> None:
         """Return None: its time is linear in tokens, like that of products."""
+
+
+class SlidingTransformerKind(TransformerKind):
+    """A transformer layer of the LLM whose tokens attend to the last ones before them."""
+
+    def window(self, unit: Unit) -> int | None:
+        """Return the unit's window."""
+        return unit.transformer.sliding_window

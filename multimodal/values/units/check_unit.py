@@ -80,6 +80,14 @@ def check_unit(unit: Unit) -> None:
         )
     if shape.sliding_window is not None and unit.role is not Role.BACKBONE:
         fail("sliding_window", "sliding_window belongs to the backbone; remove it here")
+    if shape.sliding_window is not None and shape.experts is not None:
+        fail("sliding_window", "layers with experts have no windows; remove sliding_window or experts")
+    if shape.global_layers and (shape.sliding_window is None or max(shape.global_layers) >= shape.num_layers):
+        fail(
+            "global_layers",
+            f"global_layers {list(shape.global_layers)} must be among the num_layers {shape.num_layers} of a model with a "
+            "sliding_window; correct them",
+        )
     if problem := _problem_of_factors(unit):
         fail("rotary_factors", problem)
     if shape.experts is not None and (problem := _problem_of_experts(unit, shape.experts)):

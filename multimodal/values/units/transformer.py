@@ -59,8 +59,10 @@ class Transformer:
     has_interleaved_sections: bool = False
     """Backbone only: the three sections are interleaved pair by pair (Qwen3-VL) instead of one behind the other."""
     sliding_window: int | None = field(default=None, metadata=up_to(2**31))
-    """Backbone only: tokens attend to so many tokens, themselves and those before them. Only sequences that are no longer are
-    trained, in which it changes nothing."""
+    """Backbone only: in layers of kind sliding_transformer tokens attend to so many tokens, themselves and those before them. All
+    layers are of this kind if no kinds are listed, but for `global_layers`."""
+    global_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
+    """Backbone only, with sliding_window: layers, counted from 0, whose tokens attend to all before them."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
     experts: Experts | None = None
     """Backbone only: the experts of layers of kind moe_transformer; all layers are of this kind if no kinds are listed."""

@@ -111,6 +111,9 @@ class Unit:
         if self.has_windows:
             full = self.image.full_attention_layers if self.image is not None else ()
             body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
+        if self.transformer.sliding_window is not None:
+            full = self.transformer.global_layers
+            body = ["transformer" if index in full else "sliding_transformer" for index in range(len(body))]
         return self.layer_kinds or (first, *body, last)
 
     @property

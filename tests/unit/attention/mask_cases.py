@@ -34,14 +34,28 @@ MASKS: dict[str, tuple[str, Sequence[Sequence[MaskSegment]]]] = {
         [[text(17)], [item(0, 0), text(1)], [text(3), item(19, 0, "audio")], [], [text(16)]],
     ),
     "whole blocks": ("embedded", [[item(32, 0), text(16)], [text(16)]]),
+    "window of 20": ("causal", [[text(90)], [text(7)]]),
+    "window of 5": ("embedded", [[text(40), item(19, 0), text(21)]]),
 }
 """Name -> mode and samples; lengths that do and do not fill blocks of 16."""
 
 
+def named_mask(name: str, *, query_blocks: tuple[int, ...] | None = None) -> AttentionMask:
+    """One of `MASKS`."""
+    mode, samples = MASKS[name]
+    window = int(name.split()[-1]) if name.startswith("window") else None
+    return build_mask(samples, mode=mode, query_blocks=query_blocks, window=window)
+
+
 def build_mask(
-    samples: Sequence[Sequence[MaskSegment]], *, mode: str, block_size: int = 16, query_blocks: tuple[int, ...] | None = None
+    samples: Sequence[Sequence[MaskSegment]],
+    *,
+    mode: str,
+    block_size: int = 16,
+    query_blocks: tuple[int, ...] | None = None,
+    window: int | None = None,
 ) -> AttentionMask:
-    tokens = build_bitfield_mask(samples, modalities=MODALITIES, mode=mode)
+    tokens = build_bitfield_mask(samples, modalities=MODALITIES, mode=mode, window=window)
     return AttentionMask(tokens, block_size=block_size, query_blocks=query_blocks)
 
 
@@ -61,7 +75,8 @@ def random_masks(draw: st.DrawFn) -> AttentionMask:
     block_size = draw(st.integers(1, 20))
     num_blocks = -(-sum(segment.num_tokens for segments in samples for segment in segments) // block_size)
     some = st.lists(st.integers(0, num_blocks - 1), min_size=1, unique=True).map(sorted).map(tuple)
-    return build_mask(samples, mode=mode, block_size=block_size, query_blocks=draw(st.none() | some))
+    window = draw(st.none() | st.integers(1, 30))
+    return build_mask(samples, mode=mode, block_size=block_size, query_blocks=draw(st.none() | some), window=window)
 
 
 def draw_inputs(mask: AttentionMask, *, heads: int = 2, groups: int = 1, channels: int = 8, seed: int = 0) -> tuple[Tensor, ...]:

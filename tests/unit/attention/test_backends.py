@@ -13,7 +13,15 @@ from multimodal.attention.block_attention import attend_by_blocks, attend_densel
 from multimodal.attention.flex_attention import attend_by_flex_attention
 from multimodal.attention.packed_lengths import MaskRule
 from multimodal.values.errors import ConfigError
-from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, output_and_gradients, random_masks
+from tests.unit.attention.mask_cases import (
+    MASKS,
+    build_mask,
+    draw_inputs,
+    largest_error,
+    named_mask,
+    output_and_gradients,
+    random_masks,
+)
 
 EMBEDDED = MaskRule(is_causal=True, mode=MaskMode.EMBEDDED)
 
@@ -39,8 +47,7 @@ def test_blocks_give_the_references_output_and_gradients(mask: AttentionMask) ->
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("groups", [1, 4])
 def test_blocks_on_chosen_masks(name: str, groups: int) -> None:
-    mode, samples = MASKS[name]
-    mask = build_mask(samples, mode=mode)
+    mask = named_mask(name)
     inputs = draw_inputs(mask, heads=4, groups=groups)
     expected = output_and_gradients(attend_densely, inputs, mask)
     assert largest_error(output_and_gradients(attend_by_blocks, inputs, mask), expected) < 1e-13
@@ -62,10 +69,11 @@ def test_blocks_touch_what_is_visible_only() -> None:
     assert attend_by_blocks(query, key, value, mask=mask, softmax_scale=None).isfinite().all()
 
 
-@pytest.mark.parametrize(("name", "query_blocks"), [("embedded", None), ("packed, empty modalities", (0, 2))])
+@pytest.mark.parametrize(
+    ("name", "query_blocks"), [("embedded", None), ("packed, empty modalities", (0, 2)), ("window of 20", (1, 4))]
+)
 def test_flex_attention_gives_the_references_output(name: str, query_blocks: tuple[int, ...] | None) -> None:
-    mode, samples = MASKS[name]
-    mask = build_mask(samples, mode=mode, query_blocks=query_blocks)
+    mask = named_mask(name, query_blocks=query_blocks)
     query, key, value, _ = draw_inputs(mask, heads=4, groups=2)
     with torch.no_grad():
         found = attend_by_flex_attention(query, key, value, mask=mask, softmax_scale=0.2)

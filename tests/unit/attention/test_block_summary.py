@@ -29,12 +29,13 @@ def masks(draw):
         segments,
         modalities=("vision", "audio"),
         mode=draw(st.sampled_from(("causal", "embedded", "modality"))),
+        window=draw(st.none() | st.integers(1, 12)),
     )
     if not draw(st.booleans()):
         return mask
     # As if some of the text looked at vision only, or at text only.
     hidden = np.array(draw(st.lists(st.sampled_from((0, 2, 4, 6)), min_size=mask.num_tokens, max_size=mask.num_tokens)), np.int64)
-    return BitfieldMask(np.where(mask.bits < 0, mask.bits & ~hidden, mask.bits), mask.sample_ids, mask.item_ids)
+    return BitfieldMask(np.where(mask.bits < 0, mask.bits & ~hidden, mask.bits), mask.sample_ids, mask.item_ids, mask.window)
 
 
 def summarize_dense(mask, query_size, key_size):

@@ -13,7 +13,7 @@ from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.triton_kernels.options import KernelOptions, TileSizes, choose_options
 from multimodal.attention.triton_kernels.triton_attention import attend_by_triton
 from multimodal.values.errors import ConfigError
-from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, output_and_gradients
+from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, largest_error, named_mask, output_and_gradients
 
 WIDE, NARROW = TileSizes(32, 16, 4, 1), TileSizes(16, 32, 4, 1)
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -26,8 +26,7 @@ def options(max_blocks_per_item: int | None, *tiles: TileSizes) -> KernelOptions
 
 @pytest.mark.parametrize("name", MASKS)
 def test_kernels_give_the_references_output_and_gradients(name: str) -> None:
-    mode, samples = MASKS[name]
-    mask = build_mask(samples, mode=mode)
+    mask = named_mask(name)
     inputs = draw_inputs(mask, channels=16)
     expected = output_and_gradients(attend_densely, inputs, mask)
     attend = partial(attend_by_triton, options=options(2))

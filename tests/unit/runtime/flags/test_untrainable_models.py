@@ -30,7 +30,6 @@ def test_other_audio_than_whispers_is_refused(changes: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"sliding_window": 64}, r"--seq-length 65 is beyond the 64 tokens that .*\(sliding_window\).*; lower it"),
         ({"rotary_dynamic_scaling": [2.0, 64]}, r"--seq-length 65 is beyond the 64 tokens from which on"),
     ],
 )
