@@ -61,17 +61,23 @@ def choose_attention(name: str, *, rule: MaskRule, shape: AttentionShape, is_sha
 
 def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape: AttentionShape = ON_CPU) -> str:
     """Resolve `auto`; raises ConfigError when a backend that takes whole sequences cannot evaluate the mask."""
-    needs_mask = rule.is_causal and (rule.mode is not MaskMode.CAUSAL or rule.window is not None)
+    needs_mask = rule.is_causal and (rule.mode is not MaskMode.CAUSAL or (rule.window or rule.softcap) is not None)
     if name == AUTO:
-        return _of_blocks(shape) if needs_mask or is_shared else FLASH if can_flash(shape) else SEQUENCES
+        return _of_blocks(shape, rule) if needs_mask or is_shared else FLASH if can_flash(shape) else SEQUENCES
     if name in BY_SEQUENCE and is_shared:
         raise ConfigError(
             f"--attention-backend {name} needs whole sequences, which context parallelism spreads over ranks; choose "
             "--attention-backend blocks"
         )
     if name in BY_SEQUENCE and needs_mask:
-        what = f"--attention-mask {rule.mode}" if rule.mode is not MaskMode.CAUSAL else f"sliding_window {rule.window}"
+        of_model = f"sliding_window {rule.window}" if rule.window is not None else f"attention_softcap {rule.softcap}"
+        what = of_model if rule.mode is MaskMode.CAUSAL else f"--attention-mask {rule.mode}"
         raise ConfigError(f"--attention-backend {name} cannot evaluate {what}; choose --attention-backend blocks")
+    if name == "triton" and rule.softcap is not None:
+        raise ConfigError(
+            f"--attention-backend triton cannot bound scores (attention_softcap {rule.softcap}); choose "
+            "--attention-backend flex, or blocks"
+        )
     if name == FLASH and not can_flash(shape):
         raise ConfigError(
             f"--attention-backend flash runs on CUDA in half precision, with heads of at most 256 channels, a multiple of 8, and "
@@ -81,8 +87,9 @@ def choose_backend(name: str, *, rule: MaskRule, is_shared: bool = False, shape:
     return name
 
 
-def _of_blocks(shape: AttentionShape) -> str:
-    """Return the fastest backend that evaluates masks of items: Triton's on CUDA, else torch's FlexAttention."""
+def _of_blocks(shape: AttentionShape, rule: MaskRule) -> str:
+    """Return the fastest backend that evaluates masks: Triton's on CUDA, else torch's FlexAttention, which can bound scores."""
     if not shape.is_cuda or shape.dtype == torch.float64:
         return "blocks"
-    return "triton" if find_spec("triton") is not None and shape.channels <= MAX_CHANNELS else "flex"
+    has_kernels = find_spec("triton") is not None and shape.channels <= MAX_CHANNELS and rule.softcap is None
+    return "triton" if has_kernels else "flex"

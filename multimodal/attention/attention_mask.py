@@ -75,12 +75,13 @@ class AttentionMask:
     """The keys that each query attends to. Keys are all tokens; queries are all tokens or, with context parallelism, some blocks.
 
     tokens: the whole packed sequence; block_size: tokens of a block of queries and of keys; query_blocks: ascending indices of
-    the blocks whose tokens are queries, None for all.
+    the blocks whose tokens are queries, None for all; softcap: see MaskRule.
     """
 
     tokens: BitfieldMask
     block_size: int = 128
     query_blocks: tuple[int, ...] | None = None
+    softcap: float | None = None
     derived: DerivedValues = field(default_factory=DerivedValues, repr=False)
     """Forms that backends derive from it."""
     _built: dict[Hashable, Any] = field(default_factory=dict, repr=False)

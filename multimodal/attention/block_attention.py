@@ -46,9 +46,14 @@ def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, mask: Attention
     is_visible = _dense(mask, query.device)
     heads_per_group = query.shape[1] // key.shape[1]
     keys, values = (tensor.repeat_interleave(heads_per_group, dim=1) for tensor in (key, value))
-    scores = torch.einsum("qhc,khc->hqk", query, keys) * scale
+    scores = capped(torch.einsum("qhc,khc->hqk", query, keys) * scale, mask.softcap)
     weights = scores.masked_fill(~is_visible, -math.inf).softmax(dim=-1)
     return torch.einsum("hqk,khc->qhc", weights, values)
+
+
+def capped(scores: Tensor, softcap: float | None) -> Tensor:
+    """Return scores, or logits, that are smoothly bounded (Gemma 2)."""
+    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
 
 
 def prepare_block_mask(mask: AttentionMask, _: AttentionShape) -> None:
@@ -77,21 +82,29 @@ class _BlockAttention(torch.autograd.Function):
         heads_per_group = query.shape[1] // key.shape[1]
         mixed = query.new_empty(query.shape[0], query.shape[1], value.shape[2])
         for row in _rows(mask, query.device):
-            queries, keys, values = _to_groups(query[row.queries], key.shape[1]), key[row.keys], value[row.keys]
-            group_mixed = scaled_dot_product_attention(
-                queries[None],
-                keys.transpose(0, 1)[None],
-                values.transpose(0, 1)[None],
-                attn_mask=None if row.is_visible is None else row.is_visible.repeat(heads_per_group, 1),
-                scale=scale,
-            )
-            mixed[row.queries] = _from_groups(group_mixed[0], heads_per_group)
+            queries = _to_groups(query[row.queries], key.shape[1])
+            keys, values = (tensor[row.keys].transpose(0, 1) for tensor in (key, value))
+            if mask.softcap is None:
+                (group_mixed,) = scaled_dot_product_attention(
+                    queries[None],
+                    keys[None],
+                    values[None],
+                    attn_mask=None if row.is_visible is None else row.is_visible.repeat(heads_per_group, 1),
+                    scale=scale,
+                )
+            else:
+                wide = torch.promote_types(query.dtype, torch.float32)
+                scores = capped(queries.to(wide) @ keys.transpose(1, 2).to(wide) * scale, mask.softcap)
+                weights = _weights(scores, row.is_visible, heads_per_group=heads_per_group)
+                group_mixed = (weights @ values.to(wide)).to(query.dtype)
+            mixed[row.queries] = _from_groups(group_mixed, heads_per_group)
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, mixed_gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value = ctx.saved_tensors
+        cap = ctx.mask.softcap
         groups, heads_per_group = key.shape[1], query.shape[1] // key.shape[1]
         dtype = torch.promote_types(query.dtype, torch.float32)
         query_gradient = torch.empty_like(query)
@@ -99,18 +112,20 @@ class _BlockAttention(torch.autograd.Function):
         for row in _rows(ctx.mask, query.device):
             queries, gradient = (_to_groups(tensor[row.queries], groups).to(dtype) for tensor in (query, mixed_gradient))
             keys, values = (tensor[row.keys].transpose(0, 1).to(dtype) for tensor in (key, value))
-            weights = _weights(queries, keys, row.is_visible, heads_per_group=heads_per_group, scale=ctx.scale)
+            scores = capped(queries @ keys.transpose(1, 2) * ctx.scale, cap)
+            weights = _weights(scores, row.is_visible, heads_per_group=heads_per_group)
             weight_gradient = gradient @ values.transpose(1, 2)
             # The gradient of a softmax: weights x (gradient - its mean under the weights).
             score_gradient = weights * (weight_gradient - (weight_gradient * weights).sum(dim=-1, keepdim=True)) * ctx.scale
+            if cap is not None:
+                score_gradient *= 1 - (scores / cap) ** 2
             query_gradient[row.queries] = _from_groups(score_gradient @ keys, heads_per_group).to(query.dtype)
             key_gradient[row.keys] += (score_gradient.transpose(1, 2) @ queries).transpose(0, 1)
             value_gradient[row.keys] += (weights.transpose(1, 2) @ gradient).transpose(0, 1)
         return query_gradient, key_gradient.to(key.dtype), value_gradient.to(value.dtype), None, None
 
 
-def _weights(queries: Tensor, keys: Tensor, is_visible: Tensor | None, *, heads_per_group: int, scale: float) -> Tensor:
-    scores = queries @ keys.transpose(1, 2) * scale
+def _weights(scores: Tensor, is_visible: Tensor | None, *, heads_per_group: int) -> Tensor:
     if is_visible is not None:
         scores = scores.masked_fill(~is_visible.repeat(heads_per_group, 1), -math.inf)
     return scores.softmax(dim=-1)

@@ -31,7 +31,9 @@ def attend_by_flex_attention(
     # [num_tokens, heads, channels] -> [1, heads, num_tokens, channels]
     inputs = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
     attend = _compiled() if query.device.type == "cuda" else cast(Callable[..., Any], flex_attention)
-    mixed: Tensor = attend(*inputs, block_mask=block_mask, scale=softmax_scale, enable_gqa=True)
+    cap = mask.softcap
+    change = None if cap is None else lambda score, *_: cap * torch.tanh(score / cap)
+    mixed: Tensor = attend(*inputs, score_mod=change, block_mask=block_mask, scale=softmax_scale, enable_gqa=True)
     return mixed[0].transpose(0, 1)
 
 

@@ -40,6 +40,8 @@ class MaskRule:
     """Names of the encoders, in the order of the model."""
     window: int | None = None
     """The LLM's tokens attend to so many tokens, themselves and those before them; None: to all of them."""
+    softcap: float | None = None
+    """Scores of the LLM's tokens are bounded by it, as softcap x tanh(score / softcap); None: they are not."""
 
 
 @dataclass
@@ -68,10 +70,10 @@ class PackedLengths(PackedSeqParams):
     def _attention_mask(self, rule: MaskRule) -> AttentionMask:
         tokens = build_packed_mask(self.lengths, items=self.items, rule=rule)
         if self.share is None:
-            return AttentionMask(tokens)
+            return AttentionMask(tokens, softcap=rule.softcap)
         shares = self.share.shares
         assert isinstance(shares, BlockShares)
-        return AttentionMask(tokens, shares.block_size, shares.blocks_of(self.share.rank))
+        return AttentionMask(tokens, shares.block_size, shares.blocks_of(self.share.rank), rule.softcap)
 
     def starts(self, device: torch.device) -> Tensor:
         """[num_sequences + 1], int32: the start of each sequence, and the total, as kernels for variable lengths expect them."""

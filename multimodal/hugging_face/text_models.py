@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
-from multimodal.hugging_face.rotary_positions import read_rotary, write_rotary
+from multimodal.hugging_face.rotary_positions import read_rotary, rotary_entries, write_rotary
 from multimodal.hugging_face.weight_names import UnitNames, Weight, fused_qkv, grouped_qkv, stacked, vocabulary
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -39,6 +40,14 @@ INTERNLM2_LAYER = (
     Weight("self_attention.linear_proj", ("attention.wo",)),
     Weight("mlp.linear_fc1", ("feed_forward.w1", "feed_forward.w3"), stacked),
     Weight("mlp.linear_fc2", ("feed_forward.w2",)),
+)
+
+
+GEMMA_LAYER = (
+    Weight("self_attn_bda.norm", ("post_attention_layernorm",)),
+    Weight("pre_mlp_layernorm", ("pre_feedforward_layernorm",)),
+    Weight("mlp_bda.norm", ("post_feedforward_layernorm",)),
+    *(weight for weight in DECODER_LAYER if weight.ours != "pre_mlp_layernorm"),
 )
 
 
@@ -109,6 +118,14 @@ class TextFamily(NamedTuple):
     """For families with sliding_window: from a config.json that does not list its layers to those that it does not bound."""
     names: UnitNames = decoder_names()
     """Names of its weights."""
+    keys: tuple[Key, ...] = ()
+    """Keys of config.json that it alone has; null in a config.json means none."""
+    constants: Mapping[str, Any] = MappingProxyType({"hidden_act": "silu"})
+    """Entries of config.json that are the same in all its models."""
+    fields: Mapping[str, Any] = MappingProxyType({})
+    """Fields of a unit that are."""
+    local_base_key: str | None = None
+    """The key of the rotary base of layers with windows, for families that have two."""
 
     @property
     def fits_inside(self) -> bool:
@@ -124,6 +141,42 @@ def _lower_layers(config: Config) -> Iterable[int]:
     return range(min(config["max_window_layers"], config["num_hidden_layers"]))
 
 
+def _even_layers(config: Config) -> Iterable[int]:
+    return range(1, config["num_hidden_layers"], 2)
+
+
+def _every_sixth_layer(config: Config) -> Iterable[int]:
+    pattern = config.get("sliding_window_pattern") or 6
+    return range(pattern - 1, config["num_hidden_layers"], pattern)
+
+
+_GEMMA_SIZES = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+_GEMMA: Mapping[str, Any] = {
+    "names": decoder_names(layer=GEMMA_LAYER),
+    "bias_keys": ("attention_bias",),
+    "keys": (
+        Key("query_pre_attn_scalar", "query_scalar"),
+        Key("attn_logit_softcapping", "attention_softcap"),
+        Key("final_logit_softcapping", "logit_softcap"),
+    ),
+    "constants": {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"},
+    "fields": {
+        "activation": "geglu_tanh",
+        "layernorm_zero_centered_gamma": True,
+        "has_post_norms": True,
+        "scales_embeddings": True,
+    },
+}
 _QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 _BIASES = ("attention_bias", "mlp_bias")
 TEXT_FAMILIES = {
@@ -188,6 +241,22 @@ TEXT_FAMILIES = {
             names=decoder_names(layer=PHI3_LAYER),
         ),
         TextFamily(
+            "Gemma2ForCausalLM",
+            "gemma2",
+            {**_GEMMA_SIZES, "vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+            global_layers=_even_layers,
+            **_GEMMA,
+        ),
+        TextFamily(
+            "Gemma3ForCausalLM",
+            "gemma3_text",
+            {**_GEMMA_SIZES, "vocab_size": 262208, "rope_theta": 1e6, "rope_local_base_freq": 10000.0},
+            qk_layernorm=True,
+            global_layers=_every_sixth_layer,
+            local_base_key="rope_local_base_freq",
+            **_GEMMA,
+        ),
+        TextFamily(
             "InternLM2ForCausalLM",
             "internlm2",
             {"vocab_size": 103168, "intermediate_size": 11008, "bias": True, "max_position_embeddings": 2048},
@@ -217,7 +286,6 @@ _KEYS = (
     Key("vocab_size", "vocab_size"),
 )
 _COMPUTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu",),
     "attention_dropout": (0, 0.0, None),
     "resid_pdrop": (0, 0.0, None),
     "embd_pdrop": (0, 0.0, None),
@@ -225,6 +293,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "decoder_sparse_step": (1, None),
     "mlp_only_layers": ([], None),
     "pretraining_tp": (1, None),
+    "use_bidirectional_attention": (False, None),
 }
 
 
@@ -237,23 +306,40 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     family = known.get(config.get("model_type", ""))
     if family is None:
         raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(known)}")
-    require(config, _COMPUTED, where=where)
+    require(config, {**_COMPUTED, **{key: (value,) for key, value in family.constants.items()}}, where=where)
     if family.experts is not None:
         windows = {"sliding_window": (None,)} if family.experts is _MIXTRAL else {"use_sliding_window": (False, None)}
         require(config, windows, where=where)
     full = with_defaults(config, {**_DEFAULTS, **family.defaults})
-    fields = read_keys(_KEYS, full)
+    fields, window = read_keys(_KEYS, full), _read_window(family, config, full, where=where)
     return {
         "role": "backbone",
         **fields,
-        **read_rotary(full, where=where),
+        **_read_positions(family, full, window, where=where),
+        **{key.ours: config.get(key.theirs, full.get(key.theirs)) for key in family.keys},
+        **family.fields,
         **_read_biases(family, full, where=where),
-        **_read_window(family, config, full, where=where),
+        **window,
         "qk_layernorm": family.qk_layernorm,
-        "untie_embeddings_and_output_weights": not config.get("tie_word_embeddings", False),
+        "untie_embeddings_and_output_weights": not full.get("tie_word_embeddings", False),
         "has_exact_vocabulary": True,
         **({} if family.experts is None else {"experts": _read_experts(family.experts, config)}),
     }
+
+
+def _read_positions(family: TextFamily, full: Config, window: Config, *, where: str) -> dict[str, Any]:
+    """Return the rotary positions, and the base of layers with windows, which newer versions list by kind of layer."""
+    if family.local_base_key is None:
+        return read_rotary(full, where=where)
+    entries, local = rotary_entries(full, where=where), full[family.local_base_key]
+    if _GLOBAL in entries or _LOCAL in entries:
+        of_all, of_local = (entries.get(kind) or {} for kind in (_GLOBAL, _LOCAL))
+        if not (isinstance(of_all, Mapping) and isinstance(of_local, Mapping)):
+            raise ModelError(f"{where}rope_parameters are {entries!r}, expected a mapping for each kind of layer; correct them")
+        require(of_local, {"rope_type": ("default", None)}, where=f"{where}rope_parameters.{_LOCAL}.")
+        local = of_local.get("rope_theta") or local
+        full = {**full, "rope_scaling": None, "rope_parameters": of_all}
+    return {**read_rotary(full, where=where), **({"rotary_local_base": local} if window else {})}
 
 
 def _read_window(family: TextFamily, config: Config, full: Config, *, where: str) -> dict[str, Any]:
@@ -275,9 +361,10 @@ def _write_window(family: TextFamily, unit: Unit) -> dict[str, Any]:
     shape = unit.transformer
     if family.global_layers is None:
         return {}
-    types = {"layer_types": [_GLOBAL if index in shape.global_layers else _LOCAL for index in range(shape.num_layers)]}
+    is_global = [shape.sliding_window is None or index in shape.global_layers for index in range(shape.num_layers)]
+    types = {"layer_types": [_GLOBAL if each else _LOCAL for each in is_global]}
     if "use_sliding_window" not in family.defaults:
-        return {"sliding_window": shape.sliding_window, **(types if shape.global_layers else {})}
+        return {"sliding_window": shape.sliding_window, **(types if shape.global_layers or family.keys else {})}
     if shape.sliding_window is None:
         return {"use_sliding_window": False}
     lower = {"max_window_layers": len(shape.global_layers)}
@@ -329,14 +416,23 @@ def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
     return {
         "architectures": [family.name],
         "model_type": family.model_type,
-        **write_keys(_KEYS, unit),
+        **write_keys((*_KEYS, *family.keys), unit),
         **write_rotary(unit),
+        **({} if family.local_base_key is None else {family.local_base_key: unit.transformer.rotary_local_base}),
         **_write_biases(family, unit),
         **_write_window(family, unit),
         **({} if family.experts is None else _write_experts(family.experts, unit)),
-        "hidden_act": "silu",
+        **family.constants,
         "tie_word_embeddings": unit.ties_embeddings,
     }
+
+
+def read_inner_text(config: Config, *, model_type: str) -> dict[str, Any]:
+    """Return the LLM inside another model, whose `text_config` may lack a model_type; ties may be said outside of it."""
+    text = {"model_type": model_type, **(config.get("text_config") or {})}
+    if config.get("tie_word_embeddings") is not None:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    return read_text_unit(text, where="text_config: ")
 
 
 def write_inner_text(unit: Unit) -> dict[str, Any]:

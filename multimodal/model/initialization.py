@@ -29,7 +29,8 @@ def initialize_parameters(stage: UnitStage, *, seed: int) -> None:
         if kind.initialises_itself:
             continue
         if parameter.dim() < 2:
-            parameter.fill_(kind.initial_vector(name))
+            is_from_zero = stage.unit.transformer.layernorm_zero_centered_gamma and name.endswith("norm.weight")
+            parameter.fill_(0.0 if is_from_zero else kind.initial_vector(name))
             continue
         whole = full_shape(parameter.shape, sharding, tensor_parallel_size=size)
         values = kind.initial_matrix(name.split(".", 2)[2], whole)

@@ -8,6 +8,8 @@ from torch import Tensor
 class Norm(torch.nn.Module):
     """Normalises the last dimension, in at least float32; the config's `normalization` selects the norm.
 
+    With `layernorm_zero_centered_gamma` the weight is what is added to one.
+
     Under sequence parallelism each tensor parallel rank has its share of the tokens, so the parameters are marked
     `sequence_parallel` and their gradients are summed over the tensor parallel group.
     """
@@ -15,7 +17,7 @@ class Norm(torch.nn.Module):
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__()
         device = torch.cuda.current_device()
-        self.eps = eps
+        self.eps, self.offset = eps, float(config.layernorm_zero_centered_gamma)
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
         self.bias = None
         if config.normalization == "LayerNorm":
@@ -30,7 +32,8 @@ class Norm(torch.nn.Module):
         wide = hidden if keeps_dtype else hidden.float()
         shape = (hidden.shape[-1],)
         if self.bias is None:
-            normal = torch.nn.functional.rms_norm(wide, shape, self.weight.to(wide.dtype), self.eps)
+            weight = self.weight.to(wide.dtype)
+            normal = torch.nn.functional.rms_norm(wide, shape, weight + self.offset if self.offset else weight, self.eps)
         else:
             normal = torch.nn.functional.layer_norm(wide, shape, self.weight.to(wide.dtype), self.bias.to(wide.dtype), self.eps)
         return normal.to(hidden.dtype)

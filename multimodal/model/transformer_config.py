@@ -25,11 +25,12 @@ def quick_gelu(values: Tensor) -> Tensor:
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "swiglu": torch.nn.functional.silu,
+    "geglu_tanh": gelu_tanh,
     "gelu": torch.nn.functional.gelu,
     "gelu_tanh": gelu_tanh,
     "quick_gelu": quick_gelu,
 }
-"""Activation functions of the MLP by name; with `swiglu` the function is applied to the gate."""
+"""Activation functions of the MLP by name; in those with a gate the function is applied to the gate."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,7 @@ def build_transformer_config(unit: Unit, *, tensor_parallel_size: int, options: 
         kv_channels=shape.head_channels,
         normalization=shape.normalization,
         layernorm_epsilon=shape.layernorm_epsilon,
+        layernorm_zero_centered_gamma=shape.layernorm_zero_centered_gamma,
         softmax_scale=shape.softmax_scale,
         gated_linear_unit=shape.is_gated,
         activation_func=ACTIVATIONS[shape.activation],

@@ -175,7 +175,9 @@ class UnitStage(MegatronModule):
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""
         frequencies, lengths = self._position_inputs(batch)
-        return StagePass(batch, item_embeddings, frequencies, lengths, self.shared_embedding_weight, self.num_step_tokens)
+        local = self.frequencies(batch, base) if (base := self.unit.transformer.rotary_local_base) is not None else None
+        weight = self.shared_embedding_weight
+        return StagePass(batch, item_embeddings, frequencies, lengths, weight, self.num_step_tokens, local)
 
     def run_layer(self, index: int, hidden: Tensor, given: StagePass) -> Tensor | HeadOutput:
         """Run one layer, by its index in the unit; `hidden` is None for a unit's first."""
@@ -238,11 +240,16 @@ class UnitStage(MegatronModule):
 
         return ((LayerPart(whole),),)
 
-    def frequencies(self, batch: PackedInput) -> Tensor | None:
-        """Return the rotary angles of this rank's rows; None if the first layer adds positions."""
+    def frequencies(self, batch: PackedInput, local_base: float | None = None) -> Tensor | None:
+        """Return the rotary angles of this rank's rows; None if the first layer adds positions.
+
+        local_base: the base of layers with angles of their own, which are not scaled.
+        """
         if not self.unit.transformer.has_rotary_positions:
             return None
         shape, dtype = self.unit.transformer, self.options.precision.rotary_dtype
+        if local_base is not None:
+            shape = replace(shape, rotary_base=local_base, rotary_scaling=(), rotary_factors=())
         frequencies = rotary_frequencies(
             batch.places,
             head_channels=shape.head_channels,

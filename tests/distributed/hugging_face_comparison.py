@@ -126,6 +126,7 @@ def assert_loads(folder: Path, like: Any, source: PaddedSource, inputs: Inputs, 
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
     experts = getattr(like.config, "_experts_implementation", None)  # the default for experts has no float64
     options = {} if experts is None else {"experts_implementation": experts}
+    options["attn_implementation"] = like.config._attn_implementation
     with double_precision():
         model, info = getattr(transformers, name).from_pretrained(
             folder, dtype=torch.float64, output_loading_info=True, **options

@@ -110,6 +110,27 @@ def phi3() -> Any:
     return Phi3ForCausalLM(Phi3Config(**PLAIN, **lengths, rope_parameters=scaling, pad_token_id=None, sliding_window=4))
 
 
+GEMMA = {**PLAIN, "hidden_size": 16, "head_dim": 8, "query_pre_attn_scalar": 6, "num_hidden_layers": 4, "sliding_window": 3}
+
+
+def gemma2() -> Any:
+    """Scores and logits are bounded by values that they exceed; every second layer has windows."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    caps = {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0}
+    return Gemma2ForCausalLM._from_config(Gemma2Config(**GEMMA, **caps), attn_implementation="eager")
+
+
+def gemma3() -> Any:
+    """Layers with windows rotate by another base; the others' positions are scaled."""
+    from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+
+    of_all = {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}
+    bases = {"rope_parameters": {"full_attention": of_all, "sliding_attention": {"rope_type": "default", "rope_theta": 50.0}}}
+    types = {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]}
+    return Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA, **bases, **types))
+
+
 def mixtral() -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
@@ -140,6 +161,8 @@ PLANS: Plans = {
         llama_of_long_contexts,
         llama_with_mlp_biases,
         llama_of_two_lengths,
+        gemma2,
+        gemma3,
         mistral,
         phi3,
         qwen2,

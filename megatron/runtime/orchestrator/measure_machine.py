@@ -105,7 +105,7 @@ def profiled_sizes(request: PlanningRequest, unit: Unit) -> tuple[int, ...]:
     """Return tokens from a quarter of an average sample to several samples, as long as a layer does not take too long."""
     mean, longest = request.loads.mean[unit.name][0], int(request.loads.of_samples[unit.name][:, 0].max(initial=0))
     most = min(MOST_TOKENS, max(SAMPLES_AT_ONCE * mean, longest, 16 * LEAST_TOKENS))
-    kind = next((kind for kind in unit.layers if LAYER_KINDS[kind].attends), unit.layers[0])
+    kind = next((kind for kind in unit.layers if LAYER_KINDS[kind].attends), unit.inner_layers[0])
     while most > 16 * LEAST_TOKENS and _seconds(request, unit, kind, round(most), mean) > MOST_SECONDS:
         most /= 2
     least = min(max(LEAST_TOKENS, mean / 4), most / 8)

@@ -245,8 +245,7 @@ class TokenPlacement:
     def _deal_blocks(self, place: MicrobatchPlace, part: int) -> TokenShares:
         lengths, items = self._layout(place, part)
         unit = self._step.graph.unit(place.unit)
-        window = None if "transformer" in unit.layers else unit.transformer.sliding_window
-        rule = mask_rule_of(unit, graph=self._step.graph, mode=self._sharing.mask_mode, window=window)
+        rule = mask_rule_of(unit, graph=self._step.graph, mode=self._sharing.mask_mode, window=unit.window_everywhere)
         return share_tokens(
             build_packed_mask(lengths, items=items, rule=rule),
             num_ranks=self._sizes[place.unit],

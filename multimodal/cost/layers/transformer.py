@@ -57,7 +57,7 @@ class TransformerLayer(Layer):
         outputs = sum(self._widths), shape.hidden_size, inner, shape.hidden_size
         biases = sum(size for size, has_bias in zip(outputs, shape.biases.values(), strict=True) if has_bias)
         scales = 2 * shape.hidden_size if shape.has_layer_scale else 0
-        return 2 * self.norm_vector_entries() + head_norms + biases + scales
+        return (4 if shape.has_post_norms else 2) * self.norm_vector_entries() + head_norms + biases + scales
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Products with weights are linear in tokens, attention in the squares of sequences."""
@@ -118,7 +118,8 @@ class TransformerLayer(Layer):
         shape = self.unit.transformer
         query, key_value = self._widths
         qkv = query + key_value
-        whole = 2 * self.norm_bytes(trains=trains, size=size) + (size * shape.hidden_size if trains else 0.0)
+        num_norms = 4 if shape.has_post_norms else 2
+        whole = num_norms * self.norm_bytes(trains=trains, size=size) + (size * shape.hidden_size if trains else 0.0)
         whole += 2 * size * shape.hidden_size if shape.has_layer_scale and trains else 0
         whole += 4 * size * shape.head_channels if shape.has_rotary_positions else 0
         is_repeated = shape.query_groups < shape.num_attention_heads
@@ -168,8 +169,9 @@ class TransformerLayer(Layer):
         heads = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
         rotated, normed = heads * shape.has_rotary_positions, heads * shape.qk_layernorm
         activated, activated_back = (factor * shape.ffn_hidden_size for factor in ((3, 5) if self._is_gated else (2, 3)))
-        forward = 5 * hidden, normed, rotated, 0, 5 * hidden, 0, activated
-        backward = 6 * hidden, 1.5 * normed, rotated, 0, 6 * hidden, 0, activated_back
+        post = hidden * shape.has_post_norms  # norms before the residual sums
+        forward = 5 * hidden, normed, rotated, 0, 5 * hidden + 2 * post, 0, activated + 2 * post
+        backward = 6 * hidden, 1.5 * normed, rotated, 0, 6 * hidden + 3 * post, 0, activated_back + 3 * post
         columns = zip(TransformerLayer.segments, self._segment_weights, forward, backward, strict=True)
         return tuple(
             SegmentWork(num_weights, (size * moved, size * moved_back), attends=segment.name == "attention")

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
+from multimodal.attention.block_attention import capped
 from multimodal.model.collectives import RankLink, gather_rows, sum_rows
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
 from multimodal.model.layers.cross_entropy import vocab_parallel_cross_entropy
@@ -26,9 +27,17 @@ class TokenEmbedding(torch.nn.Module):
     waits: TensorParallelWaits | None = None
 
     def __init__(
-        self, *, config: TransformerConfig, groups: ProcessGroupCollection, vocab_size: int, num_channels: int | None = None
+        self,
+        *,
+        config: TransformerConfig,
+        groups: ProcessGroupCollection,
+        vocab_size: int,
+        num_channels: int | None = None,
+        scale: float = 1.0,
     ) -> None:
+        """scale: factor of the words' embeddings."""
         super().__init__()
+        self.scale = scale
         self.num_channels = num_channels or config.hidden_size
         self.word_embeddings = VocabParallelEmbedding(
             vocab_size, config.hidden_size, init_method=config.init_method, config=config, tp_group=groups.tp
@@ -44,6 +53,8 @@ class TokenEmbedding(torch.nn.Module):
         Returns [num_tokens, 1, channels], the same on every tensor parallel rank.
         """
         hidden = sum_rows(self._look_up(token_ids), self.link._replace(waits=self.waits))
+        if self.scale != 1.0:  # rounded to the type of the embeddings, as transformers do
+            hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
         hidden = pad_channels(hidden, self.num_channels)
         if item_rows is not None and item_embeddings is not None:
             hidden = hidden.index_copy(0, item_rows, pad_channels(item_embeddings, self.num_channels).to(hidden.dtype))
@@ -72,6 +83,7 @@ class TokenEmbeddingKind(LayerKind):
             groups=context.groups,
             vocab_size=context.vocab_size,
             num_channels=context.graph.width_behind(context.unit.name, 0),
+            scale=context.config.hidden_size**0.5 if context.unit.transformer.scales_embeddings else 1.0,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
@@ -97,8 +109,11 @@ class LanguageHead(torch.nn.Module):
         vocab_size: int,
         shares_embedding: bool,
         num_tokens_known: int,
+        softcap: float | None = None,
     ) -> None:
+        """softcap: bound of the logits, if any."""
         super().__init__()
+        self.softcap = softcap
         plain = dataclasses.replace(config, sequence_parallel=False)
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
@@ -134,7 +149,7 @@ class LanguageHead(torch.nn.Module):
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         conditions = None if generator_rows is None else hidden.index_select(0, generator_rows)[:, 0]
         logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
-        logits = logits[:, 0]
+        logits = capped(logits[:, 0], self.softcap)
         losses = vocab_parallel_cross_entropy(logits, targets, group=self.group, num_tokens_known=self.num_tokens_known)
         loss_sum = losses.sum()
         if self.training:
@@ -167,6 +182,7 @@ class HeadKind(LayerKind):
             vocab_size=context.vocab_size,
             shares_embedding=context.unit.ties_embeddings,
             num_tokens_known=context.unit.num_tokens_known(context.vocab_size),
+            softcap=context.unit.transformer.logit_softcap,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:

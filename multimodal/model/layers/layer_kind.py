@@ -90,6 +90,8 @@ class StagePass:
     """[vocab_size / tp, hidden_size]: tied word embeddings, where the stage has them."""
     num_step_tokens: int = 1
     """The LLM's tokens in the global batch: the divisor of losses that count by token."""
+    local_frequencies: Tensor | None = None
+    """The angles of layers with windows, if they have some of their own."""
 
 
 class HeadOutput(NamedTuple):

@@ -47,7 +47,7 @@ def mask_rule_of(unit: Unit, *, graph: ModelGraph, mode: MaskMode, window: int |
     if not unit.is_causal:
         return MaskRule(is_causal=False)
     encoders = tuple(each.name for each in graph.units if each.role is Role.ENCODER)
-    return MaskRule(is_causal=True, mode=mode, modalities=encoders, window=window)
+    return MaskRule(True, mode, encoders, window, unit.transformer.attention_softcap)
 
 
 class TransformerKind(LayerKind):
@@ -76,6 +76,9 @@ class TransformerKind(LayerKind):
         if context.unit.transformer.has_layer_scale:
             add = ModuleSpec(module=ScaledAdd, params={"config": context.config})
             spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
+        if context.unit.transformer.has_post_norms:
+            add = ModuleSpec(module=NormedAdd, params={"config": context.config})
+            spec.submodules.self_attn_bda = spec.submodules.mlp_bda = add
         _add_biases(spec, context.unit)
         self.adapt(spec)
         config = context.config
@@ -93,8 +96,13 @@ class TransformerKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Run the layer on packed sequences."""
-        output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths)[0]
+        frequencies = self.frequencies(given)
+        output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=frequencies, packed_seq_params=given.lengths)[0]
         return output
+
+    def frequencies(self, given: StagePass) -> Tensor | None:
+        """Return the rotary angles of the layer."""
+        return given.frequencies
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
         """Derive masks and the other inputs of attention."""
@@ -106,7 +114,7 @@ class TransformerKind(LayerKind):
 
     def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
         """Return the parts of the seven segments; the layer must be megatron-core's own, not Transformer Engine's."""
-        return transformer_segments(layer)
+        return transformer_segments(layer, self.frequencies)
 
     def initial_vector(self, name: str) -> float:
         """Return the small initial value of layer scales, or that of other vectors."""
@@ -272,3 +280,20 @@ class ScaledAdd(torch.nn.Module):
     def _add(self, branch: _Branch, residual: Tensor, dropout: float) -> Tensor:
         output, bias = branch
         return residual + self.scale * (output if bias is None else output + bias)
+
+
+class NormedAdd(torch.nn.Module):
+    """Adds a normalised branch (Gemma 2), in the same form."""
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__()
+        self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
+
+    def forward(self, is_training: bool, is_fused: bool) -> Callable[[_Branch, Tensor, float], Tensor]:
+        """Return the function that adds."""
+        return self._add
+
+    def _add(self, branch: _Branch, residual: Tensor, dropout: float) -> Tensor:
+        output, bias = branch
+        normal: Tensor = self.norm(output if bias is None else output + bias)
+        return residual + normal

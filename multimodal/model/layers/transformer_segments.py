@@ -14,6 +14,7 @@ megatron-core's own code computes all of it: the layer's submodules, or a submod
 it.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -64,12 +65,12 @@ class _Within:
         return getattr(self._module, name)
 
 
-def transformer_segments(layer: Any) -> tuple[tuple[LayerPart, ...], ...]:
-    """Return the parts of each segment of megatron-core's TransformerLayer."""
+def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor | None]) -> tuple[tuple[LayerPart, ...], ...]:
+    """Return the parts of each segment of megatron-core's TransformerLayer; frequencies: its rotary angles."""
     return (
         (LayerPart(_normed(layer.input_layernorm), Exchange.GATHERED),),
         (LayerPart(_qkv(layer.self_attention)),),
-        (LayerPart(_attention(layer.self_attention)),),
+        (LayerPart(_attention(layer.self_attention, frequencies)),),
         (LayerPart(_projection(layer.self_attention.linear_proj), Exchange.SUMMED),),
         (LayerPart(_sum_and_norm(layer), Exchange.GATHERED),),
         (LayerPart(_up(layer.mlp.linear_fc1)),),
@@ -95,12 +96,12 @@ def _qkv(attention: Any) -> Any:
     return run
 
 
-def _attention(attention: Any) -> Any:
+def _attention(attention: Any, frequencies: Callable[[StagePass], Tensor | None]) -> Any:
     def run(state: State, given: StagePass) -> State:
         residual, query, key, value = state
         alone = _Within(attention, get_query_key_value_tensors=lambda *_, **__: (query, key, value), linear_proj=_AsIs())
         mixed, _ = type(attention).forward(
-            alone, query, attention_mask=None, rotary_pos_emb=given.frequencies, packed_seq_params=given.lengths
+            alone, query, attention_mask=None, rotary_pos_emb=frequencies(given), packed_seq_params=given.lengths
         )
         return residual, mixed
 

@@ -1,11 +1,12 @@
 """Transformer layers whose tokens attend inside windows of their image, or of the text before them."""
 
 from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
 from torch.nn import Module
 
 from multimodal.attention.core_attention import WindowedAttention
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.model.layers.layer_kind import InputContext
+from multimodal.model.layers.layer_kind import InputContext, StagePass
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.values.model_graph import Unit
 
@@ -33,3 +34,7 @@ class SlidingTransformerKind(TransformerKind):
     def window(self, unit: Unit) -> int | None:
         """Return the unit's window."""
         return unit.transformer.sliding_window
+
+    def frequencies(self, given: StagePass) -> Tensor | None:
+        """Return the angles of layers with windows, if the unit has some of their own."""
+        return given.frequencies if given.local_frequencies is None else given.local_frequencies

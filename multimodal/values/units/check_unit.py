@@ -82,6 +82,18 @@ def check_unit(unit: Unit) -> None:
         fail("sliding_window", "sliding_window belongs to the backbone; remove it here")
     if shape.sliding_window is not None and shape.experts is not None:
         fail("sliding_window", "layers with experts have no windows; remove sliding_window or experts")
+    for key in ("layernorm_zero_centered_gamma", "has_post_norms", "scales_embeddings", "logit_softcap", "rotary_local_base"):
+        if getattr(shape, key) and (unit.role is not Role.BACKBONE or shape.experts is not None):
+            fail(key, f"{key} belongs to the backbone, without experts; remove it here")
+    for key in ("query_scalar", "attention_softcap"):
+        if getattr(shape, key) is not None and unit.role is not Role.BACKBONE:
+            fail(key, f"{key} belongs to the backbone; remove it here")
+    if shape.has_post_norms and shape.has_layer_scale:
+        fail("has_post_norms", "has_post_norms is without has_layer_scale; remove one of them")
+    if shape.layernorm_zero_centered_gamma and shape.normalization != "RMSNorm":
+        fail("layernorm_zero_centered_gamma", "layernorm_zero_centered_gamma is of RMSNorm; correct normalization, or remove it")
+    if shape.rotary_local_base is not None and (shape.sliding_window is None or shape.rotary_sections):
+        fail("rotary_local_base", "rotary_local_base is of layers with sliding_window, without rotary_sections; remove it")
     if shape.global_layers and (shape.sliding_window is None or max(shape.global_layers) >= shape.num_layers):
         fail(
             "global_layers",

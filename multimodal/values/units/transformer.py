@@ -21,8 +21,9 @@ class Transformer:
     kv_channels: int | None = field(default=None, metadata=up_to(2**16))
     """Channels per head; None: hidden_size / num_attention_heads."""
     normalization: Literal["LayerNorm", "RMSNorm"] = "RMSNorm"
-    activation: Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
-    """Activation of the MLP: SiLU with a gate; GELU; its approximation by tanh; x sigmoid(1.702 x)."""
+    activation: Literal["swiglu", "geglu_tanh", "gelu", "gelu_tanh", "quick_gelu"] = "swiglu"
+    """Activation of the MLP: SiLU with a gate; GELU's approximation by tanh with a gate; GELU; its approximation by tanh;
+    x sigmoid(1.702 x)."""
     add_bias_linear: bool = False
     add_qkv_bias: bool = False
     add_proj_bias: bool = False
@@ -35,6 +36,18 @@ class Transformer:
     """Encoders, with qk_layernorm: one norm of the channels of all heads together (InternViT 6B), so tensor parallel ranks cannot
     share the heads."""
     layernorm_epsilon: float = field(default=1e-5, metadata={"above": 0, "maximum": 1})
+    layernorm_zero_centered_gamma: bool = False
+    """Backbone only, RMSNorm: norms multiply by 1 + their weights (Gemma)."""
+    has_post_norms: bool = False
+    """Backbone only: the outputs of attention and MLP are normalised before they are added to the residual stream (Gemma 2)."""
+    scales_embeddings: bool = False
+    """Backbone only: word embeddings are multiplied by the square root of hidden_size (Gemma)."""
+    query_scalar: int | None = field(default=None, metadata=up_to(2**20))
+    """Backbone only: queries times keys are divided by its square root; None: by that of the channels of a head."""
+    attention_softcap: float | None = field(default=None, metadata={"above": 0, "maximum": 1e6})
+    """Backbone only: scores of attention are bounded by it, as softcap x tanh(score / softcap) (Gemma 2); None: they are not."""
+    logit_softcap: float | None = field(default=None, metadata={"above": 0, "maximum": 1e6})
+    """Backbone only: the same for logits."""
     has_layer_scale: bool = False
     """The outputs of attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
     has_rotary_positions: bool = True
@@ -63,6 +76,8 @@ class Transformer:
     layers are of this kind if no kinds are listed, but for `global_layers`."""
     global_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
     """Backbone only, with sliding_window: layers, counted from 0, whose tokens attend to all before them."""
+    rotary_local_base: float | None = field(default=None, metadata={"above": 0, "maximum": 1e30})
+    """Backbone only: the rotary base of sliding_transformer layers, without scaling (Gemma 3); None: that of all layers."""
     init_method_std: float = field(default=0.02, metadata={"above": 0, "maximum": 1000})
     experts: Experts | None = None
     """Backbone only: the experts of layers of kind moe_transformer; all layers are of this kind if no kinds are listed."""
@@ -77,7 +92,7 @@ class Transformer:
     @property
     def is_gated(self) -> bool:
         """True if the MLP has a gate."""
-        return self.activation == "swiglu"
+        return self.activation in ("swiglu", "geglu_tanh")
 
     @property
     def expert_hidden_size(self) -> int:
@@ -92,9 +107,9 @@ class Transformer:
     @property
     def softmax_scale(self) -> float | None:
         """Factor of queries times keys; None: 1 / sqrt(head_channels)."""
-        if self.rotary_attention_factor == 1.0:
+        if self.rotary_attention_factor == 1.0 and self.query_scalar is None:
             return None
-        return float(self.head_channels**-0.5 * self.rotary_attention_factor**2)
+        return float((self.query_scalar or self.head_channels) ** -0.5 * self.rotary_attention_factor**2)
 
     @property
     def query_groups(self) -> int:

@@ -137,6 +137,11 @@ class Unit:
         return self.role is Role.ENCODER and self.item_input is not None and self.item_input.tokens_per_window is not None
 
     @property
+    def window_everywhere(self) -> int | None:
+        """The sliding window that bounds attention in all layers of the backbone; None if some attend to all tokens before."""
+        return None if "transformer" in self.layers else self.transformer.sliding_window
+
+    @property
     def keeps_items_whole(self) -> bool:
         """True if context parallel ranks do not cut an encoder's items.
 
@@ -242,8 +247,8 @@ class Unit:
 
     @property
     def needs_local_layers(self) -> bool:
-        """True if transformer layers are megatron-core's own, whatever the others are: only those can have adapters."""
-        return self.lora is not None
+        """True if transformer layers are megatron-core's own: they have adapters, or norms behind their branches."""
+        return self.lora is not None or self.transformer.has_post_norms
 
     def adapted_modules(self, layer_index: int) -> tuple[str, ...]:
         """Return the linear layers of this layer that have adapters."""

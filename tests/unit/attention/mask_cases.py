@@ -1,6 +1,7 @@
 """Small masks and inputs that the attention tests share."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
@@ -54,14 +55,17 @@ def build_mask(
     block_size: int = 16,
     query_blocks: tuple[int, ...] | None = None,
     window: int | None = None,
+    softcap: float | None = None,
 ) -> AttentionMask:
     tokens = build_bitfield_mask(samples, modalities=MODALITIES, mode=mode, window=window)
-    return AttentionMask(tokens, block_size=block_size, query_blocks=query_blocks)
+    return AttentionMask(tokens, block_size=block_size, query_blocks=query_blocks, softcap=softcap)
 
 
 @st.composite
 def random_masks(draw: st.DrawFn) -> AttentionMask:
-    """Masks of every mode, up to about a hundred tokens, in blocks of any size, of all queries or those of some blocks."""
+    """Masks of every mode, with and without windows and bounded scores, up to about a hundred tokens, in blocks of any size, of
+    all queries or those of some blocks.
+    """
     mode = draw(st.sampled_from(("causal", "prefix", "embedded", "modality")))
     samples = []
     for _ in range(draw(st.integers(1, 3))):
@@ -75,8 +79,8 @@ def random_masks(draw: st.DrawFn) -> AttentionMask:
     block_size = draw(st.integers(1, 20))
     num_blocks = -(-sum(segment.num_tokens for segments in samples for segment in segments) // block_size)
     some = st.lists(st.integers(0, num_blocks - 1), min_size=1, unique=True).map(sorted).map(tuple)
-    window = draw(st.none() | st.integers(1, 30))
-    return build_mask(samples, mode=mode, block_size=block_size, query_blocks=draw(st.none() | some), window=window)
+    rule: dict[str, Any] = {"window": draw(st.none() | st.integers(1, 30)), "softcap": draw(st.none() | st.just(0.7))}
+    return build_mask(samples, mode=mode, block_size=block_size, query_blocks=draw(st.none() | some), **rule)
 
 
 def draw_inputs(mask: AttentionMask, *, heads: int = 2, groups: int = 1, channels: int = 8, seed: int = 0) -> tuple[Tensor, ...]:

@@ -75,6 +75,7 @@ def test_blocks_touch_what_is_visible_only() -> None:
 def test_flex_attention_gives_the_references_output(name: str, query_blocks: tuple[int, ...] | None) -> None:
     mask = named_mask(name, query_blocks=query_blocks)
     query, key, value, _ = draw_inputs(mask, heads=4, groups=2)
+    mask.softcap = 0.5
     with torch.no_grad():
         found = attend_by_flex_attention(query, key, value, mask=mask, softmax_scale=0.2)
     expected = attend_densely(query, key, value, mask=mask, softmax_scale=0.2)
@@ -95,11 +96,18 @@ def test_auto_takes_sequences_where_they_suffice() -> None:
     assert [choose_backend(name, rule=EMBEDDED) for name in BACKEND_NAMES[3:]] == list(BACKEND_NAMES[3:])
 
 
-def test_sequences_refuse_what_they_cannot_evaluate() -> None:
-    with pytest.raises(
-        ConfigError, match="sequences cannot evaluate --attention-mask embedded; choose --attention-backend blocks"
-    ):
-        choose_backend("sequences", rule=EMBEDDED)
+@pytest.mark.parametrize(
+    ("name", "rule", "message"),
+    [
+        ("sequences", EMBEDDED, "sequences cannot evaluate --attention-mask embedded; choose --attention-backend blocks"),
+        ("sequences", MaskRule(is_causal=True, window=9), "sequences cannot evaluate sliding_window 9; choose"),
+        ("flash", MaskRule(is_causal=True, softcap=5.0), "flash cannot evaluate attention_softcap 5.0; choose"),
+        ("triton", MaskRule(is_causal=True, softcap=5.0), "triton cannot bound scores .* choose --attention-backend flex"),
+    ],
+)
+def test_backends_refuse_what_they_cannot_evaluate(name: str, rule: MaskRule, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        choose_backend(name, rule=rule)
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def test_numbers_as_people_write_them_are_read(tmp_path, number):
         ("init_method_std: -0.1", "init_method_std: expected a positive number, found -0.1"),
         ("kv_channels: -4", "kv_channels: expected a positive integer, found -4"),
         ("num_query_groups: 0", "num_query_groups: expected a positive integer, found 0"),
-        ("activation: relu", "activation: expected one of swiglu, gelu, gelu_tanh, quick_gelu, found 'relu'"),
+        ("activation: relu", "activation: expected one of swiglu, geglu_tanh, gelu, gelu_tanh, quick_gelu, found 'relu'"),
         ("vocab_size: [32]", "vocab_size: expected a positive integer, found [32]"),
         ("image: {}", "image belongs to encoders; remove it here"),
         ("audio: {}", "audio belongs to encoders; remove it here"),
