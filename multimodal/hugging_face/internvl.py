@@ -6,7 +6,7 @@ from typing import Any
 from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.llava import SPELLINGS, patch_shape
 from multimodal.hugging_face.processors import write_image_processor
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_inner_text
+from multimodal.hugging_face.text_models import decoder_names, read_inner_text, write_inner_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
@@ -78,10 +78,7 @@ VISION = UnitNames(
 def read_internvl(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for unsupported values."""
     require(config, _COMPUTED_OUTSIDE)
-    text = {"model_type": "qwen2", **(config.get("text_config") or {})}
-    if config.get("tie_word_embeddings") is not None:
-        text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    llm = read_text_unit(text, where="text_config: ")
+    llm = read_inner_text(config, model_type="qwen2")
     return {"units": {"vision": _read_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, require
 from multimodal.hugging_face.processors import write_image_processor
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_inner_text
+from multimodal.hugging_face.text_models import decoder_names, read_inner_text, write_inner_text
 from multimodal.hugging_face.vision_towers import (
     TOWERS,
     Tower,
@@ -43,10 +43,7 @@ SPELLINGS = (
 def read_llava(config: Config) -> dict[str, Any]:
     """Return the plain form of the model graph; raises ModelError for unsupported values."""
     require(config, _COMPUTED)
-    text = {"model_type": "llama", **(config.get("text_config") or {})}
-    if config.get("tie_word_embeddings") is not None:
-        text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    llm = read_text_unit(text, where="text_config: ")
+    llm = read_inner_text(config, model_type="llama")
     return {"units": {"vision": _read_tower(config, llm["hidden_size"]), "llm": llm}}
 
 

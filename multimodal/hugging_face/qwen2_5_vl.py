@@ -1,6 +1,6 @@
 """Qwen2.5-VL: a vision encoder at native resolution with windows, a merger, and a Qwen2 whose positions have rows and columns."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
@@ -35,20 +35,19 @@ _VISION_DEFAULTS = {
     "out_hidden_size": 3584,
     "fullatt_block_indexes": [7, 15, 23, 31],
 }
-_VISION_KEYS = (
+VISION_KEYS = (
     Key("depth", "num_layers"),
     Key("hidden_size", "hidden_size"),
     Key("num_heads", "num_attention_heads"),
     Key("intermediate_size", "ffn_hidden_size"),
     Key("initializer_range", "init_method_std"),
 )
-_IMAGE_KEYS = (
+PATCH_KEYS = (
     Key("patch_size", "patch_size"),
     Key("spatial_merge_size", "merge_size"),
     Key("temporal_patch_size", "num_frames"),
-    Key("window_size", "window_size"),
-    Key("fullatt_block_indexes", "full_attention_layers"),
 )
+_IMAGE_KEYS = (*PATCH_KEYS, Key("window_size", "window_size"), Key("fullatt_block_indexes", "full_attention_layers"))
 PIXELS = {
     "mean": [0.48145466, 0.4578275, 0.40821073],
     "std": [0.26862954, 0.26130258, 0.27577711],
@@ -88,7 +87,7 @@ def vision_names(qkv: Weight, *, mlp: tuple[Weight, ...] = _GATED) -> UnitNames:
 SPELLINGS = ((), (("visual.", "model.visual."), ("model.", "model.language_model.")))
 """The spelling that transformers saves, and the one of its modules."""
 
-IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_id", "vision_end": "vision_end_token_id"}
+_IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_id", "vision_end": "vision_end_token_id"}
 """The tokenizer's name of a token -> the key of config.json."""
 
 
@@ -110,6 +109,7 @@ def read_placed_text(
     text = {**with_defaults(given, defaults), "model_type": family}
     if config.get("tie_word_embeddings") is not None:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    require(text, {"use_sliding_window": (False, None)}, where="the LLM's ")
     rotary = rotary_entries(text, where="the LLM's ")
     text.pop("rope_scaling", None)
     kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope"}
@@ -120,35 +120,21 @@ def read_placed_text(
 def read_native_vision(given: Config, text_size: int) -> dict[str, Any]:
     """Return the encoder; text_size: the hidden size of the LLM."""
     vision = with_defaults(given, _VISION_DEFAULTS)
-    require(vision, {"hidden_act": ("silu",)}, where="vision_config: ")
-    rotary = vision.get("rope_parameters") or {}
-    require(rotary, {"rope_type": ("axial", "default"), "rope_theta": (10000, 10000.0)}, where="vision_config: ")
-    check_output_size(vision["out_hidden_size"], text_size)
+    check_native_vision(vision, ("silu",), text_size)
     channels = vision.get("in_channels", vision.get("in_chans", 3))
     return {
         "role": "encoder",
-        **read_keys(_VISION_KEYS, vision),
+        **read_keys(VISION_KEYS, vision),
         "add_bias_linear": True,
         "layernorm_epsilon": 1e-6,
         "image": {**PIXELS, **read_keys(_IMAGE_KEYS, vision), "in_channels": channels, "has_patch_bias": False},
     }
 
 
-def write_qwen2_5_vl(graph: ModelGraph) -> dict[str, Any]:
-    """Return a config.json."""
-    return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "model_type": "qwen2_5_vl",
-        "text_config": write_placed_text(graph.backbone, "qwen2_5_vl_text"),
-        "vision_config": {**write_native_vision(graph.encoders[0], graph.backbone), "model_type": "qwen2_5_vl"},
-        "tie_word_embeddings": graph.backbone.ties_embeddings,
-    }
-
-
 def write_native_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
     """Return the configuration of the encoder."""
     channels = {"in_channels": vision.image.in_channels} if vision.image is not None else {}
-    written = {**write_keys((*_VISION_KEYS, *_IMAGE_KEYS), vision), **channels, "hidden_act": "silu"}
+    written = {**write_keys((*VISION_KEYS, *_IMAGE_KEYS), vision), **channels, "hidden_act": "silu"}
     return {**written, "out_hidden_size": llm.transformer.hidden_size}
 
 
@@ -159,21 +145,61 @@ def patch_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     return {"visual.patch_embed.proj.weight": (size, channels, *([1] if len(sides) == 2 else []), *sides)}
 
 
+def check_native_vision(vision: Config, activations: tuple[str, ...], text_size: int) -> None:
+    """Raise ModelError for an encoder whose activation, rotary positions or output size cannot be trained here."""
+    require(vision, {"hidden_act": activations}, where="vision_config: ")
+    rotary = vision.get("rope_parameters") or {}
+    require(rotary, {"rope_type": ("axial", "default"), "rope_theta": (10000, 10000.0)}, where="vision_config: ")
+    check_output_size(vision["out_hidden_size"], text_size)
+
+
 def check_output_size(found: int, text_size: int, *, key: str = "out_hidden_size") -> None:
     """Raise ModelError if an encoder's output size is not the LLM's."""
     if found != text_size:
         raise ModelError(f"vision_config: {key} is {found}, but the LLM's hidden_size {text_size}; correct one of them")
 
 
-QWEN2_5_VL = Architecture(
+def placed_architecture(
+    name: str,
+    model_type: str,
+    read: Callable[[Config], dict[str, Any]],
+    write_vision: Callable[[Unit, Unit], dict[str, Any]],
+    vision: UnitNames,
+    **differences: Any,
+) -> Architecture:
+    """Return the architecture of an encoder before an LLM whose tokens have rows and columns.
+
+    write_vision: from both units to a vision_config; vision: names of the encoder's weights.
+    """
+
+    def write(graph: ModelGraph) -> dict[str, Any]:
+        return {
+            "architectures": [name],
+            "model_type": model_type,
+            "text_config": write_placed_text(graph.backbone, f"{model_type}_text"),
+            "vision_config": {**write_vision(graph.encoders[0], graph.backbone), "model_type": model_type},
+            "tie_word_embeddings": graph.backbone.ties_embeddings,
+        }
+
+    return Architecture(
+        name,
+        model_type,
+        read,
+        write,
+        (vision, decoder_names()),
+        spellings=SPELLINGS,
+        module_spelling=SPELLINGS[1],
+        to_processor=write_image_processor,
+        shapes=patch_shapes,
+        placeholders=_IMAGE_TOKENS,
+        **differences,
+    )
+
+
+QWEN2_5_VL = placed_architecture(
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2_5_vl",
     read_qwen2_5_vl,
-    write_qwen2_5_vl,
-    (vision_names(Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)), decoder_names()),
-    spellings=SPELLINGS,
-    module_spelling=SPELLINGS[1],
-    to_processor=write_image_processor,
-    shapes=patch_shapes,
-    placeholders=IMAGE_TOKENS,
+    write_native_vision,
+    vision_names(Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)),
 )

@@ -2,22 +2,19 @@
 
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
-from multimodal.hugging_face.processors import write_image_processor
+from multimodal.hugging_face.architecture import Config, Key, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.qwen2_5_vl import (
-    IMAGE_TOKENS,
+    PATCH_KEYS,
     PIXELS,
-    SPELLINGS,
     TEXT_DEFAULTS,
     check_output_size,
-    patch_shapes,
+    placed_architecture,
     read_placed_text,
     vision_names,
 )
-from multimodal.hugging_face.text_models import decoder_names, write_placed_text
 from multimodal.hugging_face.weight_names import Weight, fused_qkv
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import Unit
 
 _VISION_DEFAULTS = {
     "depth": 32,
@@ -36,11 +33,6 @@ _VISION_KEYS = (
     Key("embed_dim", "hidden_size"),
     Key("num_heads", "num_attention_heads"),
     Key("initializer_range", "init_method_std"),
-)
-_IMAGE_KEYS = (
-    Key("patch_size", "patch_size"),
-    Key("spatial_merge_size", "merge_size"),
-    Key("temporal_patch_size", "num_frames"),
 )
 
 
@@ -63,7 +55,7 @@ def read_qwen2_vl(config: Config) -> dict[str, Any]:
         "layernorm_epsilon": 1e-6,
         "image": {
             **PIXELS,
-            **read_keys(_IMAGE_KEYS, vision),
+            **read_keys(PATCH_KEYS, vision),
             "in_channels": vision.get("in_channels", vision.get("in_chans", 3)),
             "has_patch_bias": False,
         },
@@ -71,38 +63,21 @@ def read_qwen2_vl(config: Config) -> dict[str, Any]:
     return {"units": {"vision": unit, "llm": llm}}
 
 
-def write_qwen2_vl(graph: ModelGraph) -> dict[str, Any]:
-    """Return a config.json; reading it back shows that the inner width is no multiple of the hidden size, if it is none."""
-    (vision,) = graph.encoders
+def _write_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
+    """Return a vision_config; reading it back shows that the inner width is no multiple of the hidden size, if it is none."""
     shape = vision.transformer
     channels = {"in_channels": vision.image.in_channels} if vision.image is not None else {}
     return {
-        "architectures": ["Qwen2VLForConditionalGeneration"],
-        "model_type": "qwen2_vl",
-        "text_config": write_placed_text(graph.backbone, "qwen2_vl_text"),
-        "vision_config": {
-            **write_keys((*_VISION_KEYS, *_IMAGE_KEYS), vision),
-            **channels,
-            "mlp_ratio": shape.ffn_hidden_size // shape.hidden_size,
-            "hidden_act": shape.activation,
-            "hidden_size": graph.backbone.transformer.hidden_size,
-            "model_type": "qwen2_vl",
-        },
-        "tie_word_embeddings": graph.backbone.ties_embeddings,
+        **write_keys((*_VISION_KEYS, *PATCH_KEYS), vision),
+        **channels,
+        "mlp_ratio": shape.ffn_hidden_size // shape.hidden_size,
+        "hidden_act": shape.activation,
+        "hidden_size": llm.transformer.hidden_size,
     }
 
 
 _QKV = Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)
 _MLP = Weight("mlp.linear_fc1", ("mlp.fc1",)), Weight("mlp.linear_fc2", ("mlp.fc2",))
-QWEN2_VL = Architecture(
-    "Qwen2VLForConditionalGeneration",
-    "qwen2_vl",
-    read_qwen2_vl,
-    write_qwen2_vl,
-    (vision_names(_QKV, mlp=_MLP), decoder_names()),
-    spellings=SPELLINGS,
-    module_spelling=SPELLINGS[1],
-    to_processor=write_image_processor,
-    shapes=patch_shapes,
-    placeholders=IMAGE_TOKENS,
+QWEN2_VL = placed_architecture(
+    "Qwen2VLForConditionalGeneration", "qwen2_vl", read_qwen2_vl, _write_vision, vision_names(_QKV, mlp=_MLP)
 )

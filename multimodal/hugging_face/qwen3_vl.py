@@ -3,13 +3,18 @@
 import math
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
-from multimodal.hugging_face.processors import write_image_processor
-from multimodal.hugging_face.qwen2_5_vl import IMAGE_TOKENS, SPELLINGS, check_output_size, patch_shapes, read_placed_text
-from multimodal.hugging_face.text_models import decoder_names, write_placed_text
+from multimodal.hugging_face.architecture import Config, Key, read_keys, with_defaults, write_keys
+from multimodal.hugging_face.qwen2_5_vl import (
+    PATCH_KEYS,
+    SPELLINGS,
+    VISION_KEYS,
+    check_native_vision,
+    placed_architecture,
+    read_placed_text,
+)
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import Unit
 
 _TEXT_DEFAULTS = {
     "vocab_size": 151936,
@@ -37,19 +42,7 @@ _VISION_DEFAULTS = {
     "deepstack_visual_indexes": [8, 16, 24],
     "hidden_act": "gelu_pytorch_tanh",
 }
-_VISION_KEYS = (
-    Key("depth", "num_layers"),
-    Key("hidden_size", "hidden_size"),
-    Key("num_heads", "num_attention_heads"),
-    Key("intermediate_size", "ffn_hidden_size"),
-    Key("initializer_range", "init_method_std"),
-)
-_IMAGE_KEYS = (
-    Key("patch_size", "patch_size"),
-    Key("spatial_merge_size", "merge_size"),
-    Key("temporal_patch_size", "num_frames"),
-    Key("in_channels", "in_channels"),
-)
+_IMAGE_KEYS = (*PATCH_KEYS, Key("in_channels", "in_channels"))
 _PIXELS = {"mean": [0.5], "std": [0.5], "min_pixels": 65536, "max_pixels": 16777216}
 """Values of the published image processors."""
 _SECTIONS = (24, 20, 20)
@@ -95,10 +88,7 @@ def read_qwen3_vl(config: Config) -> dict[str, Any]:
 
 def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     vision = with_defaults(given, _VISION_DEFAULTS)
-    require(vision, {"hidden_act": tuple(_ACTIVATIONS)}, where="vision_config: ")
-    rotary = vision.get("rope_parameters") or {}
-    require(rotary, {"rope_type": ("axial", "default"), "rope_theta": (10000, 10000.0)}, where="vision_config: ")
-    check_output_size(vision["out_hidden_size"], text_size)
+    check_native_vision(vision, tuple(_ACTIVATIONS), text_size)
     num_positions = vision["num_position_embeddings"]
     if not isinstance(num_positions, int) or num_positions < 1 or math.isqrt(num_positions) ** 2 != num_positions:
         raise ModelError(
@@ -106,7 +96,7 @@ def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
         )
     return {
         "role": "encoder",
-        **read_keys(_VISION_KEYS, vision),
+        **read_keys(VISION_KEYS, vision),
         "normalization": "LayerNorm",
         "activation": _ACTIVATIONS[vision["hidden_act"]],
         "add_bias_linear": True,
@@ -120,37 +110,23 @@ def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     }
 
 
-def write_qwen3_vl(graph: ModelGraph) -> dict[str, Any]:
-    """Return a config.json."""
-    (vision,) = graph.encoders
+def _write_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
     image, activations = vision.image, {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     assert image is not None
     return {
-        "architectures": ["Qwen3VLForConditionalGeneration"],
-        "model_type": "qwen3_vl",
-        "text_config": write_placed_text(graph.backbone, "qwen3_vl_text"),
-        "vision_config": {
-            **write_keys((*_VISION_KEYS, *_IMAGE_KEYS), vision),
-            "model_type": "qwen3_vl",
-            "hidden_act": activations.get(vision.transformer.activation),
-            "num_position_embeddings": (image.position_grid or 0) ** 2,
-            "deepstack_visual_indexes": list(image.deepstack_layers),
-            "out_hidden_size": graph.backbone.transformer.hidden_size,
-        },
-        "tie_word_embeddings": graph.backbone.ties_embeddings,
+        **write_keys((*VISION_KEYS, *_IMAGE_KEYS), vision),
+        "hidden_act": activations.get(vision.transformer.activation),
+        "num_position_embeddings": (image.position_grid or 0) ** 2,
+        "deepstack_visual_indexes": list(image.deepstack_layers),
+        "out_hidden_size": llm.transformer.hidden_size,
     }
 
 
-QWEN3_VL = Architecture(
+QWEN3_VL = placed_architecture(
     "Qwen3VLForConditionalGeneration",
     "qwen3_vl",
     read_qwen3_vl,
-    write_qwen3_vl,
-    (VISION, decoder_names()),
-    spellings=SPELLINGS,
+    _write_vision,
+    VISION,
     written_spelling=SPELLINGS[1],
-    module_spelling=SPELLINGS[1],
-    to_processor=write_image_processor,
-    shapes=patch_shapes,
-    placeholders=IMAGE_TOKENS,
 )
