@@ -39,6 +39,7 @@ def compile_kernel(kernel: Any, tiles: TileSizes, *, channels: int, capability: 
         "TILE_ROWS": tiles.rows,
         "TILE_COLUMNS": tiles.columns,
         "DOT_TYPE": tl.bfloat16,
+        "WINDOW": 4096,
         "IS_DYNAMIC": True,
     }
     names = kernel.arg_names
