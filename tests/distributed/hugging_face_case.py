@@ -16,6 +16,7 @@ from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import model_tensors
 from megatron.runtime.training.trainer import build_scheduler
+from multimodal.attention.block_attention import capped
 from multimodal.data.sample_source import SampleText
 from multimodal.hugging_face.registry import read_config
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
@@ -112,6 +113,7 @@ def logits_here(run: FromFolder, case: GradientCase) -> list[np.ndarray]:
         save_hugging_face(run.target, session=session, special_tokens=tokens)
     (stage,) = [stage for (unit, _), stage in session.stages.items() if unit == case.graph.backbone.name]
     head: torch.nn.Module = stage.layers[str(len(stage.unit.layers) - 1)].output_layer  # type: ignore[union-attr, assignment]
-    head.register_forward_hook(lambda module, inputs, output: logits.append(output[0][:, 0].detach().numpy()))
+    softcap = stage.unit.transformer.logit_softcap
+    head.register_forward_hook(lambda module, inputs, output: logits.append(capped(output[0][:, 0].detach(), softcap).numpy()))
     run_step(session, plan_case(case))
     return logits

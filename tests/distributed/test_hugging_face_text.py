@@ -111,6 +111,7 @@ def phi3() -> Any:
 
 
 GEMMA = {**PLAIN, "hidden_size": 16, "head_dim": 8, "query_pre_attn_scalar": 6, "num_hidden_layers": 4, "sliding_window": 3}
+GEMMA["pad_token_id"] = None  # transformers never train the row of the token that pads
 
 
 def gemma2() -> Any:
