@@ -97,6 +97,7 @@ def list_mask_blocks(
     bits: NDArray[np.int64],
     sample_ids: NDArray[np.int32],
     item_ids: NDArray[np.int32],
+    window: int,
     query_block_size: int,
     key_block_size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int32], NDArray[np.bool_], NDArray[np.int64]]: ...
@@ -105,6 +106,7 @@ def count_mask_blocks(
     bits: NDArray[np.int64],
     sample_ids: NDArray[np.int32],
     item_ids: NDArray[np.int32],
+    window: int,
     query_block_size: int,
     key_block_size: int,
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]: ...
