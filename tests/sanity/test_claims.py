@@ -40,7 +40,7 @@ PROOFS = {
             "distributed/test_hugging_face_runs.py::test_tools_convert_in_both_directions",
             "distributed/test_hugging_face_crash.py::test_a_killed_export_leaves_no_folder_by_half",
         ),
-        "Llama, Mistral, Phi-3, InternLM2, Qwen2, Qwen3, Mixtral, Qwen3 with experts": (
+        "Llama, Mistral, Phi-3, Gemma 2 and 3 (text), InternLM2, Qwen2, Qwen3, Mixtral, Qwen3 with experts": (
             "distributed/test_hugging_face_text.py::test_logits_and_gradients_equal_transformers",
             "distributed/test_hugging_face_text.py::test_internlm2_is_a_llama_under_other_names",
             "distributed/test_hugging_face_text.py::test_experts_equal_those_of_transformers",
