@@ -156,7 +156,7 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
     work, pieces, num_lanes = schedule.work, schedule.pieces, schedule.num_lanes
     component_of_lane = _components(schedule.shape)
     lane_order = np.argsort(component_of_lane, kind="stable")
-    by_component = _slots_of_lanes(schedule, lane_order)
+    _, by_component = take_rows(schedule.lane_starts, np.arange(len(pieces)), lane_order)  # slots, lane after lane
     resources, collective_of = work.resources, work.collective_rows[0]
     inside = InsideSlots.of(schedule) if schedule.has_inside else None
     is_entry = (resources[pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
@@ -278,12 +278,6 @@ def _unite(root: list[int], lanes: Sequence[int]) -> None:
     roots = sorted({_find(root, lane) for lane in lanes})
     for lane in roots[1:]:
         root[lane] = roots[0]
-
-
-def _slots_of_lanes(schedule: Schedule, lanes: Integers) -> Integers:
-    """Return the slots of these lanes, lane after lane."""
-    _, slots = take_rows(schedule.lane_starts, np.arange(len(schedule.pieces)), lanes)
-    return slots
 
 
 def _first_seen(values: Integers) -> Integers:

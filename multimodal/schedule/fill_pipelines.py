@@ -74,7 +74,7 @@ class FilledPipelines:
         """The schedule, with reductions."""
         lanes = [PlacedParts(*[np.zeros(0, np.int64)] * 5)] * len(self.shape.plan.lanes)
         for group, filled in self.groups:
-            placed = self.way.in_order(group[0]) if filled is None else filled.place()
+            placed = self.way.in_order(group[0]) if filled is None else filled.way.place(filled)
             for pipeline in group:
                 for lane, parts in zip(pipeline.tolist(), self.way.moved(placed, group[0], pipeline), strict=True):
                     lanes[lane] = parts
@@ -239,16 +239,12 @@ class _Filling:
         ordered = np.repeat(lanes.order, np.diff(starts))
         whole = self.piece_of_part[pieces]
         carriers = np.where(lanes.carriers < 0, -1, whole[lanes.carriers])
-        columns = PlacedParts(whole, pieces - self.parts.first[whole], self._boundaries(pieces), carriers, lanes.waits)
+        first, end = (bounds[pieces] for bounds in self.work.pieces.segment_bounds)
+        boundaries = np.where(self.work.kinds[pieces] == _FORWARD, first, end)
+        columns = PlacedParts(whole, pieces - self.parts.first[whole], boundaries, carriers, lanes.waits)
         lane_starts, slots = group_rows(of_piece, ordered, filled.num_lanes)
         rows = zip(*(np.split(column[slots], lane_starts[1:-1]) for column in columns), strict=True)
         return list(starmap(PlacedParts, rows))
-
-    def _boundaries(self, pieces: Integers) -> Integers:
-        """Return the segment at which each part begins; for a backward's part, the segment at which it ends."""
-        first, end = (bounds[pieces] for bounds in self.work.pieces.segment_bounds)
-        found: Integers = np.where(self.work.kinds[pieces] == _FORWARD, first, end)
-        return found
 
     def _pieces_of(self, pipeline: Integers) -> Integers:
         """Return the computations of a pipeline's lanes, ascending."""
@@ -343,7 +339,3 @@ class _FilledPipeline(NamedTuple):
     """Ascending."""
     to_fill: LanesToFill
     lanes: FilledLanes
-
-    def place(self) -> list[PlacedParts]:
-        """Return the work of its lanes."""
-        return self.way.place(self)
