@@ -235,7 +235,7 @@ def show(outcomes: Sequence[Outcome], *, card: str) -> None:
 
 def build_parser() -> Parser:
     """Return the parser of all flags."""
-    parser = Parser(prog="gpu_check.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="gpu_check.py", description=__doc__)
     parser.add_argument("--only", default="", metavar="GROUP,...", help="Groups of checks; all by default.")
     parser.add_argument("--quick", action="store_true", help="Leave long sequences out.")
     parser.add_argument("--output", type=Path, metavar="FILE.json", help="By default benchmarks/results/gpu_check_<card>.json.")
