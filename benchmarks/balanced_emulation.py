@@ -18,8 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from multimodal.values.step_graph import StepGraph
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -57,9 +55,9 @@ def emulate_batch(lengths: Sequence[SampleLengths], cluster: Cluster) -> dict[st
         predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[SCHEDULE]), cluster, VOCAB_SIZE)
         options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE, predictor=predictor)
         assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
-        step = StepGraph(graph, plan, assignment)
-        schedule = build_schedule(BUILDERS[SCHEDULE], step.shape)
-        costs = ModelCosts(step, lengths, cluster, VOCAB_SIZE)
+        shape = assignment.shape(graph, plan)
+        schedule = build_schedule(BUILDERS[SCHEDULE], shape)
+        costs = ModelCosts(shape, assignment, lengths, cluster, VOCAB_SIZE)
         predicted = simulate_schedule(schedule, costs).iteration_seconds
         timelines = emulate(EmulatedRun(schedule, assignment, costs, num_iterations=3))
         found[name] = {

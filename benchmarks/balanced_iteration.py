@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from multimodal.values.step_graph import StepGraph
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from rich.console import Console
@@ -96,8 +94,8 @@ def measure(samples: Sequence[SampleLengths], *, schedule: str, passes: str, num
             start = time.process_time()
             assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
             milliseconds.append(1e3 * (time.process_time() - start))
-            built = build_schedule(BUILDERS[schedule], StepGraph(graph, plan, assignment).shape, passes=passes_named(passes))
-            costs = ModelCosts(StepGraph(graph, plan, assignment), lengths, cluster, VOCAB_SIZE)
+            built = build_schedule(BUILDERS[schedule], assignment.shape(graph, plan), passes=passes_named(passes))
+            costs = ModelCosts(assignment.shape(graph, plan), assignment, lengths, cluster, VOCAB_SIZE)
             simulation = simulate_schedule(built, costs)
             steps.append(simulation.iteration_seconds)
             ideals.append(simulation.ideal_seconds)

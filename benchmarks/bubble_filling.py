@@ -74,11 +74,11 @@ def fill(setup: Setup, run: PlannedRun, cluster: Cluster, repeats: int) -> dict[
         for cached in (step_work, unit_costs, connected_lanes):
             cached.cache_clear()
         started = time.process_time()
-        whole.builder(whole.step.shape)
+        whole.builder(whole.shape)
         seconds.append(time.process_time() - started)
     share = run.plan.units["llm"].data_parallel_size
     part = prepare_step(run, request, keep_replicas(run.plan, share) or run.plan, batch[::share])
-    filling = measure_filling(part.builder, part.step.shape, part.costs, passes=part.passes)
+    filling = measure_filling(part.builder, part.shape, part.costs, passes=part.passes)
     assert filling is not None
     return {"scheduler_seconds": min(seconds), "schedule": run.schedule, **describe(filling)}
 

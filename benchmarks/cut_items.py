@@ -44,7 +44,7 @@ from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 ROOT = Path(__file__).parents[1]
 DEFAULT_LENGTHS = ROOT.parent / "shared" / "data" / "lengths"
@@ -83,9 +83,10 @@ def measure(lengths: Sequence[SampleLengths], *, graph: ModelGraph, size: int, m
     plan = plan_disaggregated(graph, sizes=sizes, world_size=ENCODER_GPUS + LLM.num_ranks)
     vocab_size = graph.backbone.vocab_size or 0
     options = BalanceOptions(micro_batch_size=micro_batch_size, vocab_size=vocab_size)
-    step = StepGraph(graph, plan, BALANCERS["orchmllm"](lengths, graph=graph, plan=plan, options=options))
-    costs = ModelCosts(step, lengths, cluster, vocab_size)
-    seconds = [[_seconds(costs, place) for place in places] for places in _places(step)]
+    assignment = BALANCERS["orchmllm"](lengths, graph=graph, plan=plan, options=options)
+    shape = assignment.shape(graph, plan)
+    costs = ModelCosts(shape, assignment, lengths, cluster, vocab_size)
+    seconds = [[_seconds(costs, place) for place in places] for places in _places(shape)]
     microbatches, replicas = np.concatenate(seconds), np.array([sum(each) for each in seconds])
     loads = costs.loads.computed("vision")
     gathered = sum(load.cut.num_gathered if load.cut else 0 for load in loads)
@@ -95,14 +96,14 @@ def measure(lengths: Sequence[SampleLengths], *, graph: ModelGraph, size: int, m
         float(replicas.max() / replicas.mean()),
         gathered / sum(load.all.num_tokens for load in loads),
         float(replicas.sum() * size),
-        simulate_schedule(build_schedule(BUILDERS["1f1b"], step.shape), costs).iteration_seconds,
+        simulate_schedule(build_schedule(BUILDERS["1f1b"], shape), costs).iteration_seconds,
     )
 
 
-def _places(step: StepGraph) -> list[list[MicrobatchPlace]]:
-    replicas = range(step.plan.units["vision"].data_parallel_size)
+def _places(shape: StepShape) -> list[list[MicrobatchPlace]]:
+    replicas = range(shape.plan.units["vision"].data_parallel_size)
     return [
-        [MicrobatchPlace("vision", each, index) for index in range(step.num_microbatches("vision", each))] for each in replicas
+        [MicrobatchPlace("vision", each, index) for index in range(shape.num_microbatches("vision", each))] for each in replicas
     ]
 
 

@@ -47,6 +47,8 @@ from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS
 from multimodal.balance.algorithms.post_balance import post_balance_array
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.in_order import balance_in_order
 from multimodal.balance.placement import drop_idle_samples
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
@@ -57,11 +59,11 @@ from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.assignment import Assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import validate_assignment
 
 try:
     from multimodal.values.length_arrays import LengthBatch
@@ -130,15 +132,14 @@ def decide(
         ids = range(number * num_samples, (number + 1) * num_samples)
         lengths = clock.time("lengths", lambda drawn=drawn, ids=ids: _lengths(drawn, ids))
         assignment = clock.time("balance", lambda lengths=lengths: BALANCERS[balancer](lengths, **balance))
-        step = schedules.step(assignment)
-        clock.time("report", lambda step=step, lengths=lengths: report_balance(step, lengths, options=options, balance_seconds=0))
-        assignment, digest = clock.time("assignment", lambda step=step, lengths=lengths: _check(step, lengths))
+        clock.time("report", partial(_report, assignment, lengths, **balance))
+        assignment, digest = clock.time("assignment", partial(_check, assignment, lengths, graph=graph, plan=plan))
         costs = partial(predictor.costs, lengths=lengths) if schedule in BY_DURATIONS else None
         if number == 0:
             first.time("first", lambda given=assignment, costs=costs: _schedule(schedules, given, costs))
             continue
         built = clock.time("next", lambda given=assignment, costs=costs: _schedule(schedules, given, costs))
-        same, _ = _check(schedules.step(BALANCERS[balancer](lengths, **balance)), lengths)
+        same, _ = _check(BALANCERS[balancer](lengths, **balance), lengths, graph=graph, plan=plan)
         clock.time("again", lambda given=same, costs=costs: _schedule(schedules, given, costs))
         clock.time(
             "own",
@@ -155,14 +156,21 @@ def _lengths(drawn: Sequence[SampleLengths], ids: range) -> Sequence[SampleLengt
     return LengthBatch(replace(sample, sample_id=sample_id) for sample, sample_id in zip(drawn, ids, strict=True))
 
 
-def _check(step: Any, lengths: Sequence[SampleLengths]) -> tuple[Any, int]:
-    validate_assignment(step, lengths)
-    assignment = drop_idle_samples(step.assignment, graph=step.graph, lengths=lengths)
+def _report(
+    assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
+) -> None:
+    before = balance_in_order(lengths, graph=graph, plan=plan, options=options)
+    report_balance(before, assignment, BatchWork(graph, lengths, options), balance_seconds=0)
+
+
+def _check(assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan) -> tuple[Assignment, int]:
+    validate_assignment(assignment, lengths, graph=graph, plan=plan)
+    assignment = drop_idle_samples(assignment, graph=graph, lengths=lengths)
     return assignment, assignment_digest(assignment)
 
 
 def _schedule(schedules: ScheduleCache, assignment: Assignment, costs: Callable[[Assignment], StepCosts] | None) -> Schedule:
-    return schedules.find(schedules.step(assignment).shape, None if costs is None else costs(assignment)).schedule
+    return schedules.find(schedules.shape(assignment), None if costs is None else costs(assignment)).schedule
 
 
 def _own_part(schedule: Any, assignment: Any, lengths: Sequence[SampleLengths], digest: int, rank: int) -> None:

@@ -72,7 +72,7 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
         for lengths in batches:
             assignment = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=options)
             costs = predictor.costs(assignment, lengths)
-            steps.append(simulate_schedule(schedules.find(schedules.step(assignment).shape, costs).schedule, costs))
+            steps.append(simulate_schedule(schedules.find(schedules.shape(assignment), costs).schedule, costs))
         seconds = statistics.fmean(step.iteration_seconds for step in steps)
         found[column] = seconds, max(step.peak_memory_bytes for step in steps) / 1e9
     return found

@@ -41,7 +41,6 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.step_graph import StepGraph
 
 OPTIONS = RunOptions(transformer_impl="local", sequence_parallel=False)
 LAYERS_PER_STAGE, ENCODER_LAYERS_PER_STAGE, MICROBATCHES_PER_STAGE = 2, 1, 3
@@ -113,11 +112,11 @@ class Case:
         count = plan.units["vision"].data_parallel_size
         encoded = [[[(sample, 0)] for sample in samples if sample % count == replica] for replica in range(count)]
         assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in samples]]})
-        step = StepGraph(self.graph, plan, assignment)
+        shape = assignment.shape(self.graph, plan)
         items = (ItemLengths("vision", NUM_PATCHES, NUM_PATCHES // 4),)
         lengths = [SampleLengths(sample, items, NUM_TEXT_TOKENS, NUM_TEXT_TOKENS) for sample in samples]
-        costs = EmulatedCosts(step, lengths, self.cluster, 128, OPTIONS)
-        schedule = build_schedule(BUILDERS[builder].with_costs(costs), step.shape, costs=costs)
+        costs = EmulatedCosts(shape, assignment, lengths, self.cluster, 128, OPTIONS)
+        schedule = build_schedule(BUILDERS[builder].with_costs(costs), shape, costs=costs)
         return Candidate(schedule, assignment, costs, simulate_schedule(schedule, costs).iteration_seconds)
 
     def candidates(self) -> dict[str, Candidate]:

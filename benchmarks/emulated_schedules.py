@@ -21,8 +21,6 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from multimodal.values.step_graph import StepGraph
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -120,7 +118,7 @@ def build_run(name: str, num_stages: dict[str, int], *, layer_seconds: float, nu
     plan = build_plan(graph, num_stages, order={"interleaved-1f1b": "around", "zb-v": "back"}.get(name, "straight"))
     samples = range(NUM_MICROBATCHES)
     assignment = Assignment({unit: (tuple((Atom(s, -1 if unit == "llm" else 0),) for s in samples),) for unit in num_stages})
-    schedule = build_schedule(BUILDERS[name], StepGraph(graph, plan, assignment).shape)
+    schedule = build_schedule(BUILDERS[name], assignment.shape(graph, plan))
     return EmulatedRun(schedule, assignment, LayerCosts(plan, layer_seconds), num_iterations)
 
 

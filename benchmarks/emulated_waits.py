@@ -32,7 +32,7 @@ from multimodal.values.action import Action, ActionKind, Place, SegmentRange
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import NO_WAIT, Lane, Schedule, Slot, SlotMode
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 NUM_STAGES, TENSOR_PARALLEL_SIZE, NUM_WAITS = 4, 2, 4
 NUM_RANKS = NUM_STAGES * TENSOR_PARALLEL_SIZE
@@ -59,7 +59,7 @@ class WaitingCosts(LayerCosts):
         return ComputeCost(wait * (NUM_SEGMENTS if action.covers is None else 1))
 
 
-def build_step() -> StepGraph:
+def build_step() -> tuple[StepShape, Assignment]:
     """Return a step with one encoder replica per rank; microbatch m of the LLM has an image of replica m mod 8."""
     graph = build_graph({"vision": 2, "llm": 2 * NUM_STAGES})
     bounds = [0, *range(3, 2 * NUM_STAGES, 2), 2 * NUM_STAGES + 2]
@@ -71,12 +71,13 @@ def build_step() -> StepGraph:
     }
     encoded = tuple(((Atom(rank, 0),), (Atom(NUM_RANKS + rank, 0),)) for rank in range(NUM_RANKS))
     microbatches = tuple((Atom(sample),) for sample in range(NUM_MICROBATCHES))
-    return StepGraph(graph, Plan(plan), Assignment({"vision": encoded, "llm": (microbatches,)}))
+    assignment = Assignment({"vision": encoded, "llm": (microbatches,)})
+    return assignment.shape(graph, Plan(plan)), assignment
 
 
-def build_schedule(step: StepGraph, mode: SlotMode) -> Schedule:
+def build_schedule(shape: StepShape, mode: SlotMode) -> Schedule:
     """Build 1F1B with the second forward and first backward of every encoder before, or inside, computations of the LLM."""
-    schedule = Schedule.of_lanes(step.shape, (Lane((rank,), tuple(_lane(rank, mode))) for rank in range(NUM_RANKS)))
+    schedule = Schedule.of_lanes(shape, (Lane((rank,), tuple(_lane(rank, mode))) for rank in range(NUM_RANKS)))
     lowered = insert_communication(schedule)
     validate_schedule(lowered)
     return lowered
@@ -120,12 +121,12 @@ def _segments(kind: ActionKind, place: Place, mode: SlotMode) -> list[list[Slot]
 
 def measure(*, layer_seconds: float, num_iterations: int) -> dict[str, dict[str, float]]:
     """Return the simulated and the median measured seconds in line and inside."""
-    step, rows = build_step(), {}
-    costs = WaitingCosts(step.plan, layer_seconds)
+    (shape, assignment), rows = build_step(), {}
+    costs = WaitingCosts(shape.plan, layer_seconds)
     for name, mode in (("in line", SlotMode.IN_LINE), ("inside", SlotMode.INSIDE)):
-        schedule = build_schedule(step, mode)
+        schedule = build_schedule(shape, mode)
         simulated = simulate_schedule(schedule, costs)
-        run = EmulatedRun(schedule, step.assignment, costs, num_iterations)
+        run = EmulatedRun(schedule, assignment, costs, num_iterations)
         measured = statistics.median(each.duration_seconds for each in emulate(run))
         rows[name] = {
             "simulated": simulated.iteration_seconds,

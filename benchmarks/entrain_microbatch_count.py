@@ -15,8 +15,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from multimodal.values.step_graph import StepGraph
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
@@ -62,17 +60,17 @@ def simulate_replica(
         }
     )
 
-    step = StepGraph(*build_model(), assignment)
+    graph, plan = build_model()
 
     def seconds(action: Action) -> float:
         if action.kind is ActionKind.REDUCE_GRADIENTS:
             return 0.0
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        atoms = assignment.atoms(place) if action.subset < 0 else step.subsets(place)[action.subset]
+        atoms = assignment.atoms(place) if action.subset < 0 else assignment.subsets(graph, place)[action.subset]
         loads = llm if action.unit == "llm" else encoder
         return sum(loads[atom.sample_id] for atom in atoms) * (1 if action.kind is ActionKind.FORWARD else 2)
 
-    schedule = BUILDERS[builder](step.shape)
+    schedule = BUILDERS[builder](assignment.shape(graph, plan))
     if splits:
         schedule = split_backward(schedule)
     return execute_lanes(schedule, seconds=np.array(list(map(seconds, schedule.work.computed)))).duration_seconds

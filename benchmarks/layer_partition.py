@@ -62,7 +62,7 @@ def step_seconds(graph: ModelGraph, lengths: Sequence[SampleLengths], *, stages:
     options = BalanceOptions(vocab_size=vocab_size, micro_batch_size=SAMPLES)
     assignment = BALANCERS["llm-only"](lengths, graph=graph, plan=plan, options=options)
     costs = StepPredictor(schedules, cluster, vocab_size).costs(assignment, lengths)
-    step = simulate_schedule(schedules.find(schedules.step(assignment).shape, costs).schedule, costs)
+    step = simulate_schedule(schedules.find(schedules.shape(assignment), costs).schedule, costs)
     held = [len(stage.layers) for stage in plan.units[graph.backbone.name].replicas[0].virtual_stages]
     return step.iteration_seconds, " ".join(map(str, (held[0] - 1, *held[1:-1], held[-1] - 1)))
 

@@ -20,8 +20,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from multimodal.values.step_graph import StepGraph
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -95,11 +93,11 @@ def replay(planned: digits.Planned, timeline: Timeline, lengths: Sequence[Sample
     )
     assignment = BALANCERS[answer["balance"]](lengths, graph=graph, plan=plan, options=options)
     passes = passes_named(",".join(answer["schedule_passes"]))
-    step = StepGraph(graph, plan, assignment)
-    schedule = build_schedule(BUILDERS[answer["schedule"]], step.shape, passes=passes)
+    shape = assignment.shape(graph, plan)
+    schedule = build_schedule(BUILDERS[answer["schedule"]], shape, passes=passes)
     seconds = {event.action: event.end_seconds - event.start_seconds for event in timeline.events}
     run_options = RunOptions(transformer_impl="local")
-    costs = MeasuredCosts(step, lengths, cluster, digits.VOCAB_SIZE, run_options, seconds=seconds)
+    costs = MeasuredCosts(shape, assignment, lengths, cluster, digits.VOCAB_SIZE, run_options, seconds=seconds)
     return simulate_schedule(schedule, costs).iteration_seconds
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -134,7 +134,7 @@ class Measurement:
         }
 
 
-def build_case(size: Size) -> StepGraph:
+def build_case(size: Size) -> StepShape:
     """ViT-22B and GPT-175B, colocated: one layer per virtual stage where there are 12."""
     chunks = {"vision": max(1, size.num_chunks // 2), "llm": size.num_chunks}
     shapes = {
@@ -148,16 +148,11 @@ def build_case(size: Size) -> StepGraph:
         [replica * size.num_microbatches + index for index in range(size.num_microbatches)]
         for replica in range(size.num_replicas)
     ]
-    return StepGraph(
-        graph,
-        plan,
-        Assignment(
-            {
-                name: tuple(tuple((Atom(sample, item),) for sample in row) for row in samples)
-                for name, item in (("vision", 0), ("llm", -1))
-            }
-        ),
-    )
+    placed = {
+        name: tuple(tuple((Atom(sample, item),) for sample in row) for row in samples)
+        for name, item in (("vision", 0), ("llm", -1))
+    }
+    return Assignment(placed).shape(graph, plan)
 
 
 def _unit_plan(num_replicas: int, num_chunks: int) -> UnitPlan:
@@ -184,7 +179,7 @@ def _ranks(lane: int) -> tuple[int, ...]:
 def measure(size: Size, *, repeats: int) -> Measurement:
     """Build one schedule and time its simulation."""
     start = time.perf_counter()
-    schedule = gather_parameters(BUILDERS["interleaved-1f1b"](build_case(size).shape))
+    schedule = gather_parameters(BUILDERS["interleaved-1f1b"](build_case(size)))
     schedule = insert_communication(schedule)
     build_seconds = time.perf_counter() - start
     costs = StragglerCosts(size)

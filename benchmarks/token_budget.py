@@ -68,7 +68,7 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
                 microbatches = [microbatch for replica in assignment.units["llm"] for microbatch in replica]
                 largest = max(sum(tokens[atom.sample_id] for atom in microbatch) for microbatch in microbatches)
                 costs = predictor.costs(assignment, lengths)
-                step = simulate_schedule(schedules.find(schedules.step(assignment).shape, costs).schedule, costs)
+                step = simulate_schedule(schedules.find(schedules.shape(assignment), costs).schedule, costs)
                 row = largest / mean, step.iteration_seconds, step.peak_memory_bytes / 1e9
                 found.setdefault(f"{name}, {kind}", []).append(row)
     return {

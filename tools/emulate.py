@@ -60,11 +60,11 @@ def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_ite
     """Build the run of the first step that the flags of tools/simulate.py describe; raises BraidError."""
     flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
-    step, costs = next(iter(build_steps(flags)))
-    check_virtual_stages(schedule, step.graph, step.plan)
+    shape, assignment, costs = next(iter(build_steps(flags)))
+    check_virtual_stages(schedule, shape.graph, shape.plan)
     builder = BUILDERS[schedule].with_costs(costs)
-    built = build_schedule(builder, step.shape, passes=passes_named(passes), costs=costs)
-    return EmulatedRun(built, step.assignment, costs, num_iterations)
+    built = build_schedule(builder, shape, passes=passes_named(passes), costs=costs)
+    return EmulatedRun(built, assignment, costs, num_iterations)
 
 
 def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:

@@ -44,12 +44,14 @@ from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulation_report import report_simulations
+from multimodal.values.assignment import Assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
-from multimodal.values.step_graph import StepGraph, validate_assignment
+from multimodal.values.shape import StepShape
 from tools.command_line import Parser, at_least_zero, count, counts_by_unit, format_ranks, format_seconds, run_tool
 
 DEFAULT_MICROBATCHES = 8
@@ -80,7 +82,8 @@ DATA_FLAGS = (
 class CostedStep(NamedTuple):
     """A step to simulate, and its costs."""
 
-    step: StepGraph
+    shape: StepShape
+    assignment: Assignment
     costs: StepCosts
 
 
@@ -177,7 +180,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
         step = build_table_step(table)
         if row.copies_encoders:
             table, step = replicate_encoders(table)
-        yield CostedStep(row.step_for(step), TableCosts(table))
+        yield CostedStep(*row.step_for(*step), TableCosts(table))
         return
     graph, cluster = read_model(flags.model), Cluster.from_file(flags.cluster)
     plan = read_plan(flags.plan, graph=graph)
@@ -193,10 +196,10 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
             vocab_size=vocab_size,
         )
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
-        step = StepGraph(graph, plan, assignment)
-        validate_assignment(step, lengths)
-        step = row.step_for(as_computed(step, lengths))
-        yield CostedStep(step, ModelCosts(step, lengths, cluster, vocab_size, run_options(flags, cluster), profile))
+        validate_assignment(assignment, lengths, graph=graph, plan=plan)
+        assignment = as_computed(assignment, lengths, graph=graph, plan=plan)
+        step = row.step_for(assignment.shape(graph, plan), assignment)
+        yield CostedStep(*step, ModelCosts(*step, lengths, cluster, vocab_size, run_options(flags, cluster), profile))
 
 
 def run_options(flags: argparse.Namespace, cluster: Cluster) -> RunOptions:
@@ -227,9 +230,9 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
 
 def simulate_step(costed: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Simulation:
     """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
-    check_virtual_stages(builder, costed.step.graph, costed.step.plan)
+    check_virtual_stages(builder, costed.shape.graph, costed.shape.plan)
     costs = costed.costs
-    schedule = build_schedule(BUILDERS[builder].with_costs(costs), costed.step.shape, passes=passes, costs=costs)
+    schedule = build_schedule(BUILDERS[builder].with_costs(costs), costed.shape, passes=passes, costs=costs)
     return simulate_schedule(schedule, costs)
 
 
@@ -291,8 +294,8 @@ def run(argv: Sequence[str]) -> None:
     if flags.picture is not None:
         draw_timeline(simulations[0].timeline, flags.picture, title=f"Simulated: {report['schedule']}")
     if flags.json:
-        of_step = steps[0].step
-        report["max_communicators_per_rank"] = max_communicators_per_rank(of_step.graph, of_step.plan)
+        shape = steps[0].shape
+        report["max_communicators_per_rank"] = max_communicators_per_rank(shape.graph, shape.plan)
         print(json.dumps(report if saved is None else {**report, "checkpoint": saved._asdict()}))
         return
     print_tables(report, memory_bytes=Cluster.from_file(flags.cluster).memory_gb * 1e9 if flags.cluster else None)

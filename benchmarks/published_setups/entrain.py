@@ -26,7 +26,6 @@ from multimodal.plan.planners.search.prediction import assign
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
-from multimodal.values.step_graph import StepGraph
 
 NUM_GPUS, TENSOR_PARALLEL_SIZE, DATA_PARALLEL_SIZE, MICRO_BATCH_SIZE, BATCH_SIZE = 64, 2, 4, 4, 512
 UP_TO, LARGEST_PROFILING_BATCH, DEVIATION_RATIO, WORK_RATIO = 1.40, 256, 10.6, 2.43
@@ -93,9 +92,9 @@ def _microbatch_spread(setup: Setup, run: PlannedRun, cluster: Cluster) -> dict[
     """Unit -> standard deviation of its microbatches' forward seconds over their mean, averaged over replicas."""
     request = setup.request(cluster)
     lengths = tuple(setup.lengths)[:BATCH_SIZE]
-    assignment = assign(run, request, run.plan, lengths).assignment
+    assignment = assign(run, request, run.plan, lengths)
     options = request.run_options(recompute=run.recompute, transformer_impl=run.transformer_impl)
-    costs = ModelCosts(StepGraph(setup.graph, run.plan, assignment), lengths, cluster, request.vocab_size, options)
+    costs = ModelCosts(assignment.shape(setup.graph, run.plan), assignment, lengths, cluster, request.vocab_size, options)
     return {
         unit: float(np.mean([_relative_deviation(costs, unit, replica) for replica in range(DATA_PARALLEL_SIZE)]))
         for unit in setup.graph.unit_names
@@ -103,7 +102,7 @@ def _microbatch_spread(setup: Setup, run: PlannedRun, cluster: Cluster) -> dict[
 
 
 def _relative_deviation(costs: ModelCosts, unit: str, replica: int) -> float:
-    count = costs.step.num_microbatches(unit, replica)
+    count = costs.shape.num_microbatches(unit, replica)
     seconds = [costs.compute(Action(ActionKind.FORWARD, unit, replica, 0, index)).seconds for index in range(count)]
     return float(np.std(seconds) / np.mean(seconds))
 

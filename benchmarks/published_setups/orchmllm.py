@@ -29,7 +29,6 @@ from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 GROUP_SIZE = 256
 MINI_BATCHES: Mapping[str, Mapping[str, int]] = {
@@ -74,7 +73,8 @@ class OrchmllmStep:
             placed = BALANCERS[balance](self.lengths, graph=self.graph, plan=self.plan, options=self.options)
             self.assignments[balance] = placed
         return ModelCosts(
-            StepGraph(self.graph, self.plan, self.assignments[balance]),
+            self.assignments[balance].shape(self.graph, self.plan),
+            self.assignments[balance],
             pad_items(self.lengths, self.assignments[balance], unit="audio"),
             cluster,
             self.options.vocab_size,

@@ -22,7 +22,7 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, LayerRange
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
 from tools.command_line import figure_folder
 
@@ -82,17 +82,17 @@ class _ExampleCosts(TableCosts):
         return self.reduction_seconds * share
 
 
-def build_example(figure: Figure) -> tuple[StepGraph, StepCosts]:
+def build_example(figure: Figure) -> tuple[StepShape, StepCosts]:
     """Return an encoder of two stages that feeds an LLM of two."""
     units = {
         "vision": {"upstream": [], "stages": [_stage(figure.encoder_seconds)] * 2},
         "llm": {"upstream": ["vision"], "stages": [_stage(figure.llm_seconds), _stage(1.0)]},
     }
     table = CostTable.from_dict({"num_microbatches": NUM_MICROBATCHES, "units": units})
-    step = build_table_step(table)
+    shape, _ = build_table_step(table)
     if figure.is_deferred:
-        step = StepGraph(step.graph, step.plan, _deferred())
-    return step, _ExampleCosts(table, reduction_seconds=figure.reduction_seconds)
+        shape = _deferred().shape(shape.graph, shape.plan)
+    return shape, _ExampleCosts(table, reduction_seconds=figure.reduction_seconds)
 
 
 def _stage(seconds: float) -> dict[str, float]:
@@ -121,8 +121,8 @@ def main() -> None:
     """Build, rewrite, simulate and draw."""
     folder = figure_folder(__doc__)
     for name, figure in FIGURES.items():
-        step, costs = build_example(figure)
-        before = BUILDERS[figure.builder](step.shape)
+        shape, costs = build_example(figure)
+        before = BUILDERS[figure.builder](shape)
         timelines = {figure.before: _simulate(before, costs), figure.after: _simulate(PASSES[name](before), costs)}
         draw_comparison(timelines, folder / f"pass-{name}.png")
         print(name, [round(timeline.duration_seconds, 2) for timeline in timelines.values()])

@@ -16,7 +16,7 @@ from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from tools.command_line import figure_folder
 
 NUM_MICROBATCHES = 8
@@ -49,7 +49,7 @@ def figure_of(name: str, row: ScheduleRow) -> Figure:
     return Figure(title, encoder_ranks=((0, 1), (0, 1))) if row.fewest_encoders > 1 else Figure(title)
 
 
-def build_example(figure: Figure) -> StepGraph:
+def build_example(figure: Figure) -> tuple[StepShape, Assignment]:
     """Return a vision and an audio encoder that feed an LLM of two stages: eight samples with one item for each encoder."""
     shape = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
     encoders = ("vision", "audio")
@@ -70,7 +70,7 @@ def build_example(figure: Figure) -> StepGraph:
     items = {"vision": 0, "audio": 1, "llm": -1}
     placed = {name: tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)) for name, item in items.items()}
     assignment = Assignment({name: (placed[name], *[()] * (len(each) - 1)) for name, each in replicas.items()})
-    return StepGraph(graph, plan, assignment)
+    return assignment.shape(graph, plan), assignment
 
 
 def _encoder_stages(ranks: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -86,7 +86,8 @@ def main() -> None:
         if row.num_rounds > 1:
             continue  # repeats the schedule of one round
         figure = figure_of(name, row)
-        timeline = timeline_of_unit_costs(build_schedule(row, row.step_for(build_example(figure)).shape))
+        shape, _ = row.step_for(*build_example(figure))
+        timeline = timeline_of_unit_costs(build_schedule(row, shape))
         draw_timeline(timeline, folder / f"{name}.png", title=figure.title)
 
 

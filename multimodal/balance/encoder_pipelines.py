@@ -8,8 +8,8 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.step_costs import Floats
 from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import StepGraph
 
 
 def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bool) -> Assignment | None:
@@ -23,12 +23,12 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
 
     fills_waits: True if encoders run while the LLM waits for tensor parallel collectives. O(microbatches x pipelines).
     """
-    step, plan = costs.step, costs.step.plan
-    found = {unit.name: _pipelines(plan, unit.name, llm=step.graph.backbone.name) for unit in step.graph.encoders}
+    graph, plan = costs.shape.graph, costs.shape.plan
+    found = {unit.name: _pipelines(plan, unit.name, llm=graph.backbone.name) for unit in graph.encoders}
     beside = {name: pipelines for name, pipelines in found.items() if pipelines is not None}
     if not beside:
         return None
-    placed, busy = dict(step.assignment.placed), np.zeros(len(plan.lanes))
+    placed, busy = dict(costs.assignment.placed), np.zeros(len(plan.lanes))
     for name in placed:
         if name not in beside:
             computing, waiting = costs.computations.of_both(name)
@@ -36,7 +36,7 @@ def deal_by_idle_time(costs: ModelCosts, *, fills_waits: bool, largest_first: bo
             busy += lane_seconds(plan, name, seconds, placed[name].replica_of_microbatch)
     for name, pipelines in beside.items():
         seconds, _ = costs.computations.of_both(name)
-        needed = _order_of_need(step, name)
+        needed = _order_of_need(costs.assignment, graph, name)
         owners = pipelines.owners[placed[name].replica_of_microbatch]
         on_busiest = _on_busiest_rank(plan, name, seconds)
         turns = _turns(owners, np.argsort(-on_busiest, kind="stable") if largest_first else needed, len(pipelines.replicas))
@@ -85,12 +85,12 @@ def _pipelines(plan: Plan, unit: str, *, llm: str) -> _Pipelines | None:
     return _Pipelines(by_owner, np.array(owners, np.int64))
 
 
-def _order_of_need(step: StepGraph, unit: str) -> Integers:
+def _order_of_need(assignment: Assignment, graph: ModelGraph, unit: str) -> Integers:
     """Return an encoder's microbatches in the order in which their consumers' first microbatches need them."""
-    placed = step.assignment.placed
+    placed = assignment.placed
     needed_at = np.full(placed[unit].num_microbatches, np.iinfo(np.int64).max)
-    for target in step.graph.downstream(unit):
-        sources, targets = step.routes.of_edge(unit, target)
+    for target in graph.downstream(unit):
+        sources, targets = assignment.routes(graph).of_edge(unit, target)
         np.minimum.at(needed_at, sources, placed[target].index_in_replica[targets])
     return np.lexsort((placed[unit].replica_of_microbatch, placed[unit].index_in_replica, needed_at))
 

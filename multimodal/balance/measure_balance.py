@@ -16,10 +16,10 @@ from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
 from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 from multimodal.values.assignment import Assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph, validate_assignment
 
 
 class NodeTraffic(NamedTuple):
@@ -90,7 +90,7 @@ def measure_balance(
         start = time.perf_counter()
         assignment = balancer(lengths, graph=graph, plan=plan, options=options)
         measure.seconds.append(time.perf_counter() - start)
-        validate_assignment(StepGraph(graph, plan, assignment), lengths)
+        validate_assignment(assignment, lengths, graph=graph, plan=plan)
         before = balance_in_order(lengths, graph=graph, plan=plan, options=options)
         work = BatchWork(graph, lengths, options)
         for unit, measures in measure.units.items():

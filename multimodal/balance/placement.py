@@ -1,7 +1,6 @@
 """Places the items of encoders and the samples of generators, given the LLM's microbatches."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -16,7 +15,6 @@ from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 
 class Groups(NamedTuple):
@@ -91,11 +89,9 @@ def drop_idle_samples(assignment: Assignment, *, graph: ModelGraph, lengths: Seq
     return Assignment.of_arrays(placed)
 
 
-def as_computed(step: StepGraph, lengths: Sequence[SampleLengths]) -> StepGraph:
-    """Return a step with the assignment that is executed: `drop_idle_samples`, then `even_out_replicas`."""
-    assignment = drop_idle_samples(step.assignment, graph=step.graph, lengths=lengths)
-    assignment = even_out_replicas(assignment, plan=step.plan)
-    return step if assignment is step.assignment else replace(step, assignment=assignment)
+def as_computed(assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan) -> Assignment:
+    """Return the assignment that is executed: `drop_idle_samples`, then `even_out_replicas`."""
+    return even_out_replicas(drop_idle_samples(assignment, graph=graph, lengths=lengths), plan=plan)
 
 
 def even_out_replicas(assignment: Assignment, *, plan: Plan) -> Assignment:

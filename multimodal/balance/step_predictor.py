@@ -55,10 +55,11 @@ class StepPredictor:
         return [next(each for each in self._latest if each.assignment == assignment) for assignment in assignments]
 
     def _predict_new(self, assignments: Sequence[Assignment], batch: LengthBatch) -> "list[StepPrediction]":
-        steps = [self.schedules.step(even_out_replicas(each, plan=self.schedules.plan)) for each in assignments]
+        evened = [even_out_replicas(each, plan=self.schedules.plan) for each in assignments]
+        steps = [(self.schedules.shape(each), each, batch) for each in evened]
         if steps and not self._first:
-            self._first.append(ModelCosts(steps[0], batch, self.cluster, self.vocab_size, self.options))
-        costs = [self._first[0].of_batch(step, batch) for step in steps]
+            self._first.append(ModelCosts(*steps[0], self.cluster, self.vocab_size, self.options))
+        costs = [self._first[0].of_batch(*step) for step in steps]
         ComputationSeconds.compute_ahead([each.computations for each in costs])
         return [StepPrediction(self.schedules, *each) for each in zip(costs, assignments, strict=True)]
 
@@ -77,13 +78,13 @@ class StepPrediction:
         """Seconds of the step: simulated, or the lower bound if simulating takes long. Raises ScheduleError."""
         if not self.is_simulated:
             return self.least_seconds
-        return simulate_seconds(self.schedules.find(self.costs.step.shape, self.costs).compiled, self.costs)
+        return simulate_seconds(self.schedules.find(self.costs.shape, self.costs).compiled, self.costs)
 
     @cached_property
     def least_seconds(self) -> float:
         """A lower bound for every schedule: the computations of the busiest lane. O(microbatches x stages)."""
-        plan, work_of_lane = self.costs.step.plan, np.zeros(len(self.costs.step.plan.lanes))
-        for unit, placed in self.costs.step.assignment.placed.items():
+        plan, work_of_lane = self.costs.shape.plan, np.zeros(len(self.costs.shape.plan.lanes))
+        for unit, placed in self.costs.assignment.placed.items():
             seconds, _ = self.costs.computations.of_both(unit)
             work_of_lane += lane_seconds(plan, unit, seconds, placed.replica_of_microbatch)
         return float(work_of_lane.max(initial=0.0))
@@ -99,9 +100,8 @@ class StepPrediction:
     @property
     def is_simulated(self) -> bool:
         """True if the step is not too large to be simulated."""
-        step = self.costs.step
         num_computations = sum(
-            2 * placed.num_microbatches * step.plan.units[unit].num_virtual_stages
-            for unit, placed in step.assignment.placed.items()
+            2 * placed.num_microbatches * self.schedules.plan.units[unit].num_virtual_stages
+            for unit, placed in self.costs.assignment.placed.items()
         )
         return num_computations * (ORDERING if self.schedules.needs_costs else 1) <= MOST_SIMULATED_COMPUTATIONS

@@ -10,18 +10,19 @@ import numpy as np
 from multimodal.cost.item_shares import ItemDealer, RankLoad
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
-from multimodal.values.assignment import Atom, Microbatch
+from multimodal.values.assignment import Assignment, Atom, Microbatch, Routes
 from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 
 @dataclass(frozen=True)
 class AssignedLoads:
     """Loads of microbatches, parts and routes of one global batch."""
 
-    step: StepGraph
+    shape: StepShape
+    assignment: Assignment
     lengths: Sequence[SampleLengths]
     item_block_size: int | None = None
     """See `RunOptions.item_block_size`."""
@@ -29,15 +30,15 @@ class AssignedLoads:
     def of_microbatches(self, unit: str) -> UnitLoad:
         """The loads of all microbatches of a unit, replica after replica: one load whose numbers are arrays."""
         if unit not in self._of_microbatches:
-            placed = self.step.assignment.placed[unit]
-            atoms = atom_numbers(self.step.graph.unit(unit), self._lengths, placed)
+            placed = self.assignment.placed[unit]
+            atoms = atom_numbers(self.shape.graph.unit(unit), self._lengths, placed)
             self._of_microbatches[unit] = self._sums(unit, placed.atom_starts, atoms)
         return self._of_microbatches[unit]
 
     def of_routes(self, unit: str) -> UnitLoad:
         """The loads of a unit's outputs, route by route, in the order of `UnitRoutes`."""
         routes = self.routes_from(unit)
-        return self._sums(unit, routes.atom_starts, atom_numbers(self.step.graph.unit(unit), self._lengths, routes))
+        return self._sums(unit, routes.atom_starts, atom_numbers(self.shape.graph.unit(unit), self._lengths, routes))
 
     def of_subsets(self, unit: str) -> UnitLoad:
         """The loads of the sample subsets of all microbatches, in the order of `StepShape.consumers`."""
@@ -48,7 +49,8 @@ class AssignedLoads:
     def routes_from(self, unit: str) -> "UnitRoutes":
         """The routes along which a unit hands on its results."""
         if unit not in self._routes_from:
-            self._routes_from[unit] = UnitRoutes.of(self.step, unit)
+            routes, count = self.assignment.routes(self.shape.graph), self.assignment.placed[unit].num_microbatches
+            self._routes_from[unit] = UnitRoutes.of(routes, count, unit)
         return self._routes_from[unit]
 
     def num_conditions(self, unit: str, generator: str) -> Integers:
@@ -61,21 +63,21 @@ class AssignedLoads:
         """The loads that determine the seconds of microbatches, or of sample subsets."""
         if unit not in self._dealers:
             return list(map(ComputedLoad, _rows(self.of_subsets(unit) if of_subsets else self.of_microbatches(unit))))
-        places = (place for place in self.step.shape.microbatches if place.unit == unit)
+        places = (place for place in self.shape.microbatches if place.unit == unit)
         if of_subsets:
-            return [self._busiest(unit, atoms) for place in places for atoms in self.step.subsets(place)]
-        return [self._busiest(unit, self.step.assignment.atoms(place)) for place in places]
+            return [self._busiest(unit, atoms) for place in places for atoms in self.assignment.subsets(self.shape.graph, place)]
+        return [self._busiest(unit, self.assignment.atoms(place)) for place in places]
 
     def kept(self, unit: str) -> RankLoad:
         """Return each microbatch's load on the context parallel rank with the most tokens, times their number, as arrays."""
         if unit not in self._kept:
             loads = self.of_microbatches(unit)
             nothing = UnitLoad(*(np.zeros_like(column) for column in loads))  # type: ignore[arg-type]
-            is_spread = self.step.plan.units[unit].context_parallel_size > 1
+            is_spread = self.shape.plan.units[unit].context_parallel_size > 1
             self._kept[unit] = RankLoad(nothing, loads) if is_spread else RankLoad(loads, nothing)
             if unit in self._dealers:
-                places = (place for place in self.step.shape.microbatches if place.unit == unit)
-                fullest = [self._fullest(unit, self.step.assignment.atoms(place)) for place in places]
+                places = (place for place in self.shape.microbatches if place.unit == unit)
+                fullest = [self._fullest(unit, self.assignment.atoms(place)) for place in places]
                 columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*fullest, strict=True)]
                 self._kept[unit] = RankLoad(*(UnitLoad(*part) for part in columns)) if fullest else self._kept[unit]
         return self._kept[unit]
@@ -84,7 +86,7 @@ class AssignedLoads:
         """Most tokens of a microbatch whose keys and values are gathered over context parallel ranks."""
         if unit not in self._dealers:
             return self.fullest(unit, replica).cut.num_tokens
-        cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.step.assignment.units[unit][replica]]
+        cut = [[part.cut for part in self._rank_loads(unit, atoms)] for atoms in self.assignment.units[unit][replica]]
         return max((add_loads(parts).num_tokens for parts in cut), default=0)
 
     def _busiest(self, unit: str, atoms: Microbatch) -> ComputedLoad:
@@ -126,26 +128,26 @@ class AssignedLoads:
 
     def num_received_rows(self, unit: str) -> Integers:
         """Rows that encoders hand to each microbatch of a unit, each counted as often as it is used."""
-        placed, lengths, described = self.step.assignment.placed[unit], self._lengths, self.step.graph.unit(unit)
+        placed, lengths, described = self.assignment.placed[unit], self._lengths, self.shape.graph.unit(unit)
         if described.join is not None:
             num_tokens = np.asarray(self.of_microbatches(unit).num_tokens, np.int64)
-            return num_tokens * (len(self.step.graph.upstream(unit)) if described.join == "features" else 1)
+            return num_tokens * (len(self.shape.graph.upstream(unit)) if described.join == "features" else 1)
         if described.role is not Role.BACKBONE:
             loads = self.of_microbatches(unit)
-            is_given = bool(self.step.graph.conditions(unit))
+            is_given = bool(self.shape.graph.conditions(unit))
             return np.asarray(loads.num_tokens - loads.num_outputs, np.int64) * is_given
         rows = row_sums(lengths.item_starts, lengths.num_llm_tokens)
         return row_sums(placed.atom_starts, rows[np.searchsorted(lengths.sample_ids, placed.sample_ids)])
 
     def _own(self, unit: str, replica: int) -> slice:
         """Return the microbatches of a replica among those of its unit."""
-        starts = self.step.assignment.placed[unit].microbatch_starts
+        starts = self.assignment.placed[unit].microbatch_starts
         return slice(int(starts[replica]), int(starts[replica + 1]))
 
     def _sums(self, unit: str, starts: Integers, atoms: Integers) -> UnitLoad:
         """Add up the loads of atoms row by row."""
         columns: list[Any] = []
-        for column in atom_loads(self.step.graph.unit(unit), self._lengths)[1:]:
+        for column in atom_loads(self.shape.graph.unit(unit), self._lengths)[1:]:
             before = np.add.accumulate(np.append(0, column[atoms]))
             columns.append(before[starts[1:]] - before[starts[:-1]])
         return UnitLoad(*columns)
@@ -161,11 +163,11 @@ class AssignedLoads:
         """Return the dealers of the units whose context parallel ranks compute whole items."""
         if self.item_block_size is None:
             return {}
-        sizes = {name: unit.context_parallel_size for name, unit in self.step.plan.units.items()}
+        sizes = {name: unit.context_parallel_size for name, unit in self.shape.plan.units.items()}
         return {
-            name: ItemDealer(self.step.graph, name, size, self.item_block_size)
+            name: ItemDealer(self.shape.graph, name, size, self.item_block_size)
             for name, size in sizes.items()
-            if size > 1 and not self.step.graph.unit(name).is_causal
+            if size > 1 and not self.shape.graph.unit(name).is_causal
         }
 
     @cached_property
@@ -211,11 +213,10 @@ class UnitRoutes:
     item_indices: Integers
 
     @classmethod
-    def of(cls, step: StepGraph, unit: str) -> "UnitRoutes":
-        """Find the routes of a unit. O(routes log routes)."""
-        routes, numbered = step.routes, step.routes.microbatches
+    def of(cls, routes: Routes, num_microbatches: int, unit: str) -> "UnitRoutes":
+        """Find the routes of a unit with so many microbatches. O(routes log routes)."""
+        numbered = routes.microbatches
         first = int(numbered.first.get(unit, 0))
-        num_microbatches = step.assignment.placed[unit].num_microbatches
         is_source = unit in numbered.first
         chosen = slice(*np.searchsorted(routes.sources, (first, first + num_microbatches * is_source)).tolist())
         sources, targets = routes.sources[chosen] - first, routes.targets[chosen]

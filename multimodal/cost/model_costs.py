@@ -21,8 +21,9 @@ from multimodal.cost.step_costs import ComputeCost, Floats, PieceCosts
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.action import Action, ActionKind, LayerRange, Resource
+from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork
 
 _OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "links")
@@ -40,9 +41,10 @@ class ModelCosts:
     replicas run in lockstep: their microbatches of one number all take as long as the slowest of them.
     """
 
-    step: StepGraph
+    shape: StepShape
+    assignment: Assignment
     lengths: Sequence[SampleLengths]
-    """The global batch that the step's assignment places."""
+    """The global batch that the assignment places."""
     cluster: Cluster
     vocab_size: int
     """Padded."""
@@ -54,17 +56,17 @@ class ModelCosts:
     def layer_costs(self) -> LayerCosts:
         """Seconds of single layers."""
         options = self.options
-        return options.layer_costs(self.step.graph, self.cluster, self.vocab_size, self.profile, options.num_overlapped_parts)
+        return options.layer_costs(self.shape.graph, self.cluster, self.vocab_size, self.profile, options.num_overlapped_parts)
 
     @cached_property
     def loads(self) -> AssignedLoads:
         """The load of each microbatch on its unit."""
-        return AssignedLoads(self.step, self.lengths, self.options.item_block_size)
+        return AssignedLoads(self.shape, self.assignment, self.lengths, self.options.item_block_size)
 
     @cached_property
     def stages(self) -> StageLayers:
         """The layers of each stage."""
-        return StageLayers(self.step.graph, self.step.plan, self.vocab_size)
+        return StageLayers(self.shape.graph, self.shape.plan, self.vocab_size)
 
     @cached_property
     def stage_costs(self) -> StageCosts:
@@ -74,7 +76,7 @@ class ModelCosts:
     @cached_property
     def links(self) -> StageLinks:
         """Costs of messages by size."""
-        return StageLinks(self.step.graph, self.step.plan, self.cluster)
+        return StageLinks(self.shape.graph, self.shape.plan, self.cluster)
 
     @cached_property
     def memory(self) -> StepMemory:
@@ -84,12 +86,12 @@ class ModelCosts:
     @cached_property
     def model_flops(self) -> float:
         """Floating point operations that the model needs for the whole step."""
-        return step_flops(self.step.graph, self.lengths, vocab_size=self.vocab_size)
+        return step_flops(self.shape.graph, self.lengths, vocab_size=self.vocab_size)
 
     @property
     def peak_flops_per_second(self) -> float:
         """Peak FLOP/s of all ranks together."""
-        return self.step.plan.num_ranks * self.cluster.peak_tflops * 1e12
+        return self.shape.plan.num_ranks * self.cluster.peak_tflops * 1e12
 
     @property
     def memory_bytes(self) -> float:
@@ -99,7 +101,7 @@ class ModelCosts:
     @cached_property
     def computations(self) -> ComputationSeconds:
         """Seconds of computations."""
-        return ComputationSeconds(self.step, self.loads, self.stage_costs)
+        return ComputationSeconds(self.loads, self.stage_costs)
 
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one computation; the backward of a sample subset costs its atoms' share."""
@@ -120,9 +122,9 @@ class ModelCosts:
         """Seconds of the waits inside computations in which other work can run, as rows (starts, seconds)."""
         return self.computations.waits(work, pieces)
 
-    def of_batch(self, step: StepGraph, lengths: Sequence[SampleLengths]) -> "ModelCosts":
+    def of_batch(self, shape: StepShape, assignment: Assignment, lengths: Sequence[SampleLengths]) -> "ModelCosts":
         """Return the costs of other samples or another assignment under the same plan; keeps values that depend on neither."""
-        other = replace(self, step=step, lengths=lengths)
+        other = replace(self, shape=shape, assignment=assignment, lengths=lengths)
         for name in _OF_EVERY_BATCH:
             other.__dict__[name] = getattr(self, name)
         return other
@@ -135,7 +137,7 @@ class ModelCosts:
         bytes_per_weight = GRADIENT_BYTES if is_reduction else self.cluster.bytes_per_element
         num_passes = 1 if self.options.zero_stage else 2 if is_reduction else 0  # without sharing: one all-reduce
         stage = (action.unit, action.replica, action.stage)
-        is_unlike = self.step.plan.units[action.unit].is_unlike
+        is_unlike = self.shape.plan.units[action.unit].is_unlike
         if is_unlike or self.options.num_state_copies is not None:  # all-reduces, and gathers among those who share a copy
             if not is_reduction:
                 return self.stage_costs.over_sharers(stage) if self.options.zero_stage else 0.0
@@ -175,4 +177,4 @@ class ModelCosts:
 
     def static_bytes(self, lane: int) -> int:
         """Bytes per rank of weights, gradients and optimizer state of all stages of a lane, and of the work on one layer."""
-        return self.memory.static_bytes(self.step.plan.lanes[lane][0])
+        return self.memory.static_bytes(self.shape.plan.lanes[lane][0])

@@ -74,13 +74,13 @@ class StepMemory:
 
     def activation_bytes(self, place: Place) -> int:
         """Return the bytes that one microbatch keeps in a stage: for its layers, and received inputs that need a gradient."""
-        number = self.loads.step.assignment.placed[place.unit].microbatch_starts[place.replica] + place.microbatch
+        number = self.loads.assignment.placed[place.unit].microbatch_starts[place.replica] + place.microbatch
         return int(self.kept_bytes(place.unit)[place.stage, number])
 
     def kept_bytes(self, unit: str) -> Integers:
         """Return `activation_bytes` of every stage and microbatch of a unit, [num_stages, num_microbatches]."""
         if unit not in self._kept_bytes:
-            placed, kept = self.loads.step.assignment.placed[unit], self.loads.kept(unit)
+            placed, kept = self.loads.assignment.placed[unit], self.loads.kept(unit)
             plan, of_layers = self.layers.plan.units[unit], dict[object, Floats]()
             found = np.zeros((plan.num_virtual_stages, placed.num_microbatches))
             for stage, replica in np.ndindex(len(found), plan.data_parallel_size):
@@ -103,7 +103,7 @@ class StepMemory:
         """
         plan, hidden_size = self.layers.plan.units[unit], self.layers.graph.unit(unit).transformer.hidden_size
         num_rows = add_loads(self.loads.kept(unit)).num_tokens / plan.context_parallel_size
-        replicas = self.loads.step.assignment.placed[unit].replica_of_microbatch
+        replicas = self.loads.assignment.placed[unit].replica_of_microbatch
         per_replica = np.zeros((plan.num_virtual_stages, plan.data_parallel_size))
         for replica in range(plan.data_parallel_size if plan.is_unlike else 1):
             for stage in range(plan.num_stages_of(replica)):

@@ -10,10 +10,10 @@ from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 
-def build_table_step(table: CostTable) -> StepGraph:
+def build_table_step(table: CostTable) -> tuple[StepShape, Assignment]:
     """Build the step behind a table: one replica per unit, one transformer layer per stage, one sample per microbatch.
 
     Roles follow from the edges: one unit is the backbone, all others feed it (encoders) or are fed by it (generators). Frozen
@@ -36,7 +36,8 @@ def build_table_step(table: CostTable) -> StepGraph:
     graph = ModelGraph(tuple(units), edges)
     plan = Plan({unit.name: _build_unit_plan(unit, table.units[unit.name].ranks) for unit in units})
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
-    return StepGraph(graph, plan, _build_assignment(graph, num_microbatches=table.num_microbatches))
+    assignment = _build_assignment(graph, num_microbatches=table.num_microbatches)
+    return assignment.shape(graph, plan), assignment
 
 
 def _find_backbone(table: CostTable) -> str:
@@ -96,7 +97,7 @@ def _build_assignment(graph: ModelGraph, *, num_microbatches: int) -> Assignment
     )
 
 
-def replicate_encoders(table: CostTable) -> tuple[CostTable, StepGraph]:
+def replicate_encoders(table: CostTable) -> tuple[CostTable, tuple[StepShape, Assignment]]:
     """Return the table with every encoder in one stage, and a model in which each LLM rank has a copy of every encoder.
 
     A copy takes the seconds of all stages of its encoder together, forward and backward. The ranks of encoders are removed, and
@@ -104,7 +105,7 @@ def replicate_encoders(table: CostTable) -> tuple[CostTable, StepGraph]:
 
     Raises ConfigError as `build_table_step`.
     """
-    encoders = [unit.name for unit in build_table_step(table).graph.encoders]
+    encoders = [unit.name for unit in build_table_step(table)[0].graph.encoders]
     kept = sorted({rank for name, unit in table.units.items() if name not in encoders for rank in unit.ranks})
     number = {rank: index for index, rank in enumerate(kept)}
     units = {
@@ -114,12 +115,13 @@ def replicate_encoders(table: CostTable) -> tuple[CostTable, StepGraph]:
         for name, unit in table.units.items()
     }
     fused = CostTable(table.num_microbatches, table.send_seconds, units)
-    step = build_table_step(fused)
-    graph, plan, assignment = step.graph, step.plan, step.assignment
+    shape, assignment = build_table_step(fused)
+    graph, plan = shape.graph, shape.plan
     stages = plan.units[graph.backbone.name].replicas[0].stages
     plans = {name: _copies(plan.units[name], [stage.ranks for stage in stages]) for name in encoders}
     placed = {name: (assignment.units[name][0], *[()] * (len(stages) - 1)) for name in encoders}
-    return fused, StepGraph(graph, Plan({**plan.units, **plans}), Assignment({**assignment.units, **placed}))
+    spread = Assignment({**assignment.units, **placed})
+    return fused, (spread.shape(graph, Plan({**plan.units, **plans})), spread)
 
 
 def _together(stages: Sequence[StageSeconds]) -> StageSeconds:

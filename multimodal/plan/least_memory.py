@@ -35,7 +35,7 @@ def least_memory(memory: StepMemory, *, rank: int, schedule: ScheduleRow) -> Lea
 
 def _kept_bytes(memory: StepMemory, stage: StageKey, schedule: ScheduleRow) -> float:
     unit, replica, index = stage
-    starts, held = memory.loads.step.assignment.placed[unit].microbatch_starts, memory.layers.plan.units[unit].replicas[replica]
+    starts, held = memory.loads.assignment.placed[unit].microbatch_starts, memory.layers.plan.units[unit].replicas[replica]
     of_microbatches = memory.kept_bytes(unit)[index, starts[replica] : starts[replica + 1]]
     most = -(-len(of_microbatches) // max(1, schedule.num_rounds))
     in_flight = min(most, len(held.stages) - held.virtual_stages[index].stage_index)

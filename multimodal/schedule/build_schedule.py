@@ -18,7 +18,6 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 
 
 def build_schedule(
@@ -90,9 +89,9 @@ class ScheduleCache:
     capacity: int = 64
     _built: dict[StepShape, BuiltSchedule] = field(default_factory=dict)
 
-    def step(self, assignment: Assignment) -> StepGraph:
-        """Return the step of an assignment."""
-        return StepGraph(self.graph, self.plan, assignment, forward_only=self.forward_only)
+    def shape(self, assignment: Assignment) -> StepShape:
+        """Return the shape of an assignment's step."""
+        return assignment.shape(self.graph, self.plan, forward_only=self.forward_only)
 
     @property
     def needs_costs(self) -> bool:
@@ -115,4 +114,4 @@ class ScheduleCache:
 
     def schedule(self, assignment: Assignment) -> Schedule:
         """Return the schedule that `find` finds for an assignment's shape, without costs; raises ScheduleError."""
-        return self.find(self.step(assignment).shape).schedule
+        return self.find(self.shape(assignment)).schedule

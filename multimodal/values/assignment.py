@@ -5,10 +5,18 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from multimodal.values.arrays.microbatches import MicrobatchPlace
+from multimodal.values.arrays.microbatches import (
+    NO_MICROBATCHES,
+    MicrobatchCounts,
+    MicrobatchPlace,
+    NumberedMicrobatches,
+    in_subset_order,
+)
 from multimodal.values.arrays.placed_atoms import Atom, Microbatch, PlacedAtoms, PlacedUnits, Replicas
-from multimodal.values.arrays.routes import Route, Routes, build_routes
+from multimodal.values.arrays.routes import Route, RouteEnds, Routes, build_routes
 from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.plan import Plan
+from multimodal.values.shape import StepShape
 
 __all__ = ["Assignment", "Atom", "Microbatch", "MicrobatchPlace", "PlacedAtoms", "Route", "Routes"]
 
@@ -60,15 +68,28 @@ class Assignment:
         }
 
     @cached_property
-    def _routes_by_edges(self) -> dict[tuple[tuple[str, str], ...], "Routes"]:
+    def _routes_by_edges(self) -> dict[tuple[tuple[str, str], ...], Routes]:
         return {}
 
-    def routes(self, graph: ModelGraph) -> "Routes":
+    def routes(self, graph: ModelGraph) -> Routes:
         """All routes along the graph's edges, built once per assignment."""
         if graph.edges not in self._routes_by_edges:
             by_item = {edge: graph.unit(edge[1]).role is Role.ENCODER for edge in graph.edges}
             self._routes_by_edges[graph.edges] = build_routes(by_item, self.placed)
         return self._routes_by_edges[graph.edges]
+
+    def shape(self, graph: ModelGraph, plan: Plan, *, forward_only: bool = False) -> StepShape:
+        """Return the shape of the uncut step that has its samples here. O(microbatches + routes)."""
+        routes = self.routes(graph)
+        counts = {unit: MicrobatchCounts(placed.microbatch_starts) for unit, placed in self.placed.items()}
+        numbered = NumberedMicrobatches({unit: counts.get(unit, NO_MICROBATCHES) for unit in routes.microbatches.units})
+        return StepShape(graph, plan, counts, RouteEnds(numbered, routes.sources, routes.targets), forward_only=forward_only)
+
+    def subsets(self, graph: ModelGraph, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
+        """Return the sample subsets of an encoder's microbatch: its atoms in packing order, grouped by `StepShape.consumers`."""
+        routes = {route.target: route for route in self.routes(graph).from_source.get(place, ())}
+        position = {atom: index for index, atom in enumerate(self.atoms(place))}
+        return tuple(tuple(sorted(routes[each].atoms, key=position.__getitem__)) for each in in_subset_order(routes))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""

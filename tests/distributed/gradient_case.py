@@ -179,7 +179,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         exchange = SampleExchange(rank=dist.get_rank(), world_size=case.plan.num_ranks, timeout=TIMEOUT)
         share = exchange.decode(source, source_index=source_index)
         assert share.lengths == lengths
-        source = exchange.exchange(share, schedules.step(assignment))
+        source = exchange.exchange(share, schedules.shape(assignment), assignment)
     options = RunOptions(
         recompute=case.recompute,
         zero_stage=3 if case.shards_weights else 0,

@@ -18,7 +18,7 @@ from megatron.runtime.drop_in.pipeline_schedule import (
     RUNNABLE,
     PipelineShape,
     build_pipeline_schedule,
-    pipeline_step,
+    step_of_pipeline,
 )
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.gpipe import build_gpipe
@@ -70,7 +70,7 @@ def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
 
 
 def test_a_loop_can_run_every_kind_that_whole_backwards_need() -> None:
-    assert {action.kind for action in step_work(pipeline_step(SHAPE).shape).actions} == RUNNABLE
+    assert {action.kind for action in step_work(step_of_pipeline(SHAPE)).actions} == RUNNABLE
     assert set(ACTION_TABLE) > RUNNABLE, "nothing is left to refuse"
 
 
@@ -83,7 +83,7 @@ def test_one_forward_one_backward_is_the_textbooks() -> None:
 
 
 def test_chunks_alternate_between_ranks_as_megatrons_do() -> None:
-    (replica,) = pipeline_step(SHAPE).plan.units["model"].replicas
+    (replica,) = step_of_pipeline(SHAPE).plan.units["model"].replicas
     assert [stage.ranks for stage in replica.virtual_stages] == [(0,), (1,), (0,), (1,)]
 
 

@@ -133,4 +133,4 @@ def predict(folder: Path, monkeypatch: pytest.MonkeyPatch, *, schedule: str) -> 
     predictor = build_predictor(config, schedules, vocab_size=VOCABULARY)
     options = BalanceOptions(vocab_size=VOCABULARY, ranks_per_node=2)
     assignment = BALANCERS["orchmllm"](batch, graph=graph, plan=plan, options=options)
-    return predictor.predict(as_computed(schedules.step(assignment), batch).assignment, batch).seconds
+    return predictor.predict(as_computed(assignment, batch, graph=schedules.graph, plan=schedules.plan), batch).seconds

@@ -26,7 +26,6 @@ from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import Timeline
 from tests.distributed.rank_pool import RankPool
 from tests.unit.schedule.schedule_cases import SHAPE, build_unit_plan
@@ -47,9 +46,9 @@ GENERATOR = {"upstream": ["llm"], "stages": [{"forward": 0.001, "input_gradient"
 def build_run(schedule: str, passes: str, *, with_generator: bool = False) -> EmulatedRun:
     units = {**TABLE["units"], **({"painter": GENERATOR} if with_generator else {})}
     table = CostTable.from_dict({**TABLE, "units": units})
-    step = build_table_step(table)
-    lowered = build_schedule(BUILDERS[schedule], step.shape, passes=passes_named(passes))
-    return EmulatedRun(lowered, step.assignment, TableCosts(table), num_iterations=1)
+    shape, assignment = build_table_step(table)
+    lowered = build_schedule(BUILDERS[schedule], shape, passes=passes_named(passes))
+    return EmulatedRun(lowered, assignment, TableCosts(table), num_iterations=1)
 
 
 @pytest.mark.parametrize("with_generator", [False, True])
@@ -73,10 +72,10 @@ def test_every_computation_takes_its_seconds_on_its_lane(
 def test_context_parallel_ranks_are_emulated_together(ranks: RankPool) -> None:
     """Encoder stages of two ranks before LLM stages of three: rows are cut as in a real run, and computations take their time."""
     table = CostTable.from_dict({**TABLE, "units": {**TABLE["units"], "painter": GENERATOR}})
-    step = build_table_step(table)
-    spread = Plan({name: _spread(unit, size) for (name, unit), size in zip(step.plan.units.items(), (2, 3, 2), strict=True)})
-    lowered = build_schedule(BUILDERS["1f1b"], StepGraph(step.graph, spread, step.assignment).shape)
-    run = EmulatedRun(lowered, step.assignment, TableCosts(table), num_iterations=1, num_tokens=300)
+    shape, assignment = build_table_step(table)
+    spread = Plan({name: _spread(unit, size) for (name, unit), size in zip(shape.plan.units.items(), (2, 3, 2), strict=True)})
+    lowered = build_schedule(BUILDERS["1f1b"], assignment.shape(shape.graph, spread))
+    run = EmulatedRun(lowered, assignment, TableCosts(table), num_iterations=1, num_tokens=300)
     ((timeline,), *_) = ranks.run(_emulate, run, world_size=spread.num_ranks)
     expected = {action for lane in lowered.lanes for action in lane.actions if _is_computation(action)}
     assert {event.action for event in timeline.events if _is_computation(event.action)} == expected
@@ -97,7 +96,7 @@ def test_replicas_that_share_experts_begin_together(ranks: RankPool) -> None:
     sizes = UnitSizes(data_parallel_size=2, pipeline_parallel_size=2, expert_parallel_size=2)
     plan = Plan({"llm": grid_of(graph.unit("llm"), sizes=sizes, first_rank=0)})
     placed = Assignment({"llm": tuple(tuple((Atom(2 * replica + each),) for each in range(2)) for replica in range(2))})
-    schedule = build_schedule(BUILDERS["zb-h1"], StepGraph(graph, plan, placed).shape)
+    schedule = build_schedule(BUILDERS["zb-h1"], placed.shape(graph, plan))
     ((timeline,), *_) = ranks.run(_emulate, EmulatedRun(schedule, placed, LateCosts(), num_iterations=1), world_size=4)
     together = defaultdict(list)
     for event in timeline.events:
@@ -129,10 +128,10 @@ def test_work_inside_a_computation_runs_in_its_waits(ranks: RankPool) -> None:
     graph = ModelGraph((Unit("vision", Role.ENCODER, shape), Unit("llm", Role.BACKBONE, shape)), (("vision", "llm"),))
     plans = {"vision": build_unit_plan(graph, "vision", dp=2, pp=1), "llm": build_unit_plan(graph, "llm", dp=1, pp=1, tp=2)}
     encoded = tuple(tuple((Atom(sample, replica),) for sample in range(2)) for replica in range(2))
-    step = StepGraph(graph, Plan(plans), Assignment({"vision": encoded, "llm": (((Atom(0),), (Atom(1),)),)}))
-    schedule = insert_communication(schedule_from_text(INSIDE, step.shape))
+    assignment = Assignment({"vision": encoded, "llm": (((Atom(0),), (Atom(1),)),)})
+    schedule = insert_communication(schedule_from_text(INSIDE, assignment.shape(graph, Plan(plans))))
     validate_schedule(schedule, options=RunOptions(transformer_impl="local", sequence_parallel=False))
-    run = EmulatedRun(schedule, step.assignment, InsideCosts(), num_iterations=1)
+    run = EmulatedRun(schedule, assignment, InsideCosts(), num_iterations=1)
     ((timeline,), *_) = ranks.run(_emulate, run, world_size=2)
     events = {(event.lane, event.action): event for event in timeline.events}
     expected = {(event.lane, event.action) for event in simulate_schedule(schedule, run.costs).timeline.events}

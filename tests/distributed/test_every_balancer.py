@@ -17,7 +17,7 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.split_backward import split_backward
-from multimodal.values.step_graph import StepGraph, validate_assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
@@ -37,7 +37,7 @@ def balanced_case(name: str, model: str, *, builder: str = "1f1b", **given: Any)
     predictor = StepPredictor(ScheduleCache(graph, plan, BUILDERS[builder]), CLUSTER, case.source.vocab_size)
     options = BalanceOptions(ranks_per_node=4, predictor=predictor, vocab_size=case.source.vocab_size, **given)
     assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
-    validate_assignment(StepGraph(graph, plan, assignment), lengths)
+    validate_assignment(assignment, lengths, graph=graph, plan=plan)
     return replace(case, assignment=assignment)
 
 

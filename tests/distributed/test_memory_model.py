@@ -14,7 +14,6 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
@@ -77,10 +76,10 @@ def measured_bytes(case: GradientCase) -> int:
 
 def predicted_bytes(case: GradientCase) -> list[int]:
     lengths = [case.source.lengths(index) for index in range(len(case.source))]
-    step = StepGraph(case.graph, case.plan, case.assignment)
-    schedule = build_schedule(BUILDERS[case.builder], step.shape)
+    shape = case.assignment.shape(case.graph, case.plan)
+    schedule = build_schedule(BUILDERS[case.builder], shape)
     options = RunOptions(case.recompute, sequence_parallel=case.sequence_parallel, transformer_impl="local")
-    costs = ModelCosts(step, lengths, CLUSTER, VOCABULARY, options)
+    costs = ModelCosts(shape, case.assignment, lengths, CLUSTER, VOCABULARY, options)
     found = simulate_schedule(schedule, costs)
     ranks = range(case.plan.num_ranks)
     return [found.peak_activation_bytes[case.plan.lane_of_rank[rank]] + costs.memory.broker_bytes(rank) for rank in ranks]

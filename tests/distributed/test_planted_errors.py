@@ -9,7 +9,6 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
 from tests.distributed.planted_errors.any_plan import PLANTED_ERRORS
@@ -83,7 +82,7 @@ def cut_case(case: GradientCase) -> GradientCase:
 
 
 def test_the_cut_case_without_an_error_passes(ranks: RankPool, cut_case: GradientCase) -> None:
-    schedule = BUILDERS[cut_case.builder](StepGraph(cut_case.graph, cut_case.plan, cut_case.assignment).shape)
+    schedule = BUILDERS[cut_case.builder](cut_case.assignment.shape(cut_case.graph, cut_case.plan))
     for rewrite in cut_case.passes:
         schedule = rewrite(schedule)
     cuts = schedule.shape.cuts

@@ -15,7 +15,6 @@ from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import StepMemory, layer_static_bytes
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph, Transformer
-from multimodal.values.step_graph import StepGraph
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 
@@ -146,6 +145,7 @@ def test_what_is_gathered_at_a_time_is_as_the_memory_model_says(ranks: RankPool,
 def working_bytes(case: TrainingCase, rank: int) -> float:
     """The memory model's estimate of it."""
     layers = StageLayers(case.graph, case.plan, case.vocab_size)
-    nothing = StepGraph(case.graph, case.plan, Assignment(dict.fromkeys(case.graph.unit_names, ((),) * 2)))
-    memory = StepMemory(layers, AssignedLoads(nothing, ()), RunOptions(zero_stage=3), BYTES[case.dtype])
+    nothing = Assignment(dict.fromkeys(case.graph.unit_names, ((),) * 2))
+    loads = AssignedLoads(nothing.shape(case.graph, case.plan), nothing, ())
+    memory = StepMemory(layers, loads, RunOptions(zero_stage=3), BYTES[case.dtype])
     return max(map(memory.gathered_bytes, layers.of_rank[rank]))

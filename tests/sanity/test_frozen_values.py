@@ -6,7 +6,7 @@ import pytest
 
 from tests.sanity.repository import ROOT, list_python_files, module_name
 
-OF_SAMPLES = ("multimodal.values.assignment", "multimodal.values.step_graph", "multimodal.values.arrays.placed_atoms")
+OF_SAMPLES = ("multimodal.values.assignment", "multimodal.values.arrays.placed_atoms")
 
 
 def list_setters(source):

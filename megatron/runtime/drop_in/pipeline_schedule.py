@@ -13,7 +13,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane, Schedule
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 UNIT = "model"
 """Name of the one unit."""
@@ -52,13 +52,13 @@ def build_pipeline_schedule(name: str, *, shape: PipelineShape) -> Schedule:
 
     Raises ConfigError if the schedule needs actions beside `RUNNABLE`, ScheduleError or PlanError if it cannot be built.
     """
-    schedule = build_schedule(BUILDERS[name], pipeline_step(shape).shape)
+    schedule = build_schedule(BUILDERS[name], step_of_pipeline(shape))
     for lane in schedule.lanes:
         _check_lane(lane, name=name)
     return schedule
 
 
-def pipeline_step(shape: PipelineShape) -> StepGraph:
+def step_of_pipeline(shape: PipelineShape) -> StepShape:
     """Describe a pipeline: ranks count from 0 inside it, every virtual stage has one layer, every microbatch one sample.
 
     Layers and sizes of the loop's own model are unknown here; all virtual stages count as equally long.
@@ -69,7 +69,7 @@ def pipeline_step(shape: PipelineShape) -> StepGraph:
     stages = tuple(Stage((rank,), ranges[rank :: shape.num_stages]) for rank in range(shape.num_stages))
     microbatches = tuple((Atom(index),) for index in range(shape.num_microbatches))
     plan, assignment = Plan({UNIT: UnitPlan((Replica(stages),))}), Assignment({UNIT: (microbatches,)})
-    return StepGraph(ModelGraph((unit,)), plan, assignment, forward_only=shape.forward_only)
+    return assignment.shape(ModelGraph((unit,)), plan, forward_only=shape.forward_only)
 
 
 def _check_lane(lane: Lane, *, name: str) -> None:

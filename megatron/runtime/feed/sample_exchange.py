@@ -26,10 +26,11 @@ from megatron.runtime.feed.step_inputs import item_ranks
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.shape import StepShape
 
 
 class ExchangedSamples:
@@ -114,11 +115,11 @@ class SampleExchange:
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
         return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, texts, items)
 
-    def exchange(self, share: DecodedShare, step: StepGraph) -> ExchangedSamples:
-        """Send the decoded pieces to the ranks that the step's assignment gives them to, and return the received ones."""
+    def exchange(self, share: DecodedShare, shape: StepShape, assignment: Assignment) -> ExchangedSamples:
+        """Send the decoded pieces to the ranks that the assignment gives them to, and return the received ones."""
         own: Pieces = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
-        needs = needed_pieces(step, lengths)
+        needs = needed_pieces(shape, assignment, lengths)
         outgoing = [
             pack_pieces({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
         ]
@@ -155,21 +156,22 @@ class SampleExchange:
         return [bytearray(chunk.numpy()) for chunk in received.split(counts)]
 
 
-def needed_pieces(step: StepGraph, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:
+def needed_pieces(shape: StepShape, assignment: Assignment, lengths: Mapping[int, SampleLengths]) -> dict[int, list[Piece]]:
     """Return rank -> pieces of the global batch that it needs, by the rules of `load_inputs`.
 
     Texts go to the LLM; pixels to the ranks of `item_ranks`.
     """
     found: dict[int, dict[Piece, None]] = {}
-    for name, replicas in step.assignment.units.items():
-        role = step.graph.unit(name).role
+    for name, replicas in assignment.units.items():
+        role = shape.graph.unit(name).role
         for index, microbatches in enumerate(replicas):
             atoms = [atom for microbatch in microbatches for atom in microbatch]
             if role is Role.BACKBONE:
-                ranks, pieces = step.plan.units[name].replicas[index].ranks, [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
+                ranks = shape.plan.units[name].replicas[index].ranks
+                pieces = [Piece(atom.sample_id, WHOLE_TEXT) for atom in atoms]
             else:
                 items = atoms if role is Role.ENCODER else list_items(atoms, unit=name, lengths_by_sample=lengths)
-                ranks, pieces = item_ranks(step.graph, step.plan, name, index), [Piece(*item) for item in items]
+                ranks, pieces = item_ranks(shape.graph, shape.plan, name, index), [Piece(*item) for item in items]
             for rank in ranks:
                 found.setdefault(rank, {}).update(dict.fromkeys(pieces))
     return {rank: list(pieces) for rank, pieces in found.items()}

@@ -28,6 +28,7 @@ from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharin
 from multimodal.balance import Balancer
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.in_order import balance_in_order
 from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.placement import as_computed
 from multimodal.cost.flops import step_flops
@@ -37,10 +38,10 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.values.assignment import Assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.errors import BraidError
 from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import validate_assignment
 
 CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]
 """The costs of a step; the same on every rank."""
@@ -88,19 +89,14 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         graph, plan = self._schedules.graph, self._schedules.plan
         start = time.perf_counter()
         assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
-        node_bytes = None
+        work, node_bytes = BatchWork(graph, lengths, self._options), None
         if self._arrangement is not None:
-            work = BatchWork(graph, lengths, self._options)
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(source_index))
-        balance = report_balance(
-            self._schedules.step(assignment),
-            lengths,
-            options=self._options,
-            balance_seconds=time.perf_counter() - start,
-            node_bytes=node_bytes,
-        )
+        balance_seconds = time.perf_counter() - start
+        before = balance_in_order(lengths, graph=graph, plan=plan, options=self._options)
+        balance = report_balance(before, assignment, work, balance_seconds=balance_seconds, node_bytes=node_bytes)
         if self._exchange and share:
-            source = self._exchange.exchange(share, self._schedules.step(assignment))
+            source = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
             balance = replace(balance, exchanged_node_bytes=source.bytes_between_nodes)
             source_index = {sample_id: sample_id for sample_id in source_index}
         planned = plan_step(
@@ -139,17 +135,16 @@ def plan_step(
     is_emulated: use sizes instead of inputs; sharing: the way in which tokens are spread, the same on every rank; shards_weights:
     True if replicas share their weights, and so have to compute together; costs_of: called if schedules need costs.
     """
-    asked = schedules.step(assignment)
-    validate_assignment(asked, lengths)
-    placed = as_computed(asked, lengths)
-    assignment = placed.assignment
+    graph, plan = schedules.graph, schedules.plan
+    validate_assignment(assignment, lengths, graph=graph, plan=plan)
+    assignment = as_computed(assignment, lengths, graph=graph, plan=plan)
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
-    built = schedules.find(placed.shape, costs)
+    built = schedules.find(schedules.shape(assignment), costs)
     schedule = built.schedule
     if not (built.computes_together or shards_weights or costs_of is None):  # these depend on the order as built
         schedule = built.to_run(lambda: costs_of(assignment, lengths))
     step = Step(
-        schedule=schedule.spelled_out(placed.plan.lane_of_rank[rank]),
+        schedule=schedule.spelled_out(plan.lane_of_rank[rank]),
         assignment=assignment,
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},

@@ -84,7 +84,7 @@ class PlanReview:
             tp_comm_overlap=run.tp_comm_overlap,
         )
         lengths = tuple(step.lengths.values())
-        return ModelCosts(step.placed, lengths, request.cluster, request.vocab_size, options, request.profile)
+        return ModelCosts(step.shape, step.assignment, lengths, request.cluster, request.vocab_size, options, request.profile)
 
     @property
     def _request(self) -> PlanningRequest:

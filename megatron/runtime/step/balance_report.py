@@ -1,18 +1,15 @@
 """The effect of balancing on a step: the imbalance of work before and after, and the time that ranks waited for balancing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
-from multimodal.balance.in_order import balance_in_order
 from multimodal.balance.nodes.arrange_replicas import NodeBytes
-from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
+from multimodal.values.assignment import Assignment
 
 
 @dataclass(frozen=True)
@@ -116,19 +113,17 @@ def _named(imbalance: Imbalance) -> dict[str, float]:
 
 
 def report_balance(
-    step: StepGraph,
-    lengths: Sequence[SampleLengths],
+    before: Assignment,
+    after: Assignment,
+    work: BatchWork,
     *,
-    options: BalanceOptions,
     balance_seconds: float,
     node_bytes: NodeBytes | None = None,
 ) -> BalanceReport:
-    """Compare an assignment with the data loader's order. O(atoms)."""
-    work = BatchWork(step.graph, lengths, options)
-    before = balance_in_order(lengths, graph=step.graph, plan=step.plan, options=options)
+    """Compare an assignment with another one, which keeps the data loader's order. O(atoms)."""
     return BalanceReport(
-        {name: unit_imbalance(before, work, unit=name) for name in step.graph.unit_names},
-        {name: unit_imbalance(step.assignment, work, unit=name) for name in step.graph.unit_names},
+        {name: unit_imbalance(before, work, unit=name) for name in before.placed},
+        {name: unit_imbalance(after, work, unit=name) for name in before.placed},
         balance_ms=1e3 * balance_seconds,
         node_bytes=node_bytes,
     )

@@ -15,7 +15,6 @@ from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,6 @@ class StepDecision:
     def cuts(self) -> Cuts:
         """The schedule's cuts of backwards and reductions."""
         return self.shape.cuts
-
-    @property
-    def placed(self) -> StepGraph:
-        """The samples in their places, without the order of the work."""
-        return StepGraph(self.graph, self.plan, self.assignment, self.shape.forward_only)
 
     @cached_property
     def num_target_tokens(self) -> int:
@@ -100,7 +94,7 @@ class StepDecision:
         """
         if place not in self.cuts.num_subsets:
             return (self.assignment.atoms(place),)
-        return self.placed.subsets(place)
+        return self.assignment.subsets(self.graph, place)
 
     def part_of(self, route: Route) -> int:
         """Return the index of the source's sample subset from which the route takes its rows."""

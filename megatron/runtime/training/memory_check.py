@@ -17,7 +17,6 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 
 def check_memory(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_copies: int | None) -> None:
@@ -50,11 +49,10 @@ def estimate(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_co
         vocab_size=inputs.vocab_size,
     )
     layers = StageLayers(graph, plan, inputs.vocab_size)
-    step = StepGraph(graph, plan, BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=options))
+    assignment = BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=options)
     costs = run_options(config, num_state_copies=num_copies)
-    memory = StepMemory(
-        layers, AssignedLoads(step, lengths, costs.item_block_size), costs, getattr(torch, training.dtype).itemsize
-    )
+    loads = AssignedLoads(assignment.shape(graph, plan), assignment, lengths, costs.item_block_size)
+    memory = StepMemory(layers, loads, costs, getattr(torch, training.dtype).itemsize)
     return least_memory(memory, rank=rank, schedule=BUILDERS[training.schedule])
 
 

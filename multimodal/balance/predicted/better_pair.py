@@ -85,7 +85,7 @@ def _predict(
         assignment = BALANCERS[pair.balance](lengths, graph=given.graph, plan=given.plan, options=options)
     except BraidError:
         return None
-    return predictor.predict(as_computed(given.step(assignment), lengths).assignment, lengths)
+    return predictor.predict(as_computed(assignment, lengths, graph=given.graph, plan=given.plan), lengths)
 
 
 def _seconds(prediction: StepPrediction | None, most: float) -> float:

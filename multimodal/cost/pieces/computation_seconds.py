@@ -14,7 +14,6 @@ from multimodal.cost.step_costs import ComputeCost
 from multimodal.cost.unit_load import ComputedLoad, Floats, UnitLoad
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.arrays.rows import row_numbers
-from multimodal.values.step_graph import StepGraph
 from multimodal.values.work.step_work import KINDS, Integers, StepWork, row_starts
 
 _ROW_OF_KIND = np.array([COMPUTATIONS.index(kind) if kind in COMPUTATIONS else -1 for kind in KINDS])
@@ -24,13 +23,12 @@ _ROW_OF_KIND = np.array([COMPUTATIONS.index(kind) if kind in COMPUTATIONS else -
 class ComputationSeconds:
     """Seconds of a step's loads in its stages."""
 
-    step: StepGraph
     loads: AssignedLoads
     stages: StageCosts
 
     def of_action(self, action: Action) -> ComputeCost:
         """Return the cost of one computation; the backward of a sample subset costs its atoms' share."""
-        row = int(self.step.assignment.placed[action.unit].microbatch_starts[action.replica]) + action.microbatch
+        row = int(self.loads.assignment.placed[action.unit].microbatch_starts[action.replica]) + action.microbatch
         if action.subset >= 0:
             row = int(self.loads.routes_from(action.unit).subset_starts[row]) + action.subset
         kind = COMPUTATIONS.index(action.kind)
@@ -99,7 +97,7 @@ class ComputationSeconds:
     def _waits(self, stage: StageKey, kind: ActionKind) -> Floats:
         """[num_waits, num_microbatches of the unit] seconds of the waits of computations like a stage's."""
         if (*stage, kind) not in self._known_waits:
-            count = self.step.assignment.placed[stage[0]].num_microbatches
+            count = self.loads.assignment.placed[stage[0]].num_microbatches
             seconds = partial(self.stages.waits, stage, kind)
             found = self._of_rows(self._rows(stage[0], False), np.arange(count), lambda load: np.array(seconds(load)))
             self._known_waits[*stage, kind] = found if found.size else np.zeros((len(found), count))
@@ -107,15 +105,15 @@ class ComputationSeconds:
 
     def of_replicas(self, unit: str) -> Floats:
         """[num_stages, num_replicas] seconds of all forwards and backwards of each stage."""
-        placed = self.step.assignment.placed[unit]
+        placed = self.loads.assignment.placed[unit]
         return np.stack([np.bincount(placed.replica_of_microbatch, row, placed.num_replicas) for row in self.of_both(unit)[0]])
 
     def of_both(self, unit: str) -> Floats:
         """[2, num_stages, num_microbatches] seconds of forward and backward together, and the waits inside layers among them."""
-        placed, seconds = self.step.assignment.placed[unit], self.of_unit(unit)
+        placed, seconds = self.loads.assignment.placed[unit], self.of_unit(unit)
         has_backward = np.zeros((seconds.shape[2], placed.num_replicas), bool)
         for stage, where in self.stages.alike(unit):
-            has_backward[where] = self.step.shape.backward_need(*stage).has_backward
+            has_backward[where] = self.loads.shape.backward_need(*stage).has_backward
         has_backward = has_backward[:, placed.replica_of_microbatch]
         found: Floats = np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
         return found
@@ -126,7 +124,7 @@ class ComputationSeconds:
         Rows are the unit's microbatches, or the sample subsets of all of them in the order of `StepShape.consumers`.
         """
         if (unit, of_subsets) not in self._known:
-            replicas, rows = self.step.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)
+            replicas, rows = self.loads.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)
             if of_subsets:
                 replicas = np.repeat(replicas, np.diff(self.loads.routes_from(unit).subset_starts))
             found = None if of_subsets else self._computed_ahead.pop(unit, None)
@@ -134,14 +132,14 @@ class ComputationSeconds:
                 found = self._in_every_stage(unit, replicas, rows)
             if self.stages.options.zero_stage >= 3 and not of_subsets:
                 found += self._waits_for_the_slowest(unit, found[0])
-            if self.step.plan.units[unit].expert_parallel_size > 1:
+            if self.loads.shape.plan.units[unit].expert_parallel_size > 1:
                 self._compute_together(unit, found, rows, of_subsets=of_subsets)
             self._known[unit, of_subsets] = found
         return self._known[unit, of_subsets]
 
     def _in_every_stage(self, unit: str, replicas: Integers, rows: UnitLoad | Sequence[ComputedLoad]) -> Floats:
         """[2, kinds, num_stages, num_rows] seconds and waits as if no replica waited for another one; replicas: of the rows."""
-        found = np.zeros((2, len(COMPUTATIONS), self.step.plan.units[unit].num_virtual_stages, len(replicas)))
+        found = np.zeros((2, len(COMPUTATIONS), self.loads.shape.plan.units[unit].num_virtual_stages, len(replicas)))
         for stage, where in self.stages.alike(unit):
             chosen = np.flatnonzero(np.asarray(where.any(axis=0))[replicas])
             seconds = self._of_rows(rows, chosen, partial(self.stages.computations, stage))
@@ -156,10 +154,10 @@ class ComputationSeconds:
     @staticmethod
     def compute_ahead(steps: "Sequence[ComputationSeconds]") -> None:
         """Compute what several steps under one plan will be asked for at once, which is faster where they are small."""
-        for unit, sizes in steps[0].step.plan.units.items() if steps else ():
+        for unit, sizes in steps[0].loads.shape.plan.units.items() if steps else ():
             if sizes.context_parallel_size > 1:
                 continue
-            placed = [each.step.assignment.placed[unit] for each in steps]
+            placed = [each.loads.assignment.placed[unit] for each in steps]
             loads = zip(*(each.loads.of_microbatches(unit) for each in steps), strict=True)
             columns: list[Any] = list(map(np.concatenate, loads))
             replicas = np.concatenate([each.replica_of_microbatch for each in placed])
@@ -174,7 +172,7 @@ class ComputationSeconds:
         Time that belongs to no segment is shared evenly.
         """
         if (unit, stage) not in self._known_segments:
-            rows, replicas = self._rows(unit, False), self.step.assignment.placed[unit].replica_of_microbatch
+            rows, replicas = self._rows(unit, False), self.loads.assignment.placed[unit].replica_of_microbatch
             whole = self.of_unit(unit)[:, :, stage]
             of_keys = [(key, np.flatnonzero(where[stage][replicas])) for key, where in self.stages.alike(unit)]
             counts = {key: self.stages.stages.num_segments(key) for key, chosen in of_keys if len(chosen)}
@@ -189,7 +187,7 @@ class ComputationSeconds:
 
     def _rows(self, unit: str, of_subsets: bool) -> UnitLoad | Sequence[ComputedLoad]:
         """Return loads as arrays, or one by one if context parallel ranks share their tokens."""
-        if self.step.plan.units[unit].context_parallel_size > 1:
+        if self.loads.shape.plan.units[unit].context_parallel_size > 1:
             return self.loads.computed(unit, of_subsets=of_subsets)
         return self.loads.of_subsets(unit) if of_subsets else self.loads.of_microbatches(unit)
 
@@ -206,8 +204,8 @@ class ComputationSeconds:
 
     def _waits_for_the_slowest(self, unit: str, seconds: Floats) -> Floats:
         """Return the seconds that each computation waits for the slowest replica's of the same number: they share weights."""
-        placed = self.step.assignment.placed[unit]
-        counts = [self.step.assignment.num_own_microbatches(unit, replica) for replica in range(placed.num_replicas)]
+        placed = self.loads.assignment.placed[unit]
+        counts = [self.loads.assignment.num_own_microbatches(unit, replica) for replica in range(placed.num_replicas)]
         own = np.flatnonzero(placed.index_in_replica < np.array(counts, np.int64)[placed.replica_of_microbatch])
         index, late = placed.index_in_replica[own], np.zeros_like(seconds)
         slowest = np.zeros((*seconds.shape[:2], int(placed.counts.max(initial=0))))
@@ -234,7 +232,7 @@ class ComputationSeconds:
 
     def _computed_together(self, unit: str, *, of_subsets: bool) -> tuple[list[bool], Integers]:
         """Return which stages exchange tokens, and per row a number that is the same for rows that are computed together."""
-        placed, plan = self.step.assignment.placed[unit], self.step.plan.units[unit]
+        placed, plan = self.loads.assignment.placed[unit], self.loads.shape.plan.units[unit]
         stages = [self.stages.stages.exchanges_tokens((unit, 0, index)) for index in range(plan.num_virtual_stages)]
         keys = np.stack((placed.replica_of_microbatch // plan.expert_parallel_size, placed.index_in_replica))
         if of_subsets:

@@ -42,7 +42,7 @@ class MessageCosts:
         return found
 
     def _inside(self, work: StepWork, unit: str, sources: Integers) -> Integers:
-        replicas, graph = self.loads.step.plan.units[unit].replicas, self.loads.step.graph
+        replicas, graph = self.loads.shape.plan.units[unit].replicas, self.loads.shape.graph
         stages = work.computed_stages[sources]
         ends, numbers = np.unique(stages, return_inverse=True)
         places = zip(work.pieces.replica_of_stage[ends].tolist(), work.pieces.index_of_stage[ends].tolist(), strict=True)
@@ -58,7 +58,7 @@ class MessageCosts:
         return num_tokens * hidden
 
     def _between(self, source: str, target: str, sources: Integers, targets: Integers) -> Integers:
-        graph, routes = self.loads.step.graph, self.loads.routes_from(source).find(sources, targets, unit=target)
+        graph, routes = self.loads.shape.graph, self.loads.routes_from(source).find(sources, targets, unit=target)
         if graph.unit(source).role is Role.ENCODER:
             num_rows = np.asarray(self.loads.of_routes(source).num_outputs)
             return num_rows[routes] * graph.width_behind(source, len(graph.unit(source).layers) - 1)

@@ -22,12 +22,12 @@ from multimodal.schedule.builders.optimus import build_optimus
 from multimodal.schedule.builders.zb_h1 import build_eager_zero_bubble, build_zb_h1
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 
 Builder = Callable[[StepShape], Schedule]
 """Builds a schedule in the compute dialect; raises ScheduleError if the plan's layout does not allow it."""
@@ -114,12 +114,12 @@ class ScheduleRow:
             )
         return build(shape)
 
-    def step_for(self, step: StepGraph) -> StepGraph:
+    def step_for(self, shape: StepShape, assignment: Assignment) -> tuple[StepShape, Assignment]:
         """Return the step that the schedule is built and simulated for, including work that copies of encoders repeat.
 
         Raises ScheduleError as `replicate_microbatches`.
         """
-        return replicate_microbatches(step) if self.copies_encoders else step
+        return replicate_microbatches(shape, assignment) if self.copies_encoders else (shape, assignment)
 
     @property
     def keeps_all(self) -> bool:

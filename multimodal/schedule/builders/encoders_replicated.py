@@ -22,7 +22,6 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 
 
 @dataclass(frozen=True)
@@ -43,18 +42,19 @@ class ReplicatedAssignment(Assignment):
         return self.original.num_microbatches(unit, replica)
 
 
-def replicate_microbatches(step: StepGraph) -> StepGraph:
+def replicate_microbatches(shape: StepShape, assignment: Assignment) -> tuple[StepShape, Assignment]:
     """Give the encoders beside every LLM stage all microbatches that this LLM replica uses; O(routes x LLM stages).
 
     Raises ScheduleError if an encoder does not have exactly one replica, of one stage, on the ranks of each LLM stage.
     """
-    _check_layout(step.graph, step.plan)
-    units = dict(step.assignment.units)
-    for encoder in (unit.name for unit in step.graph.encoders):
-        copies = range(step.plan.units[encoder].data_parallel_size)
-        rows = [_microbatches_of_copy(encoder, copy, step.shape) for copy in copies]
-        units[encoder] = tuple(tuple(step.assignment.atoms(place) for place in row) for row in rows)
-    return replace(step, assignment=ReplicatedAssignment(units, step.assignment))
+    _check_layout(shape.graph, shape.plan)
+    units = dict(assignment.units)
+    for encoder in (unit.name for unit in shape.graph.encoders):
+        copies = range(shape.plan.units[encoder].data_parallel_size)
+        rows = [_microbatches_of_copy(encoder, copy, shape) for copy in copies]
+        units[encoder] = tuple(tuple(assignment.atoms(place) for place in row) for row in rows)
+    repeated = ReplicatedAssignment(units, assignment)
+    return repeated.shape(shape.graph, shape.plan, forward_only=shape.forward_only), repeated
 
 
 def _microbatches_of_copy(encoder: str, copy: int, shape: StepShape) -> tuple[MicrobatchPlace, ...]:

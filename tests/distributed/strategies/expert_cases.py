@@ -15,7 +15,6 @@ from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ScheduleError
 from multimodal.values.plan import Replica, Stage, UnitPlan
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource
 from tests.distributed.schedule_rewrites import SplitStages
@@ -48,7 +47,7 @@ def expert_cases(draw: st.DrawFn) -> GradientCase:
     builder = draw(st.sampled_from(["1f1b", "gpipe", "zb-h1"]))
     chosen = draw(st.sampled_from([(), (gather_parameters,), (reduce_by_layer,), (SplitStages(0),), (fill, split_backward)]))
     # Others are refused: where encoders and replicas of the LLM wait for each other in a circle, or orders differ (zb-h1).
-    shape = StepGraph(graph, plan, even_out_replicas(assignment, plan=plan)).shape
+    shape = even_out_replicas(assignment, plan=plan).shape(graph, plan)
     assume(_keeps_experts_together(builder, shape, chosen))
     return GradientCase(
         graph,

@@ -16,7 +16,6 @@ from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ScheduleError
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource
 from tests.distributed.schedule_rewrites import CutMicrobatches, FillWithWeightGradients, SplitStages
@@ -46,7 +45,7 @@ def gradient_cases(
     plan = draw(plans(graph, has_unlike_replicas=has_unlike_replicas))
     source = RandomSource(graph, draw(samples((*graph.item_encoders, *graph.generators))), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
-    shape = StepGraph(graph, plan, assignment).shape
+    shape = assignment.shape(graph, plan)
     return GradientCase(
         graph,
         plan,

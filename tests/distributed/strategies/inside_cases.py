@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource
 from tests.distributed.schedule_rewrites import RunInsideWaits
@@ -24,7 +23,7 @@ def inside_cases(draw: st.DrawFn) -> GradientCase:
     plan = draw(plans_on_shared_ranks(graph))
     source = RandomSource(graph, draw(samples(graph.item_encoders)), VOCAB_SIZE)
     assignment = draw(assignments(graph, plan, source))
-    shape = StepGraph(graph, plan, assignment).shape
+    shape = assignment.shape(graph, plan)
     sequence_parallel, recompute = draw(st.booleans()), draw(st.sampled_from([None, "selective", "full"]))
     options = RunOptions(transformer_impl="local", sequence_parallel=sequence_parallel, recompute=recompute)
     return GradientCase(

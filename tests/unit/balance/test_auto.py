@@ -14,9 +14,9 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph, validate_assignment
 
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
 
@@ -81,7 +81,7 @@ def test_without_a_predictor_the_busiest_replica_of_every_unit_counts(graph, bui
     found = {name: balancer(lengths, graph=graph, plan=plan, options=options) for name, balancer in BALANCERS.items()}
     busiest = {name: busiest_replicas_work(assignment, work, plan=plan) for name, assignment in found.items()}
     assert busiest["auto"] == min(busiest[name] for name in ("none", "orchmllm", "disttrain", "entrain"))
-    validate_assignment(StepGraph(graph, plan, found["auto"]), lengths)
+    validate_assignment(found["auto"], lengths, graph=graph, plan=plan)
 
 
 def test_where_costs_are_declared_auto_balances_a_small_encoder_too(graph, build_plan, build_sample):
@@ -110,5 +110,5 @@ def test_auto_judges_with_the_schedule_that_runs(graph, build_sample, schedule):
     placements = placements_of(tuple(plan.units.values()))
     assert seconds["auto"] <= min(seconds[name] for name, row in BALANCERS.items() if row.suits(placements))
     costs = predict.costs(found["auto"], lengths)
-    run = build_schedule(BUILDERS[schedule].with_costs(costs), costs.step.shape)
+    run = build_schedule(BUILDERS[schedule].with_costs(costs), costs.shape)
     assert seconds["auto"] == simulate_schedule(run, costs).iteration_seconds

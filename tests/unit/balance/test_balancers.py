@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.errors import AssignmentError
-from multimodal.values.step_graph import StepGraph, validate_assignment
 
 ITEMS = st.lists(st.tuples(st.sampled_from(["vision", "audio"]), st.integers(1, 40)), max_size=3)
 BATCHES = st.lists(st.tuples(st.integers(0, 50), ITEMS), min_size=1, max_size=12)
@@ -34,7 +34,7 @@ def test_everything_is_placed_once_within_the_sizes(balance, graph, build_plan, 
         unit_costs=data.draw(COSTS),
     )
     assignment = balance(lengths, graph=graph, plan=plan, options=options)
-    validate_assignment(StepGraph(graph, plan, assignment), lengths)
+    validate_assignment(assignment, lengths, graph=graph, plan=plan)
     assert assignment == balance(lengths, graph=graph, plan=plan, options=options)
     for unit, limit in sizes.items():
         assert all(len(microbatch) <= limit for replica in assignment.units[unit] for microbatch in replica)

@@ -14,7 +14,6 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment
-from multimodal.values.step_graph import StepGraph
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 
 SIZES = {"vision": UnitSizes(data_parallel_size=2), "llm": UnitSizes(pipeline_parallel_size=2, data_parallel_size=2)}
@@ -37,7 +36,7 @@ def test_a_schedule_from_the_cache_is_the_one_built_afresh(balancer: str, data: 
     for seed in data.draw(st.lists(st.integers(0, 99), min_size=2, max_size=3)):
         lengths = random_lengths(TWO, count=12, seed=seed)
         assignment = BALANCERS[balancer](lengths, graph=TWO, plan=plan, options=options)
-        afresh = build_schedule(builder, StepGraph(TWO, plan, Assignment.from_dict(assignment.to_dict())).shape, passes=passes)
+        afresh = build_schedule(builder, Assignment.from_dict(assignment.to_dict()).shape(TWO, plan), passes=passes)
         for _ in range(2):
             found = cache.schedule(assignment)
             assert found == afresh

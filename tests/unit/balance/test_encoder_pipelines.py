@@ -15,9 +15,9 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph, validate_assignment
 
 CLUSTER = Cluster(8, 1.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
 SHAPE = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64}
@@ -45,15 +45,14 @@ def draw(build_sample, num_samples, *, seed, tokens=(64, 256, 1024)):
 
 def costs_of(plan: Plan, lengths, *, balance: str = "none") -> ModelCosts:
     assignment = BALANCERS[balance](lengths, graph=GRAPH, plan=plan, options=BalanceOptions())
-    return ModelCosts(StepGraph(GRAPH, plan, assignment), lengths, CLUSTER, 128, RunOptions())
+    return ModelCosts(assignment.shape(GRAPH, plan), assignment, lengths, CLUSTER, 128, RunOptions())
 
 
 def busiest(costs: ModelCosts) -> float:
     """The seconds of the busiest lane."""
-    step = costs.step
     of_units = (
-        lane_seconds(step.plan, unit, costs.computations.of_both(unit)[0], placed.replica_of_microbatch)
-        for unit, placed in step.assignment.placed.items()
+        lane_seconds(costs.shape.plan, unit, costs.computations.of_both(unit)[0], placed.replica_of_microbatch)
+        for unit, placed in costs.assignment.placed.items()
     )
     return float(sum(of_units).max())
 
@@ -61,9 +60,9 @@ def busiest(costs: ModelCosts) -> float:
 def dealt(costs: ModelCosts, *, largest_first: bool) -> ModelCosts:
     found = deal_by_idle_time(costs, fills_waits=False, largest_first=largest_first)
     assert found is not None
-    step = StepGraph(GRAPH, costs.step.plan, found)
-    validate_assignment(step, costs.lengths)
-    return costs.of_batch(step, costs.lengths)
+    plan = costs.shape.plan
+    validate_assignment(found, costs.lengths, graph=GRAPH, plan=plan)
+    return costs.of_batch(found.shape(GRAPH, plan), found, costs.lengths)
 
 
 @pytest.mark.parametrize("largest_first", [False, True])
@@ -72,7 +71,7 @@ def test_ranks_with_less_of_the_llm_encode_more(build_sample, largest_first):
     plan, lengths = plan_of(stage_layers=(6, 2)), [build_sample(index, 32, ("vision", 256)) for index in range(12)]
     before = costs_of(plan, lengths)
     after = dealt(before, largest_first=largest_first)
-    placed, seconds = after.step.assignment.placed, {unit: after.computations.of_both(unit)[0] for unit in ("vision", "llm")}
+    placed, seconds = after.assignment.placed, {unit: after.computations.of_both(unit)[0] for unit in ("vision", "llm")}
     loads = sum(lane_seconds(plan, unit, seconds[unit], placed[unit].replica_of_microbatch) for unit in seconds)
     assert placed["vision"].counts[0] < placed["vision"].counts[1]
     assert abs(loads[0] - loads[1]) <= seconds["vision"].sum() / 12
@@ -98,19 +97,19 @@ def test_microbatches_stay_whole_and_on_the_ranks_of_their_llm_replica(build_sam
     after = dealt(before, largest_first=largest_first)
     by_llm_replica = [
         [sorted(batch for replica in units["vision"][2 * each : 2 * each + 2] for batch in replica) for each in range(3)]
-        for units in (before.step.assignment.units, after.step.assignment.units)
+        for units in (before.assignment.units, after.assignment.units)
     ]
     assert by_llm_replica[0] == by_llm_replica[1]
-    assert before.step.assignment.units["llm"] == after.step.assignment.units["llm"]
-    assert after.step.assignment != before.step.assignment
+    assert before.assignment.units["llm"] == after.assignment.units["llm"]
+    assert after.assignment != before.assignment
     if balance == "none":  # one microbatch of the encoder for each of the LLM
         of_llm = {
             atom.sample_id: index
-            for replica in after.step.assignment.units["llm"]
+            for replica in after.assignment.units["llm"]
             for index, batch in enumerate(replica)
             for atom in batch
         }
-        for replica in after.step.assignment.units["vision"]:
+        for replica in after.assignment.units["vision"]:
             needed_at = [of_llm[batch[0].sample_id] for batch in replica]
             assert needed_at == sorted(needed_at)
 

@@ -8,8 +8,8 @@ import pytest
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import deal, turns_of
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.plan import Plan
-from multimodal.values.step_graph import StepGraph, validate_assignment
 
 
 @pytest.mark.parametrize(
@@ -35,7 +35,7 @@ def test_every_balancer_keeps_to_the_shares(graph, build_plan, build_sample, bal
     lengths = [build_sample(index, 10, ("vision", 8), ("audio", 4)) for index in range(32)]
     options = BalanceOptions(micro_batch_size=2)
     assignment = BALANCERS[balance](lengths, graph=graph, plan=plan, options=options)
-    validate_assignment(StepGraph(graph, plan, assignment), lengths)
+    validate_assignment(assignment, lengths, graph=graph, plan=plan)
     items = [sum(map(len, replica)) for replica in assignment.units["vision"]]
     assert items == [12, 12, 4, 4]
     assert BALANCERS[balance](lengths, graph=graph, plan=even, options=options).units["llm"] == assignment.units["llm"]

@@ -2,11 +2,11 @@ import pytest
 
 from multimodal.balance.placement import drop_idle_samples, place_generators
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph, validate_assignment
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
 GRAPH = ModelGraph.from_dict(
@@ -60,7 +60,7 @@ def test_samples_without_work_are_dropped_and_so_are_empty_microbatches() -> Non
     assert kept.units["painter"] == (((Atom(0),), (Atom(2), Atom(3))),)
     assert kept.units["engraver"] == ((), ((Atom(2),),), ((Atom(4),),))
     for each in (assignment, kept):
-        validate_assignment(StepGraph(GRAPH, PLAN, each), LENGTHS)
+        validate_assignment(each, LENGTHS, graph=GRAPH, plan=PLAN)
     routes = kept.routes(GRAPH).from_source
     assert [route.target.unit for route in routes[MicrobatchPlace("llm", 0, 0)]] == ["painter"]
     assert [route.target.unit for route in routes[MicrobatchPlace("llm", 1, 0)]] == ["engraver", "painter"]
@@ -69,7 +69,7 @@ def test_samples_without_work_are_dropped_and_so_are_empty_microbatches() -> Non
 def test_a_sample_with_work_must_be_placed() -> None:
     units = {"llm": LLM, "painter": (((Atom(0),), (Atom(3),)),), "engraver": (((Atom(2), Atom(4)),), (), ())}
     with pytest.raises(AssignmentError, match="unit 'painter': sample 2 is placed nowhere"):
-        validate_assignment(StepGraph(GRAPH, PLAN, Assignment(units)), LENGTHS)
+        validate_assignment(Assignment(units), LENGTHS, graph=GRAPH, plan=PLAN)
 
 
 def test_nothing_changes_without_generators() -> None:

@@ -20,10 +20,10 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.arrays.rows import flat_rows, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample
-from multimodal.values.step_graph import StepGraph, validate_assignment
 from tests.unit.plan.planners.planning_cases import THREE, TWO_ENCODERS, random_lengths
 
 Case = tuple[ModelGraph, Plan, list[SampleLengths], list[list[list[int]]], BalanceOptions]
@@ -115,7 +115,7 @@ def test_units_are_placed_as_atom_by_atom(place, balances: bool, case: Case) -> 
     groups = Groups(atoms, atom_starts, row_starts(list(map(len, replicas))))
     found = place(groups, BatchWork(graph, lengths, options), plan=plan)
     assert found == plain_assignment(case, balances=balances)
-    validate_assignment(StepGraph(graph, plan, found), lengths)
+    validate_assignment(found, lengths, graph=graph, plan=plan)
 
 
 @settings(max_examples=30)

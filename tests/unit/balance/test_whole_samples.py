@@ -6,7 +6,7 @@ from multimodal.balance.batch_work import BatchWork
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.values.assignment import Assignment
-from multimodal.values.step_graph import StepGraph, validate_assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 
 OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
@@ -30,7 +30,7 @@ def assigned(name: str) -> Assignment:
 
 def test_replicas_get_equal_work_of_all_units() -> None:
     found = assigned("whole-sample")
-    validate_assignment(StepGraph(TWO, PLAN, found), LENGTHS)
+    validate_assignment(found, LENGTHS, graph=TWO, plan=PLAN)
     work = replica_flops(found)
     assert max(work) / min(work) < 1.02
     assert max(work) < max(replica_flops(assigned("llm-only"))) < max(replica_flops(assigned("none")))

@@ -15,7 +15,6 @@ from multimodal.cost.stage_layers import StageKey
 from multimodal.values.action import Action
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.test_model_costs import ASSIGNMENT, COSTS
 
 SHAPE = Transformer(num_layers=6, hidden_size=64, num_attention_heads=4, ffn_hidden_size=256)
@@ -30,7 +29,7 @@ def costs_with(*, tensor_parallel_size: int, zero_stage: int, freeze_encoder: bo
     encoders = tuple(Replica((Stage((rank,), ((0, 8),)),)) for rank in (0, 1))
     plan = Plan({"vision": UnitPlan(encoders), "llm": UnitPlan((Replica(tuple(held)),), size)})
     graph = ModelGraph(units, (("vision", "llm"),))
-    return replace(COSTS, step=StepGraph(graph, plan, ASSIGNMENT), options=RunOptions(zero_stage=zero_stage))
+    return replace(COSTS, shape=ASSIGNMENT.shape(graph, plan), options=RunOptions(zero_stage=zero_stage))
 
 
 @pytest.mark.parametrize("freeze_encoder", [False, True])

@@ -18,7 +18,6 @@ from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.layer_answers import layer_activation_bytes
 from tests.unit.cost.message_answers import transfer
 
@@ -40,7 +39,7 @@ def costs_of(*, vision: UnitSizes | None = None, **sizes: int) -> ModelCosts:
     llm = UnitSizes(**{"pipeline_parallel_size": 2, "data_parallel_size": 1, **sizes})
     units = {"vision": (vision or UnitSizes(data_parallel_size=1), llm.num_ranks), "llm": (llm, 0)}
     plan = Plan({name: build_unit_plan(GRAPH.unit(name), sizes=size, first_rank=first) for name, (size, first) in units.items()})
-    return ModelCosts(StepGraph(GRAPH, plan, ASSIGNMENT), LENGTHS, CLUSTER, vocab_size=512)
+    return ModelCosts(ASSIGNMENT.shape(GRAPH, plan), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
 
 
 ALONE, SPREAD, BOTH = costs_of(), costs_of(context_parallel_size=4), costs_of(context_parallel_size=4, tensor_parallel_size=2)
@@ -68,7 +67,7 @@ def test_a_forward_waits_for_the_first_keys_and_values(monkeypatch):
 
 def test_every_rank_sends_its_share_of_a_message():
     send = Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0))
-    alone, shared, both = (transfer(costs, send, step=costs.step).occupied_seconds for costs in (ALONE, SPREAD, BOTH))
+    alone, shared, both = (transfer(costs, send, shape=costs.shape).occupied_seconds for costs in (ALONE, SPREAD, BOTH))
     assert alone == pytest.approx(NUM_TOKENS * 64 * 2 / 100e9)
     assert shared == pytest.approx(alone / 4) and both == pytest.approx(alone / 8)
 
@@ -76,10 +75,10 @@ def test_every_rank_sends_its_share_of_a_message():
 def test_rows_change_hands_where_units_on_the_same_ranks_spread_tokens():
     costs = costs_of(pipeline_parallel_size=1, context_parallel_size=4)
     vision = build_unit_plan(GRAPH.unit("vision"), sizes=UnitSizes(1, 1, 4, 1), first_rank=0)
-    plan = Plan({**costs.step.plan.units, "vision": vision})
+    plan = Plan({**costs.shape.plan.units, "vision": vision})
     send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place("llm", 0, 0, 0))
-    step = StepGraph(GRAPH, plan, ASSIGNMENT)
-    cost = transfer(replace(costs, step=step), send, step=step)
+    shape = ASSIGNMENT.shape(GRAPH, plan)
+    cost = transfer(replace(costs, shape=shape), send, shape=shape)
     assert cost.latency_seconds == pytest.approx(2e-6)
     assert cost.occupied_seconds == pytest.approx(1000 * 64 * 2 / 4 * 3 / 4 / 100e9), "of a quarter, a quarter stays"
 
@@ -92,7 +91,7 @@ def test_gradients_are_reduced_over_context_parallel_ranks_and_optimizer_state_i
         collective_seconds(4 * num_weights, ranks=range(4), cluster=CLUSTER)
     )
     gathered = 4 * 2 * 16 * NUM_TOKENS * 2
-    lane = SPREAD.step.plan.lane_of_rank[0]
+    lane = SPREAD.shape.plan.lane_of_rank[0]
     assert SPREAD.static_bytes(lane) - SPREAD.memory.broker_bytes(0) == num_weights * (2 + 4 + 12 / 4) + gathered
 
 
@@ -138,8 +137,9 @@ SHORT, MIXED, LONG = ((Atom(0, 1), Atom(0, 2)), (Atom(0, 3), Atom(0, 0), Atom(0,
 def encoder_costs(*microbatches: tuple[Atom, ...], cp: int, **options) -> ModelCosts:
     """Costs of an encoder alone on its ranks, which is trained, as is the LLM behind it."""
     costs = costs_of(vision=UnitSizes(1, 1, cp, 1), pipeline_parallel_size=1)
-    step = StepGraph(GRAPH, costs.step.plan, Assignment({"vision": (microbatches,), "llm": (((Atom(0),),),)}))
-    return replace(costs, step=step, lengths=SAMPLES, options=RunOptions(**options))
+    assignment = Assignment({"vision": (microbatches,), "llm": (((Atom(0),),),)})
+    shape = assignment.shape(GRAPH, costs.shape.plan)
+    return replace(costs, shape=shape, assignment=assignment, lengths=SAMPLES, options=RunOptions(**options))
 
 
 def test_a_microbatch_of_whole_items_takes_as_long_as_one_rank_s_items_and_waits_for_nothing():
@@ -150,7 +150,7 @@ def test_a_microbatch_of_whole_items_takes_as_long_as_one_rank_s_items_and_waits
         assert two.compute(action).tensor_parallel_seconds == 0.0
     place = Place("vision", 0, 0, 0)
     assert two.memory.activation_bytes(place) == one.memory.activation_bytes(place)
-    lane = two.step.plan.lane_of_rank[1]
+    lane = two.shape.plan.lane_of_rank[1]
     gathered = encoder_costs(SHORT, cp=2, item_block_size=None).static_bytes(lane) - two.static_bytes(lane)
     assert gathered == 4 * 2 * 16 * 1024 * 2
 

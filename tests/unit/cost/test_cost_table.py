@@ -17,7 +17,7 @@ def table_of(units, **more):
 
 
 def needs_of(units):
-    model = build_table_step(table_of(units))
+    model, _ = build_table_step(table_of(units))
     return {
         name: [stage_backward_need(model.graph, model.plan, name, 0, stage) for stage in range(len(entry["stages"]))]
         for name, entry in units.items()
@@ -25,12 +25,12 @@ def needs_of(units):
 
 
 def test_each_stage_gets_a_lane_and_each_microbatch_a_sample():
-    model = build_table_step(
+    model, assignment = build_table_step(
         table_of({"vision": {"stages": [TRAINED] * 2}, "llm": {"upstream": ["vision"], "stages": [TRAINED] * 3}})
     )
     assert model.plan.lanes == ((0,), (1,), (2,), (3,), (4,))
     assert [model.plan.lanes_of_stage("llm", 0, stage) for stage in range(3)] == [(2,), (3,), (4,)]
-    assert [model.assignment.num_microbatches(unit, 0) for unit in model.graph.unit_names] == [2, 2]
+    assert [assignment.num_microbatches(unit, 0) for unit in model.graph.unit_names] == [2, 2]
 
 
 def test_ranks_place_virtual_stages_and_colocated_units():
@@ -38,7 +38,7 @@ def test_ranks_place_virtual_stages_and_colocated_units():
         "vision": {"stages": [TRAINED] * 2},
         "llm": {"upstream": ["vision"], "stages": [TRAINED] * 4, "ranks": [0, 1, 1, 0]},
     }
-    plan = build_table_step(table_of(units)).plan
+    plan = build_table_step(table_of(units))[0].plan
     assert plan.lanes == ((0,), (1,))
     assert [plan.lanes_of_stage("llm", 0, stage) for stage in range(4)] == [(0,), (1,), (1,), (0,)]
 
@@ -55,7 +55,7 @@ def test_ranks_place_virtual_stages_and_colocated_units():
     ],
 )
 def test_roles_follow_from_the_place(upstream, roles):
-    graph = build_table_step(table_of({name: {"upstream": up, "stages": [TRAINED]} for name, up in upstream.items()})).graph
+    graph = build_table_step(table_of({name: {"upstream": up, "stages": [TRAINED]} for name, up in upstream.items()}))[0].graph
     assert {unit.name: unit.role for unit in graph.units} == {name: Role(role) for name, role in roles.items()}
 
 

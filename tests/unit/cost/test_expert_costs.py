@@ -16,7 +16,6 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 LINKS = {
     "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
@@ -37,7 +36,7 @@ def costs_of(experts: int, **options: object) -> ModelCosts:
     sizes = UnitSizes(data_parallel_size=4, expert_parallel_size=experts)
     plan = Plan({"llm": build_unit_plan(GRAPH.unit("llm"), sizes=sizes, first_rank=0)})
     run = replace(RunOptions(transformer_impl="local"), **options)
-    return ModelCosts(StepGraph(GRAPH, plan, ASSIGNMENT), LENGTHS, CLUSTER, vocab_size=VOCABULARY, options=run)
+    return ModelCosts(ASSIGNMENT.shape(GRAPH, plan), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=VOCABULARY, options=run)
 
 
 @pytest.mark.parametrize("experts", [2, 4])

@@ -11,7 +11,6 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.message_answers import transfer
 
 LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
@@ -45,14 +44,14 @@ PLAN = Plan.from_dict(
 IMAGE = ItemLengths("painter", 40, 0)
 LENGTHS = [SampleLengths(0, (IMAGE, IMAGE), 20, 15), SampleLengths(1, (), 30, 30), SampleLengths(2, (IMAGE,), 10, 5)]
 ASSIGNMENT = Assignment({"llm": (((Atom(0), Atom(1)), (Atom(2),)),), "painter": (((Atom(0),), (Atom(2),)),)})
-COSTS = ModelCosts(StepGraph(GRAPH, PLAN, ASSIGNMENT), LENGTHS, CLUSTER, vocab_size=512)
+COSTS = ModelCosts(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
 
 
 def test_the_llm_hands_over_one_hidden_state_an_image():
     forward = Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("painter", 0, 0, 0))
     backward = Action(ActionKind.SEND_BACKWARD, "painter", 0, 0, 0, Place("llm", 0, 0, 0))
     for send in (forward, backward):
-        assert transfer(COSTS, send, step=COSTS.step).occupied_seconds == pytest.approx(2 * 64 * 2 / 100e9)
+        assert transfer(COSTS, send, shape=COSTS.shape).occupied_seconds == pytest.approx(2 * 64 * 2 / 100e9)
 
 
 def test_the_generators_flops_are_those_of_its_layers_and_head():
@@ -88,7 +87,7 @@ def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():
         {"units": {name: {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 4]]}]}]} for name, rank in stages.items()}}
     )
     assignment = Assignment({"vision": (((Atom(0, 0),),),), "llm": (((Atom(0),),),), "painter": (((Atom(0),),),)})
-    costs = ModelCosts(StepGraph(given, plan, assignment), lengths, CLUSTER, vocab_size=512)
+    costs = ModelCosts(assignment.shape(given, plan), assignment, lengths, CLUSTER, vocab_size=512)
     for target in ("llm", "painter"):
         send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place(target, 0, 0, 0))
-        assert transfer(costs, send, step=costs.step).occupied_seconds == pytest.approx(2 * 10 * 64 / 100e9)
+        assert transfer(costs, send, shape=costs.shape).occupied_seconds == pytest.approx(2 * 10 * 64 / 100e9)

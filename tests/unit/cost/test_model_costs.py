@@ -17,7 +17,6 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph
 from tests.unit.cost.layer_answers import layer_activation_bytes
 from tests.unit.cost.message_answers import transfer
 
@@ -44,7 +43,7 @@ ASSIGNMENT = Assignment(
         "llm": (((Atom(0), Atom(1)), (Atom(2), Atom(3))),),
     }
 )
-COSTS = ModelCosts(StepGraph(GRAPH, PLAN, ASSIGNMENT), LENGTHS, Cluster.from_dict(CLUSTER), vocab_size=512)
+COSTS = ModelCosts(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS, Cluster.from_dict(CLUSTER), vocab_size=512)
 
 
 def test_all_computations_together_cost_the_steps_flops():

@@ -13,7 +13,6 @@ from multimodal.plan.colocated import plan_colocated
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
@@ -34,7 +33,9 @@ def test_sequences_add_up_over_items_and_samples() -> None:
     assert sample_load(GRAPH.unit("vision"), samples[1]) == UnitLoad()
     assert sample_load(GRAPH.unit("llm"), samples[0]).num_sequences == 1
     atoms = {"vision": (((Atom(0, 0), Atom(0, 1)), ()),), "llm": (((Atom(0), Atom(1)),),)}
-    loads = AssignedLoads(StepGraph(GRAPH, plan_colocated(GRAPH, sizes={}, world_size=1), Assignment(atoms)), samples)
+    assignment = Assignment(atoms)
+    plan = plan_colocated(GRAPH, sizes={}, world_size=1)
+    loads = AssignedLoads(assignment.shape(GRAPH, plan), assignment, samples)
     assert [load.all.num_sequences for load in loads.computed("llm")] == [2]
     assert [load.all.num_sequences for load in loads.computed("vision")] == [2, 0]
 

@@ -27,9 +27,9 @@ FULL, PASSING = BackwardNeed.FULL, BackwardNeed.INPUT_GRADIENT
 def test_the_ranges_of_a_computation_cost_the_whole(options: RunOptions, place: tuple[str, int, int, int]) -> None:
     costs = replace(COSTS, options=options)
     num_segments = costs.stages.num_segments(place[:3])
-    assert num_segments == count_segments(GRAPH.unit(place[0]), costs.step.plan.virtual_stage(*place[:3]).layers)
+    assert num_segments == count_segments(GRAPH.unit(place[0]), costs.shape.plan.virtual_stage(*place[:3]).layers)
     cut = Cuts(segments={Place(*place): SegmentCut(num_segments, (3, 5, num_segments - 1), (3, 4))})
-    cut_shape = costs.step.shape.with_cuts(cut)
+    cut_shape = costs.shape.with_cuts(cut)
     for kind, ranges in ((FORWARD, cut.forwards(Place(*place))), (BACKWARD, cut.backwards(Place(*place)))):
         whole = costs.compute(Action(kind, *place))
         parts = [costs.compute(Action(kind, *place, covers=covers)) for covers in ranges]
@@ -121,7 +121,7 @@ def test_the_waits_of_a_computation_are_all_that_it_waits(options: RunOptions, k
     assert [seconds > 0 for seconds in cost.waits] == [wait.is_long and wait.layer == 0 for wait in waits], (
         "the head's are not counted"
     )
-    work = step_work(costs.step.shape)
+    work = step_work(costs.shape)
     if kind is not ActionKind.INPUT_GRADIENT:
         pieces = np.array([work.computed_numbers[each] for each in (action, Action(FORWARD, "vision", 0, 0, 0), action)])
         starts, seconds = costs.waits(work, pieces)
@@ -138,9 +138,9 @@ def test_what_tells_nobody_of_its_waits_has_none(options: RunOptions) -> None:
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_stage_in_ranges_keeps_the_results_of_its_sums_and_rows_that_it_does_not_gather_again(options: RunOptions) -> None:
     costs, place = replace(COSTS, options=options), Place("llm", 0, 0, 0)
-    cut_shape = costs.step.shape.with_cuts(Cuts(segments={place: SegmentCut(costs.stages.num_segments(place[:3]), (), (3,))}))
+    cut_shape = costs.shape.with_cuts(Cuts(segments={place: SegmentCut(costs.stages.num_segments(place[:3]), (), (3,))}))
     kept = []
-    for shape in (costs.step.shape, cut_shape):
+    for shape in (costs.shape, cut_shape):
         work = step_work(shape)
         forwards = [work.computed_numbers[Action(FORWARD, *each_place)] for each_place in (place, place._replace(microbatch=1))]
         kept.append(costs.kept_bytes(work, np.array(forwards)))

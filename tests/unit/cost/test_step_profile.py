@@ -20,7 +20,6 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
@@ -43,7 +42,7 @@ def costs(
     plan: Plan, *, profile: LayerProfile | None = None, cluster: Cluster = CLUSTER, options: RunOptions | None = None
 ) -> ModelCosts:
     assignment = Assignment({"vision": (((Atom(0, 0),), ()),), "llm": (((Atom(0),), (Atom(1),)),)})
-    return ModelCosts(StepGraph(GRAPH, plan, assignment), SAMPLES, cluster, 512, options or RunOptions(), profile)
+    return ModelCosts(assignment.shape(GRAPH, plan), assignment, SAMPLES, cluster, 512, options or RunOptions(), profile)
 
 
 def profile_of(graph_unit: str = "llm") -> LayerProfile:

@@ -21,7 +21,6 @@ from multimodal.values.action import Action, ActionKind, Resource
 from multimodal.values.assignment import Atom, MicrobatchPlace
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork, step_work
 from tests.unit.plan.planners.planning_cases import CLUSTER, THREE, TWO, frozen, random_lengths
 
@@ -32,7 +31,7 @@ class Singly:
     """The costs of single actions of a step."""
 
     def __init__(self, costs: ModelCosts) -> None:
-        self.costs, self.step, self.options = costs, costs.step, costs.options
+        self.costs, self.shape, self.assignment, self.options = costs, costs.shape, costs.assignment, costs.options
         self.samples = {sample.sample_id: sample for sample in costs.lengths}
 
     def load(self, unit: str, atoms: tuple[Atom, ...]) -> UnitLoad:
@@ -41,17 +40,19 @@ class Singly:
 
     def _of_atom(self, unit: str, sample: SampleLengths, atom: Atom) -> UnitLoad:
         if atom.item_index < 0:
-            return sample_load(self.step.graph.unit(unit), sample)
+            return sample_load(self.shape.graph.unit(unit), sample)
         return item_load(*sample.items[atom.item_index][1:3])
 
     def atoms(self, action: Action) -> tuple[Atom, ...]:
         """What an action computes."""
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
-        return self.step.assignment.atoms(place) if action.subset < 0 else self.step.subsets(place)[action.subset]
+        return (
+            self.assignment.atoms(place) if action.subset < 0 else self.assignment.subsets(self.shape.graph, place)[action.subset]
+        )
 
     def compute(self, action: Action) -> tuple[float, float]:
         """Seconds, and seconds of waiting, of a computation."""
-        load, sizes = self.load(action.unit, self.atoms(action)), self.step.plan.units[action.unit]
+        load, sizes = self.load(action.unit, self.atoms(action)), self.shape.plan.units[action.unit]
         found = np.zeros(2)
         for layer, need in self.costs.stages.in_order(action[1:4]):
             one = self.costs.layer_costs.seconds(
@@ -61,7 +62,7 @@ class Singly:
                 tensor_parallel_size=sizes.tensor_parallel_size,
                 context_parallel_size=sizes.context_parallel_size,
                 recompute=self.options.recompute,
-                ranks=self.step.plan.virtual_stage(*action[1:4]).ranks,
+                ranks=self.shape.plan.virtual_stage(*action[1:4]).ranks,
             )
             waits = one.input_gradient_waiting * LAYER_KINDS[layer].passes_gradient(need)
             weight = one.weight_gradient * need.trains_weights
@@ -79,15 +80,16 @@ class Singly:
         source, target = (send.place, send.peer) if forward else (send.peer, send.place)
         if source.unit == target.unit:
             rows = self.load(source.unit, self.atoms(send._replace(kind=KINDS[0]) if forward else send)).num_tokens
-            width = self.step.graph.unit(source.unit).transformer.hidden_size
+            width = self.shape.graph.unit(source.unit).transformer.hidden_size
         else:
-            routes = self.step.routes.from_source[MicrobatchPlace(source.unit, source.replica, source.microbatch)]
+            giver = MicrobatchPlace(source.unit, source.replica, source.microbatch)
+            routes = self.assignment.routes(self.shape.graph).from_source[giver]
             place = MicrobatchPlace(target.unit, target.replica, target.microbatch)
             atoms = next(route.atoms for route in routes if route.target == place)
-            is_encoder = self.step.graph.unit(source.unit).role is Role.ENCODER
+            is_encoder = self.shape.graph.unit(source.unit).role is Role.ENCODER
             rows = self.load(source.unit, atoms).num_outputs if is_encoder else self.images(target.unit, atoms)
-            width = self.step.graph.unit(target.unit if is_encoder else source.unit).transformer.hidden_size
-        ranks, others = (self.step.plan.virtual_stage(*place[:3]).ranks for place in (send.place, send.peer))
+            width = self.shape.graph.unit(target.unit if is_encoder else source.unit).transformer.hidden_size
+        ranks, others = (self.shape.plan.virtual_stage(*place[:3]).ranks for place in (send.place, send.peer))
         size = float(rows * width * self.costs.cluster.bytes_per_element)
         if ranks == others:
             return tuple(exchange_cost(size, ranks=ranks, cluster=self.costs.cluster))
@@ -99,7 +101,7 @@ class Singly:
 
     def kept_bytes(self, action: Action) -> float:
         """Bytes that a forward keeps, of layers alone."""
-        load, sizes = self.load(action.unit, self.atoms(action)), self.step.plan.units[action.unit]
+        load, sizes = self.load(action.unit, self.atoms(action)), self.shape.plan.units[action.unit]
         total = 0.0
         for layer, need in self.costs.stages.in_order(action[1:4]):
             case = ActivationCase(need, recompute=self.options.recompute, is_spread=sizes.context_parallel_size > 1)
@@ -114,7 +116,7 @@ def costs_of(graph, size, *, balance: str = "orchmllm", **options) -> ModelCosts
     plan = plan_disaggregated(graph, sizes=sizes, world_size=sum(each.num_ranks or 0 for each in sizes.values()))
     lengths = random_lengths(graph, count=17)
     assignment = BALANCERS[balance](lengths, graph=graph, plan=plan, options=BalanceOptions(vocab_size=512))
-    return ModelCosts(StepGraph(graph, plan, assignment), lengths, CLUSTER, 512, replace(RunOptions(), **options))
+    return ModelCosts(assignment.shape(graph, plan), assignment, lengths, CLUSTER, 512, replace(RunOptions(), **options))
 
 
 def of_resource(work: StepWork, resource: Resource) -> np.ndarray:
@@ -127,7 +129,7 @@ def of_resource(work: StepWork, resource: Resource) -> np.ndarray:
 @pytest.mark.parametrize("size", [{"tensor_parallel_size": 2}, {"context_parallel_size": 2}, {}])
 def test_pieces_cost_what_they_cost_one_by_one(graph, num_parts, is_cut, size) -> None:
     costs = costs_of(graph, size, num_overlapped_parts=num_parts, recompute="selective", item_block_size=None)
-    schedule = BUILDERS["1f1b"](costs.step.shape)
+    schedule = BUILDERS["1f1b"](costs.shape)
     work, singly = (split_backward(schedule) if is_cut else schedule).work, Singly(costs)
     assert bool(work.cuts.num_subsets) == is_cut
     pieces = np.concatenate([of_resource(work, each) for each in (Resource.COMPUTE, Resource.SEND)])
@@ -149,7 +151,7 @@ def test_replicas_take_what_their_computations_take(zero_stage, size) -> None:
     for unit in THREE.unit_names:
         found = costs.computations.of_replicas(unit)
         for stage, replica in np.ndindex(found.shape):
-            places = [(unit, replica, stage, index) for index in range(costs.step.assignment.num_microbatches(unit, replica))]
+            places = [(unit, replica, stage, index) for index in range(costs.assignment.num_microbatches(unit, replica))]
             expected = sum(costs.compute(Action(kind, *place)).seconds for place in places for kind in KINDS[:2])
             assert found[stage, replica] == pytest.approx(expected, rel=1e-12)
 
@@ -158,7 +160,7 @@ def test_replicas_take_what_their_computations_take(zero_stage, size) -> None:
 @pytest.mark.parametrize("recompute", [None, "full"])
 def test_places_keep_what_they_keep_one_by_one(recompute, size) -> None:
     costs = costs_of(THREE, size, recompute=recompute, item_block_size=None)
-    work, singly = step_work(costs.step.shape), Singly(costs)
+    work, singly = step_work(costs.shape), Singly(costs)
     forwards = np.flatnonzero(work.kinds == KINDS.index(ActionKind.FORWARD))
     forwards = forwards[work.pieces.index_of_stage[work.computed_stages[forwards]] > 0]  # those of the first stage receive, too
     found = costs.kept_bytes(work, forwards)

@@ -12,7 +12,6 @@ from multimodal.plan.planners.search.run_variants import fitting_schedules, form
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import fed_encoders
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.step_graph import StepGraph
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, request
 
 
@@ -32,8 +31,10 @@ def test_it_is_below_the_simulated_peak_under_every_schedule(model: str, planner
         options = BalanceOptions(vocab_size=asked.vocab_size)
         assignment = BALANCERS["none"](asked.lengths, graph=asked.graph, plan=run.plan, options=options)
         run_options = RunOptions(recompute, transformer_impl="local")
-        costs = ModelCosts(StepGraph(asked.graph, run.plan, assignment), asked.lengths, CLUSTER, asked.vocab_size, run_options)
-        simulated = simulate_schedule(build_schedule(row.with_costs(costs), costs.step.shape, costs=costs), costs)
+        costs = ModelCosts(
+            assignment.shape(asked.graph, run.plan), assignment, asked.lengths, CLUSTER, asked.vocab_size, run_options
+        )
+        simulated = simulate_schedule(build_schedule(row.with_costs(costs), costs.shape, costs=costs), costs)
         for lane, ranks in enumerate(run.plan.lanes):
             peak = simulated.peak_total_bytes[lane]
             least = least_memory(costs.memory, rank=ranks[0], schedule=row).total_bytes

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from hypothesis import strategies as st
 
@@ -13,7 +13,6 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 
 SHAPE = Transformer(num_layers=8, hidden_size=8, num_attention_heads=2, ffn_hidden_size=16)
 
@@ -53,6 +52,13 @@ def build_unit_plan(
     )
 
 
+class PlacedCase(NamedTuple):
+    """The shape of a step, and its samples."""
+
+    shape: StepShape
+    assignment: Assignment
+
+
 def build_case(graph: ModelGraph, *given: Any, **options: Any) -> StepShape:
     """The shape of `placed_case`."""
     return placed_case(graph, *given, **options).shape
@@ -65,7 +71,7 @@ def placed_case(
     *,
     colocated: bool = False,
     layouts: Mapping[str, Mapping[str, int]] | None = None,
-) -> StepGraph:
+) -> PlacedCase:
     """`sizes`: unit -> (dp, pp, tp); `groupings`: unit -> replica -> microbatch -> samples, one item per sample and encoder.
 
     `layouts`: unit -> chunks or v_shaped of `build_unit_plan`.
@@ -84,7 +90,7 @@ def placed_case(
             for name, replicas in groupings.items()
         }
     )
-    return StepGraph(graph, Plan(units), assignment)
+    return PlacedCase(assignment.shape(graph, Plan(units)), assignment)
 
 
 def deal(num_samples: int, dp: int) -> list[list[list[int]]]:
@@ -111,7 +117,7 @@ def cases() -> st.SearchStrategy[StepShape]:
 
 
 @st.composite
-def placed_cases(draw: st.DrawFn) -> StepGraph:
+def placed_cases(draw: st.DrawFn) -> PlacedCase:
     """Random graphs (none to three encoders, any part frozen), plans (disjoint, colocated, copies) and assignments."""
     encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio"), ("vision", "joint"), ("vision", "audio", "joint")]))
     frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
@@ -147,7 +153,7 @@ def placed_cases(draw: st.DrawFn) -> StepGraph:
     }
     placed["llm"] = [Atom(sample) for sample in range(len(num_items))]
     assignment = Assignment({name: draw(groupings_of(atoms, units[name].data_parallel_size)) for name, atoms in placed.items()})
-    return StepGraph(graph, Plan(units), assignment)
+    return PlacedCase(assignment.shape(graph, Plan(units)), assignment)
 
 
 @st.composite
@@ -199,9 +205,9 @@ def builders_for(case: StepShape) -> list[str]:
     ]
 
 
-def shape_for(builder: str, case: StepGraph) -> StepShape:
+def shape_for(builder: str, case: PlacedCase) -> StepShape:
     """The shape of a case as the builder is given it."""
-    return BUILDERS[builder].step_for(case).shape
+    return BUILDERS[builder].step_for(*case)[0]
 
 
 def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
@@ -247,7 +253,7 @@ def golden_cases() -> dict[str, StepShape]:
     return {name: case.shape for name, case in placed_golden_cases().items()}
 
 
-def placed_golden_cases() -> dict[str, StepGraph]:
+def placed_golden_cases() -> dict[str, PlacedCase]:
     """The small cases whose schedules are compared with golden text."""
     vision = build_graph("vision")
     frozen = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])

@@ -15,7 +15,6 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 from multimodal.values.timeline import TimelineEvent
 from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, cases, deal
 
@@ -52,7 +51,7 @@ def on_ranks(
             tuple((Atom(sample, item),) for sample in range(replica, num_microbatches, len(replicas)))
             for replica in range(len(replicas))
         )
-    return StepGraph(graph, Plan(units), Assignment(groupings)).shape
+    return Assignment(groupings).shape(graph, Plan(units))
 
 
 def seconds(action: Action) -> float:

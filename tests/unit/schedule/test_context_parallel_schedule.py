@@ -15,7 +15,6 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
 
 CLUSTER = Cluster.from_dict(
     {
@@ -47,7 +46,7 @@ def plan_of(*, vision_cp: int, llm_cp: int) -> Plan:
 
 
 def schedule_of(plan: Plan) -> Schedule:
-    return build_schedule(BUILDERS["1f1b"], StepGraph(GRAPH, plan, ASSIGNMENT).shape)
+    return build_schedule(BUILDERS["1f1b"], ASSIGNMENT.shape(GRAPH, plan))
 
 
 @pytest.mark.parametrize(("vision_cp", "llm_cp", "num_messages"), [(1, 1, 0), (4, 4, 2), (1, 4, 2), (4, 2, 2), (2, 4, 2)])
@@ -62,7 +61,7 @@ def test_a_simulated_step_is_so_much_shorter() -> None:
     seconds = []
     for size in (1, 4):
         plan = plan_of(vision_cp=size, llm_cp=size)
-        costs = ModelCosts(StepGraph(GRAPH, plan, ASSIGNMENT), LENGTHS, CLUSTER, vocab_size=512)
+        costs = ModelCosts(ASSIGNMENT.shape(GRAPH, plan), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
         simulation = simulate_schedule(schedule_of(plan), costs)
         seconds.append(simulation.iteration_seconds)
     assert seconds[0] / 4 < seconds[1] < seconds[0] / 3  # a backward repeats attention

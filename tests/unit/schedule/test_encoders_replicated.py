@@ -15,24 +15,23 @@ from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ActionKind, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
-from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import build_graph, deal, placed_case, placed_golden_cases, shape_for
+from tests.unit.schedule.schedule_cases import PlacedCase, build_graph, deal, placed_case, placed_golden_cases, shape_for
 from tests.unit.schedule.uniform_costs import UniformCosts
 
 NAME = "encoders-replicated"
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: list[str]) -> StepGraph:
+def copies_case(num_stages: int, *, num_samples: int = 6, dp: int = 1, **graph: list[str]) -> PlacedCase:
     """One vision encoder beside every stage of `dp` LLM replicas; its microbatches are dealt over all copies."""
     groupings = {"vision": deal(num_samples, dp * num_stages), "llm": deal(num_samples, dp)}
     sizes = {"vision": (dp * num_stages, 1, 1), "llm": (dp, num_stages, 1)}
-    return replicate_microbatches(placed_case(build_graph("vision", **graph), sizes, groupings, colocated=True))
+    return PlacedCase(*replicate_microbatches(*placed_case(build_graph("vision", **graph), sizes, groupings, colocated=True)))
 
 
 def simulate(table: dict[str, object]) -> Simulation:
     fused, model = replicate_encoders(CostTable.from_dict(table))
-    schedule = build_schedule(build_encoders_replicated, shape_for(NAME, model))
+    schedule = build_schedule(build_encoders_replicated, shape_for(NAME, PlacedCase(*model)))
     return simulate_schedule(schedule, TableCosts(fused))
 
 
@@ -79,7 +78,7 @@ def num_encoded(schedule: Schedule, kind: ActionKind) -> int:
 
 def test_evaluation_repeats_forwards_alone() -> None:
     case = copies_case(2)
-    schedule = build_encoders_replicated(replace(case, forward_only=True).shape)
+    schedule = build_encoders_replicated(replace(case.shape, forward_only=True))
     validate_schedule(schedule)
     assert {action.kind for lane in schedule.lanes for action in lane.actions} == {ActionKind.FORWARD}
     assert num_encoded(schedule, ActionKind.FORWARD) == 2 * 6
@@ -137,7 +136,7 @@ def test_a_table_takes_the_time_of_a_pipeline_whose_stages_hold_all_encoders() -
 
 def test_a_copy_in_a_table_takes_what_all_stages_of_its_encoder_take() -> None:
     fused, model = replicate_encoders(CostTable.from_file(EXAMPLES / "costs" / "cornstarch-vlm-m.yaml"))
-    assert [unit.data_parallel_size for unit in model.plan.units.values()] == [4, 1]
+    assert [unit.data_parallel_size for unit in model[0].plan.units.values()] == [4, 1]
     (stage,) = fused.units["vision"].stages
     assert (stage.forward[0], stage.input_gradient[0] + stage.weight_gradient[0]) == pytest.approx((2 * 0.07504, 0.00027))
 
@@ -153,8 +152,8 @@ def test_llm_replicas_that_share_encoder_microbatches_repeat_each_others() -> No
     """Two LLM replicas that take the same encoder microbatches repeat them each."""
     groupings = {"vision": [[[0, 1]], [[2, 3]]], "llm": [[[0], [2]], [[1], [3]]]}
     case = placed_case(build_graph("vision"), {"vision": (2, 1, 1), "llm": (2, 1, 1)}, groupings, colocated=True)
-    step = replicate_microbatches(case)
-    placed, lanes = step.assignment, build_encoders_replicated(step.shape).lanes
+    shape, placed = replicate_microbatches(*case)
+    lanes = build_encoders_replicated(shape).lanes
     first, second = case.assignment.units["vision"][0][0], case.assignment.units["vision"][1][0]
     assert placed.units["vision"] == ((first, second), (second, first))
     assert placed.num_own_microbatches("vision", 0) == 1

@@ -24,17 +24,16 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.lane import lane_of
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import build_graph, placed_case
+from tests.unit.schedule.schedule_cases import PlacedCase, build_graph, placed_case
 
 LLM = build_graph()
 
 
-def llm_case(*groupings: list[list[int]], pp: int = 1) -> StepGraph:
+def llm_case(*groupings: list[list[int]], pp: int = 1) -> PlacedCase:
     """Two replicas, or more, that share experts."""
-    case = placed_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
-    unit = replace(case.plan.units["llm"], expert_parallel_size=len(groupings))
-    return replace(case, plan=Plan({**case.plan.units, "llm": unit}))
+    shape, assignment = placed_case(LLM, {"llm": (len(groupings), pp, 1)}, {"llm": list(groupings)})
+    unit = replace(shape.plan.units["llm"], expert_parallel_size=len(groupings))
+    return PlacedCase(replace(shape, plan=Plan({**shape.plan.units, "llm": unit})), assignment)
 
 
 @pytest.mark.parametrize("builder", ["1f1b", "gpipe", "zb-h1"])
@@ -43,7 +42,7 @@ def test_replicas_with_as_many_microbatches_compute_together(builder: str) -> No
     built = BuiltSchedule(build_schedule(BUILDERS[builder], case.shape))
     assert built.computes_together
     assert not BuiltSchedule(
-        build_schedule(BUILDERS[builder], replace(case, plan=shared_by(case.plan, 1)).shape)
+        build_schedule(BUILDERS[builder], replace(case.shape, plan=shared_by(case.shape.plan, 1)))
     ).computes_together
 
 
@@ -60,15 +59,15 @@ def test_replicas_with_fewer_microbatches_are_refused_until_they_get_empty_ones(
     case = llm_case([[0], [1], [2]], [[3]], pp=2)
     with pytest.raises(ScheduleError, match="stage 0 of replicas 0 and 1 computes in different orders"):
         check_expert_groups(build_schedule(BUILDERS["1f1b"], case.shape))
-    evened = even_out_replicas(case.assignment, plan=case.plan)
+    evened = even_out_replicas(case.assignment, plan=case.shape.plan)
     assert [evened.num_microbatches("llm", replica) for replica in (0, 1)] == [3, 3]
     assert [list(each) for each in evened.units["llm"][1]] == [[Atom(3)], [], []]
-    check_expert_groups(build_schedule(BUILDERS["1f1b"], replace(case, assignment=evened).shape))
+    check_expert_groups(build_schedule(BUILDERS["1f1b"], evened.shape(LLM, case.shape.plan)))
 
 
 def test_nothing_moves_where_no_experts_are_shared() -> None:
     case = llm_case([[0], [1], [2]], [[3]])
-    assert even_out_replicas(case.assignment, plan=shared_by(case.plan, 1)) is case.assignment
+    assert even_out_replicas(case.assignment, plan=shared_by(case.shape.plan, 1)) is case.assignment
 
 
 def test_replicas_that_wait_for_each_other_in_a_circle_are_refused() -> None:
@@ -79,7 +78,7 @@ def test_replicas_that_wait_for_each_other_in_a_circle_are_refused() -> None:
     first, second = (Replica((Stage((rank,), ((0, 3),)),)) for rank in (0, 1))
     plan = Plan({"vision": UnitPlan((first,)), "llm": UnitPlan((first, second), expert_parallel_size=2)})
     assignment = Assignment({"vision": (((Atom(1, 0),),),), "llm": (((Atom(0),),), ((Atom(1),),))})
-    schedule = build_schedule(BUILDERS["1f1b"], StepGraph(graph, plan, assignment).shape)
+    schedule = build_schedule(BUILDERS["1f1b"], assignment.shape(graph, plan))
     assert [action.unit for action in schedule.lanes[0].actions][:3] == ["llm", "llm", "vision"]
     with pytest.raises(ScheduleError, match="other units keep its replicas from computing together"):
         check_expert_groups(schedule)
@@ -103,10 +102,11 @@ def simulated(
     sizes = UnitSizes(data_parallel_size=2, pipeline_parallel_size=pp, expert_parallel_size=experts)
     plan = Plan({"llm": build_unit_plan(graph.unit("llm"), sizes=sizes, first_rank=0)})
     placed = Assignment({"llm": tuple(tuple((Atom(sample),) for sample in replica) for replica in samples)})
-    step = StepGraph(graph, plan, even_out_replicas(placed, plan=plan))
+    assignment = even_out_replicas(placed, plan=plan)
+    shape = assignment.shape(graph, plan)
     batch = [SampleLengths(number, (), tokens, 1) for number, tokens in enumerate(chain.from_iterable(lengths))]
-    costs = ModelCosts(step, batch, CLUSTER, vocab_size=8, options=RunOptions(transformer_impl="local"))
-    return simulate_schedule(build_schedule(BUILDERS[builder], step.shape), costs)
+    costs = ModelCosts(shape, assignment, batch, CLUSTER, vocab_size=8, options=RunOptions(transformer_impl="local"))
+    return simulate_schedule(build_schedule(BUILDERS[builder], shape), costs)
 
 
 def expert_model(num_layers: int, *, ffn: int = 0, first_dense: bool = False) -> ModelGraph:

@@ -3,7 +3,6 @@ from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_graph
 
 
@@ -32,6 +31,6 @@ lane 1: F second/0/0/0; SF second/0/0/0>llm/0/0/1; F third/0/0/0; SF third/0/0/0
 lane 2: F third/0/0/0; SF third/0/0/0>llm/0/0/0
 lane 3: RF llm/0/0/2<first/0/0/0; RF llm/0/0/1<second/0/0/0; RF llm/0/0/0<third/0/0/0; F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
 """
-    lowered = insert_communication(schedule_from_text(before, StepGraph(graph, plan, assignment, forward_only=True).shape))
+    lowered = insert_communication(schedule_from_text(before, assignment.shape(graph, plan, forward_only=True)))
     assert schedule_to_text(lowered) == after
     validate_schedule(lowered)

@@ -1,7 +1,5 @@
 """Interleaved 1F1B of a whole model on one grid: the chain of all units runs as one unit would."""
 
-from dataclasses import replace
-
 import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
@@ -11,14 +9,13 @@ from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import build_case, build_graph
+from tests.unit.schedule.schedule_cases import PlacedCase, build_case, build_graph
 
 LAYERS = 10
 """Of every unit: an embedding, eight transformer layers, a projector or head."""
 
 
-def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches: int, frozen: tuple[str, ...] = ()) -> StepGraph:
+def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches: int, frozen: tuple[str, ...] = ()) -> PlacedCase:
     """cuts: unit -> where its layers are cut; pieces go to lanes in turn, in the order of the chain."""
     position, units = -1, {}
     for unit, ends in cuts.items():
@@ -30,7 +27,8 @@ def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches:
     graph = build_graph(*(unit for unit in cuts if unit != "llm"), frozen=frozen)
     samples = range(num_microbatches)
     encoders = {unit.name: (tuple((Atom(sample, index),) for sample in samples),) for index, unit in enumerate(graph.encoders)}
-    return StepGraph(graph, Plan(units), Assignment({**encoders, "llm": (tuple((Atom(sample),) for sample in samples),)}))
+    assignment = Assignment({**encoders, "llm": (tuple((Atom(sample),) for sample in samples),)})
+    return PlacedCase(assignment.shape(graph, Plan(units)), assignment)
 
 
 def chain_text(case: StepShape, unit_of_position: list[tuple[str, int]], lane: int) -> list[tuple[str, int, int]]:
@@ -59,13 +57,13 @@ def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
     llm = UnitPlan((Replica((Stage((1,), ((0, 3), (6, 10))), Stage((0,), ((3, 6),)))),))
     assignment = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
     plan = Plan({"vision": vision, "llm": llm})
-    assert chain_of_replica(StepGraph(graph, plan, assignment).shape, 0) == (
+    assert chain_of_replica(assignment.shape(graph, plan), 0) == (
         (("vision", 0),),
         (("vision", 1), ("llm", 0)),
         (("llm", 1),),
         (("llm", 2),),
     )
-    built = build_schedule(build_interleaved_1f1b, StepGraph(graph, plan, assignment).shape)
+    built = build_schedule(build_interleaved_1f1b, assignment.shape(graph, plan))
     computed = [(a.kind, a.unit, a.stage) for a in built.lanes[1].actions if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
     assert computed[:2] == [(ActionKind.FORWARD, "vision", 1), (ActionKind.FORWARD, "llm", 0)]
     assert computed[-2:] == [(ActionKind.BACKWARD, "llm", 0), (ActionKind.BACKWARD, "vision", 1)]
@@ -85,7 +83,7 @@ def test_what_is_not_one_chain_is_not_taken_for_one() -> None:
     assert chain_of_replica(one_round.shape, 0) is None
     swapped = in_turn.assignment.units["vision"][0]
     decoupled = Assignment({**in_turn.assignment.units, "vision": ((swapped[1], swapped[0], *swapped[2:]),)})
-    assert chain_of_replica(replace(in_turn, assignment=decoupled).shape, 0) is None
+    assert chain_of_replica(decoupled.shape(in_turn.shape.graph, in_turn.shape.plan), 0) is None
 
 
 def test_a_replica_without_any_microbatch_only_reduces() -> None:

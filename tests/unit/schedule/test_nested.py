@@ -19,7 +19,6 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, build_unit_plan, cases, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts
 
@@ -111,7 +110,7 @@ def with_generator(num_microbatches: int) -> StepShape:
         )
         for name, (dp, _) in sizes.items()
     }
-    return StepGraph(graph, plan, Assignment(placed)).shape
+    return Assignment(placed).shape(graph, plan)
 
 
 @pytest.mark.parametrize("num_microbatches", [6, 18])

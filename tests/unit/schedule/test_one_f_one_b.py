@@ -75,7 +75,7 @@ def test_what_is_frozen_does_not_change_the_order_of_a_lane(frozen: str, builder
 def test_a_frozen_model_of_published_stage_times_is_as_fast_as_without_a_weight_gradient_to_move() -> None:
     """Cornstarch, Table 3: with frozen weights there is nothing to fill with, so ZB-H1 is 1F1B."""
     table = CostTable.from_file(EXAMPLES / "costs" / "cornstarch-vlm-m.yaml")
-    case = build_table_step(table).shape
+    case = build_table_step(table)[0]
     seconds = {}
     for builder in ("1f1b", "interleaved-1f1b", "encoders-colocated", "zb-h1"):
         schedule = build_schedule(BUILDERS[builder], case)

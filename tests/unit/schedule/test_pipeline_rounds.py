@@ -5,7 +5,6 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, deal
 
 
@@ -58,7 +57,7 @@ def test_microbatches_serve_those_that_routes_lead_to_through_any_number_of_unit
     vision = (((Atom(0, 0), Atom(3, 0)), (Atom(2, 0),)),)
     samples = (((Atom(0),), (Atom(1),), (Atom(2),), (Atom(3),)),)
     drawn = (((Atom(3),), (Atom(1), Atom(2))),)
-    served = served_microbatches(StepGraph(graph, Plan(), Assignment({"vision": vision, "llm": samples, "painter": drawn})).shape)
+    served = served_microbatches(Assignment({"vision": vision, "llm": samples, "painter": drawn}).shape(graph, Plan()))
     assert {unit: [each.tolist() for each in span] for unit, span in served.items()} == {
         "vision": [[0, 2], [3, 2]],
         "llm": [[0, 1, 2, 3], [0, 1, 2, 3]],

@@ -18,10 +18,9 @@ from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 from multimodal.values.work.dependencies import dependencies
 from multimodal.values.work.step_work import step_work
-from tests.unit.schedule.schedule_cases import builders_for, built_cases, cases, placed_cases, shape_for
+from tests.unit.schedule.schedule_cases import PlacedCase, builders_for, built_cases, cases, placed_cases, shape_for
 
 
 @settings(max_examples=150)
@@ -102,9 +101,9 @@ def test_1f1b_never_keeps_more_than_gpipe(case: StepShape) -> None:
 
 @settings(max_examples=40)
 @given(case=placed_cases())
-def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepGraph) -> None:
+def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: PlacedCase) -> None:
     for builder in set(BUILDERS) - set(builders_for(case.shape)):
-        refused = not BUILDERS[builder].takes_fed_encoders and fed_encoders(case.graph)
+        refused = not BUILDERS[builder].takes_fed_encoders and fed_encoders(case.shape.graph)
         layout = rf"{builder} needs .* found .* in the plan, or choose "
         message = f"{layout}|encoders that encoders feed.*; choose " if refused else layout
         with pytest.raises(ScheduleError, match=message):

@@ -57,7 +57,7 @@ def build_table(encoders: str, frozen: str, *, has_generator: bool, chunks: int 
 def simulated_seconds(table: Mapping[str, Any], builder: str) -> float:
     """How long a step takes."""
     costs = CostTable.from_dict(table)
-    case = build_table_step(costs).shape
+    case = build_table_step(costs)[0]
     schedule = build_schedule(BUILDERS[builder], case)
     return simulate_schedule(schedule, TableCosts(costs)).iteration_seconds
 

@@ -18,7 +18,6 @@ from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.shape import StepShape
-from multimodal.values.step_graph import StepGraph
 from tests.unit.schedule.schedule_cases import build_graph
 from tests.unit.schedule.uniform_costs import UniformCosts
 
@@ -32,7 +31,7 @@ def build_step(graph: ModelGraph, counts: tuple[int, int] = (2, 1), *, first: Re
     """Two replicas of an LLM of ten layers: cut behind the fourth, and behind the seventh on twice as many ranks."""
     samples = iter(range(sum(counts)))
     placed = {"llm": tuple(tuple((Atom(next(samples)),) for _ in range(count)) for count in counts)}
-    return StepGraph(graph, Plan({"llm": UnitPlan((first, WIDE))}), Assignment(placed)).shape
+    return Assignment(placed).shape(graph, Plan({"llm": UnitPlan((first, WIDE))}))
 
 
 WHOLE = """\
@@ -119,7 +118,7 @@ def test_layers_that_are_not_trained_are_not_reduced():
     vision = UnitPlan((DEEP, WIDE))
     llm = UnitPlan((Replica((Stage((6,), ((0, 10),)),)),))
     nothing = Assignment({"vision": ((), ()), "llm": ((),)})
-    work = BUILDERS["gpipe"](StepGraph(graph, Plan({"vision": vision, "llm": llm}), nothing).shape).work
+    work = BUILDERS["gpipe"](nothing.shape(graph, Plan({"vision": vision, "llm": llm}))).work
     reduced = [action for action in work.computed if action.kind is ActionKind.REDUCE_GRADIENTS and action.unit == "vision"]
     assert [(*action[2:4], action.covers) for action in reduced] == [(0, 1, LayerRange(3, 6)), (1, 1, LayerRange(0, 3))]
 

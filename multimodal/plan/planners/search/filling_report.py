@@ -72,14 +72,14 @@ def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport |
     (batch,) = draw_length_batches(request.lengths, batch_size=request.global_batch_size, num_batches=1, seed=SEED)
     whole = prepare_step(run, request, run.plan, batch)
     started = time.process_time()
-    whole.builder(whole.step.shape)
+    whole.builder(whole.shape)
     scheduler_seconds = time.process_time() - started
     share = choose_share(run, request, max_actions=request.max_actions, kept_replicas=1)
     part = prepare_step(run, request, keep_replicas(run.plan, share) or run.plan, batch[::share])
-    filling = measure_filling(part.builder, part.step.shape, part.costs, passes=part.passes)
+    filling = measure_filling(part.builder, part.shape, part.costs, passes=part.passes)
     if filling is None:
         return None
-    return FillingReport(filling.eff_coarse, filling.eff_fine, scheduler_seconds, partition_of(whole.step.shape, request.graph))
+    return FillingReport(filling.eff_coarse, filling.eff_fine, scheduler_seconds, partition_of(whole.shape, request.graph))
 
 
 def partition_of(shape: StepShape, graph: ModelGraph) -> dict[str, tuple[int, ...]]:

@@ -26,9 +26,11 @@ from multimodal.schedule.passes import Pass, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulate_events import Floats, NodeKind
 from multimodal.values.action import Action
+from multimodal.values.assignment import Assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
-from multimodal.values.step_graph import StepGraph, validate_assignment
+from multimodal.values.shape import StepShape
 
 SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""
@@ -77,7 +79,7 @@ class ShareCosts(ModelCosts):
     @property
     def peak_flops_per_second(self) -> float:
         """FLOPs per second of the share's ranks."""
-        return super().peak_flops_per_second / self.step.plan.num_ranks * sum(map(len, self.step.plan.lanes))
+        return super().peak_flops_per_second / self.shape.plan.num_ranks * sum(map(len, self.shape.plan.lanes))
 
     def collective_seconds(self, action: Action) -> float:
         """Seconds of a collective over all replicas."""
@@ -85,7 +87,7 @@ class ShareCosts(ModelCosts):
 
     def static_bytes(self, lane: int) -> int:
         """Bytes of weights, gradients and optimizer state, which all replicas share, not only the simulated ones."""
-        stages = self.stages.of_rank[self.step.plan.lanes[lane][0]]
+        stages = self.stages.of_rank[self.shape.plan.lanes[lane][0]]
         excess = sum(self.memory.weight_bytes(stage) - self.whole.memory.weight_bytes(stage) for stage in stages)
         return round(super().static_bytes(lane) - excess)
 
@@ -227,22 +229,22 @@ def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[Samp
 
 def assign(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool = False
-) -> StepGraph:
-    """Return the step with samples placed as in the run; is_checked: True if it is validated. Raises AssignmentError."""
+) -> Assignment:
+    """Place samples as in the run; is_checked: True if it is validated. Raises AssignmentError."""
     options = BalanceOptions(
         micro_batch_size=run.micro_batch_size, ranks_per_node=request.cluster.gpus_per_node, vocab_size=request.vocab_size
     )
     assignment = BALANCERS[run.balance](lengths, graph=request.graph, plan=plan, options=options)
-    step = StepGraph(request.graph, plan, assignment)
     if is_checked:
-        validate_assignment(step, lengths)
-    return as_computed(step, lengths)
+        validate_assignment(assignment, lengths, graph=request.graph, plan=plan)
+    return as_computed(assignment, lengths, graph=request.graph, plan=plan)
 
 
 class PreparedStep(NamedTuple):
     """A step with its builder, ready to be scheduled and simulated."""
 
-    step: StepGraph
+    shape: StepShape
+    assignment: Assignment
     costs: StepCosts
     builder: Builder
     """The run's schedule; one that uses durations takes the cluster's, as the run does, which has no profile."""
@@ -257,21 +259,22 @@ def prepare_step(
     is_checked: True if the assignment is validated. Raises AssignmentError, and ScheduleError as `step_for`.
     """
     row = BUILDERS[run.schedule]
-    step = row.step_for(assign(run, request, plan, lengths, is_checked=is_checked))
-    costs = _step_costs(run, request, step, lengths)
-    known = costs if request.profile is None else _step_costs(run, replace(request, profile=None), step, lengths)
-    return PreparedStep(step, costs, row.with_costs(known), passes_named(",".join(run.passes)))
+    placed = assign(run, request, plan, lengths, is_checked=is_checked)
+    shape, assignment = row.step_for(placed.shape(request.graph, plan), placed)
+    costs = _step_costs(run, request, shape, assignment, lengths)
+    known = costs if request.profile is None else _step_costs(run, replace(request, profile=None), shape, assignment, lengths)
+    return PreparedStep(shape, assignment, costs, row.with_costs(known), passes_named(",".join(run.passes)))
 
 
 def _simulate(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool
 ) -> _Simulated:
-    step, costs, builder, passes = prepare_step(run, request, plan, lengths, is_checked=is_checked)
-    schedule = build_schedule(builder, step.shape, passes=passes, is_checked=is_checked, costs=costs)
+    shape, assignment, costs, builder, passes = prepare_step(run, request, plan, lengths, is_checked=is_checked)
+    schedule = build_schedule(builder, shape, passes=passes, is_checked=is_checked, costs=costs)
     found = simulate_schedule(schedule, costs)
     if run.recompute is None or not is_checked:
         return _Simulated(found, sum(found.busy_seconds) / found.num_lanes)
-    plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, step, lengths))
+    plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, shape, assignment, lengths))
     return _Simulated(found, float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds).mean()))
 
 
@@ -298,11 +301,15 @@ def _update_seconds(run: PlannedRun, request: PlanningRequest) -> float:
     )
 
 
-def _step_costs(run: PlannedRun, request: PlanningRequest, step: StepGraph, lengths: Sequence[SampleLengths]) -> StepCosts:
+def _step_costs(
+    run: PlannedRun, request: PlanningRequest, shape: StepShape, assignment: Assignment, lengths: Sequence[SampleLengths]
+) -> StepCosts:
     options = _run_options(run, request)
     given = lengths, request.cluster, request.vocab_size, options, request.profile
-    whole = ModelCosts(StepGraph(step.graph, run.plan, step.assignment), *given)
-    return whole if step.plan is run.plan else ShareCosts(step, *given, whole=whole)
+    if shape.plan is run.plan:
+        return ModelCosts(shape, assignment, *given)
+    whole = ModelCosts(replace(shape, plan=run.plan), assignment, *given)
+    return ShareCosts(shape, assignment, *given, whole=whole)
 
 
 def _num_tokens(lengths: Sequence[SampleLengths]) -> int:

@@ -11,9 +11,9 @@ from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.assignment import Assignment
+from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph, validate_assignment
 
 SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
 IMAGE = {"patch_size": 2, "in_channels": 3, "merge_size": 2}
@@ -84,7 +84,7 @@ def test_any_balancers_batches_are_the_same_and_nothing_is_sent_in_vain() -> Non
         before = row(lengths, graph=graph, plan=plan, options=OPTIONS)
         for num_decoding in (0, 4):
             found, sent = arranged(before, plan=plan, lengths=lengths, num_decoding_ranks=num_decoding)
-            validate_assignment(StepGraph(graph, plan, found), lengths)
+            validate_assignment(found, lengths, graph=graph, plan=plan)
             assert found.units["llm"] == before.units["llm"], name
             assert sorted(found.units["vision"]) == sorted(before.units["vision"])
             assert sent.after <= sent.before

@@ -21,7 +21,6 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import Experts
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.step_graph import StepGraph
 from tests.unit.plan.planners.planning_cases import CLUSTER, LLM, TEXT_ONLY, request, with_memory
 
 
@@ -32,7 +31,7 @@ def test_the_schedules_that_split_backwards_are_known(name):
     plan = Candidate({"llm": UnitLayout(1, 1, stages)}).build_plan(TEXT_ONLY)
     lengths = request(TEXT_ONLY).lengths[:4]
     assignment = BALANCERS["none"](lengths, graph=TEXT_ONLY, plan=plan, options=BalanceOptions(vocab_size=4096))
-    schedule = BUILDERS[name](BUILDERS[name].step_for(StepGraph(TEXT_ONLY, plan, assignment)).shape)
+    schedule = BUILDERS[name](assignment.shape(TEXT_ONLY, plan))
     kinds = {action.kind for lane in schedule.lanes for action in lane.actions}
     assert (ActionKind.WEIGHT_GRADIENT in kinds) == BUILDERS[name].splits_backwards
 

@@ -6,8 +6,7 @@ from hypothesis import given
 from megatron.runtime.feed.agreement import assignment_digest
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.assignment import Assignment
-from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import placed_cases
+from tests.unit.schedule.schedule_cases import PlacedCase, placed_cases
 
 
 def plain_digest(assignment: Assignment) -> int:
@@ -22,7 +21,7 @@ def plain_digest(assignment: Assignment) -> int:
 
 
 @given(step=placed_cases())
-def test_arrays_and_objects_have_one_digest(step: StepGraph) -> None:
+def test_arrays_and_objects_have_one_digest(step: PlacedCase) -> None:
     units = step.assignment.units
     arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in units.items()})
     assert assignment_digest(step.assignment) == assignment_digest(arrays) == plain_digest(step.assignment)

@@ -6,7 +6,6 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.step_graph import StepGraph
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16}
 GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
@@ -23,6 +22,6 @@ LENGTHS = {sample: SampleLengths(sample, (ItemLengths("vision", 4, 1),), 4, 2) f
 
 
 def test_a_replica_needs_the_pixels_of_its_own_microbatches() -> None:
-    needed = needed_pieces(StepGraph(GRAPH, PLAN, ASSIGNMENT), LENGTHS)
+    needed = needed_pieces(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS)
     pixels = [{piece.sample_id for piece in needed[rank] if piece == Piece(piece.sample_id, 0)} for rank in (0, 1)]
     assert pixels == [{0}, {1, 2}]

@@ -5,14 +5,13 @@ from hypothesis import given
 
 from multimodal.values.arrays.placed_atoms import PlacedAtoms
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, Route
-from multimodal.values.step_graph import StepGraph
-from tests.unit.schedule.schedule_cases import placed_cases, placed_golden_cases
+from tests.unit.schedule.schedule_cases import PlacedCase, placed_cases, placed_golden_cases
 
 
-def plain_routes(step: StepGraph) -> list[Route]:
+def plain_routes(step: PlacedCase) -> list[Route]:
     """Every route, found atom by atom."""
     between: dict[tuple[MicrobatchPlace, MicrobatchPlace], list[Atom]] = {}
-    for source, target in step.graph.edges:
+    for source, target in step.shape.graph.edges:
         places = step.assignment.place_of_atom[source]
         for replica, microbatches in enumerate(step.assignment.units[target]):
             for index, microbatch in enumerate(microbatches):
@@ -25,9 +24,9 @@ def plain_routes(step: StepGraph) -> list[Route]:
 
 
 @given(step=placed_cases())
-def test_routes_lead_every_atom_to_its_sample(step: StepGraph) -> None:
+def test_routes_lead_every_atom_to_its_sample(step: PlacedCase) -> None:
     wanted = plain_routes(step)
-    found = step.routes
+    found = step.assignment.routes(step.shape.graph)
     assert [route for place in found.from_source for route in found.from_source[place]] == wanted
     for end, by_end in enumerate((found.from_source, found.to_target)):
         assert {place: list(routes) for place, routes in by_end.items()} == {
@@ -37,7 +36,7 @@ def test_routes_lead_every_atom_to_its_sample(step: StepGraph) -> None:
 
 
 @given(step=placed_cases())
-def test_an_assignment_of_arrays_is_the_one_of_objects(step: StepGraph) -> None:
+def test_an_assignment_of_arrays_is_the_one_of_objects(step: PlacedCase) -> None:
     given_objects = step.assignment
     arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(each) for unit, each in given_objects.units.items()})
     for other in (arrays, pickle.loads(pickle.dumps(arrays)), Assignment.from_dict(arrays.to_dict())):

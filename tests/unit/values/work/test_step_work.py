@@ -1,4 +1,3 @@
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -80,24 +79,25 @@ def test_work_is_numbered_once_for_equal_shapes() -> None:
 
 
 def test_shapes_differ_by_counts_routes_cuts_and_direction_and_not_by_samples() -> None:
-    step = placed_golden_cases()["crossed_groupings"]
+    shape, assignment = placed_golden_cases()["crossed_groupings"]
+    graph, plan = shape.graph, shape.plan
     renamed = Assignment(
         {
             unit: tuple(
                 tuple(tuple(atom._replace(sample_id=atom.sample_id + 9) for atom in group) for group in replica)
                 for replica in replicas
             )
-            for unit, replicas in step.assignment.units.items()
+            for unit, replicas in assignment.units.items()
         }
     )
-    assert replace(step, assignment=renamed).shape == step.shape
-    swapped = {**step.assignment.units, "llm": tuple(replica[::-1] for replica in step.assignment.units["llm"])}
+    assert renamed.shape(graph, plan) == shape
+    swapped = {**assignment.units, "llm": tuple(replica[::-1] for replica in assignment.units["llm"])}
     split = Cuts(split=StageSplit({("llm", 0, 0): 4}))
     others = [
-        step.shape.with_cuts(split),
-        replace(step, forward_only=True).shape,
-        replace(step, assignment=Assignment(swapped)).shape,
+        shape.with_cuts(split),
+        assignment.shape(graph, plan, forward_only=True),
+        Assignment(swapped).shape(graph, plan),
         golden_cases()["encoder_dp2_llm_pp2"],
     ]
-    assert step.shape not in others and step.shape.with_cuts(Cuts()) is step.shape
-    assert step.shape.with_cuts(split) == step.shape.with_cuts(Cuts(split=frozenset(split.split)))
+    assert shape not in others and shape.with_cuts(Cuts()) is shape
+    assert shape.with_cuts(split) == shape.with_cuts(Cuts(split=frozenset(split.split)))

@@ -1,73 +1,34 @@
-"""One global batch in its place: the model, the plan, and the samples that each microbatch holds."""
+"""Checks an assignment against the global batch, the model and the plan that it was made for."""
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import numpy as np
 
-from multimodal.values.arrays.microbatches import NO_MICROBATCHES, MicrobatchCounts, NumberedMicrobatches, in_subset_order
-from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.arrays.rows import Integers
-from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, PlacedAtoms, Routes
+from multimodal.values.assignment import Assignment, Atom, PlacedAtoms
 from multimodal.values.errors import AssignmentError
 from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
-from multimodal.values.shape import StepShape
 
 
-@dataclass(frozen=True, eq=False)
-class StepGraph:
-    """A model, its plan, and the samples of one step."""
-
-    graph: ModelGraph
-    plan: Plan
-    assignment: Assignment
-    forward_only: bool = False
-    """As in `StepShape`."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return StepGraph, (self.graph, self.plan, self.assignment, self.forward_only)
-
-    @property
-    def routes(self) -> Routes:
-        """All routes between units."""
-        return self.assignment.routes(self.graph)
-
-    def subsets(self, place: MicrobatchPlace) -> tuple[Microbatch, ...]:
-        """Return the sample subsets of an encoder's microbatch: its atoms in packing order, grouped by `StepShape.consumers`."""
-        routes = {route.target: route for route in self.routes.from_source.get(place, ())}
-        position = {atom: index for index, atom in enumerate(self.assignment.atoms(place))}
-        return tuple(tuple(sorted(routes[each].atoms, key=position.__getitem__)) for each in in_subset_order(routes))
-
-    @cached_property
-    def shape(self) -> StepShape:
-        """The shape of the uncut step. O(microbatches + routes)."""
-        counts = {unit: MicrobatchCounts(placed.microbatch_starts) for unit, placed in self.assignment.placed.items()}
-        numbered = NumberedMicrobatches({unit: counts.get(unit, NO_MICROBATCHES) for unit in self.routes.microbatches.units})
-        routes = RouteEnds(numbered, self.routes.sources, self.routes.targets)
-        return StepShape(self.graph, self.plan, counts, routes, forward_only=self.forward_only)
-
-
-def validate_assignment(step: StepGraph, lengths: Sequence[SampleLengths]) -> None:
+def validate_assignment(assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan) -> None:
     """Check that every atom of a global batch is placed exactly once, in a replica that exists, and that no microbatch is empty.
 
     A generator need not be assigned samples without anything for it to generate.
     """
     arrays = LengthBatch.of(lengths).arrays
-    for name in step.graph.unit_names:
-        if name not in step.assignment.placed:
+    for name in graph.unit_names:
+        if name not in assignment.placed:
             raise AssignmentError(f"the assignment says nothing of unit '{name}'")
-        placed, num_replicas = step.assignment.placed[name], step.plan.units[name].data_parallel_size
+        placed, num_replicas = assignment.placed[name], plan.units[name].data_parallel_size
         if placed.num_replicas != num_replicas:
             raise AssignmentError(f"unit '{name}': the assignment has {placed.num_replicas} replicas, the plan {num_replicas}")
         if not np.diff(placed.atom_starts).all():
             raise AssignmentError(f"unit '{name}': a microbatch is empty; leave it out")
-        if problem := _misplaced(placed, arrays, role=step.graph.unit(name).role, unit=name):
+        if problem := _misplaced(placed, arrays, role=graph.unit(name).role, unit=name):
             raise AssignmentError(f"unit '{name}': {problem}")
 
 
