@@ -14,7 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron.runtime.feed.producers.wire import parse_address, read_token
+from megatron.runtime.feed.producers.wire import parse_address
+from megatron.runtime.launch.shared_token import read_token
 from multimodal.values.errors import ConfigError
 from tools.command_line import Parser, at_least_zero, count, run_tool
 
@@ -33,7 +34,7 @@ def serve(argv: Sequence[str]) -> None:
     """Serve until stopped."""
     given = build_parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    token, address = read_token(given.token), parse_address(given.listen)
+    token, address = read_token(given.token, flag="--token"), parse_address(given.listen)
     from megatron.runtime.feed.producers.producer import Producer  # needs pyzmq, an extra
 
     try:

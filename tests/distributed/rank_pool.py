@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
+from megatron.runtime.communication.create_groups import connect_world
 
 TIMEOUT = timedelta(seconds=60)
 """How long a rank waits for a message; the pool gives a run three times as long."""
@@ -92,7 +93,7 @@ def _serve(pipe: Any, rank: int) -> None:
         function, args, world_size, store = pipe.recv()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
         try:
-            dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size, timeout=TIMEOUT)
+            connect_world("gloo", store=dist.FileStore(store, world_size), rank=rank, size=world_size, timeout=TIMEOUT)
             try:
                 dist.barrier()  # a rank that is done at once must not close connections that others still open
                 answer = "result", function(*args)

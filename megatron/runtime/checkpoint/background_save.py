@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megatron.runtime.checkpoint.all_ranks import on_this_rank
+from megatron.runtime.communication.create_groups import create_groups
 from megatron.runtime.state.held_tensors import HeldTensor
 
 _ALIGNMENT = 16
@@ -28,7 +29,7 @@ class BackgroundSave:
 
     def __init__(self, timeout: timedelta) -> None:
         """timeout: time that ranks wait for each other, including the slowest one's writing; collective."""
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = create_groups([range(dist.get_world_size())], backend="gloo", timeout=timeout)[0]
         self._room = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._problem: BaseException | None = None

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.runtime.communication.create_groups import create_groups
 from multimodal.plan.communicators import BETWEEN_UNITS, Partners, Track
 
 MOST_CONNECTED_RANKS = 64
@@ -52,7 +53,7 @@ class MessageChannel:
         listed, ranks = list(tracks), list(range(world_size))
         self._own: list[dist.ProcessGroup] = []
         if dist.get_backend() != "gloo":  # with which a group of its own would only connect all pairs of ranks once more
-            self._own = [dist.new_group(ranks, timeout=timeout) for _ in listed]
+            self._own = create_groups([ranks] * len(listed), timeout=timeout)
         world = dist.distributed_c10d._get_default_group()
         self._groups = dict(zip(listed, self._own or [world] * len(listed), strict=True))
         self._tags = {track: index for index, track in enumerate(listed)}

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.runtime.communication.create_groups import create_groups
 from multimodal.plan.communicators import (
     data_parallel_ranks,
     embedding_ranks,
@@ -63,10 +64,9 @@ class GroupBook:
 
     def create(self, rank_sets: Iterable[tuple[int, ...]]) -> None:
         """Create all groups and keep those that this rank belongs to; collective over all ranks."""
-        for ranks in sorted(set(rank_sets)):
-            group = dist.new_group(list(ranks), timeout=self._timeout)
-            if self._rank in ranks:
-                self._groups[ranks] = group
+        listed = sorted(set(rank_sets))
+        groups = create_groups(listed, timeout=self._timeout)
+        self._groups |= {ranks: group for ranks, group in zip(listed, groups, strict=True) if self._rank in ranks}
 
     def close(self) -> None:
         """Destroy all groups; collective, when no message is under way."""

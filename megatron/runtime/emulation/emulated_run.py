@@ -19,6 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from megatron.runtime import platform
+from megatron.runtime.communication.create_groups import connect_world
 from megatron.runtime.emulation.emulated_stage import Cost, EmulatedStage, with_emulated_inputs
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
@@ -87,9 +88,8 @@ def _serve_rank(
     torch.set_num_threads(1)
     platform.install()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    dist.init_process_group(
-        "gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=num_ranks, timeout=TIMEOUT
-    )
+    store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+    connect_world("gloo", store=store, rank=rank, size=num_ranks, timeout=TIMEOUT)
     answer = function(*args, rank=rank)
     if rank == 0:
         answers.put(answer)

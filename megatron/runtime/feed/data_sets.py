@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.runtime.feed.producers.wire import read_token
 from megatron.runtime.flags.configuration import DIGITS, RunConfig
+from megatron.runtime.launch.shared_token import read_token
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.digits import DigitsSource
@@ -134,7 +134,7 @@ def _find_producers(
 
     found = ProducedItems(
         [address for several in config.data.producers for address in several.split(",") if address],
-        token=read_token(token_path),
+        token=read_token(token_path, flag="--producer-token"),
         data_set=describe_data_set(graph, path, texts=texts, options=options),
         local=ItemReader(item_inputs(graph), embedded=open_sample_files(path).embedded),
     )

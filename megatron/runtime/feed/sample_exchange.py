@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.runtime.communication.create_groups import create_groups
 from megatron.runtime.feed.sample_messages import (
     WHOLE_TEXT,
     Described,
@@ -86,7 +87,7 @@ class SampleExchange:
     def __init__(self, *, rank: int, world_size: int, timeout: timedelta, ranks_per_node: int | None = None) -> None:
         """Create the group; collective. ranks_per_node: for counting bytes between nodes; None: all ranks are on one node."""
         self._rank, self._world_size, self._ranks_per_node = rank, world_size, ranks_per_node or world_size
-        self._group = dist.new_group(list(range(world_size)), backend="gloo", timeout=timeout)
+        self._group = create_groups([range(world_size)], backend="gloo", timeout=timeout)[0]
 
     def decode(self, source: SampleSource, *, source_index: Mapping[int, int]) -> DecodedShare:
         """Decode every world_size-th sample of the batch here, and send all ranks its lengths.

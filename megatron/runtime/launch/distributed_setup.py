@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from megatron.runtime.communication.create_groups import connect_world
 from megatron.runtime.launch.failure import FAULTS, Ending, RanksLostError, end_process, shown_place_of_main_thread, store_keeper
 from megatron.runtime.launch.meeting import POLL_SECONDS, Meeting, open_meeting
 from megatron.runtime.launch.rank_place import find_rank_place
@@ -240,7 +241,7 @@ class World:
             return
         chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
         store = store or PrefixStore("groups", self.meeting.store)
-        dist.init_process_group(chosen, store=store, rank=self.rank, world_size=self.size, timeout=self.timeout)
+        connect_world(chosen, store=store, rank=self.rank, size=self.size, timeout=self.timeout)
 
 
 def join_world(*, backend: str | None, timeout: timedelta, ending: Ending) -> World:

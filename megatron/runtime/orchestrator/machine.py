@@ -6,12 +6,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from datetime import timedelta
 from statistics import median
 
 import torch
-import torch.distributed as dist
 
 from megatron.runtime import platform
+from megatron.runtime.communication.create_groups import create_groups
 from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_node
 from megatron.runtime.profiler import find_peak_tflops
 from multimodal.attention.context_parallel import all_gather_single
@@ -93,7 +94,7 @@ def _node_bytes() -> int:
     return total
 
 
-def measure_links(cluster: Cluster, *, rank: int, world_size: int) -> Cluster:
+def measure_links(cluster: Cluster, *, rank: int, world_size: int, timeout: timedelta) -> Cluster:
     """Time collectives inside nodes, and between corresponding ranks of all nodes; collective over all ranks.
 
     The parameters of `collective_seconds` are solved for: n ranks take t = (n - 1) (latency + bytes / n / bandwidth). All ranks
@@ -105,15 +106,15 @@ def measure_links(cluster: Cluster, *, rank: int, world_size: int) -> Cluster:
     across = [list(range(place, world_size, size)) for place in range(min(size, world_size))]
     inside, between = cluster.intra_node, cluster.inter_node
     if len(nodes[0]) > 1:
-        inside = NodeLink(*_time_link(nodes, rank))
+        inside = NodeLink(*_time_link(nodes, rank, timeout))
     if len(nodes) > 1:
-        between = Network(*_time_link(across, rank), nics_per_node=size)
+        between = Network(*_time_link(across, rank, timeout), nics_per_node=size)
     return replace(cluster, intra_node=inside, inter_node=between)
 
 
-def _time_link(groups: list[list[int]], rank: int) -> tuple[float, float]:
+def _time_link(groups: list[list[int]], rank: int, timeout: timedelta) -> tuple[float, float]:
     """Return this rank's bandwidth in 10^9 bytes/s and latency in us in its group."""
-    made = [dist.new_group(ranks) for ranks in groups]  # every rank must take part in creating each
+    made = create_groups(groups, timeout=timeout)
     own, group = next((ranks, group) for ranks, group in zip(groups, made, strict=True) if rank in ranks)
     num_ranks, device = len(own), platform.device()
     if num_ranks == 1:

@@ -48,7 +48,7 @@ def measure_cluster(config: RunConfig, world: World, cluster: Cluster | None) ->
     """Measure the links, for this run and later ones; collective. cluster: on rank 0, all else that is known."""
     world.connect(backend=config.training.distributed_backend)
     known = cluster or replace(assumed_cluster(), gpus_per_node=ranks_on_node())
-    measured = measure_links(known, rank=world.rank, world_size=world.size)
+    measured = measure_links(known, rank=world.rank, world_size=world.size, timeout=world.timeout)
     if world.rank == 0:
         keep_value("machines", _machine_key(config, world.size), measured.to_dict())
     return measured

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
 
+from megatron.runtime.launch.shared_token import HOW, check_token, read_token
 from multimodal.values.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 TOKEN_VARIABLE = "BRAID_ELASTIC_TOKEN"
 """Environment variable with the token, as supervisors hand it to ranks."""
-_LEAST_TOKEN_BYTES = 16
 _SEAL_BYTES = 64
 """Bytes of a value before what it says: HMAC-SHA256, in hexadecimal digits."""
 
@@ -100,24 +100,14 @@ def find_token(path: Path | None, environ: Mapping[str, str], *, makes_one: bool
     makes_one: True if all who need the token get it from this process.
     """
     if path is not None:
-        try:
-            token, where = path.read_bytes().strip(), f"--token {path}"
-        except OSError as problem:
-            raise ConfigError(f"--token {path}: the run's token cannot be read ({problem.strerror}); {_HOW}") from problem
-    elif TOKEN_VARIABLE in environ:
-        token, where = fsencode(environ[TOKEN_VARIABLE]).strip(), TOKEN_VARIABLE
-    elif makes_one:
+        return read_token(path, flag="--token")
+    if TOKEN_VARIABLE in environ:
+        return check_token(fsencode(environ[TOKEN_VARIABLE]), where=TOKEN_VARIABLE)
+    if makes_one:
         return secrets.token_hex().encode()
-    else:
-        raise ConfigError(f"supervisors that share a store need a token that all of them know: --token FILE; {_HOW}")
-    if len(token) < _LEAST_TOKEN_BYTES or b"\0" in token:
-        raise ConfigError(f"{where}: the token has {len(token)} bytes, expected at least {_LEAST_TOKEN_BYTES}, none zero; {_HOW}")
-    return token
+    raise ConfigError(f"supervisors that share a store need a token that all of them know: --token FILE; {HOW}")
 
 
 def show_token(token: bytes) -> str:
     """Return a token as the environment variable has it."""
     return fsdecode(token)
-
-
-_HOW = "make one for each run, readable by you alone: (umask 077; python -c 'import secrets; print(secrets.token_hex())' > FILE)"

@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +21,6 @@ from multimodal.values.errors import ConfigError
 
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
 """Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
-LEAST_TOKEN_BYTES = 16
 _DTYPES = ("uint8", "float32")
 _INDEX_DTYPES = ("uint8", "bool", "int32", "int64")
 _SEGMENTS: Mapping[str, Callable[..., Segment]] = {"text": TextSegment, "image": ImageSegment, "audio": AudioSegment}
@@ -47,22 +45,6 @@ Wanted = WantedItem | SampleBlock
 
 class WireError(Exception):
     """The peer is gone, does not know the token, or violates the protocol."""
-
-
-def read_token(path: Path) -> bytes:
-    """Return the token in a file; raises ConfigError."""
-    try:
-        token = path.read_bytes().strip()
-    except OSError as problem:
-        raise ConfigError(
-            f"{path}: the token of the producers cannot be read ({problem.strerror}); write one, as with "
-            f"python -c 'import secrets; print(secrets.token_hex())' > {path}, and give it to producers and the run"
-        ) from problem
-    if len(token) < LEAST_TOKEN_BYTES:
-        raise ConfigError(
-            f"{path}: the token has {len(token)} characters, expected at least {LEAST_TOKEN_BYTES}; make a longer one"
-        )
-    return token
 
 
 def parse_address(text: str) -> tuple[str, int]:

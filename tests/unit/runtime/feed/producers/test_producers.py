@@ -235,16 +235,6 @@ def test_addresses_are_checked(text: str) -> None:
         wire.parse_address(text)
 
 
-def test_tokens_are_read(tmp_path: Path) -> None:
-    (tmp_path / "token").write_bytes(TOKEN + b"\n")
-    assert wire.read_token(tmp_path / "token") == TOKEN
-    (tmp_path / "short").write_bytes(b"123")
-    with pytest.raises(ConfigError, match="has 3 characters, expected at least 16"):
-        wire.read_token(tmp_path / "short")
-    with pytest.raises(ConfigError, match="cannot be read .*; write one"):
-        wire.read_token(tmp_path / "missing")
-
-
 def test_a_message_that_is_nested_too_deeply_is_no_json() -> None:
     with pytest.raises(wire.WireError, match="no JSON"):
         wire.unpack_message(b"[" * 10**6)

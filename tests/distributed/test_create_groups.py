@@ -1,0 +1,105 @@
+"""Groups whose connecting fails on one rank are made once more, by all ranks; a rank that is gone ends all."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.runtime.communication import create_groups
+from tests.distributed.rank_pool import TIMEOUT, RankPool
+
+WORLD_SIZE = 4
+RANK_SETS = ((0, 1, 2, 3), (0, 2), (1, 3), (3,))
+PATIENCE = timedelta(seconds=2)
+"""For a peer that has failed; the others of an attempt wait for it so long."""
+
+
+def interrupted(original: Callable[..., Any], *, at_calls: tuple[int, ...]) -> Callable[..., Any]:
+    """A function that fails, as gloo does, at some of its calls."""
+    count = 0
+
+    def call(*args: Any, **keywords: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count - 1 in at_calls:
+            raise RuntimeError("Gloo connectFullMesh failed with Connection closed by peer\nframe #0")
+        return original(*args, **keywords)
+
+    return call
+
+
+def sums(groups: list[dist.ProcessGroup]) -> list[float]:
+    """What members of each group add up, of their ranks."""
+    found = []
+    for group, ranks in zip(groups, RANK_SETS, strict=True):
+        if dist.get_rank() in ranks:
+            number = torch.tensor(float(dist.get_rank()))
+            dist.all_reduce(number, group=group)
+            found.append(float(number))
+    return found
+
+
+def make_groups(failing_rank: int, at_calls: tuple[int, ...]) -> tuple[list[float], list[str]]:
+    """Make all groups, and another one after them; returns what their members add up, and the names of all."""
+    at_calls = at_calls if dist.get_rank() == failing_rank else ()
+    with (
+        mock.patch.object(create_groups, "FIRST_PATIENCE", PATIENCE),
+        mock.patch.object(dist, "new_group", interrupted(dist.new_group, at_calls=at_calls)),
+    ):
+        groups = create_groups.create_groups(RANK_SETS, timeout=TIMEOUT)
+        again = create_groups.create_groups([range(WORLD_SIZE)], timeout=TIMEOUT)
+    found = sums(groups)
+    dist.barrier(again[0])
+    names = [group.group_name for group in dist.distributed_c10d._world.pg_map]
+    return found, names[:2] + names[-1:]
+
+
+def connect_again(store: str, failing_rank: int) -> float:
+    """Connect the world anew, for which one rank needs two attempts; returns what all ranks add up."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    at_calls = (0,) if rank == failing_rank else ()
+    with (
+        mock.patch.object(create_groups, "FIRST_PATIENCE", PATIENCE),
+        mock.patch.object(dist, "init_process_group", interrupted(dist.init_process_group, at_calls=at_calls)),
+    ):
+        file_store = dist.FileStore(store, world_size)
+        create_groups.connect_world("gloo", store=file_store, rank=rank, size=world_size, timeout=TIMEOUT)
+    number = torch.tensor(float(rank))
+    dist.all_reduce(number, group=create_groups.create_groups([range(world_size)], timeout=TIMEOUT)[0])
+    return float(number)
+
+
+def fail_to_make_groups() -> str:
+    """Make groups, which one rank never can; returns the error."""
+    at_calls = (0, 1) if dist.get_rank() == 2 else ()
+    with (
+        mock.patch.object(create_groups, "FIRST_PATIENCE", PATIENCE),
+        mock.patch.object(create_groups, "NUM_ATTEMPTS", 2),
+        mock.patch.object(dist, "new_group", interrupted(dist.new_group, at_calls=at_calls)),
+        pytest.raises(RuntimeError) as problem,
+    ):
+        create_groups.create_groups([range(WORLD_SIZE)], timeout=TIMEOUT)
+    return str(problem.value)
+
+
+@pytest.mark.parametrize("at_calls", [(), (0,), (1,), (3,), (2, 5)], ids=str)
+def test_all_ranks_make_groups_again_after_one_failed(ranks: RankPool, at_calls: tuple[int, ...]) -> None:
+    answers = ranks.run(make_groups, 1, at_calls, world_size=WORLD_SIZE)
+    assert [found for found, _ in answers] == [[6.0, 2.0], [6.0, 4.0], [6.0, 2.0], [6.0, 4.0, 3.0]]
+    assert len({tuple(names) for _, names in answers}) == 1
+
+
+def test_all_ranks_connect_the_world_again_after_one_failed(ranks: RankPool, tmp_path: Path) -> None:
+    assert ranks.run(connect_again, str(tmp_path / "store"), 0, world_size=WORLD_SIZE) == [6.0] * WORLD_SIZE
+
+
+def test_all_ranks_give_up_together(ranks: RankPool) -> None:
+    (told,) = set(ranks.run(fail_to_make_groups, world_size=WORLD_SIZE))
+    failed = "Gloo connectFullMesh failed with Connection closed by peer"
+    assert told == f"the ranks could not connect to each other in 2 attempts (rank 2: {failed})"
