@@ -49,6 +49,8 @@ class Inputs:
     flags_of_rank: dict[int, dict[str, object]] = field(default_factory=dict)
     """Flags that one rank has in another form; None: a switch."""
     environment_of_rank: dict[int, dict[str, str]] = field(default_factory=dict)
+    stranger: Callable[[int], object] | None = None
+    """What is done at the port of the store, of a run that is elastic for that."""
 
     def write_cluster(self, cluster: Any) -> Path:
         """Have the run balance by the durations of a machine."""
@@ -90,7 +92,7 @@ class Mutation(NamedTuple):
 
     @property
     def area(self) -> str:
-        """The first word of the name: flag, model, plan, cluster, manifest, image, checkpoint, folder, adapter, producer, ..."""
+        """The first word of the name: flag, model, plan, cluster, manifest, image, checkpoint, folder, producer, elastic, ..."""
         return self.name.split(":")[0]
 
 

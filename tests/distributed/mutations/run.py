@@ -2,11 +2,15 @@
 
 import random
 import shutil
+import subprocess
+import time
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.launch import launch
+from megatron.runtime.recovery.ledger import connect
+from tests.distributed.elastic_run import ElasticRun, Nodes
+from tests.distributed.launch import Launched, launch
 from tests.distributed.mutations.judge import Outcome, judge
 from tests.distributed.mutations.launch_inputs import HANG_SECONDS, as_arguments, base_flags, launch_inputs
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
@@ -61,10 +65,33 @@ def run_mutation(mutation: Mutation, *, folder: Path, given: Path, seed: int = 0
             shutil.copytree(given / each, folder / each)
         inputs.flags = _flags_of(mutation.given, folder)
     mutation.apply(inputs)
+    if inputs.stranger is not None:
+        return _run_elastic(mutation, inputs)
     launched = launch_inputs(inputs)
     if isinstance(launched, str):
         return Outcome(mutation, False, (launched,), "", HANG_SECONDS, "")
     return judge(mutation, inputs, launched)
+
+
+def _run_elastic(mutation: Mutation, inputs: Inputs) -> Outcome:
+    """Run on two nodes while a stranger talks to their store; nothing may come of it, and one process is what to compare with."""
+    assert inputs.stranger is not None
+    del inputs.flags["--exit-interval"]
+    inputs.flags |= {"--global-batch-size": 8, "--train-iters": 4}
+    start = time.monotonic()
+    run = ElasticRun(inputs.folder, Nodes(2), num_steps=4, is_new_program=False)
+    try:
+        connect("127.0.0.1", run.port)  # waits for the store
+        kept = inputs.stranger(run.port)
+        code = run.wait(seconds=HANG_SECONDS)
+        launched = Launched((code,), (run.output,), time.monotonic() - start)
+        del kept  # connections that were held open
+    except subprocess.TimeoutExpired:
+        return Outcome(mutation, False, ("it hangs",), "", HANG_SECONDS, run.output)
+    finally:
+        run.close()
+    outcome = judge(mutation, inputs, launched)
+    return outcome._replace(problems=(*outcome.problems, "a stranger ended it")) if code else outcome
 
 
 def _flags_of(given: Given, folder: Path) -> dict[str, object]:
