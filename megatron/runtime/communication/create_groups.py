@@ -82,7 +82,7 @@ def _needs_attempts(backend: str, size: int) -> bool:
 
 
 def _own(groups: list[dist.ProcessGroup]) -> list[dist.ProcessGroup]:
-    return [group for group in groups if group is not dist.GroupMember.NON_GROUP_MEMBER]
+    return [group for group in groups if isinstance(group, dist.ProcessGroup)]
 
 
 def _try_together(

@@ -88,7 +88,7 @@ def _serve_rank(
     torch.set_num_threads(1)
     platform.install()
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(num_ranks), LOCAL_RANK=str(rank))
-    store = dist.FileStore(str(Path(folder) / "store"), num_ranks)
+    store = dist.FileStore(str(Path(folder) / "store"), num_ranks)  # type: ignore[attr-defined]
     connect_world("gloo", store=store, rank=rank, size=num_ranks, timeout=TIMEOUT)
     answer = function(*args, rank=rank)
     if rank == 0:
