@@ -12,51 +12,28 @@ pretrain_mllm.py --load-hf, --save-hf.
 
 import os
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
-import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
-
-from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from megatron.runtime.checkpoint.index import read_index
-from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.generation.whole_model import StoredModel, empty_session, find_checkpoint, find_hugging_face
 from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target, save_adapter
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, save_hugging_face
-from megatron.runtime.hugging_face.weight_files import WeightFiles
-from megatron.runtime.session import Session, SessionOptions
 from multimodal.cost.layers.adapters import adapt_units
-from multimodal.cost.layers.registry import linear_layers, read_model
+from multimodal.cost.layers.registry import linear_layers
 from multimodal.hugging_face.adapter_files import read_peft_adapter
-from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.model.unit_stage import UnitStage
-from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from tools.command_line import Parser, count, run_tool
-
-_WORD_EMBEDDINGS = "model.{}.layers.0.word_embeddings.weight"
-
-
-class _Source(NamedTuple):
-    graph: ModelGraph
-    dtype: torch.dtype
-    vocab_size: int
-    """Padded size of the vocabulary."""
 
 
 def build_parser() -> Parser:
@@ -92,13 +69,13 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(
             "--load-adapter is added to the weights of --load-hf and written by --save-hf; give both, or leave it out"
         )
-    source = _read_hugging_face(flags) if flags.load_hf is not None else _read_checkpoint(flags.load)
+    source = _read_hugging_face(flags) if flags.load_hf is not None else find_checkpoint(flags.load)
     like = flags.like or flags.load_hf
     if flags.save_hf is not None:
         check_hugging_face_target(flags.save_hf, graph=source.graph, like=like)
     if flags.save_adapter is not None:
         _check_adapters(flags.save_adapter, source.graph, flags.load, like=like)
-    with _session(source) as session:
+    with empty_session(source) as session:
         if flags.load_hf is not None:
             load_hugging_face(flags.load_hf, session=session)
             if flags.load_adapter is not None:
@@ -120,54 +97,15 @@ def _check_adapters(target: Path, graph: ModelGraph, checkpoint: Path, *, like: 
     check_adapter_target(target, graph=graph, like=like)
 
 
-def _read_hugging_face(flags: Any) -> _Source:
-    graph = read_model(flags.load_hf)
-    if flags.load_adapter is not None:
-        found = read_peft_adapter(flags.load_adapter, graph=graph, base=flags.load_hf)
-        graph = adapt_units(graph, linear_layers(graph), rank=found.rank, alpha=found.alpha, targets=found.targets)
-    with WeightFiles(flags.load_hf) as files:
-        dtype = max((weight.dtype for weight in files.weights.values()), key=lambda dtype: dtype.itemsize)
-    multiple = flags.make_vocab_size_divisible_by
-    return _Source(graph, dtype, -(-(graph.backbone.vocab_size or 1) // multiple) * multiple)
-
-
-def _read_checkpoint(folder: Path) -> _Source:
-    path, manifest = read_newest(folder)
-    graph = ModelGraph.from_dict(manifest.model)
-    index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
-    embeddings = index[_WORD_EMBEDDINGS.format(graph.backbone.name)]
-    return _Source(graph, embeddings.dtype, embeddings.shape[0])
-
-
-@contextmanager
-def open_checkpoint(folder: Path, *, dtype: torch.dtype) -> Iterator[Session]:
-    """Yield the whole model of a run in one data type, on this process alone."""
-    with _session(_read_checkpoint(folder)._replace(dtype=dtype)) as session:
-        load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
-        yield session
-
-
-@contextmanager
-def _session(source: _Source) -> Iterator[Session]:
-    """Yield the whole model on this process alone."""
-    platform.install()
-    sizes = {name: UnitSizes(data_parallel_size=1) for name in source.graph.unit_names}
-    plan = plan_colocated(source.graph, sizes=sizes, world_size=1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
-        try:
-            build = BuildOptions(Precision(source.dtype))
-            yield Session(SessionOptions(source.graph, build, source.vocab_size, build_stage=_build_empty), plan=plan)
-        finally:
-            dist.destroy_process_group()
-
-
-@torch.no_grad()
-def _build_empty(*, stage_index: int, **parts: Any) -> UnitStage:
-    stage = UnitStage(**parts)
-    for parameter in stage.parameters():
-        parameter.zero_()
-    return stage
+def _read_hugging_face(flags: Any) -> StoredModel:
+    found = find_hugging_face(flags.load_hf, vocab_multiple=flags.make_vocab_size_divisible_by)
+    if flags.load_adapter is None:
+        return found
+    adapter = read_peft_adapter(flags.load_adapter, graph=found.graph, base=flags.load_hf)
+    linear = linear_layers(found.graph)
+    return found._replace(
+        graph=adapt_units(found.graph, linear, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets)
+    )
 
 
 main = partial(run_tool, "convert.py", run)

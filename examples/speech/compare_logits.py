@@ -17,10 +17,10 @@ from torch import Tensor
 from transcribe import END, Prompt, Transcriber, read_prompts
 from transformers.utils.logging import disable_progress_bar
 
+from megatron.runtime.generation.whole_model import open_model
 from megatron.runtime.session import Session
 from multimodal.data.audio.audio_processing import audio_positions, audio_to_patches
 from multimodal.model.stage_input import PackedInput
-from tools.convert import open_checkpoint
 
 LARGEST_DIFFERENCE = 1e-2
 """Of logits, which are up to about 30."""
@@ -30,7 +30,7 @@ class Reference:
     """The model of a checkpoint."""
 
     def __init__(self, session: Session) -> None:
-        self.stages: dict[str, Any] = {unit: stage.eval() for (unit, _), stage in session.stages.items()}
+        self.stages: dict[str, Any] = {unit: stage for (unit, _), stage in session.stages.items()}
         self.audio = session.graph.unit("audio").audio
         llm = self.stages["llm"]
         head = llm.layers[str(len(llm.unit.layers) - 1)]
@@ -70,7 +70,7 @@ def main() -> None:
     disable_progress_bar()
     exported, prompts = Transcriber(options.model), read_prompts(options.data)[: options.num_compared]
     largest, num_tokens, num_same = 0.0, 0, 0
-    with open_checkpoint(options.run, dtype=torch.float32) as session:
+    with open_model(checkpoint=options.run, dtype=torch.float32) as (session, _):
         reference = Reference(session)
         for prompt in prompts:
             theirs, answer = exported.logits(prompt)

@@ -1,0 +1,203 @@
+"""Answers to the questions of a data set: encoders and projectors run once a question, the LLM once a token.
+
+transformers' `generate` chooses the tokens (greedily, by beams or at random), with logits of Braid's own stages, so that every
+model answers that can be trained. There is no cache of keys and values: a token costs a forward of all before it.
+"""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.runtime.feed.step_planner import StepPlanner
+from megatron.runtime.generation.whole_model import StoredModel
+from megatron.runtime.session import Session
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
+from multimodal.data.global_batches import DataPart, GlobalBatches
+from multimodal.data.manifest import ManifestSource
+from multimodal.data.sample_source import SampleSource
+from multimodal.data.source_views import PassedItems
+from multimodal.data.tokenizer import Tokenizer
+from multimodal.model.stage_input import PackedInput
+from multimodal.values.errors import ConfigError, DataError
+
+_UNBOUNDED = 2**20
+"""Most tokens of a question: none is cut."""
+Message = dict[str, Any]
+
+
+class Question(NamedTuple):
+    """The last question of a sample."""
+
+    token_ids: tuple[int, ...]
+    """All tokens before the answer."""
+    answer: tuple[int, ...]
+    """The answer in the data, with the token that ends it."""
+
+
+class Answering:
+    """A model, and the samples whose questions it answers."""
+
+    def __init__(self, session: Session, source: SampleSource, tokenizer: Tokenizer) -> None:
+        self._session, self._source, self.tokenizer = session, source, tokenizer
+        self._backbone = session.stages[session.graph.backbone.name, 0]
+        batches = GlobalBatches((DataPart(len(source)),), 1, seed=0, shuffle=False)
+        self._planner = StepPlanner(
+            source,
+            batches=batches,
+            schedules=session.schedules(forward_only=True),
+            balancer=BALANCERS["none"],
+            rank=0,
+            options=BalanceOptions(micro_batch_size=1),
+        )
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self._source)
+
+    def question(self, index: int) -> Question:
+        """Return the tokens before and in the last answer of a sample; raises DataError if nothing in it is an answer."""
+        text = self._source.text(index)
+        learnt = text.is_target.nonzero()[0].tolist()
+        if not learnt:
+            raise DataError(f"sample {index}: nothing in it is an answer; give it a user's and an assistant's turn")
+        first = next((end for start, end in reversed([*pairwise(learnt)]) if end - start > 1), learnt[0])
+        return Question(tuple(text.token_ids[: first + 1].tolist()), tuple(text.labels[first : learnt[-1] + 1].tolist()))
+
+    def expected(self, index: int) -> str:
+        """Return the answer in the data."""
+        return self.tokenizer.decode(self.question(index).answer)
+
+    def asked(self, index: int) -> str:
+        """Return the text before it."""
+        return self.tokenizer.decode(self.question(index).token_ids)
+
+    @torch.no_grad()
+    def answer(self, index: int, *, max_new_tokens: int = 64, seed: int = 0, **options: Any) -> str:
+        """Return the model's own answer.
+
+        options: of transformers' `generate`, such as do_sample, temperature, top_p, top_k, num_beams; without them the likeliest
+        token each time. It ends with the token that ends answers in the data, or after max_new_tokens.
+        """
+        question = self.question(index)
+        before, items = self._inputs(index, num_tokens=len(question.token_ids))
+        end = question.answer[-1] if question.answer[-1] in self._special_ids else None
+        options = {"do_sample": False, **options, "use_cache": False, "eos_token_id": end, "pad_token_id": end}
+        torch.manual_seed(seed)
+        model = _token_by_token(lambda ids: self._next_logits(before, ids, items), device=before.positions.device)
+        ids = torch.tensor([question.token_ids], device=before.positions.device)
+        found = model.generate(ids, max_new_tokens=max_new_tokens, **options)
+        return self.tokenizer.decode(found[0, len(question.token_ids) :].tolist())
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        return frozenset([*astuple(self.tokenizer.special), *getattr(self.tokenizer, "special_spellings", {}).values()])
+
+    def _inputs(self, index: int, *, num_tokens: int) -> tuple[PackedInput, Tensor | None]:
+        """Return the LLM's input of a sample's first tokens, and what its encoders say of the items in them.
+
+        The sample runs as in an evaluation; what reaches the LLM is kept.
+        """
+        given: list[tuple[Any, ...]] = []
+        hook = self._backbone.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
+        try:
+            self._session.executor.execute(self._planner[index])
+        finally:
+            hook.remove()
+        ((_, whole, items),) = given
+        rows = torch.tensor([num_tokens - 1], device=whole.positions.device)
+        cut = replace(
+            whole,
+            lengths=(num_tokens,),
+            positions=whole.positions[:num_tokens],
+            token_ids=whole.token_ids[:num_tokens],
+            target_rows=rows,
+            targets=torch.zeros_like(rows),
+            generator_rows=None,
+            packed=None,
+        )
+        return cut, items
+
+    def _next_logits(self, before: PackedInput, ids: Tensor, items: Tensor | None) -> Tensor:
+        """Return the logits behind a question and what was answered so far; ids: [num_tokens]; returns [vocab_size]."""
+        assert before.token_ids is not None
+        num_new = len(ids) - len(before.token_ids)
+        behind = before.positions[-1].max() + 1 + torch.arange(num_new, device=ids.device)
+        positions = behind.reshape(-1, *[1] * (before.positions.dim() - 1)).expand(num_new, *before.positions.shape[1:])
+        batch = replace(
+            before,
+            lengths=(len(ids),),
+            positions=torch.cat([before.positions, positions.to(before.positions.dtype)]),
+            token_ids=ids,
+            target_rows=torch.tensor([len(ids) - 1], device=ids.device),
+        )
+        found: list[Tensor] = []
+        head: Any = self._backbone.layers[str(len(self._backbone.unit.layers) - 1)]
+        hook = head.output_layer.register_forward_hook(lambda module, inputs, output: found.append(output[0][0, 0]))
+        try:
+            self._backbone(None, batch, items)
+        finally:
+            hook.remove()
+        return found[0][: self._backbone.unit.num_tokens_known(self._session.options.vocab_size)]
+
+
+def open_answering(session: Session, model: StoredModel, path: Path) -> Answering:
+    """Return what answers the samples of a file, in any form that --data-path takes."""
+    tokenizer, chat = model.texts.open()
+    source: SampleSource = ManifestSource(
+        path, graph=session.graph, tokenizer=tokenizer, seq_length=_UNBOUNDED, allows_outside_paths=True, chat=chat
+    )
+    if session.graph.passes_items_on:
+        source = PassedItems(source, graph=session.graph)
+    return Answering(session, source, tokenizer)
+
+
+def user_message(prompt: str, *, images: Sequence[Path] = (), audio: Sequence[Path] = ()) -> Message:
+    """Return what a user says, with files before the text."""
+    kinds = ("image", images), ("audio", audio)
+    files = [{"type": kind, kind: str(path.absolute())} for kind, paths in kinds for path in paths]
+    return {"role": "user", "content": [*files, {"type": "text", "text": prompt}]}
+
+
+@contextmanager
+def asking(session: Session, model: StoredModel, messages: Sequence[Message]) -> Iterator[Answering]:
+    """Yield what answers the last message of a conversation, its sample 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "question.jsonl"
+        answer = {"role": "assistant", "content": [{"type": "text", "text": "."}]}  # only its place counts
+        path.write_text(json.dumps({"messages": [*messages, answer]}) + "\n")
+        yield open_answering(session, model, path)
+
+
+def _token_by_token(next_logits: Any, *, device: torch.device) -> Any:
+    """Return a model of transformers whose logits come from a function: [num_tokens] ids -> [vocab_size]."""
+    try:
+        from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
+        from transformers.modeling_outputs import CausalLMOutput
+    except ImportError as problem:
+        raise ConfigError("answers need the package 'transformers'; install it with: pip install braid[hf]") from problem
+
+    class TokenByToken(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+        config_class = PretrainedConfig
+        main_input_name = "input_ids"
+
+        @property
+        def device(self) -> torch.device:
+            return device
+
+        def prepare_inputs_for_generation(self, input_ids: Tensor, attention_mask: Any = None, **_: Any) -> dict[str, Any]:
+            return {"input_ids": input_ids}
+
+        def forward(self, input_ids: Tensor, **_: Any) -> Any:
+            return CausalLMOutput(logits=torch.stack([next_logits(ids) for ids in input_ids])[:, None])
+
+    return TokenByToken(PretrainedConfig())

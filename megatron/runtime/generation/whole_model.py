@@ -1,0 +1,112 @@
+"""Opens all units of a stored model on one process, without the flags of the run that trained it."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from megatron.runtime import platform
+from megatron.runtime.checkpoint.checkpoint import load_checkpoint
+from megatron.runtime.checkpoint.index import read_index
+from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.hugging_face.load_weights import load_hugging_face
+from megatron.runtime.hugging_face.weight_files import WeightFiles
+from megatron.runtime.session import Session, SessionOptions
+from multimodal.attention.bitfield import MaskMode
+from multimodal.cost.layers.registry import read_model
+from multimodal.data.chat.text_settings import TextSettings
+from multimodal.model.transformer_config import BuildOptions, Precision
+from multimodal.model.unit_stage import UnitStage
+from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.model_graph import ModelGraph
+
+_WORD_EMBEDDINGS = "model.{}.layers.0.word_embeddings.weight"
+
+
+class StoredModel(NamedTuple):
+    """A model in files."""
+
+    graph: ModelGraph
+    dtype: torch.dtype
+    vocab_size: int
+    """Padded size of the vocabulary."""
+    texts: TextSettings
+    """The tokenizer and chat template that it was trained with, or brings along."""
+    mask: MaskMode = MaskMode.CAUSAL
+
+    def with_texts(self, **changes: str) -> "StoredModel":
+        """Return the same model with another tokenizer or chat template; changes: fields of TextSettings."""
+        kind = {"tokenizer_type": "HuggingFaceTokenizer"} if "tokenizer_model" in changes else {}
+        return self._replace(texts=replace(self.texts, **kind, **changes))
+
+
+def find_checkpoint(folder: Path) -> StoredModel:
+    """Describe the newest checkpoint of a run, or one of its checkpoints; raises CheckpointError."""
+    path, manifest = read_newest(folder)
+    graph = ModelGraph.from_dict(manifest.model)
+    index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
+    embeddings = index[_WORD_EMBEDDINGS.format(graph.backbone.name)]
+    run = manifest.run_state
+    texts = TextSettings(run.get("tokenizer_type", "ByteTokenizer"), run.get("tokenizer_model"), run.get("chat_template"))
+    mask = MaskMode(run.get("attention_mask", MaskMode.CAUSAL))
+    return StoredModel(graph, embeddings.dtype, embeddings.shape[0], texts, mask)
+
+
+def find_hugging_face(folder: Path, *, vocab_multiple: int = 128) -> StoredModel:
+    """Describe a folder of Hugging Face, its vocabulary padded to a multiple; raises ModelError."""
+    graph = read_model(folder)
+    with WeightFiles(folder) as files:
+        dtype = max((weight.dtype for weight in files.weights.values()), key=lambda dtype: dtype.itemsize)
+    padded = -(-(graph.backbone.vocab_size or 1) // vocab_multiple) * vocab_multiple
+    return StoredModel(graph, dtype, padded, TextSettings("HuggingFaceTokenizer", str(folder)))
+
+
+@contextmanager
+def empty_session(model: StoredModel) -> Iterator[Session]:
+    """Yield a session of the whole model, all weights 0, on this process alone."""
+    platform.install()
+    sizes = {name: UnitSizes(data_parallel_size=1) for name in model.graph.unit_names}
+    plan = plan_colocated(model.graph, sizes=sizes, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
+        try:
+            build = BuildOptions(Precision(model.dtype), attention_mask=model.mask)
+            yield Session(SessionOptions(model.graph, build, model.vocab_size, build_stage=_build_empty), plan=plan)
+        finally:
+            dist.destroy_process_group()
+
+
+@contextmanager
+def open_model(
+    *, checkpoint: Path | None = None, hugging_face: Path | None = None, dtype: torch.dtype | None = None
+) -> Iterator[tuple[Session, StoredModel]]:
+    """Yield the whole model of a run, or of a folder of Hugging Face, with its weights, for forwards only.
+
+    dtype: None: the one that it has where it is read. Raises CheckpointError or ModelError.
+    """
+    model = find_checkpoint(checkpoint) if checkpoint is not None else find_hugging_face(Path(hugging_face or "."))
+    if dtype is not None:
+        model = model._replace(dtype=dtype)
+    with empty_session(model) as session:
+        if checkpoint is not None:
+            load_checkpoint(checkpoint, session=session, load_optimizer=False, load_rng=False)
+        else:
+            load_hugging_face(Path(hugging_face or "."), session=session)
+        for stage in session.stages.values():
+            stage.eval()
+        yield session, model
+
+
+@torch.no_grad()
+def _build_empty(*, stage_index: int, **parts: Any) -> UnitStage:
+    stage = UnitStage(**parts)
+    for parameter in stage.parameters():
+        parameter.zero_()
+    return stage

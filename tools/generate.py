@@ -1,0 +1,147 @@
+"""Asks a trained model, on one process; see docs/generate.md.
+
+python tools/generate.py --load CHECKPOINTS --prompt "What is on this picture?" --image cat.png
+python tools/generate.py --load-hf DIR --interactive                       a conversation; /image FILE and /audio FILE attach one
+python tools/generate.py --load CHECKPOINTS --jsonl held_out.jsonl --output answers.jsonl
+python tools/generate.py --load CHECKPOINTS --config config.yaml --held-out 3    the first held-out samples of a run
+
+Encoders and projectors are Braid's own, transformers' `generate` chooses the tokens: any model answers that can be trained.
+"""
+
+import json
+import os
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.feed.data_sets import build_data_sets
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.generation.answering import Answering, Message, asking, open_answering, user_message
+from megatron.runtime.generation.whole_model import StoredModel, open_model
+from megatron.runtime.session import Session
+from multimodal.values.errors import ConfigError
+from multimodal.values.plan import Plan
+from tools.command_line import Parser, at_least_zero, count, run_tool
+
+
+def build_parser() -> Parser:
+    """Return the parser."""
+    parser = Parser(prog="generate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    models = parser.add_mutually_exclusive_group(required=True)
+    models.add_argument("--load", type=Path, metavar="CHECKPOINTS", help="Folder of a run, or one of its checkpoints.")
+    models.add_argument("--load-hf", type=Path, metavar="DIR", help="Folder of Hugging Face.")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", metavar="TEXT", help="One question.")
+    asked.add_argument("--interactive", action="store_true", help="Questions from the terminal, one a line, in one conversation.")
+    asked.add_argument("--jsonl", type=Path, metavar="FILE", help="Samples in any form of --data-path: their last answers anew.")
+    asked.add_argument("--held-out", type=count, metavar="N", help="As many held-out samples of the run that --config describes.")
+    parser.add_argument("--image", type=Path, nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
+    parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
+    parser.add_argument("--config", type=Path, metavar="FILE", help="--held-out: the run's flags.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="--jsonl, --held-out: write a JSON object a line.")
+    parser.add_argument("--tokenizer-model", metavar="PATH", help="Tokenizer in place of the one that the run names.")
+    parser.add_argument("--chat-template", metavar="FILE", help="Chat template in place of the one that the run names.")
+    parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="The longest answer (64).")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default: the likeliest token each time.")
+    parser.add_argument("--top-p", type=float, help="Choose among the likeliest tokens with this sum of probabilities.")
+    parser.add_argument("--top-k", type=count, help="Choose among this many likeliest tokens.")
+    parser.add_argument("--num-beams", type=count, default=1, metavar="N", help="Beams (1).")
+    parser.add_argument("--seed", type=at_least_zero, default=0, help="Seed of the choices (0).")
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Answer; raises BraidError."""
+    flags = build_parser().parse_args(argv)
+    options = _generation_options(flags)
+    if (flags.image or flags.audio) and flags.prompt is None:
+        raise ConfigError("--image and --audio go with a --prompt; in a conversation attach one with /image FILE or /audio FILE")
+    if (flags.held_out is None) != (flags.config is None) or (flags.config is not None and flags.load is None):
+        raise ConfigError("--held-out needs --config and --load: the flags and the checkpoints of the run that holds samples out")
+    if flags.output is not None and flags.prompt is not None:
+        raise ConfigError("--output would be ignored: the answer to a --prompt is printed; use --jsonl")
+    with open_model(checkpoint=flags.load, hugging_face=flags.load_hf) as (session, model):
+        changed = {"tokenizer_model": flags.tokenizer_model, "chat_template": flags.chat_template}
+        model = model.with_texts(**{name: value for name, value in changed.items() if value is not None})
+        if flags.prompt is not None:
+            print(_reply(session, model, [user_message(flags.prompt, images=flags.image, audio=flags.audio)], options))
+        elif flags.interactive:
+            _talk(session, model, options)
+        else:
+            held_out = flags.held_out is not None
+            answering = _held_out(session, flags) if held_out else open_answering(session, model, flags.jsonl)
+            _answer_all(answering, num=flags.held_out or len(answering), options=options, output=flags.output)
+
+
+def _generation_options(flags: Any) -> dict[str, Any]:
+    if flags.temperature < 0:
+        raise ConfigError(f"--temperature {flags.temperature}: expected 0 (the likeliest token) or more")
+    if flags.top_p is not None and not 0 < flags.top_p <= 1:
+        raise ConfigError(f"--top-p {flags.top_p}: expected a probability above 0, up to 1")
+    if not flags.temperature and (flags.top_p is not None or flags.top_k is not None):
+        raise ConfigError("--top-p and --top-k would be ignored: without a --temperature nothing is chosen at random; set one")
+    chosen = {"temperature": flags.temperature, "top_p": flags.top_p, "top_k": flags.top_k} if flags.temperature else {}
+    given = {name: value for name, value in chosen.items() if value is not None}
+    return {"max_new_tokens": flags.max_new_tokens, "seed": flags.seed, "num_beams": flags.num_beams} | (
+        {"do_sample": True, **given} if given else {}
+    )
+
+
+def _held_out(session: Session, flags: Any) -> Answering:
+    plan = Plan.from_dict(read_newest(flags.load)[1].plan)
+    num_ranks = len({rank for unit in plan.units.values() for rank in unit.ranks})
+    config = parse_arguments(["--config", str(flags.config)], environ={"WORLD_SIZE": str(num_ranks)})
+    data = build_data_sets(config, session.graph)
+    return Answering(session, data.valid, data.tokenizer)
+
+
+def _reply(session: Session, model: StoredModel, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    with asking(session, model, messages) as answering:
+        return answering.answer(0, **options)
+
+
+def _answer_all(answering: Answering, *, num: int, options: Mapping[str, Any], output: Path | None) -> None:
+    lines, num_right = [], 0
+    for index in range(min(num, len(answering))):
+        said, expected = answering.answer(index, **options), answering.expected(index)
+        lines.append(json.dumps({"index": index, "answer": said, "expected": expected}, ensure_ascii=False) + "\n")
+        num_right += said == expected
+        if output is None:
+            print(f"{answering.asked(index).strip()}\n  -> {said}" + ("" if said == expected else f"    (expected: {expected})"))
+    if output is not None:
+        output.write_text("".join(lines))
+    print(f"{num_right} of {len(lines)} answers are those in the data" + (f"; all in {output}" if output else ""))
+
+
+def _talk(session: Session, model: StoredModel, options: Mapping[str, Any]) -> None:
+    messages: list[Message] = []
+    files: dict[str, list[Path]] = {"/image": [], "/audio": []}
+    print("A question a line; /image FILE and /audio FILE attach one to the next question, /new forgets, an empty line ends.")
+    for line in iter(lambda: sys.stdin.readline().strip(), ""):
+        command, _, path = line.partition(" ")
+        if command in files:
+            files[command].append(Path(path.strip()))
+        elif command == "/new":
+            messages = []
+        else:
+            messages.append(user_message(line, images=files.pop("/image"), audio=files.pop("/audio")))
+            files = {"/image": [], "/audio": []}
+            said = _reply(session, model, messages, options)
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": said}]})
+            print(said, flush=True)
+
+
+main = partial(run_tool, "generate.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
