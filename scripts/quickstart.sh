@@ -19,8 +19,12 @@ for argument in "$@"; do
 done
 mkdir -p "$run"
 
-exec torchrun --standalone --nproc-per-node 4 pretrain_mllm.py \
+torchrun --standalone --nproc-per-node 4 pretrain_mllm.py \
     --config examples/digits/config.yaml \
     --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 250 \
     --tensorboard-dir "$run/tensorboard" --log-json "$run/log.jsonl" --report-dir "$run" \
     ${arguments[@]+"${arguments[@]}"}
+
+printf '\n%s\n' "Three questions about pictures that it was not trained on:"
+exec python tools/generate.py --load "$run/checkpoints" --held-out 3 --max-new-tokens 16 \
+    --run-flags --config examples/digits/config.yaml ${arguments[@]+"${arguments[@]}"}

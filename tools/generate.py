@@ -3,7 +3,7 @@
 python tools/generate.py --load CHECKPOINTS --prompt "What is on this picture?" --image cat.png
 python tools/generate.py --load-hf DIR --interactive                       a conversation; /image FILE and /audio FILE attach one
 python tools/generate.py --load CHECKPOINTS --jsonl held_out.jsonl --output answers.jsonl
-python tools/generate.py --load CHECKPOINTS --config config.yaml --held-out 3    the first held-out samples of a run
+python tools/generate.py --load CHECKPOINTS --held-out 3 --run-flags --config config.yaml    what a run was not trained on
 
 Encoders and projectors are Braid's own, transformers' `generate` chooses the tokens: any model answers that can be trained.
 """
@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import warnings
+from argparse import REMAINDER
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,10 +43,12 @@ def build_parser() -> Parser:
     asked.add_argument("--prompt", metavar="TEXT", help="One question.")
     asked.add_argument("--interactive", action="store_true", help="Questions from the terminal, one a line, in one conversation.")
     asked.add_argument("--jsonl", type=Path, metavar="FILE", help="Samples in any form of --data-path: their last answers anew.")
-    asked.add_argument("--held-out", type=count, metavar="N", help="As many held-out samples of the run that --config describes.")
+    asked.add_argument("--held-out", type=count, metavar="N", help="The run's first held-out samples.")
     parser.add_argument("--image", type=Path, nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
     parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
-    parser.add_argument("--config", type=Path, metavar="FILE", help="--held-out: the run's flags.")
+    parser.add_argument(
+        "--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others."
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="--jsonl, --held-out: write a JSON object a line.")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="Tokenizer in place of the one that the run names.")
     parser.add_argument("--chat-template", metavar="FILE", help="Chat template in place of the one that the run names.")
@@ -64,8 +67,8 @@ def run(argv: Sequence[str]) -> None:
     options = _generation_options(flags)
     if (flags.image or flags.audio) and flags.prompt is None:
         raise ConfigError("--image and --audio go with a --prompt; in a conversation attach one with /image FILE or /audio FILE")
-    if (flags.held_out is None) != (flags.config is None) or (flags.config is not None and flags.load is None):
-        raise ConfigError("--held-out needs --config and --load: the flags and the checkpoints of the run that holds samples out")
+    if flags.held_out is not None and (flags.load is None or not flags.run_flags):
+        raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
     if flags.output is not None and flags.prompt is not None:
         raise ConfigError("--output would be ignored: the answer to a --prompt is printed; use --jsonl")
     with open_model(checkpoint=flags.load, hugging_face=flags.load_hf) as (session, model):
@@ -96,9 +99,8 @@ def _generation_options(flags: Any) -> dict[str, Any]:
 
 
 def _held_out(session: Session, flags: Any) -> Answering:
-    plan = Plan.from_dict(read_newest(flags.load)[1].plan)
-    num_ranks = len({rank for unit in plan.units.values() for rank in unit.ranks})
-    config = parse_arguments(["--config", str(flags.config)], environ={"WORLD_SIZE": str(num_ranks)})
+    num_ranks = Plan.from_dict(read_newest(flags.load)[1].plan).num_ranks
+    config = parse_arguments(flags.run_flags, environ={"WORLD_SIZE": str(num_ranks)})
     data = build_data_sets(config, session.graph)
     return Answering(session, data.valid, data.tokenizer)
 

@@ -60,6 +60,12 @@ PROOFS = {
             "distributed/test_llava_example.py::test_qwen2_5_vl_begins",
         ),
     },
+    "Answers": {
+        "`tools/generate.py` asks": (
+            "distributed/test_generate.py::test_a_folder_answers_as_transformers_do",
+            "distributed/test_generate.py::test_next_tokens_are_those_of_the_training_forward",
+        ),
+    },
     "Adapters": {
         "LoRA on any linear layer": ("distributed/test_lora.py::test_loss_and_every_gradient_equal_one_process",),
         "exported merged or as PEFT's files": (

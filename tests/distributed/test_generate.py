@@ -1,0 +1,122 @@
+"""Answers of a trained model: every next token is the likeliest one that the training forward sees, and transformers' own."""
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
+
+from PIL import Image
+
+from megatron.runtime.generation.answering import Answering, open_answering
+from megatron.runtime.generation.whole_model import StoredModel, empty_session, open_model
+from multimodal.data.chat.text_settings import TextSettings
+from multimodal.model.initialization import initialize_parameters
+from multimodal.values.model_graph import ModelGraph
+from tests.distributed.test_hugging_face_runs import small_qwen2
+from tests.distributed.wide_transformers import build_wide_model
+from tests.unit.data.chat.templates import CHATML, write_tokenizer
+from tools import generate
+
+BYTES = TextSettings("ByteTokenizer")
+
+
+def three_axes(graph: ModelGraph) -> ModelGraph:
+    """Give the LLM M-RoPE."""
+    llm = graph.backbone
+    transformer = replace(llm.transformer, rotary_sections=(4, 4, 4))
+    return replace(graph, units=tuple(replace(unit, transformer=transformer) if unit is llm else unit for unit in graph.units))
+
+
+def write_questions(folder: Path) -> Path:
+    """Two questions and answers about two pictures of different sizes, and one without any."""
+    for name, size in (("wide.png", (32, 16)), ("tall.png", (16, 24))):
+        Image.effect_noise(size, 90).save(folder / name)
+    picture = [{"type": "image", "image": name} for name in ("wide.png", "tall.png")]
+    said = [("user", [picture[0], {"type": "text", "text": "what?"}]), ("assistant", "two words"), ("user", [picture[1]])]
+    chats = [[*said, ("assistant", "then three")], [("user", "no picture"), ("assistant", "right")]]
+    lines = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "questions.jsonl"
+
+
+@pytest.mark.parametrize("change", [lambda graph: graph, three_axes], ids=["one axis", "three axes"])
+def test_next_tokens_are_those_of_the_training_forward(change: Callable[[ModelGraph], ModelGraph], tmp_path: Path) -> None:
+    """Logits behind every prefix of an answer, against those of the whole sample in one forward."""
+    graph = change(ModelGraph.from_file("examples/digits/model.yaml"))
+    model = StoredModel(graph, torch.float64, 384, BYTES)
+    with empty_session(model) as session:
+        for stage in session.stages.values():
+            initialize_parameters(stage.eval(), seed=3)
+        answering = open_answering(session, model, write_questions(tmp_path))
+        for index, expected in enumerate(["then three", "right"]):
+            assert answering.expected(index) == expected
+            question, whole = answering.question(index), answering._source.text(index)
+            learnt = torch.from_numpy(whole.is_target).nonzero()[:, 0]
+            together = forward_logits(answering, index)[-len(question.answer) :]
+            before, items = answering._inputs(index, num_tokens=len(question.token_ids))
+            for length in range(len(question.answer)):
+                ids = torch.tensor([*question.token_ids, *question.answer[:length]])
+                found = answering._next_logits(before, ids, items)
+                assert (found - together[length, : len(found)]).abs().max() < 1e-9
+            assert learnt[-1] + 2 == len(question.token_ids) + len(question.answer)
+
+
+def forward_logits(answering: Answering, index: int) -> torch.Tensor:
+    """Return the logits of a sample's targets, as an evaluation computes them."""
+    found = []
+    llm = answering._backbone
+    head = llm.layers[str(len(llm.unit.layers) - 1)].output_layer
+    hook = head.register_forward_hook(lambda module, inputs, output: found.append(output[0][:, 0]))
+    with torch.no_grad():
+        answering._session.executor.execute(answering._planner[index])
+    hook.remove()
+    return found[0]
+
+
+def test_a_folder_answers_as_transformers_do(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    model = build_wide_model(lambda: small_qwen2(vocab_size=280), folder)
+    write_tokenizer(folder, template=CHATML)
+    with open_model(hugging_face=folder, dtype=torch.float64) as (session, stored):
+        (tmp_path / "chat.jsonl").write_text(
+            json.dumps({"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]}) + "\n"
+        )
+        answering = open_answering(session, stored, tmp_path / "chat.jsonl")
+        question = answering.question(0)
+        end = question.answer[-1]
+        for options in ({"do_sample": False}, {"do_sample": False, "num_beams": 3}, {"do_sample": True, "top_k": 20}):
+            torch.manual_seed(0)
+            ids = torch.tensor([question.token_ids])
+            theirs = model.double().generate(ids, max_new_tokens=12, eos_token_id=end, pad_token_id=end, **options)
+            expected = answering.tokenizer.decode(theirs[0, ids.shape[1] :].tolist())
+            assert answering.answer(0, max_new_tokens=12, **options) == expected
+
+
+WRONG = {
+    "image without prompt": (("--interactive", "--image", "a.png"), "go with a --prompt"),
+    "image for an LLM": (("--prompt", "what?", "--image", "a.png"), "images, which no unit of the model takes"),
+    "greedy and top-k": (("--prompt", "what?", "--top-k", "3"), "set one"),
+    "cold": (("--prompt", "what?", "--temperature", "-1"), "expected 0"),
+    "improbable": (("--prompt", "what?", "--temperature", "1", "--top-p", "2"), "expected a probability"),
+    "held out of what": (("--held-out", "3"), "needs --load and --run-flags"),
+    "nowhere": (("--prompt", "what?", "--output", "o.jsonl"), "would be ignored"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_input_ends_with_the_fix(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags, says = WRONG[name]
+    folder = tmp_path / "model"
+    build_wide_model(lambda: small_qwen2(vocab_size=280), folder)
+    write_tokenizer(folder, template=CHATML)
+    assert generate.main(["--load-hf", str(folder), *flags]) == 2
+    assert re.search(re.escape(says), capsys.readouterr().err)
