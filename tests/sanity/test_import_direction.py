@@ -36,6 +36,7 @@ RUNTIME_ROOMS_BELOW = {
     "flags": {"checkpoint", "launch"},
     "feed": {"flags", "emulation", "step", "launch", "communication"},
     "report": {"flags", "step"},
+    "generation": {"checkpoint", "hugging_face", "feed", "session", "platform"},
     "profiler": {"emulation", "session", "execution", "gradients", "step", "communication", "platform"},
     "orchestrator": {"feed", "flags", "launch", "profiler", "step", "communication", "platform"},
     "training": {
