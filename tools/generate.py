@@ -35,7 +35,7 @@ from tools.command_line import Parser, at_least_zero, count, run_tool
 
 def build_parser() -> Parser:
     """Return the parser."""
-    parser = Parser(prog="generate.py", description=(__doc__ or "").splitlines()[0], allow_abbrev=False)
+    parser = Parser(prog="generate.py", description=__doc__)
     models = parser.add_mutually_exclusive_group(required=True)
     models.add_argument("--load", type=Path, metavar="CHECKPOINTS", help="Folder of a run, or one of its checkpoints.")
     models.add_argument("--load-hf", type=Path, metavar="DIR", help="Folder of Hugging Face.")
