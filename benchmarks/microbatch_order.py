@@ -30,8 +30,8 @@ from balanced_iteration import (
 from rich.console import Console
 from rich.table import Table
 
+from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Prediction
-from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.plan.disaggregated import plan_disaggregated
@@ -73,7 +73,7 @@ def measure(samples: Sequence[SampleLengths], *, num_batches: int) -> dict[str, 
         predictor = Remembering(StepPredictor(ScheduleCache(graph, plan, BUILDERS[schedule]), cluster, VOCAB_SIZE))
         options = BalanceOptions(num_microbatches=NUM_MICROBATCHES, vocab_size=VOCAB_SIZE, predictor=predictor)
         for lengths in draw_length_batches(samples, batch_size=GLOBAL_BATCH_SIZE, num_batches=num_batches, seed=0):
-            balance_disttrain(lengths, graph=graph, plan=plan, options=options)
+            BALANCERS["disttrain"](lengths, graph=graph, plan=plan, options=options)
         rows[name] = {order: statistics.fmean(seconds) for order, seconds in predictor.seconds.items()}
     return rows
 

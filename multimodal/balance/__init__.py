@@ -1,12 +1,14 @@
 """Balancers, which turn lengths into an Assignment that is the same on every rank. Each has a row of facts."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Protocol
 
 from multimodal.balance.auto import balance_auto
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork, read_batch
 from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.fit_tokens import fit_tokens
@@ -14,16 +16,17 @@ from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
 from multimodal.balance.unlike_replicas import balance_unlike, has_unequal_shares
 from multimodal.values.assignment import Assignment
+from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
 
 
 class Balancer(Protocol):
-    """A deterministic function from the lengths of a global batch to its placement."""
+    """A deterministic function from the work of a global batch to its placement."""
 
-    def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item; raises AssignmentError if the request is out of range."""
+    def __call__(self, work: BatchWork, *, plan: Plan) -> Assignment:
+        """Place every sample and every item."""
         ...
 
 
@@ -64,25 +67,16 @@ class BalancerRow:
     """True if neither a search nor `auto` should try it on other placements."""
 
     def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item, so that a row is a `Balancer`. Unequal replicas go through `balance_unlike`.
+        """Place every sample and every item of a global batch; raises AssignmentError as `read_batch` does.
 
         If microbatches of equal work have more tokens than `tokens_per_microbatch`, there are more microbatches.
         """
-        assignment = self._balance(lengths, graph=graph, plan=plan, options=options)
-        if options.tokens_per_microbatch is None:
-            return assignment
-
-        def balance(num_microbatches: int) -> Assignment:
-            given = replace(options, num_microbatches=num_microbatches)
-            return self._balance(lengths, graph=graph, plan=plan, options=given)
-
-        most, backbone = options.tokens_per_microbatch, graph.backbone.name
-        return fit_tokens(assignment, lengths, most=most, backbone=backbone, balance=balance)
-
-    def _balance(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+        balance: Balancer = self.balance
         if has_unequal_shares(graph, plan):
-            return balance_unlike(lengths, graph=graph, plan=plan, balancer=self, options=options)
-        return self.balance(lengths, graph=graph, plan=plan, options=options)
+            if not self.keeps_samples_whole:
+                raise AssignmentError("replicas that are not alike need a --balance that keeps samples whole; choose another one")
+            balance = partial(balance_unlike, balance=self.balance)
+        return fit_tokens(read_batch(lengths, graph=graph, options=options), balance=partial(balance, plan=plan))
 
     def suits(self, placements: Collection[Placement]) -> bool:
         """Return True if `auto` and searches try it on such plans."""
@@ -100,10 +94,10 @@ def placements_of(units: Sequence[UnitPlan]) -> tuple[Placement, ...]:
     return (Placement.SHARED_PIPELINE,) if is_pipeline else (Placement.SHARED_RANKS, Placement.PHASES)
 
 
-def _balance_auto(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def _balance_auto(work: BatchWork, *, plan: Plan) -> Assignment:
     placements = placements_of(tuple(plan.units.values()))
     tried = [row.balance for row in BALANCERS.values() if row.suits(placements)]
-    return balance_auto(lengths, graph=graph, plan=plan, options=options, balancers=tried)
+    return balance_auto(work, plan=plan, balancers=tried)
 
 
 UNBALANCED = "none"

@@ -3,14 +3,13 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
-from multimodal.balance.balance_options import BalanceOptions, Predictor
-from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
+from multimodal.balance.balance_options import Predictor
+from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.disttrain import reorder_llm
 from multimodal.balance.orchmllm import balance_llm
 from multimodal.balance.placement import follow_llm, place_every_unit
 from multimodal.balance.predicted.shortest import pick_shortest, unique
 from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -18,14 +17,7 @@ MOST_DEALT = 4
 """Most assignments with encoders dealt by idle time that are predicted: those with the least work on the busiest rank."""
 
 
-def balance_auto(
-    lengths: Sequence[SampleLengths],
-    *,
-    graph: ModelGraph,
-    plan: Plan,
-    options: BalanceOptions,
-    balancers: Sequence[Callable[..., Assignment]],
-) -> Assignment:
+def balance_auto(work: BatchWork, *, plan: Plan, balancers: Sequence[Callable[..., Assignment]]) -> Assignment:
     """Return the assignment with the shortest predicted step among the candidates; the data's order is one of them.
 
     Candidates are the results of the balancers, and the LLM's balanced microbatches in DistTrain's order, with encoders balanced
@@ -35,18 +27,17 @@ def balance_auto(
     none. All of it is deterministic, so that ranks agree: limits apply to the number of candidates and the size of simulations,
     not to their time.
 
-    balancers: the data's order first. Raises AssignmentError as `validate_inputs` does.
+    balancers: the data's order first.
     """
-    work = read_batch(lengths, graph=graph, options=options)
     reordered = reorder_llm(balance_llm(work, plan=plan), work, plan=plan)
     candidates = [
-        *(balance(work.lengths, graph=graph, plan=plan, options=options) for balance in balancers),
+        *(balance(work, plan=plan) for balance in balancers),
         place_every_unit(reordered, work, plan=plan),
         follow_llm(reordered, work, plan=plan),
     ]
-    if options.predictor is None:
+    if work.options.predictor is None:
         return min(candidates, key=lambda assignment: busiest_replicas_work(assignment, work, plan=plan))
-    return _shortest(list(unique(candidates)), work.lengths, options.predictor)
+    return _shortest(list(unique(candidates)), work.lengths, work.options.predictor)
 
 
 def _shortest(candidates: Sequence[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:

@@ -1,6 +1,6 @@
 """Balances as DistTrain does: samples over replicas by their total work, microbatches in an order that fills pipelines."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain, pairwise
 
@@ -9,18 +9,16 @@ import numpy.typing as npt
 
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatches
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
+from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.placement import Groups, cut_replicas, follow_llm
 from multimodal.balance.predicted.shortest import choose_shortest
 from multimodal.values.arrays.rows import integers, row_numbers, take_rows
 from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
 
 
-def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_disttrain(work: BatchWork, *, plan: Plan) -> Assignment:
     """Reorder samples over the LLM's replicas (DistTrain, Alg. 2), then each replica's microbatches (Alg. 3).
 
     A sample weighs its work in all units together, and stays whole: encoders take the items of the LLM's microbatches. Inside a
@@ -32,19 +30,18 @@ def balance_disttrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, pl
     order, the largest samples come when nothing small is left to even them out. Here the order is descending, which gave a
     lighter heaviest replica on every measured length distribution (`benchmarks/microbatch_assignment.py`).
 
-    The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
+    The result does not depend on the order of the batch.
     """
-    work = read_batch(lengths, graph=graph, options=options)
-    num_replicas = plan.units[graph.backbone.name].data_parallel_size
+    num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
     bins = partition_longest_first(work.whole_sample_flops().tolist(), num_bins=num_replicas)
     sizes = integers(map(len, bins))
     samples = integers(chain.from_iterable(map(sorted, bins)))
     count = work.count_microbatches(num_replicas)
     groups = cut_replicas(samples, np.ones(len(samples), np.int64), sizes, counts=np.full(num_replicas, count))
-    if options.predictor is None:
+    if work.options.predictor is None:
         return follow_llm(reorder_llm(groups, work, plan=plan), work, plan=plan)
     ordered = (follow_llm(each, work, plan=plan) for each in order_llm(groups, work, plan=plan))
-    return choose_shortest(ordered, work.lengths, options.predictor)
+    return choose_shortest(ordered, work.lengths, work.options.predictor)
 
 
 def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:

@@ -1,25 +1,23 @@
 """Balances the microbatches of encoders and LLM separately by deferring LLM work (Entrain 4.5)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
-from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
-from multimodal.balance.batch_work import BatchWork, read_batch, sum_floats_by
+from multimodal.balance.balance_options import MicrobatchCount
+from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.orchmllm import balance_every_unit
 from multimodal.balance.placement import Groups, follow_llm
 from multimodal.balance.predicted.shortest import choose_shortest
 from multimodal.values.arrays.rows import group_rows, row_starts
 from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
 
 
-def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_entrain(work: BatchWork, *, plan: Plan) -> Assignment:
     """Let a sample's LLM part run one microbatch after its encoder part if that evens out both (Entrain, Alg. 4).
 
     Samples move whole: an encoder's microbatch k holds the items of the samples that a replica of the LLM encodes in its round k,
@@ -30,16 +28,15 @@ def balance_entrain(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan
     With `MicrobatchCount.PREDICTED` the assignments of K, K / 2, K / 4, ... and K_eff microbatches are predicted, and the
     shortest is taken; K if they tie or there is no predictor.
 
-    The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
+    The result does not depend on the order of the batch.
     """
-    work = read_batch(lengths, graph=graph, options=options)
-    if work.num_samples < plan.units[graph.backbone.name].data_parallel_size:
-        return balance_every_unit(lengths, graph=graph, plan=plan, options=options)
+    if work.num_samples < plan.units[work.graph.backbone.name].data_parallel_size:
+        return balance_every_unit(work, plan=plan)
     encoder_loads = _encoder_loads(work, plan)
     candidates = (_assign(work, encoder_loads, plan=plan, fewest=fewest) for fewest in _fewest_microbatches(work, plan))
-    if options.predictor is None:
+    if work.options.predictor is None:
         return next(candidates)
-    return choose_shortest(candidates, work.lengths, options.predictor)
+    return choose_shortest(candidates, work.lengths, work.options.predictor)
 
 
 def _fewest_microbatches(work: BatchWork, plan: Plan) -> Iterator[int]:

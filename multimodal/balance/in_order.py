@@ -1,43 +1,34 @@
 """No balancing: microbatches in the order of the samples, or of their lengths."""
 
-from collections.abc import Sequence
-
 import numpy as np
 
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork, read_batch
+from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.cut_evenly import cut_evenly
 from multimodal.balance.placement import deal, follow_llm
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment
 from multimodal.values.length_arrays import LengthBatch
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
 
 
-def balance_in_order(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_in_order(work: BatchWork, *, plan: Plan) -> Assignment:
     """Cut the global batch into microbatches in its order and deal them to the replicas round robin.
 
     Microbatch k of the LLM holds samples k * micro_batch_size and following, and goes to replica k % dp. An encoder's
     microbatch k holds the items of that microbatch and goes to the encoder's replica k % dp; where there are none, k is left
     out. An encoder named in `encoder_micro_batch_sizes` instead gets its items, in the LLM's order, in microbatches of that
     many items, dealt the same way. The last microbatch may be smaller and replicas may get unequal numbers of microbatches, or
-    none.
-
-    lengths: the global batch in its order. Raises AssignmentError as `validate_inputs` does. O(items).
+    none. O(items).
     """
-    work = read_batch(lengths, graph=graph, options=options)
     ids = LengthBatch.of(work.lengths).arrays.sample_ids
     return _deal_in_order(np.searchsorted(work.arrays.sample_ids, ids), work, plan=plan)
 
 
-def balance_sorted(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_sorted(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance like `balance_in_order`, with samples sorted by LLM tokens, longest first, so that microbatches hold similar ones.
 
-    Ties go by sample id. Raises AssignmentError as `validate_inputs` does. O(n log n).
+    Ties go by sample id. O(n log n).
     """
-    work = read_batch(lengths, graph=graph, options=options)
     return _deal_in_order(np.argsort(-work.arrays.num_tokens, kind="stable"), work, plan=plan)
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.sparse import csr_matrix
 
-from multimodal.balance import Balancer
+from multimodal.balance import BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
@@ -73,7 +73,7 @@ def _summary(measures: Sequence[UnitMeasure]) -> dict[str, Any]:
 
 
 def measure_balance(
-    balancer: Balancer,
+    balancer: BalancerRow,
     batches: Iterable[Sequence[SampleLengths]],
     *,
     graph: ModelGraph,
@@ -91,8 +91,8 @@ def measure_balance(
         assignment = balancer(lengths, graph=graph, plan=plan, options=options)
         measure.seconds.append(time.perf_counter() - start)
         validate_assignment(assignment, lengths, graph=graph, plan=plan)
-        before = balance_in_order(lengths, graph=graph, plan=plan, options=options)
         work = BatchWork(graph, lengths, options)
+        before = balance_in_order(work, plan=plan)
         for unit, measures in measure.units.items():
             measures.append(_measure_unit(before, assignment, work, unit=unit, bytes_per_token=bytes_per_token[unit]))
     return measure

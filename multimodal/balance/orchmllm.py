@@ -1,46 +1,38 @@
 """Balances the drawn batch: only the LLM's samples, whole samples, or every unit on its own (OrchMLLM)."""
 
-from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from multimodal.balance.algorithms.post_balance import post_balance_array
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork, read_batch
+from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
 from multimodal.balance.unit_cost import LINEAR_COST, UnitCost
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
 from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
 
 
-def balance_llm_only(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_llm_only(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance the LLM's work over its replicas and their microbatches; encoders take the items of the LLM's microbatches.
 
     This is the best that balancing before the batch is drawn can do ("pre-balancing", OrchMLLM 3.2): one phase is balanced, the
-    others are not. Ties are broken by sample id. Raises AssignmentError as `validate_inputs` does.
+    others are not. Ties are broken by sample id.
     """
-    work = read_batch(lengths, graph=graph, options=options)
     return follow_llm(balance_llm(work, plan=plan), work, plan=plan)
 
 
-def balance_whole_samples(
-    lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
-) -> Assignment:
+def balance_whole_samples(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance the samples' total work in all units over replicas and microbatches; samples stay whole, with their items.
 
     Like `balance_llm_only`, but a sample weighs the FLOPs of all its parts. Units that share lanes, or form one interleaved
     chain, are as busy as the sum of their microbatches of one number, and wait for no others. Declared costs of units do not
-    count here, since they are not comparable. Ties are broken by sample id. Raises AssignmentError as `validate_inputs` does.
+    count here, since they are not comparable. Ties are broken by sample id.
     """
-    work = read_batch(lengths, graph=graph, options=options)
     return follow_llm(_balance_samples(work, work.whole_sample_amounts(), LINEAR_COST, plan=plan), work, plan=plan)
 
 
-def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_every_unit(work: BatchWork, *, plan: Plan) -> Assignment:
     """Balance every unit's work over its own replicas (OrchMLLM's post-balancing), and inside each over its microbatches.
 
     The LLM's samples are balanced over its replicas by their work, and each replica's over its microbatches. An encoder's items
@@ -48,9 +40,8 @@ def balance_every_unit(lengths: Sequence[SampleLengths], *, graph: ModelGraph, p
     independent of the placement of their samples: the encoder's output is routed straight to its consumer, which is OrchMLLM's
     composition of two rearrangements.
 
-    The result does not depend on the order of `lengths`. Raises AssignmentError as `validate_inputs` does.
+    The result does not depend on the order of the batch.
     """
-    work = read_batch(lengths, graph=graph, options=options)
     return place_every_unit(balance_llm(work, plan=plan), work, plan=plan)
 
 

@@ -1,28 +1,12 @@
 """Places a global batch on replicas that are not alike: each gets microbatches, and work, in proportion to its speed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Protocol
 
-from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.values.assignment import Assignment, Microbatch
-from multimodal.values.errors import AssignmentError
-from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from multimodal.values.sample_lengths import SampleLengths
-
-
-class BalancerOfOneReplica(Protocol):
-    """A row of `BALANCERS`."""
-
-    @property
-    def keeps_samples_whole(self) -> bool:
-        """True if a microbatch of an encoder holds the items of one of the LLM's."""
-
-    def __call__(self, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
-        """Place every sample and every item."""
 
 
 def has_unequal_shares(graph: ModelGraph, plan: Plan) -> bool:
@@ -40,35 +24,25 @@ def shares_of(graph: ModelGraph, plan: Plan, unit: str) -> tuple[int, ...]:
     return tuple(share for share in held.microbatch_shares for _ in llm.replicas)
 
 
-def balance_unlike(
-    lengths: Sequence[SampleLengths],
-    *,
-    graph: ModelGraph,
-    plan: Plan,
-    balancer: BalancerOfOneReplica,
-    options: BalanceOptions,
-) -> Assignment:
+def balance_unlike(work: BatchWork, *, plan: Plan, balance: Callable[..., Assignment]) -> Assignment:
     """Place every sample, and its items, on replicas of all units, in proportion to `shares_of`.
 
     The balancer makes all microbatches as for a single replica. The heaviest ones are dealt first, each to the LLM replica whose
     work per microbatch of its share stays least. A unit with as many replicas as the LLM follows it; the microbatches of others
-    are dealt likewise, by their number. balancer: one that keeps samples whole. With fewer samples than microbatches, replicas
-    get fewer. Raises AssignmentError. O(samples + microbatches x replicas).
+    are dealt likewise, by their number. balance: a `Balancer` that keeps samples whole. With fewer samples than microbatches,
+    replicas get fewer. O(samples + microbatches x replicas).
     """
-    if not balancer.keeps_samples_whole:
-        raise AssignmentError("replicas that are not alike need a balancer that keeps samples whole; choose another --balance")
+    graph, options = work.graph, work.options
     shares = shares_of(graph, plan, graph.backbone.name)
-    if options.num_microbatches is not None:
-        count = options.num_microbatches * len(shares)
-    else:
-        num_tokens = int(LengthBatch.of(lengths).arrays.num_tokens.sum())
-        count = options.count_microbatches(len(lengths), num_replicas=1, num_tokens=num_tokens)
+    count = work.count_microbatches(1) if options.num_microbatches is None else options.num_microbatches * len(shares)
     counts = share_microbatches(max(count, len(shares)), shares)
     alone = replace(options, num_microbatches=sum(counts), tokens_per_microbatch=None, predictor=None)
-    whole = balancer(lengths, graph=graph, plan=_one_replica(graph), options=alone)
+    one_replica = {unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units}
+    whole = balance(replace(work, options=alone), plan=Plan(one_replica))
     microbatches = whole.units[graph.backbone.name][0]
     of_sample = {atom.sample_id: index for index, microbatch in enumerate(microbatches) for atom in microbatch}
-    owners = _deal(_microbatch_work(microbatches, graph, lengths, options), counts)
+    flops = dict(zip(work.arrays.sample_ids.tolist(), work.whole_sample_flops().tolist(), strict=True))
+    owners = _deal([sum(flops[atom.sample_id] for atom in microbatch) for microbatch in microbatches], counts)
     placed = {}
     for name, (own,) in whole.units.items():
         own_shares = shares_of(graph, plan, name)
@@ -93,18 +67,6 @@ def share_microbatches(count: int, shares: Sequence[int]) -> tuple[int, ...]:
         counts[counts.index(max(counts))] -= 1
         counts[counts.index(0)] += 1
     return tuple(counts)
-
-
-def _one_replica(graph: ModelGraph) -> Plan:
-    return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
-
-
-def _microbatch_work(
-    microbatches: Sequence[Microbatch], graph: ModelGraph, lengths: Sequence[SampleLengths], options: BalanceOptions
-) -> list[float]:
-    work = BatchWork(graph, LengthBatch.of(lengths), options)
-    flops = dict(zip(work.arrays.sample_ids.tolist(), work.whole_sample_flops().tolist(), strict=True))
-    return [sum(flops[atom.sample_id] for atom in microbatch) for microbatch in microbatches]
 
 
 def _deal(work: Sequence[float], shares: Sequence[int]) -> list[int]:

@@ -3,10 +3,11 @@
 In the product the function is a file beside its siblings and the row stands in their registry; here `add_rows` puts it there.
 """
 
-from collections.abc import Sequence
+from dataclasses import replace
 
 from multimodal.balance import BALANCERS, BalancerRow
-from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.in_order import balance_in_order
 from multimodal.plan.planners import PLANNERS, PlannerRow
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
@@ -17,9 +18,7 @@ from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.builders.one_f_one_b import forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 
@@ -32,10 +31,10 @@ def build_forwards_first(step: StepShape) -> Schedule:
     return list_schedule(step, Policy(forward_limits=limits, forwards_go_first=True))
 
 
-def balance_backwards(lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions) -> Assignment:
+def balance_backwards(work: BatchWork, *, plan: Plan) -> Assignment:
     """Deal the samples in descending order of their ids."""
-    ordered = sorted(lengths, key=lambda sample: -sample.sample_id)
-    return BALANCERS["none"](ordered, graph=graph, plan=plan, options=options)
+    ordered = sorted(work.lengths, key=lambda sample: -sample.sample_id)
+    return balance_in_order(replace(work, lengths=ordered), plan=plan)
 
 
 def plan_one_stage_each(request: PlanningRequest) -> PlannedRun:

@@ -12,8 +12,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.in_order import balance_in_order
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.sample_source import SampleSource
 from multimodal.values.model_graph import ModelGraph
@@ -144,7 +144,7 @@ def case_of(
     padded = -(-vocab_size // MULTIPLE) * MULTIPLE
     source = PaddedSource(graph, shapes, padded, num_between=2 if marks else 1, num_tokens=NUM_TEXT_TOKENS, marks=marks)
     lengths = [source.lengths(index) for index in range(len(source))]
-    assignment = balance_in_order(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
+    assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
     return GradientCase(graph, plan, assignment, source, **options)
 
 

@@ -25,7 +25,7 @@ from megatron.runtime.launch.stop_requests import ignore_in_worker
 from megatron.runtime.step.balance_report import report_balance
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing
-from multimodal.balance import Balancer
+from multimodal.balance import BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.in_order import balance_in_order
@@ -56,7 +56,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         *,
         batches: GlobalBatches,
         schedules: ScheduleCache,
-        balancer: Balancer,
+        balancer: BalancerRow,
         rank: int,
         options: BalanceOptions,
         exchange: SampleExchange | None = None,
@@ -93,7 +93,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(source_index))
         balance_seconds = time.perf_counter() - start
-        before = balance_in_order(lengths, graph=graph, plan=plan, options=self._options)
+        before = balance_in_order(work, plan=plan)
         balance = report_balance(before, assignment, work, balance_seconds=balance_seconds, node_bytes=node_bytes)
         if self._exchange and share:
             source = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.disttrain import _light_outside, balance_disttrain
+from multimodal.balance.disttrain import _light_outside
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.assignment import Assignment
@@ -17,7 +18,7 @@ from tests.unit.plan.planners.planning_cases import THREE, TWO, random_lengths
 def balanced(graph, lengths) -> Assignment:
     sizes = {unit: UnitSizes(data_parallel_size=2, pipeline_parallel_size=2) for unit in graph.unit_names}
     plan = plan_disaggregated(graph, sizes=sizes, world_size=4 * len(graph.units))
-    return balance_disttrain(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2, vocab_size=512))
+    return BALANCERS["disttrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2, vocab_size=512))
 
 
 def test_a_generator_without_work_is_no_stage_of_the_pipeline() -> None:
@@ -48,7 +49,7 @@ def test_the_order_is_chosen_by_the_predicted_step(num_ranges) -> None:
     for favourite in range(4):
         predictor = Favouring(favourite)
         options = BalanceOptions(micro_batch_size=2, vocab_size=512, predictor=predictor)
-        found = balance_disttrain(lengths, graph=TWO, plan=plan, options=options)
+        found = BALANCERS["disttrain"](lengths, graph=TWO, plan=plan, options=options)
         assert found == predictor.seen[favourite]
         seen = predictor.seen
     assert len(seen) == 3 + num_ranges
@@ -67,5 +68,5 @@ def test_heavy_microbatches_stand_in_the_middle() -> None:
 def test_samples_without_any_work_keep_their_order(graph, build_plan, build_sample):
     plan = build_plan(vision=1, audio=1, llm=1)
     lengths = [build_sample(index, 0) for index in range(4)]
-    assignment = balance_disttrain(lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
+    assignment = BALANCERS["disttrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
     assert assignment.placed["llm"].sample_ids.tolist() == [0, 1, 2, 3]

@@ -1,7 +1,7 @@
 from types import SimpleNamespace
 
+from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
-from multimodal.balance.entrain import balance_entrain
 from multimodal.balance.unit_cost import UnitCost
 
 
@@ -10,7 +10,7 @@ def test_encoders_stay_beside_the_llm_where_replicas_have_unequally_many_microba
     lengths = [build_sample(index, each, ("vision", 4 * each)) for index, each in enumerate(tokens)]
     plan = build_plan(vision=3, audio=1, llm=3)
     options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, UnitCost()))
-    assigned = balance_entrain(lengths, graph=graph, plan=plan, options=options)
+    assigned = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=options)
     assert len({len(replica) for replica in assigned.units["llm"]}) > 1
     for encoded, run in zip(assigned.units["vision"], assigned.units["llm"], strict=True):
         assert {atom.sample_id for microbatch in encoded for atom in microbatch} == {
@@ -26,7 +26,7 @@ def count_microbatches(graph, build_plan, build_sample, **options):
     lengths = [build_sample(index, 50, ("vision", 4 * each)) for index, each in enumerate(SKEWED)]
     plan = build_plan(vision=1, audio=1, llm=1)
     given = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, UnitCost()), **options)
-    return balance_entrain(lengths, graph=graph, plan=plan, options=given)
+    return BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=given)
 
 
 class CountingPredictor:
@@ -63,7 +63,7 @@ def test_merged_encoders_are_balanced_by_the_sum_of_their_work(graph, build_plan
     plan = build_plan(vision=1, audio=1, llm=1)
 
     def sums(**options):
-        assigned = balance_entrain(lengths, graph=graph, plan=plan, options=BalanceOptions(num_microbatches=2, **options))
+        assigned = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(num_microbatches=2, **options))
         found = [0, 0]
         for microbatches in (assigned.units["vision"][0], assigned.units["audio"][0]):
             for index, microbatch in enumerate(microbatches):

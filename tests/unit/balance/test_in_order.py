@@ -1,4 +1,4 @@
-from multimodal.balance import balance_in_order
+from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.values.assignment import Atom
 
@@ -14,7 +14,7 @@ def _batch(build_sample):
 
 
 def test_microbatches_are_dealt_round_robin(graph, build_plan, build_sample):
-    assignment = balance_in_order(
+    assignment = BALANCERS["none"](
         _batch(build_sample),
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=2),
@@ -27,7 +27,7 @@ def test_microbatches_are_dealt_round_robin(graph, build_plan, build_sample):
 
 
 def test_an_encoder_may_have_its_own_microbatch_size(graph, build_plan, build_sample):
-    assignment = balance_in_order(
+    assignment = BALANCERS["none"](
         _batch(build_sample),
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=3),
@@ -38,7 +38,7 @@ def test_an_encoder_may_have_its_own_microbatch_size(graph, build_plan, build_sa
 
 
 def test_replicas_beyond_the_last_microbatch_stay_idle(graph, build_plan, build_sample):
-    assignment = balance_in_order(
+    assignment = BALANCERS["none"](
         [build_sample(0, 5)],
         graph=graph,
         plan=build_plan(vision=1, audio=1, llm=3),

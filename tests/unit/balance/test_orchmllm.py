@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.balance import balance_every_unit
+from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.values.assignment import Atom
@@ -11,7 +11,7 @@ TOKENS = {name: UnitCost() for name in ("vision", "audio", "llm")}
 
 def test_tokens_are_balanced_over_replicas_and_microbatches(graph, build_plan, build_sample):
     texts = [10, 60, 20, 30, 20, 20]
-    assignment = balance_every_unit(
+    assignment = BALANCERS["orchmllm"](
         [build_sample(index, tokens) for index, tokens in enumerate(texts)],
         graph=graph,
         plan=build_plan(vision=1, audio=1, llm=2),
@@ -27,7 +27,7 @@ def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_pla
         build_sample(1, 90, ("vision", 24)),
         build_sample(2, 50, ("vision", 4)),
     ]
-    assignment = balance_every_unit(
+    assignment = BALANCERS["orchmllm"](
         lengths,
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=1),
@@ -42,7 +42,7 @@ def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_pla
 
 
 def test_by_default_encoders_have_as_many_microbatches_as_the_llm(graph, build_plan, build_sample):
-    assignment = balance_every_unit(
+    assignment = BALANCERS["orchmllm"](
         [build_sample(index, 10, ("vision", 8), ("vision", 8)) for index in range(8)],
         graph=graph,
         plan=build_plan(vision=2, audio=1, llm=1),
@@ -57,7 +57,7 @@ def test_the_order_of_the_batch_does_not_matter(graph, build_plan, build_sample,
     samples = [build_sample(index, 10 + index % 2, *[("vision", 8)] * (index % 3)) for index in range(6)]
     plan = build_plan(vision=2, audio=1, llm=2)
     placed = [
-        balance_every_unit(batch, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS))
+        BALANCERS["orchmllm"](batch, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS))
         for batch in (samples, [samples[index] for index in order])
     ]
     assert placed[0] == placed[1]
