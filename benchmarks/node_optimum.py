@@ -7,9 +7,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 from scipy.sparse import csr_matrix, vstack
 
-from multimodal.balance.nodes.node_search import NodeSearchLimits, fill_nodes
 from multimodal.balance.nodes.node_volumes import NodeVolumes, VolumeMatrix, read_volumes
-from multimodal.balance.nodes.rearrange_nodes import NodeRearrangement, build_rearrangement, search_nodes
+from multimodal.balance.nodes.rearrange_nodes import NodeRearrangement, NodeSearchLimits, build_rearrangement, search_nodes
 from multimodal.values.errors import AssignmentError
 
 _TIME_LIMIT_REACHED = 1
@@ -69,8 +68,19 @@ def _solve_integer_program(volumes: NodeVolumes, *, start: NDArray[np.int64], ti
     nodes = np.full(volumes.num_ranks, -1, dtype=np.int64)
     chosen = solution.x[:-1] > 0.5
     nodes[program.batches[chosen]] = program.nodes[chosen]
-    best = np.array(fill_nodes(nodes.tolist(), volumes=volumes), dtype=np.int64)
+    best = _fill_nodes(nodes, volumes)
     return best if volumes.bytes_sent(best).max() < most_at_start else start
+
+
+def _fill_nodes(nodes: NDArray[np.int64], volumes: NodeVolumes) -> NDArray[np.int64]:
+    """Give every batch whose node is -1 one that has room: its own rank's node, else the first."""
+    filled, room = nodes.copy(), volumes.room - np.bincount(nodes[nodes >= 0], minlength=volumes.num_nodes)
+    for batch in np.flatnonzero(nodes < 0).tolist():
+        if room[batch // volumes.ranks_per_node]:
+            filled[batch] = batch // volumes.ranks_per_node
+            room[filled[batch]] -= 1
+    filled[filled < 0] = np.repeat(np.arange(volumes.num_nodes), room)
+    return filled
 
 
 def lp_bound(volume: VolumeMatrix, *, ranks_per_node: int) -> float:

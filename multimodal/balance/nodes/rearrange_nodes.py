@@ -5,9 +5,20 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.balance.nodes.node_search import NodeSearchLimits, search_nodes_reference
 from multimodal.balance.nodes.node_volumes import NodeVolumes, VolumeMatrix, read_volumes
 from multimodal.kernels import kernels
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSearchLimits:
+    """Limits of the search: counts instead of seconds, so that every rank ends with the same result."""
+
+    num_first_swaps: int = 64
+    """Chains of swaps that are tried from one state."""
+    max_chain_length: int = 8
+    """Swaps in a chain."""
+    max_evaluations: int = 200_000
+    """Total number of evaluated swaps; about 20 million a second."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,8 +55,9 @@ def rearrange_nodes(
     ranks_per_node: rank i is on node i // ranks_per_node; the last node may have fewer ranks.
     limits: of the search; None for the default ones.
 
-    Runs as a C++ kernel, with the same result, if the kernels are built. O(entries log entries) for the start, then at most
-    `limits.max_evaluations` swaps of O(ranks_per_node). Raises AssignmentError if an argument is wrong.
+    The search is a C++ kernel; without the kernels, batches are placed greedily, which is never worse than the identity, either.
+    O(entries log entries) for the start, then at most `limits.max_evaluations` swaps of O(ranks_per_node). Raises AssignmentError
+    if an argument is wrong.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     return build_rearrangement(volumes, search_nodes(volumes, limits=limits or NodeSearchLimits()))
@@ -54,7 +66,7 @@ def rearrange_nodes(
 def search_nodes(volumes: NodeVolumes, *, limits: NodeSearchLimits) -> NDArray[np.int64]:
     """Return the node of every batch, [num_ranks]."""
     if kernels is None:
-        return search_nodes_reference(volumes, limits=limits)
+        return _place_greedily(volumes)
     return kernels.rearrange_nodes(
         volumes.row_starts,
         volumes.batches,
@@ -64,6 +76,19 @@ def search_nodes(volumes: NodeVolumes, *, limits: NodeSearchLimits) -> NDArray[n
         max_chain_length=limits.max_chain_length,
         max_evaluations=limits.max_evaluations,
     )
+
+
+def _place_greedily(volumes: NodeVolumes) -> NDArray[np.int64]:
+    """Give each batch to the node with room that holds most of it; those of which a node holds most choose first."""
+    node_of_rank, room = np.arange(volumes.num_ranks) // volumes.ranks_per_node, volumes.room
+    held = np.zeros((volumes.num_nodes, volumes.num_ranks))
+    np.add.at(held, (node_of_rank[volumes.ranks], volumes.batches), volumes.volumes)
+    found = np.zeros_like(node_of_rank)
+    for batch in np.argsort(-held.max(axis=0, initial=0), kind="stable"):
+        found[batch] = np.where(room > 0, held[:, batch], -1).argmax()
+        room[found[batch]] -= 1
+    is_better = volumes.bytes_sent(found).max(initial=0) < volumes.bytes_sent(node_of_rank).max(initial=0)
+    return found if is_better else node_of_rank
 
 
 def build_rearrangement(volumes: NodeVolumes, node_of_batch: NDArray[np.int64]) -> NodeRearrangement:
