@@ -1,6 +1,5 @@
 """Distributes blocks of tokens over the ranks of context parallelism."""
 
-from bisect import insort
 from enum import StrEnum
 from heapq import heappop, heappush
 
@@ -12,8 +11,6 @@ from multimodal.values.errors import AssignmentError
 
 MAX_EXCHANGES = 1000
 """A bound on the time that was sufficient in every measured case."""
-_TOLERANCE_DIVISOR = 10_000
-"""Inverse tolerance of exchanges, relative to the mean load of ranks; the kernel has the same number."""
 
 
 class TokenDistribution(StrEnum):
@@ -55,16 +52,19 @@ def distribute_tokens(
     the least loaded rank: the pair that brings both loads closest to each other. It stops when no rank can help the most loaded
     one, or when that is within 1 / 10,000 of the minimum. Equal workloads are ordered by block, equal loads by rank.
 
-    Returns [num_blocks], int32, the same on every rank. LPT runs as a C++ kernel, with the same result, if the kernels are built,
-    in O(blocks log blocks + exchanges (ranks log ranks + blocks per rank)). Raises AssignmentError if an argument is wrong.
+    Returns [num_blocks], int32, the same on every rank. LPT runs as a C++ kernel in O(blocks log blocks + exchanges (ranks log
+    ranks + blocks per rank)); without the kernels, nothing is exchanged. Raises AssignmentError if an argument is wrong.
     """
     workloads = _read_workloads(block_workloads)
     if num_ranks < 1:
         raise AssignmentError(f"cannot distribute {len(workloads)} blocks of tokens over {num_ranks} ranks; expected at least 1")
     match _read_method(method):
         case TokenDistribution.BY_ITEM | TokenDistribution.LPT:
-            distribute = distribute_longest_first_reference if kernels is None else kernels.distribute_longest_first
-            return distribute(workloads, num_ranks=num_ranks, has_equal_counts=has_equal_counts, max_exchanges=MAX_EXCHANGES)
+            if kernels is None:
+                return _place_longest_first(workloads, num_ranks=num_ranks, has_equal_counts=has_equal_counts)
+            return kernels.distribute_longest_first(
+                workloads, num_ranks=num_ranks, has_equal_counts=has_equal_counts, max_exchanges=MAX_EXCHANGES
+            )
         case TokenDistribution.ZIGZAG:
             chunks = _chunk_of_block(len(workloads), 2 * num_ranks)
             return np.minimum(chunks, 2 * num_ranks - 1 - chunks).astype(np.int32)
@@ -112,73 +112,18 @@ def _read_workloads(block_workloads: NDArray[np.integer]) -> NDArray[np.int64]:
     return workloads.astype(np.int64)
 
 
-def distribute_longest_first_reference(
-    workloads: NDArray[np.int64], *, num_ranks: int, has_equal_counts: bool, max_exchanges: int
-) -> NDArray[np.int32]:
-    """Compute the kernel's result in Python for `TokenDistribution.LPT`."""
-    blocks_of_rank = _place_longest_first(workloads.tolist(), num_ranks, has_equal_counts)
-    loads = [sum(workload for workload, _ in blocks) for blocks in blocks_of_rank]
-    least = -(-sum(loads) // num_ranks)
-    enough = least + least // _TOLERANCE_DIVISOR
-    for _ in range(max_exchanges):
-        most_loaded = loads.index(max(loads))
-        if loads[most_loaded] <= enough or not _exchange_from(most_loaded, blocks_of_rank, loads):
-            break
-    owners = np.empty(len(workloads), dtype=np.int32)
-    for rank, blocks in enumerate(blocks_of_rank):
-        owners[[block for _, block in blocks]] = rank
-    return owners
-
-
-_Blocks = list[tuple[int, int]]
-"""(workload, block) of the blocks of a rank, longest first."""
-
-
-def _descending(workload_and_block: tuple[int, int]) -> tuple[int, int]:
-    return -workload_and_block[0], workload_and_block[1]
-
-
-def _place_longest_first(workloads: list[int], num_ranks: int, has_equal_counts: bool) -> list[_Blocks]:
-    num_blocks = len(workloads)
+def _place_longest_first(workloads: NDArray[np.int64], *, num_ranks: int, has_equal_counts: bool) -> NDArray[np.int32]:
+    """Put each block, longest first, on the least loaded rank that has room for it."""
+    num_blocks, owners = len(workloads), np.empty(len(workloads), dtype=np.int32)
     fair_count = num_blocks // num_ranks if has_equal_counts else num_blocks
     num_extra = num_blocks - min(num_blocks, fair_count * num_ranks)
-    blocks_of_rank: list[_Blocks] = [[] for _ in range(num_ranks)]
-    open_ranks = [(0, rank) for rank in range(num_ranks)]
-    for block in sorted(range(num_blocks), key=workloads.__getitem__, reverse=True):
+    counts, open_ranks = [0] * num_ranks, [(0, rank) for rank in range(num_ranks)]
+    for block in np.argsort(-workloads, kind="stable").tolist():
         load, rank = heappop(open_ranks)
-        while len(blocks_of_rank[rank]) >= fair_count + (num_extra > 0):
+        while counts[rank] >= fair_count + (num_extra > 0):
             load, rank = heappop(open_ranks)
-        num_extra -= len(blocks_of_rank[rank]) == fair_count
-        blocks_of_rank[rank].append((workloads[block], block))
-        heappush(open_ranks, (load + workloads[block], rank))
-    return blocks_of_rank
-
-
-def _exchange_from(rank: int, blocks_of_rank: list[_Blocks], loads: list[int]) -> bool:
-    """Exchange a block with the least loaded rank for which that lowers the larger load; returns True if there was one."""
-    for other in sorted(range(len(loads)), key=loads.__getitem__):
-        surplus = loads[rank] - loads[other]
-        if surplus < 2:
-            return False
-        give, take = _best_pair(blocks_of_rank[rank], blocks_of_rank[other], surplus)
-        if give < 0:
-            continue
-        given, taken = blocks_of_rank[rank].pop(give), blocks_of_rank[other].pop(take)
-        insort(blocks_of_rank[rank], taken, key=_descending)
-        insort(blocks_of_rank[other], given, key=_descending)
-        loads[rank] -= given[0] - taken[0]
-        loads[other] += given[0] - taken[0]
-        return True
-    return False
-
-
-def _best_pair(mine: _Blocks, theirs: _Blocks, surplus: int) -> tuple[int, int]:
-    """Return positions of two blocks whose difference is positive, below the surplus and nearest to its half; else (-1, -1)."""
-    best, take = (surplus, -1, -1), 0
-    for give, (workload, _) in enumerate(mine):
-        # Both descend: find the first block of `theirs` that is shorter than mine by half of the surplus, and the one before it.
-        while take < len(theirs) and 2 * (workload - theirs[take][0]) < surplus:
-            take += 1
-        for index in range(max(take - 1, 0), min(take + 1, len(theirs))):
-            best = min(best, (abs(2 * (workload - theirs[index][0]) - surplus), give, index))
-    return best[1:]
+        num_extra -= counts[rank] == fair_count
+        counts[rank] += 1
+        owners[block] = rank
+        heappush(open_ranks, (load + int(workloads[block]), rank))
+    return owners
