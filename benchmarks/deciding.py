@@ -159,8 +159,8 @@ def _lengths(drawn: Sequence[SampleLengths], ids: range) -> Sequence[SampleLengt
 def _report(
     assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan, options: BalanceOptions
 ) -> None:
-    before = balance_in_order(lengths, graph=graph, plan=plan, options=options)
-    report_balance(before, assignment, BatchWork(graph, lengths, options), balance_seconds=0)
+    work = BatchWork(graph, lengths, options)
+    report_balance(balance_in_order(work, plan=plan), assignment, work, balance_seconds=0)
 
 
 def _check(assignment: Assignment, lengths: Sequence[SampleLengths], *, graph: ModelGraph, plan: Plan) -> tuple[Assignment, int]:

@@ -11,6 +11,7 @@ import numpy as np
 from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.flops import UnitFlops, unit_flops
+from multimodal.cost.memoize import memoized
 from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, atom_loads, atom_numbers
 from multimodal.values.arrays.rows import Integers, group_rows, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
@@ -52,19 +53,14 @@ class BatchWork:
         vocab_size = self.options.vocab_size
         return {name: unit_flops(self.graph, name, vocab_size=vocab_size) for name in self.graph.unit_names}
 
-    @cached_property
-    def _made(self) -> dict[str, AtomLoads]:
-        return {}
-
     def cost(self, unit: str) -> UnitCost:
         """Return the unit's cost as a function of the result of `amounts`: as declared, else linear."""
         return self.options.unit_costs.get(unit, UnitCost())
 
+    @memoized
     def of_unit(self, unit: str) -> AtomLoads:
         """Return the tokens of each of a unit's atoms. O(items)."""
-        if unit not in self._made:
-            self._made[unit] = atom_loads(self.graph.unit(unit), self.arrays)
-        return self._made[unit]
+        return atom_loads(self.graph.unit(unit), self.arrays)
 
     def item_rows(self, unit: str) -> tuple[Integers, Integers]:
         """Return the items of each sample in an encoder, as rows: starts, numbers of items."""

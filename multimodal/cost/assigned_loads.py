@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from multimodal.cost.item_shares import ItemDealer, RankLoad
+from multimodal.cost.memoize import memoized
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.assignment import Assignment, Atom, Microbatch, Routes
@@ -27,13 +28,11 @@ class AssignedLoads:
     item_block_size: int | None = None
     """See `RunOptions.item_block_size`."""
 
+    @memoized
     def of_microbatches(self, unit: str) -> UnitLoad:
         """The loads of all microbatches of a unit, replica after replica: one load whose numbers are arrays."""
-        if unit not in self._of_microbatches:
-            placed = self.assignment.placed[unit]
-            atoms = atom_numbers(self.shape.graph.unit(unit), self._lengths, placed)
-            self._of_microbatches[unit] = self._sums(unit, placed.atom_starts, atoms)
-        return self._of_microbatches[unit]
+        placed = self.assignment.placed[unit]
+        return self._sums(unit, placed.atom_starts, atom_numbers(self.shape.graph.unit(unit), self._lengths, placed))
 
     def of_routes(self, unit: str) -> UnitLoad:
         """The loads of a unit's outputs, route by route, in the order of `UnitRoutes`."""
@@ -46,12 +45,11 @@ class AssignedLoads:
         columns: list[Any] = [np.asarray(column)[routes.by_consumer] for column in self.of_routes(unit)]
         return UnitLoad(*columns)
 
+    @memoized
     def routes_from(self, unit: str) -> "UnitRoutes":
         """The routes along which a unit hands on its results."""
-        if unit not in self._routes_from:
-            routes, count = self.assignment.routes(self.shape.graph), self.assignment.placed[unit].num_microbatches
-            self._routes_from[unit] = UnitRoutes.of(routes, count, unit)
-        return self._routes_from[unit]
+        routes, count = self.assignment.routes(self.shape.graph), self.assignment.placed[unit].num_microbatches
+        return UnitRoutes.of(routes, count, unit)
 
     def num_conditions(self, unit: str, generator: str) -> Integers:
         """Rows that the LLM hands to a generator on each of its routes: one for each image that the generator makes."""
@@ -68,19 +66,18 @@ class AssignedLoads:
             return [self._busiest(unit, atoms) for place in places for atoms in self.assignment.subsets(self.shape.graph, place)]
         return [self._busiest(unit, self.assignment.atoms(place)) for place in places]
 
+    @memoized
     def kept(self, unit: str) -> RankLoad:
         """Return each microbatch's load on the context parallel rank with the most tokens, times their number, as arrays."""
-        if unit not in self._kept:
-            loads = self.of_microbatches(unit)
-            nothing = UnitLoad(*(np.zeros_like(column) for column in loads))  # type: ignore[arg-type]
-            is_spread = self.shape.plan.units[unit].context_parallel_size > 1
-            self._kept[unit] = RankLoad(nothing, loads) if is_spread else RankLoad(loads, nothing)
-            if unit in self._dealers:
-                places = (place for place in self.shape.microbatches if place.unit == unit)
-                fullest = [self._fullest(unit, self.assignment.atoms(place)) for place in places]
-                columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*fullest, strict=True)]
-                self._kept[unit] = RankLoad(*(UnitLoad(*part) for part in columns)) if fullest else self._kept[unit]
-        return self._kept[unit]
+        places = [place for place in self.shape.microbatches if place.unit == unit and unit in self._dealers]
+        if places:
+            fullest = [self._fullest(unit, self.assignment.atoms(place)) for place in places]
+            columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*fullest, strict=True)]
+            return RankLoad(*(UnitLoad(*part) for part in columns))
+        loads = self.of_microbatches(unit)
+        nothing = UnitLoad(*(np.zeros_like(column) for column in loads))  # type: ignore[arg-type]
+        is_spread = self.shape.plan.units[unit].context_parallel_size > 1
+        return RankLoad(nothing, loads) if is_spread else RankLoad(loads, nothing)
 
     def num_gathered(self, unit: str, replica: int) -> int:
         """Most tokens of a microbatch whose keys and values are gathered over context parallel ranks."""
@@ -103,13 +100,10 @@ class AssignedLoads:
         fullest = max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens)
         return RankLoad(*(of_all_ranks(load, num_ranks) for load in fullest))
 
+    @memoized
     def _rank_loads(self, unit: str, atoms: Microbatch) -> tuple[RankLoad, ...]:
-        if (unit, atoms) not in self._dealt:
-            dealer = self._dealers[unit]
-            self._dealt[unit, atoms] = dealer.rank_loads(
-                dealer.loads_of(item for atom in atoms for item in self._items(unit, atom))
-            )
-        return self._dealt[unit, atoms]
+        dealer = self._dealers[unit]
+        return dealer.rank_loads(dealer.loads_of(item for atom in atoms for item in self._items(unit, atom)))
 
     def fullest(self, unit: str, replica: int) -> RankLoad:
         """Return the kept load of the microbatch with the most tokens on one rank, of all microbatches of a replica."""
@@ -177,22 +171,6 @@ class AssignedLoads:
     @cached_property
     def _by_sample(self) -> Mapping[int, SampleLengths]:
         return index_by_sample(self.lengths)
-
-    @cached_property
-    def _kept(self) -> dict[str, RankLoad]:
-        return {}
-
-    @cached_property
-    def _of_microbatches(self) -> dict[str, UnitLoad]:
-        return {}
-
-    @cached_property
-    def _routes_from(self) -> "dict[str, UnitRoutes]":
-        return {}
-
-    @cached_property
-    def _dealt(self) -> dict[tuple[str, Microbatch], tuple[RankLoad, ...]]:
-        return {}
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from multimodal.cost.layers.layer import Layer
 from multimodal.cost.layers.registry import LAYER_KINDS, count_segments, describe_layer
+from multimodal.cost.memoize import memoized
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.state_copies import sharers_of_stage
@@ -30,11 +31,10 @@ class StageLayers:
         """Return the tensor parallel size of a stage."""
         return self.plan.units[stage[0]].tensor_size(self.plan.virtual_stage(*stage))
 
+    @memoized
     def counts(self, stage: StageKey) -> LayerCounts:
         """Return the number of layers of each kind and need in a stage."""
-        if stage not in self._counts:
-            self._counts[stage] = Counter(self.in_order(stage))
-        return self._counts[stage]
+        return Counter(self.in_order(stage))
 
     def in_order(self, stage: StageKey) -> list[tuple[str, BackwardNeed]]:
         """Return kind and need of every layer of a stage, first to last."""
@@ -49,15 +49,14 @@ class StageLayers:
         """Return the number of segments of a stage."""
         return count_segments(self.graph.unit(stage[0]), self.plan.virtual_stage(*stage).layers)
 
+    @memoized
     def num_weights(self, stage: StageKey, *, trained_only: bool) -> int:
         """Return the weights of a stage, all tensor parallel ranks together."""
-        if (stage, trained_only) not in self._num_weights:
-            unit, counts = stage[0], self.counts(stage).items()
-            self._num_weights[stage, trained_only] = sum(
-                count * (self.trained_layer_weights(unit, layer, need) if trained_only else self.layer_weights(unit, layer))
-                for (layer, need), count in counts
-            )
-        return self._num_weights[stage, trained_only]
+        unit = stage[0]
+        return sum(
+            count * (self.trained_layer_weights(unit, layer, need) if trained_only else self.layer_weights(unit, layer))
+            for (layer, need), count in self.counts(stage).items()
+        )
 
     def state_shares(self, stage: StageKey, *, num_copies: int | None) -> list[tuple[tuple[int, ...], int]]:
         """Return the trained weights of a stage, all tensor parallel ranks together, by the ranks that share their state.
@@ -124,11 +123,3 @@ class StageLayers:
             unit.name: [layers_backward_need(self.graph, unit.name, range(layer, layer + 1)) for layer in range(len(unit.layers))]
             for unit in self.graph.units
         }
-
-    @cached_property
-    def _num_weights(self) -> dict[tuple[StageKey, bool], int]:
-        return {}
-
-    @cached_property
-    def _counts(self) -> dict[StageKey, LayerCounts]:
-        return {}

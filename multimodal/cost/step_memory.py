@@ -1,7 +1,6 @@
 """Bytes of a step on each rank: weights and optimizer state at all times, activations until their backward."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from multimodal.cost.item_shares import RankLoad
 from multimodal.cost.layers.collectives import held_key_bytes
 from multimodal.cost.layers.layer import ActivationCase, Implementation, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.memoize import memoized
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import LayerCounts, StageKey, StageLayers
 from multimodal.cost.unit_load import Floats, UnitLoad, add_loads
@@ -77,23 +77,22 @@ class StepMemory:
         number = self.loads.assignment.placed[place.unit].microbatch_starts[place.replica] + place.microbatch
         return int(self.kept_bytes(place.unit)[place.stage, number])
 
+    @memoized
     def kept_bytes(self, unit: str) -> Integers:
         """Return `activation_bytes` of every stage and microbatch of a unit, [num_stages, num_microbatches]."""
-        if unit not in self._kept_bytes:
-            placed, kept = self.loads.assignment.placed[unit], self.loads.kept(unit)
-            plan, of_layers = self.layers.plan.units[unit], dict[object, Floats]()
-            found = np.zeros((plan.num_virtual_stages, placed.num_microbatches))
-            for stage, replica in np.ndindex(len(found), plan.data_parallel_size):
-                if stage >= plan.num_stages_of(replica):
-                    continue
-                counts, own = self.layers.counts((unit, replica, stage)), slice(*placed.microbatch_starts[replica : replica + 2])
-                size, width = self.layers.tensor_size((unit, replica, stage)), self._width_before((unit, replica, stage))
-                like = tuple(counts.items()), size, stage == 0, width
-                if like not in of_layers:
-                    of_layers[like] = self._stage_bytes(unit, counts, kept, tensor_size=size, is_first=stage == 0, width=width)
-                found[stage, own] = of_layers[like][own]
-            self._kept_bytes[unit] = np.round(found).astype(np.int64)
-        return self._kept_bytes[unit]
+        placed, kept = self.loads.assignment.placed[unit], self.loads.kept(unit)
+        plan, of_layers = self.layers.plan.units[unit], dict[object, Floats]()
+        found = np.zeros((plan.num_virtual_stages, placed.num_microbatches))
+        for stage, replica in np.ndindex(len(found), plan.data_parallel_size):
+            if stage >= plan.num_stages_of(replica):
+                continue
+            counts, own = self.layers.counts((unit, replica, stage)), slice(*placed.microbatch_starts[replica : replica + 2])
+            size, width = self.layers.tensor_size((unit, replica, stage)), self._width_before((unit, replica, stage))
+            like = tuple(counts.items()), size, stage == 0, width
+            if like not in of_layers:
+                of_layers[like] = self._stage_bytes(unit, counts, kept, tensor_size=size, is_first=stage == 0, width=width)
+            found[stage, own] = of_layers[like][own]
+        return np.round(found).astype(np.int64)
 
     def cut_bytes(self, unit: str) -> Integers:
         """Return the bytes that ranges of segments add to `kept_bytes` in a stage, [num_stages, num_microbatches].
@@ -180,10 +179,6 @@ class StepMemory:
     def _implementation(self, unit: str) -> Implementation:
         return "local" if self.layers.graph.unit(unit).needs_local_layers else self.options.transformer_impl
 
-    @cached_property
-    def _kept_bytes(self) -> dict[str, Integers]:
-        return {}
-
     def _received_bytes(
         self, unit: str, counts: LayerCounts, load: UnitLoad, *, tensor_size: int, is_first: bool, width: int
     ) -> float | Floats:
@@ -220,16 +215,10 @@ class StepMemory:
         """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""
         unit, _, index = stage
         are_alike = self.options.num_state_copies is None and not self.layers.plan.units[unit].is_unlike
-        key = (unit, 0, index) if are_alike else stage
-        if key not in self._weight_bytes:
-            self._weight_bytes[key] = self._count_weight_bytes(key)
-        return self._weight_bytes[key]
+        return self._weight_bytes((unit, 0, index) if are_alike else stage)
 
-    @cached_property
-    def _weight_bytes(self) -> dict[StageKey, float]:
-        return {}
-
-    def _count_weight_bytes(self, stage: StageKey) -> float:
+    @memoized
+    def _weight_bytes(self, stage: StageKey) -> float:
         sizes = self.layers.plan.units[stage[0]]
         copies = sizes.data_parallel_size * sizes.context_parallel_size
         trained, held = (self.layers.weights_by_sharers(stage, trained_only=only) for only in (True, False))

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from multimodal.cost.assigned_loads import AssignedLoads
+from multimodal.cost.memoize import memoized
 from multimodal.cost.pieces.stage_costs import COMPUTATIONS, StageCosts
 from multimodal.cost.stage_layers import StageKey
 from multimodal.cost.step_costs import ComputeCost
@@ -94,14 +95,13 @@ class ComputationSeconds:
         unit, replica, index = stage
         return next(key for key, where in self.stages.alike(unit) if where[index, replica])
 
+    @memoized
     def _waits(self, stage: StageKey, kind: ActionKind) -> Floats:
         """[num_waits, num_microbatches of the unit] seconds of the waits of computations like a stage's."""
-        if (*stage, kind) not in self._known_waits:
-            count = self.loads.assignment.placed[stage[0]].num_microbatches
-            seconds = partial(self.stages.waits, stage, kind)
-            found = self._of_rows(self._rows(stage[0], False), np.arange(count), lambda load: np.array(seconds(load)))
-            self._known_waits[*stage, kind] = found if found.size else np.zeros((len(found), count))
-        return self._known_waits[*stage, kind]
+        count = self.loads.assignment.placed[stage[0]].num_microbatches
+        seconds = partial(self.stages.waits, stage, kind)
+        found = self._of_rows(self._rows(stage[0], False), np.arange(count), lambda load: np.array(seconds(load)))
+        return found if found.size else np.zeros((len(found), count))
 
     def of_replicas(self, unit: str) -> Floats:
         """[num_stages, num_replicas] seconds of all forwards and backwards of each stage."""
@@ -123,19 +123,21 @@ class ComputationSeconds:
 
         Rows are the unit's microbatches, or the sample subsets of all of them in the order of `StepShape.consumers`.
         """
-        if (unit, of_subsets) not in self._known:
-            replicas, rows = self.loads.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)
-            if of_subsets:
-                replicas = np.repeat(replicas, np.diff(self.loads.routes_from(unit).subset_starts))
-            found = None if of_subsets else self._computed_ahead.pop(unit, None)
-            if found is None:
-                found = self._in_every_stage(unit, replicas, rows)
-            if self.stages.options.zero_stage >= 3 and not of_subsets:
-                found += self._waits_for_the_slowest(unit, found[0])
-            if self.loads.shape.plan.units[unit].expert_parallel_size > 1:
-                self._compute_together(unit, found, rows, of_subsets=of_subsets)
-            self._known[unit, of_subsets] = found
-        return self._known[unit, of_subsets]
+        return self._of_unit(unit, of_subsets)
+
+    @memoized
+    def _of_unit(self, unit: str, of_subsets: bool) -> Floats:
+        replicas, rows = self.loads.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)
+        if of_subsets:
+            replicas = np.repeat(replicas, np.diff(self.loads.routes_from(unit).subset_starts))
+        found = None if of_subsets else self._computed_ahead.pop(unit, None)
+        if found is None:
+            found = self._in_every_stage(unit, replicas, rows)
+        if self.stages.options.zero_stage >= 3 and not of_subsets:
+            found += self._waits_for_the_slowest(unit, found[0])
+        if self.loads.shape.plan.units[unit].expert_parallel_size > 1:
+            self._compute_together(unit, found, rows, of_subsets=of_subsets)
+        return found
 
     def _in_every_stage(self, unit: str, replicas: Integers, rows: UnitLoad | Sequence[ComputedLoad]) -> Floats:
         """[2, kinds, num_stages, num_rows] seconds and waits as if no replica waited for another one; replicas: of the rows."""
@@ -166,24 +168,23 @@ class ComputationSeconds:
             for each, own in zip(steps, np.split(found, ends[:-1], axis=-1), strict=True):
                 each._computed_ahead[unit] = own
 
+    @memoized
     def _before_segments(self, unit: str, stage: int) -> Floats:
         """[2, kinds, num_segments + 1, num_microbatches] seconds and waits of a stage's segments before each one, and of all.
 
         Time that belongs to no segment is shared evenly.
         """
-        if (unit, stage) not in self._known_segments:
-            rows, replicas = self._rows(unit, False), self.loads.assignment.placed[unit].replica_of_microbatch
-            whole = self.of_unit(unit)[:, :, stage]
-            of_keys = [(key, np.flatnonzero(where[stage][replicas])) for key, where in self.stages.alike(unit)]
-            counts = {key: self.stages.stages.num_segments(key) for key, chosen in of_keys if len(chosen)}
-            found = np.zeros((*whole.shape[:2], max(counts.values(), default=0), whole.shape[2]))
-            for key, chosen in of_keys:
-                if len(chosen):
-                    own = self._of_rows(rows, chosen, partial(self.stages.segments, key))
-                    found[:, :, : counts[key], chosen] = own + ((whole[..., chosen] - own.sum(axis=2)) / counts[key])[:, :, None]
-            before = np.cumsum(found, axis=2)
-            self._known_segments[unit, stage] = np.concatenate((np.zeros_like(before[:, :, :1]), before), axis=2)
-        return self._known_segments[unit, stage]
+        rows, replicas = self._rows(unit, False), self.loads.assignment.placed[unit].replica_of_microbatch
+        whole = self.of_unit(unit)[:, :, stage]
+        of_keys = [(key, np.flatnonzero(where[stage][replicas])) for key, where in self.stages.alike(unit)]
+        counts = {key: self.stages.stages.num_segments(key) for key, chosen in of_keys if len(chosen)}
+        found = np.zeros((*whole.shape[:2], max(counts.values(), default=0), whole.shape[2]))
+        for key, chosen in of_keys:
+            if len(chosen):
+                own = self._of_rows(rows, chosen, partial(self.stages.segments, key))
+                found[:, :, : counts[key], chosen] = own + ((whole[..., chosen] - own.sum(axis=2)) / counts[key])[:, :, None]
+        before = np.cumsum(found, axis=2)
+        return np.concatenate((np.zeros_like(before[:, :, :1]), before), axis=2)
 
     def _rows(self, unit: str, of_subsets: bool) -> UnitLoad | Sequence[ComputedLoad]:
         """Return loads as arrays, or one by one if context parallel ranks share their tokens."""
@@ -242,19 +243,7 @@ class ComputationSeconds:
         return stages, np.unique(keys, axis=1, return_inverse=True)[1].ravel()
 
     @cached_property
-    def _known_segments(self) -> dict[tuple[str, int], Floats]:
-        return {}
-
-    @cached_property
-    def _known_waits(self) -> dict[tuple[str, int, int, ActionKind], Floats]:
-        return {}
-
-    @cached_property
     def _computed_ahead(self) -> dict[str, Floats]:
-        return {}
-
-    @cached_property
-    def _known(self) -> dict[tuple[str, bool], Floats]:
         return {}
 
 

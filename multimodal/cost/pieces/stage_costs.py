@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ from numpy.typing import NDArray
 
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.memoize import memoized
 from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
@@ -33,23 +33,22 @@ class StageCosts:
     options: RunOptions
     profile: LayerProfile | None
 
+    @memoized
     def alike(self, unit: str) -> Sequence[tuple[StageKey, NDArray[np.bool_]]]:
         """Return a unit's stages grouped by their work: one stage of each group, and its members, [num_stages, num_replicas].
 
         Stages are alike if they have the same layers, and the same links between the ranks that compute them together.
         """
-        if unit not in self._alike:
-            plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, NDArray[np.bool_]]]()
-            shape, known = (plan.num_virtual_stages, plan.data_parallel_size), dict[object, object]()
-            for replica, each in enumerate(plan.replicas):
-                for virtual in each.virtual_stages:
-                    key = unit, replica, virtual.index
-                    looks = virtual.layers, self._on_first_nodes(virtual.ranks), self._on_first_nodes(self._expert_ranks(key))
-                    like = known[looks] if looks in known else known.setdefault(looks, self._like(key))
-                    index = (like, virtual.index) if self.options.zero_stage >= 3 else like
-                    found.setdefault(index, (key, np.zeros(shape, bool)))[1][virtual.index, replica] = True
-            self._alike[unit] = list(found.values())
-        return self._alike[unit]
+        plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, NDArray[np.bool_]]]()
+        shape, known = (plan.num_virtual_stages, plan.data_parallel_size), dict[object, object]()
+        for replica, each in enumerate(plan.replicas):
+            for virtual in each.virtual_stages:
+                key = unit, replica, virtual.index
+                looks = virtual.layers, self._on_first_nodes(virtual.ranks), self._on_first_nodes(self._expert_ranks(key))
+                like = known[looks] if looks in known else known.setdefault(looks, self._like(key))
+                index = (like, virtual.index) if self.options.zero_stage >= 3 else like
+                found.setdefault(index, (key, np.zeros(shape, bool)))[1][virtual.index, replica] = True
+        return list(found.values())
 
     def _like(self, key: StageKey) -> object:
         """Return a value that is the same for stages that take the same seconds for the same load."""
@@ -139,17 +138,16 @@ class StageCosts:
 
     def over_replicas(self, stage: StageKey, bytes_per_weight: float, *, trained_only: bool) -> float:
         """Seconds of one ring over all ranks that have the same shard of a stage's weights."""
-        unit, size = self.stages.plan.units[stage[0]], self.stages.tensor_size(stage)
-        total = 0.0
+        unit, size, total = stage[0], self.stages.tensor_size(stage), 0.0
         for num_weights, num_sharers in self.stages.weights_by_sharers(stage, trained_only=trained_only):
-            num_bytes = bytes_per_weight * num_weights / size
-            key = stage[0], stage[2], num_sharers, num_bytes
-            if key not in self._rings:
-                replicas = unit.replicas[::num_sharers]
-                peers = [rank for replica in replicas for rank in replica.virtual_stages[stage[2]].ranks[::size]]
-                self._rings[key] = collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
-            total += self._rings[key]
+            total += self._ring_seconds(unit, stage[2], size, num_sharers, bytes_per_weight * num_weights / size)
         return total
+
+    @memoized
+    def _ring_seconds(self, unit: str, stage: int, tensor_size: int, num_sharers: int, num_bytes: float) -> float:
+        replicas = self.stages.plan.units[unit].replicas[::num_sharers]
+        peers = [rank for replica in replicas for rank in replica.virtual_stages[stage].ranks[::tensor_size]]
+        return collective_seconds(num_bytes, ranks=peers, cluster=self.layer_costs.cluster)
 
     def over_unlike(self, reduction: Action) -> float:
         """Seconds of one ring over all ranks that have a shard of some layers, of a unit whose replicas are not alike.
@@ -200,14 +198,6 @@ class StageCosts:
         if kind is ActionKind.WEIGHT_GRADIENT:
             return reducing
         return gathering + (0.0 if kind is ActionKind.FORWARD else reducing)
-
-    @cached_property
-    def _alike(self) -> dict[str, list[tuple[StageKey, NDArray[np.bool_]]]]:
-        return {}
-
-    @cached_property
-    def _rings(self) -> dict[tuple[str, int, int, float], float]:
-        return {}
 
 
 def _cost_of(kind: ActionKind, one: LayerSeconds, layer: str, need: BackwardNeed) -> tuple[float, float]:

@@ -11,9 +11,10 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import ATTENTION_BACKWARD, LayerCollectives
 from multimodal.cost.layers.layer import Layer, Recompute
 from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.memoize import memoized
 from multimodal.cost.seconds.analytic_curves import analytic_curves
 from multimodal.cost.seconds.layer_curves import Counts, Curve, LayerCurves, Quadratic, counted_tokens
-from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey
+from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.seconds.layer_seconds import LayerSeconds, PassParts
 from multimodal.cost.seconds.segment_seconds import SegmentSeconds, SegmentShares, segment_seconds, segment_shares
 from multimodal.cost.unit_load import CutLoad, UnitLoad
@@ -92,10 +93,12 @@ class LayerCosts:
 
     def segments(self, unit: str, kind: str, load: UnitLoad, *, cut: CutLoad | None = None, **shared: Any) -> SegmentSeconds:
         """Return the seconds of a layer's segments as `segment_seconds` does; arguments as in `seconds`."""
-        if (unit, kind) not in self._shares:
-            self._shares[unit, kind] = segment_shares(self._describe(unit, kind), cluster=self.cluster)
         whole = self.seconds(unit, kind, load, cut=cut, **shared)
-        return segment_seconds(whole, self.parts(unit, kind, load, **shared), self._shares[unit, kind])
+        return segment_seconds(whole, self.parts(unit, kind, load, **shared), self._shares(unit, kind))
+
+    @memoized
+    def _shares(self, unit: str, kind: str) -> SegmentShares:
+        return segment_shares(self._describe(unit, kind), cluster=self.cluster)
 
     def expert_products(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> float:
         """Return the seconds of the experts' products in a forward; either gradient takes as long. Arguments as in `seconds`."""
@@ -122,14 +125,12 @@ class LayerCosts:
         """Return a layer's collectives; arguments as in `seconds`. Ranks with equal collectives take equal seconds."""
         return self._of(unit, kind, shared).collectives
 
+    @memoized
     def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
         """Return the curves of the layer's computations on one rank, without collectives and recomputation."""
-        key = unit, kind, tensor_parallel_size, context_parallel_size
-        if key not in self._curves:
-            measured = self.profile.find(*key) if self.profile is not None else None
-            num_ranks = tensor_parallel_size * context_parallel_size
-            self._curves[key] = measured or analytic_curves(self._describe(unit, kind), num_ranks=num_ranks, cluster=self.cluster)
-        return self._curves[key]
+        measured = self.profile and self.profile.find(unit, kind, tensor_parallel_size, context_parallel_size)
+        num_ranks = tensor_parallel_size * context_parallel_size
+        return measured or analytic_curves(self._describe(unit, kind), num_ranks=num_ranks, cluster=self.cluster)
 
     def _describe(self, unit: str, kind: str) -> Layer:
         return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
@@ -170,14 +171,6 @@ class LayerCosts:
         )
         self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks] = prepared
         return prepared
-
-    @cached_property
-    def _curves(self) -> dict[ProfileKey, LayerCurves]:
-        return {}
-
-    @cached_property
-    def _shares(self) -> dict[tuple[str, str], SegmentShares]:
-        return {}
 
     @cached_property
     def _prepared(self) -> dict[_Key, "_Prepared"]:
