@@ -70,7 +70,7 @@ def list_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: in
 
 
 def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockWorkloads:
-    """Count the work in every block of queries, for `balance.distribute_tokens`, without listing blocks, in O(tokens).
+    """Count the work in every block of queries, for `distribute_tokens`, without listing blocks, in O(tokens).
 
     Arguments and errors as in `list_blocks`. Runs as a C++ kernel, with the same result, if the kernels are built.
     """

@@ -17,8 +17,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from multimodal.attention.attention_backend import AttentionBackend
 from multimodal.attention.attention_mask import AttentionMask
-from multimodal.attention.token_shares import BlockShares
 from multimodal.cost.layers.collectives import count_groups_at_once
+from multimodal.cost.tokens.token_shares import BlockShares
 from multimodal.values.errors import ConfigError
 
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from multimodal.cost.item_shares import DEFAULT_BLOCK_SIZE
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.seconds.layer_costs import LayerCosts
+from multimodal.cost.tokens.deal_items import DEFAULT_BLOCK_SIZE
 
 
 @dataclass(frozen=True)

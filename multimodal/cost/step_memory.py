@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from multimodal.cost.assigned_loads import AssignedLoads
-from multimodal.cost.item_shares import RankLoad
 from multimodal.cost.layers.collectives import held_key_bytes
 from multimodal.cost.layers.layer import ActivationCase, Implementation, Recompute
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import LayerCounts, StageKey, StageLayers
+from multimodal.cost.tokens.deal_items import RankLoad
 from multimodal.cost.unit_load import Floats, UnitLoad, add_loads
 from multimodal.values.action import Place
 from multimodal.values.arrays.rows import Integers

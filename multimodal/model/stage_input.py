@@ -9,8 +9,8 @@ from torch import Tensor
 
 from multimodal.attention.device_values import map_tensors
 from multimodal.attention.packed_lengths import ItemSpan, PackedLengths
-from multimodal.attention.token_shares import RankShare, WholeItemShares
 from multimodal.attention.windows import Windows, order_by_window
+from multimodal.cost.tokens.token_shares import RankShare, WholeItemShares
 from multimodal.values.model_graph import Unit
 
 
@@ -142,6 +142,11 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     receives only those that its tokens take (`token_placement.py`), in the order of the whole; so the row numbers that refer to
     these are changed, too. Lists of rows without any on this rank become empty, not None: all ranks run the same layers.
     """
+
+    def local_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
+        is_held, local = share.local_rows(rows.numpy())
+        return torch.from_numpy(is_held), torch.from_numpy(local)
+
     at = torch.from_numpy(share.positions)
     parts: dict[str, Any] = {"positions": batch.positions[at], "share": share}
     if batch.patches is not None and batch.target_rows is None:
@@ -149,12 +154,12 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     if batch.token_ids is not None:
         parts["token_ids"] = batch.token_ids[at]
     if batch.item_rows is not None:
-        is_held, parts["item_rows"] = share.local_rows(batch.item_rows)
+        is_held, parts["item_rows"] = local_rows(batch.item_rows)
         parts["item_sources"] = None if batch.item_sources is None else batch.item_sources[is_held]
     if batch.generator_rows is not None:
-        parts["generator_rows"] = share.local_rows(batch.generator_rows)[1]
+        parts["generator_rows"] = local_rows(batch.generator_rows)[1]
     if batch.target_rows is not None:
-        is_held, parts["target_rows"] = share.local_rows(batch.target_rows)
+        is_held, parts["target_rows"] = local_rows(batch.target_rows)
         parts["targets"], parts["patches"] = (None if rows is None else rows[is_held] for rows in (batch.targets, batch.patches))
     if batch.condition_rows is not None:
         taken, parts["condition_rows"] = torch.unique(batch.condition_rows[at], return_inverse=True)

@@ -16,8 +16,8 @@ ROOMS_BELOW = {
     "schedule": {"cost", "values"},
     "balance": {"schedule", "cost", "values"},
     "plan": {"balance", "schedule", "cost", "values"},
-    "attention": {"balance", "cost", "values"},
-    "model": {"attention", "balance", "values"},
+    "attention": {"cost", "values"},
+    "model": {"attention", "cost", "balance", "values"},
     "data": {"balance", "values"},
 }
 RUNTIME_ROOMS_BELOW = {

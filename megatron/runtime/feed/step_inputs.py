@@ -139,7 +139,7 @@ def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tup
     """Return the samples of the targets that this rank holds."""
     if own.share is None or whole.target_rows is None:
         return samples
-    is_held = own.share.local_rows(whole.target_rows)[0].tolist()
+    is_held = own.share.local_rows(whole.target_rows.numpy())[0].tolist()
     return tuple(sample for sample, held in zip(samples, is_held, strict=True) if held)
 
 

@@ -15,10 +15,12 @@ from megatron.runtime.communication.broker import Rows, RowShares
 from megatron.runtime.step.decision import OutputPiece, StepDecision
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_lengths import ItemSpan, build_packed_mask
-from multimodal.attention.token_shares import BlockShares, RankShare, TokenShares, WholeItemShares, share_tokens
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import share_tokens
 from multimodal.balance.batch_work import list_items
-from multimodal.cost.item_shares import CUT, ItemDealer
+from multimodal.cost.memoize import memoized
+from multimodal.cost.tokens.deal_items import ItemDealer
+from multimodal.cost.tokens.distribute_tokens import TokenDistribution
+from multimodal.cost.tokens.token_shares import RankShare, TokenShares
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
@@ -68,8 +70,6 @@ class TokenPlacement:
     def __init__(self, step: StepDecision, *, sizes: Mapping[str, int], sharing: ContextSharing) -> None:
         """step: the decision of a step; sizes: unit -> context parallel size."""
         self._step, self._sizes, self._sharing = step, sizes, sharing
-        self._shares: dict[tuple[MicrobatchPlace, int], TokenShares] = {}
-        self._dealers: dict[str, ItemDealer] = {}
         self._row_shares: dict[tuple[MicrobatchPlace, MicrobatchPlace], RowShares] = {}
 
     def belongs_to(self, step: StepDecision) -> None:
@@ -224,23 +224,17 @@ class TokenPlacement:
             tokens = [first_token[atom] + _first_of_merged(self._item(place.unit, atom)) for atom in atoms]
         return _owners(shares, np.concatenate(tokens)) if tokens else np.empty(0, dtype=np.int64)
 
+    @memoized
     def _shares_of(self, place: MicrobatchPlace, part: int) -> TokenShares:
-        if (place, part) not in self._shares:
-            is_by_item = self._sharing.method is TokenDistribution.BY_ITEM or self._step.graph.unit(place.unit).keeps_items_whole
-            has_whole_items = is_by_item and not self._is_backbone(place)
-            self._shares[place, part] = self._deal_items(place, part) if has_whole_items else self._deal_blocks(place, part)
-        return self._shares[place, part]
+        is_by_item = self._sharing.method is TokenDistribution.BY_ITEM or self._step.graph.unit(place.unit).keeps_items_whole
+        if not is_by_item or self._is_backbone(place):
+            return self._deal_blocks(place, part)
+        dealer = self._dealer(place.unit)
+        return dealer.deal(dealer.loads_of(self._item(place.unit, atom) for atom in self._atoms(place, part)))
 
-    def _deal_items(self, place: MicrobatchPlace, part: int) -> WholeItemShares:
-        if place.unit not in self._dealers:
-            size, block_size = self._sizes[place.unit], self._sharing.block_size
-            self._dealers[place.unit] = ItemDealer(self._step.graph, place.unit, size, block_size)
-        dealer = self._dealers[place.unit]
-        loads = dealer.loads_of(self._item(place.unit, atom) for atom in self._atoms(place, part))
-        lengths, dealt = np.array([load.num_tokens for load in loads], dtype=np.int64), dealer.deal(loads)
-        num_cut = int(lengths[dealt.owners == CUT].sum())
-        cut = BlockShares(dealt.block_owners, dealer.num_ranks, num_cut, dealer.block_size)
-        return WholeItemShares(tuple(lengths.tolist()), dealt.owners, cut, dealer.num_ranks)
+    @memoized
+    def _dealer(self, unit: str) -> ItemDealer:
+        return ItemDealer(self._step.graph, unit, self._sizes[unit], self._sharing.block_size)
 
     def _deal_blocks(self, place: MicrobatchPlace, part: int) -> TokenShares:
         lengths, items = self._layout(place, part)

@@ -14,9 +14,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.runtime import platform
 from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
 from megatron.runtime.profiler import build_layer, synthetic_input
-from multimodal.attention.token_shares import BlockShares, RankShare
 from multimodal.cost.layers.layer import LayerFlops
 from multimodal.cost.layers.registry import describe_layer
+from multimodal.cost.tokens.token_shares import BlockShares, RankShare
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision

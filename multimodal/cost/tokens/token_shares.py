@@ -5,13 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-
-from multimodal.attention.bitfield import BitfieldMask
-from multimodal.attention.block_summary import count_block_workloads
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, distribute_tokens
 
 
 class TokenShares(ABC):
@@ -70,6 +64,10 @@ class BlockShares(TokenShares):
         return rows
 
 
+CUT = -1
+"""Owner of an item that several ranks share, in place of a rank."""
+
+
 @dataclass(frozen=True, eq=False)
 class WholeItemShares(TokenShares):
     """Items, each whole on one rank unless it is cut: only keys and values of cut items are gathered."""
@@ -77,7 +75,7 @@ class WholeItemShares(TokenShares):
     lengths: tuple[int, ...]
     """Tokens of every item, in the order of the sequence."""
     owners: NDArray[np.int32]
-    """[num_items]: the rank that holds the whole item; below 0: it is cut."""
+    """[num_items]: the rank that holds the whole item, or CUT."""
     cut: BlockShares
     """The cut items' tokens, concatenated."""
     num_ranks: int
@@ -121,31 +119,13 @@ class RankShare:
         """[num_tokens]: the positions of this rank's tokens in the sequence, ascending."""
         return self.shares.positions_of(self.rank)
 
-    def local_rows(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def local_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
         """Return the indices of rows of the whole sequence among this rank's tokens.
 
-        rows: [num_rows], int64, on the CPU. Returns (is_held: [num_rows], bool; local: [num_held], int64, in the order of rows).
+        rows: [num_rows]. Returns (is_held: [num_rows]; local: [num_held], in the order of rows).
         """
-        local = torch.full((len(self.shares.owner_of_token),), -1)
-        local[torch.from_numpy(self.positions)] = torch.arange(self.num_tokens)
+        local = np.full(len(self.shares.owner_of_token), -1)
+        local[self.positions] = np.arange(self.num_tokens)
         local_rows = local[rows]
         is_held = local_rows >= 0
         return is_held, local_rows[is_held]
-
-
-def share_tokens(
-    mask: BitfieldMask,
-    *,
-    num_ranks: int,
-    method: TokenDistribution | str = TokenDistribution.LPT,
-    block_size: int = 128,
-    seed: int = 0,
-) -> BlockShares:
-    """Deal the blocks of a sequence so that every rank's attention takes nearly as long (Cornstarch, thesis 3.3.2.1).
-
-    A function of the mask alone, which every rank knows from lengths, so no communication is needed. Raises AssignmentError or
-    DataError if an argument is wrong.
-    """
-    workloads = count_block_workloads(mask, block_size=block_size).num_blocks
-    owners = distribute_tokens(workloads, num_ranks=num_ranks, method=method, seed=seed)
-    return BlockShares(owners, num_ranks, mask.num_tokens, block_size)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from multimodal.cost.item_shares import CUT, TOLERANCE, ItemDealer, ItemShares, RankLoad, share_items
+from multimodal.cost.tokens.deal_items import TOLERANCE, ItemDealer, RankLoad, deal_items
+from multimodal.cost.tokens.token_shares import CUT, WholeItemShares
 from multimodal.cost.unit_load import UnitLoad, add_loads
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths
@@ -30,11 +31,11 @@ def costs_of(lengths: Sequence[int]) -> list[int]:
     return [50 * length + length * length for length in lengths]
 
 
-def share(lengths: Sequence[int], *, num_ranks: int) -> ItemShares:
-    return share_items(lengths, costs=costs_of(lengths), num_ranks=num_ranks, block_size=BLOCK)
+def share(lengths: Sequence[int], *, num_ranks: int) -> WholeItemShares:
+    return deal_items(lengths, costs=costs_of(lengths), num_ranks=num_ranks, block_size=BLOCK)
 
 
-def work_of_ranks(lengths: Sequence[int], shares: ItemShares, *, num_ranks: int) -> NDArray[np.float64]:
+def work_of_ranks(lengths: Sequence[int], shares: WholeItemShares, *, num_ranks: int) -> NDArray[np.float64]:
     """Every token once, at its item's cost per token."""
     work, per_token = np.zeros(num_ranks), []
     for length, cost, owner in zip(lengths, costs_of(lengths), shares.owners.tolist(), strict=True):
@@ -42,7 +43,7 @@ def work_of_ranks(lengths: Sequence[int], shares: ItemShares, *, num_ranks: int)
             per_token += [cost / length] * length
         else:
             work[owner] += cost
-    np.add.at(work, np.repeat(shares.block_owners, BLOCK)[: len(per_token)], per_token)
+    np.add.at(work, np.repeat(shares.cut.owners, BLOCK)[: len(per_token)], per_token)
     return work
 
 
@@ -61,15 +62,15 @@ def work_of_ranks(lengths: Sequence[int], shares: ItemShares, *, num_ranks: int)
 )
 def test_examples(lengths: list[int], num_ranks: int, owners: list[int], block_owners: list[int]) -> None:
     shares = share(lengths, num_ranks=num_ranks)
-    assert (shares.owners.tolist(), shares.block_owners.tolist()) == (owners, block_owners)
+    assert (shares.owners.tolist(), shares.cut.owners.tolist()) == (owners, block_owners)
 
 
 @given(lengths=st.lists(st.integers(1, 400), min_size=1, max_size=30), num_ranks=st.integers(1, 6))
 def test_every_token_has_one_rank_and_none_has_too_much(lengths: list[int], num_ranks: int) -> None:
     shares = share(lengths, num_ranks=num_ranks)
     num_cut = sum(length for length, owner in zip(lengths, shares.owners, strict=True) if owner == CUT)
-    assert len(shares.block_owners) == -(-num_cut // BLOCK)
-    assert np.isin(shares.owners, (CUT, *range(num_ranks))).all() and np.isin(shares.block_owners, range(num_ranks)).all()
+    assert len(shares.cut.owners) == -(-num_cut // BLOCK)
+    assert np.isin(shares.owners, (CUT, *range(num_ranks))).all() and np.isin(shares.cut.owners, range(num_ranks)).all()
     work = work_of_ranks(lengths, shares, num_ranks=num_ranks)
     assert work.sum() == pytest.approx(sum(costs_of(lengths)))
     costs_and_lengths = list(zip(costs_of(lengths), lengths, strict=True))
@@ -96,7 +97,7 @@ def test_a_cut_item_goes_to_no_more_ranks_than_have_room() -> None:
     lengths = [215, 100, 100, 100, 100]
     shares = share(lengths, num_ranks=4)
     assert shares.owners.tolist() == [CUT, 1, 2, 3, 1]
-    assert set(shares.block_owners.tolist()) == {0, 2, 3}
+    assert set(shares.cut.owners.tolist()) == {0, 2, 3}
 
 
 @pytest.mark.parametrize(("unit", "outputs"), [("vision", (10, 50, 10)), ("painter", (40, 200, 40))])

@@ -1,0 +1,147 @@
+"""Deals items to context parallel ranks where tokens attend only inside their item: in encoders and generators.
+
+An item on one rank needs no keys and values of other ranks, so whole items are dealt, longest first. If that leaves a rank with
+too much work, one of its items is cut, and the tokens of cut items even out the ranks.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heapify, heapreplace
+from typing import NamedTuple
+
+import numpy as np
+
+from multimodal.cost.flops import UnitFlops, unit_flops
+from multimodal.cost.tokens.token_shares import CUT, BlockShares, WholeItemShares
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, num_given
+from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.sample_lengths import ItemLengths
+
+DEFAULT_BLOCK_SIZE = 128
+"""Tokens that stay together when an item is cut."""
+TOLERANCE = 0.05
+"""Work above an even share that a rank may have before an item is cut, as a fraction of that share."""
+
+
+class RankLoad(NamedTuple):
+    """One context parallel rank's part of a microbatch."""
+
+    whole: UnitLoad
+    """Load of the items that are on this rank as a whole."""
+    cut: UnitLoad
+    """Load of this rank's blocks of cut items; `num_squared` counts, for each token, the tokens of its item."""
+
+
+@dataclass(frozen=True)
+class ItemDealer:
+    """Deals the items of a unit's microbatches to its context parallel ranks, by the FLOPs of forward and backward."""
+
+    graph: ModelGraph
+    unit: str
+    num_ranks: int
+    block_size: int = DEFAULT_BLOCK_SIZE
+
+    def loads_of(self, items: Iterable[ItemLengths]) -> tuple[UnitLoad, ...]:
+        """Return the load of each item."""
+        is_generator = self.graph.unit(self.unit).role is Role.GENERATOR
+        return tuple(item_load(item.num_tokens, num_given(item, is_generator=is_generator)) for item in items)
+
+    def deal(self, items: Sequence[UnitLoad]) -> WholeItemShares:
+        """Deal the items of one microbatch."""
+        return deal_items(
+            [item.num_tokens for item in items],
+            costs=[round(self._flops.of(item)) for item in items],
+            num_ranks=self.num_ranks,
+            block_size=self.block_size,
+            keeps_whole=self.graph.unit(self.unit).keeps_items_whole,
+        )
+
+    def rank_loads(self, items: Sequence[UnitLoad]) -> tuple[RankLoad, ...]:
+        """Return the part of one microbatch that each rank computes."""
+        shares = self.deal(items)
+        of_owner: dict[int, list[UnitLoad]] = {owner: [] for owner in (CUT, *range(self.num_ranks))}
+        for item, owner in zip(items, shares.owners.tolist(), strict=True):
+            of_owner[owner].append(item)
+        cut = of_owner.pop(CUT)
+        num_tokens = np.zeros((self.num_ranks, len(cut)), np.int64)
+        np.add.at(num_tokens, (shares.cut.owner_of_token, np.repeat(np.arange(len(cut)), shares.cut_lengths)), 1)
+        return tuple(
+            RankLoad(add_loads(whole), add_loads(_part(item, count) for item, count in zip(cut, counts, strict=True) if count))
+            for whole, counts in zip(of_owner.values(), num_tokens.tolist(), strict=True)
+        )
+
+    def work(self, load: RankLoad) -> float:
+        """FLOPs of the work of one rank."""
+        return self._flops.of(load.whole) + self._flops.of(load.cut)
+
+    @cached_property
+    def _flops(self) -> UnitFlops:
+        return unit_flops(self.graph, self.unit, vocab_size=1)
+
+
+def deal_items(
+    lengths: Sequence[int],
+    *,
+    costs: Sequence[int],
+    num_ranks: int,
+    block_size: int = DEFAULT_BLOCK_SIZE,
+    keeps_whole: bool = False,
+) -> WholeItemShares:
+    """Deal items whole, longest first onto the least loaded rank; cut items of ranks that have too much.
+
+    lengths, costs: tokens and FLOPs of every item, in the order of the sequence. While a rank has more than 1 + TOLERANCE even
+    shares, it gives up the shortest item that is enough, else its longest one; an item of a single block cannot be cut. The
+    blocks of these items are dealt in the same way, so a rank that gets any has at most an even share and one block. keeps_whole:
+    True if no item is ever cut.
+
+    Ties go by item and by rank, so that every rank decides alike. O(items log items + cut tokens + blocks log ranks).
+    """
+    owners, loads = np.array(_place_longest_first(costs, [0] * num_ranks), np.int32), [0] * num_ranks
+    for rank in range(num_ranks):
+        items = sorted(np.flatnonzero(owners == rank).tolist(), key=lambda item: -costs[item])
+        kept = items if keeps_whole else _keep_whole(items, lengths, costs, sum(costs) / num_ranks, block_size)
+        owners[list(set(items).difference(kept))] = CUT
+        loads[rank] = sum(costs[item] for item in kept)
+    cut = np.flatnonzero(owners == CUT)
+    num_tokens = np.array(lengths, np.int64)[cut]
+    of_block = [0] * -(-int(num_tokens.sum()) // block_size)
+    position = 0
+    for item, length in zip(cut.tolist(), num_tokens.tolist(), strict=True):
+        end = position + length
+        while position < end:
+            block = position // block_size
+            inside = min(end, (block + 1) * block_size) - position
+            of_block[block] += costs[item] * inside // length
+            position += inside
+    blocks = BlockShares(np.array(_place_longest_first(of_block, loads), np.int32), num_ranks, position, block_size)
+    return WholeItemShares(tuple(lengths), owners, blocks, num_ranks)
+
+
+def _place_longest_first(costs: Sequence[int], loads: Sequence[int]) -> list[int]:
+    """Return the rank of each item or block: longest first onto the least loaded one; loads: what each rank has before."""
+    owners, ranks = [0] * len(costs), list(zip(loads, range(len(loads)), strict=True))
+    heapify(ranks)
+    for item in sorted(range(len(costs)), key=costs.__getitem__, reverse=True):
+        load, owners[item] = ranks[0]
+        heapreplace(ranks, (load + costs[item], owners[item]))
+    return owners
+
+
+def _keep_whole(items: Sequence[int], lengths: Sequence[int], costs: Sequence[int], even: float, block_size: int) -> list[int]:
+    """Return the items that a rank keeps; items: longest first."""
+    kept, load = list(items), sum(costs[item] for item in items)
+    while load > (1 + TOLERANCE) * even:
+        can_be_cut = [item for item in kept if lengths[item] > block_size]
+        if not can_be_cut:
+            break
+        enough = [item for item in can_be_cut if load - costs[item] <= even]
+        given_up = enough[-1] if enough else can_be_cut[0]
+        kept.remove(given_up)
+        load -= costs[given_up]
+    return kept
+
+
+def _part(item: UnitLoad, num_tokens: int) -> UnitLoad:
+    """Return the load of some of an item's tokens, each of which attends to the whole item."""
+    return UnitLoad(num_tokens, num_tokens * item.num_tokens, num_tokens * item.num_outputs // item.num_tokens, 1)
