@@ -41,8 +41,8 @@ from scipy.sparse import csr_matrix
 
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
-from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
 
@@ -92,7 +92,7 @@ class Row:
     """Milliseconds of node-wise rearrangement of all units."""
 
 
-Place = Callable[[Lengths, int, UnitCost], NDArray[np.int32]]
+Place = Callable[[Lengths, int, LengthCost], NDArray[np.int32]]
 """(lengths of one unit, number of replicas, cost) -> batch of each item."""
 
 
@@ -131,7 +131,7 @@ def generate_lengths(generator: np.random.Generator) -> dict[str, Lengths]:
 def post_balancing(drawn: Drawn) -> list[Row]:
     """Measure the claim: costs are sums of lengths, for all units."""
     return [
-        _measure(drawn, UnitCost(), method, place)
+        _measure(drawn, LengthCost(), method, place)
         for method, place in {
             "loader's order": _in_order,
             "Alg. 1 as published, Python": _published(lambda lengths, count, _: published_linear(lengths, num_bins=count)),
@@ -148,7 +148,7 @@ def post_balancing(drawn: Drawn) -> list[Row]:
 
 def cost_forms(drawn: Drawn) -> list[Row]:
     """Compare every other form of cost with the paper's algorithm for it; the bound of `padded-attention` is loose."""
-    peers: Mapping[CostForm, tuple[str, Callable[[Sequence[int], int, UnitCost], Batches]]] = {
+    peers: Mapping[CostForm, tuple[str, Callable[[Sequence[int], int, LengthCost], Batches]]] = {
         CostForm.LINEAR_QUADRATIC: (
             "Alg. 4 as published, Python",
             lambda lengths, count, _: published_linear_quadratic(
@@ -163,7 +163,7 @@ def cost_forms(drawn: Drawn) -> list[Row]:
     }
     rows = []
     for form, (method, peer) in peers.items():
-        weights = {name: UnitCost(form, 1 / (6 * size)) for name, size in HIDDEN_SIZES.items()}
+        weights = {name: LengthCost(form, 1 / (6 * size)) for name, size in HIDDEN_SIZES.items()}
         for name, place in (("loader's order", _in_order), (method, _published(peer)), ("Braid", _braid)):
             rows.append(_measure(drawn, weights, name, place))
     return rows
@@ -173,7 +173,7 @@ SECTIONS: Mapping[str, Callable[[Drawn], list[Row]]] = {"post-balancing": post_b
 """Name (as in `--sections`) -> section."""
 
 
-def _measure(drawn: Drawn, cost: UnitCost | Mapping[str, UnitCost], method: str, place: Place) -> Row:
+def _measure(drawn: Drawn, cost: LengthCost | Mapping[str, LengthCost], method: str, place: Place) -> Row:
     costs = cost if isinstance(cost, Mapping) else dict.fromkeys(drawn.lengths, cost)
     found, processor, wall = {}, [], []
     while not processor or (len(processor) < drawn.repeats and processor[0] < SHORTEST_PEER_SECONDS):
@@ -209,7 +209,7 @@ def _rearrange(drawn: Drawn, found: Mapping[str, NDArray[np.int32]]) -> tuple[fl
     """Permute the batches of all units over nodes; replica i loaded the i-th share of the samples."""
     left, start = [], time.process_time()
     for name, bins in found.items():
-        sources = _in_order(drawn.lengths[name], drawn.num_replicas, UnitCost())
+        sources = _in_order(drawn.lengths[name], drawn.num_replicas, LengthCost())
         shape = (drawn.num_replicas, drawn.num_replicas)
         arranged = rearrange_nodes(csr_matrix((drawn.lengths[name], (sources, bins)), shape=shape), ranks_per_node=RANKS_PER_NODE)
         before = int(arranged.bytes_before.max())
@@ -217,8 +217,8 @@ def _rearrange(drawn: Drawn, found: Mapping[str, NDArray[np.int32]]) -> tuple[fl
     return max(left), 1e3 * (time.process_time() - start)
 
 
-def batch_costs(lengths: Lengths, bins: NDArray[np.int32], num_batches: int, cost: UnitCost) -> NDArray[np.float64]:
-    """Return the cost of every batch, [num_batches]: like `UnitCost.batch_cost`, but for all batches at once."""
+def batch_costs(lengths: Lengths, bins: NDArray[np.int32], num_batches: int, cost: LengthCost) -> NDArray[np.float64]:
+    """Return the cost of every batch, [num_batches]: like `LengthCost.batch_cost`, but for all batches at once."""
     sums = np.bincount(bins, weights=lengths, minlength=num_batches)
     counts, longest = np.bincount(bins, minlength=num_batches), np.zeros(num_batches)
     np.maximum.at(longest, bins, lengths)
@@ -233,15 +233,15 @@ def batch_costs(lengths: Lengths, bins: NDArray[np.int32], num_batches: int, cos
             return sums + cost.quadratic_weight * counts * longest**2
 
 
-def _braid(lengths: Lengths, num_replicas: int, cost: UnitCost) -> NDArray[np.int32]:
+def _braid(lengths: Lengths, num_replicas: int, cost: LengthCost) -> NDArray[np.int32]:
     return post_balance_array(lengths, num_bins=num_replicas, cost=cost)
 
 
-def _in_order(lengths: Lengths, num_replicas: int, cost: UnitCost) -> NDArray[np.int32]:
+def _in_order(lengths: Lengths, num_replicas: int, cost: LengthCost) -> NDArray[np.int32]:
     return np.repeat(np.arange(num_replicas, dtype=np.int32), -(-len(lengths) // num_replicas))[: len(lengths)]
 
 
-def _published(balance: Callable[[Sequence[int], int, UnitCost], Batches]) -> Place:
+def _published(balance: Callable[[Sequence[int], int, LengthCost], Batches]) -> Place:
     return lambda lengths, count, cost: _to_bins(balance(lengths.tolist(), count, cost), len(lengths))
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 
 
-def least_costliest(lengths: Sequence[int], *, num_bins: int, cost: UnitCost, most_seconds: float = 60.0) -> float:
+def least_costliest(lengths: Sequence[int], *, num_bins: int, cost: LengthCost, most_seconds: float = 60.0) -> float:
     """Return the least possible cost of the costliest bin, in tokens.
 
     A bin is named after its longest item: each item joins a bin of its own name or of a longer item's name, and at most
@@ -44,7 +44,7 @@ def least_costliest(lengths: Sequence[int], *, num_bins: int, cost: UnitCost, mo
     return float(solved.fun)
 
 
-def _parts(lengths: Sequence[int], cost: UnitCost) -> tuple[Sequence[float], Sequence[float]]:
+def _parts(lengths: Sequence[int], cost: LengthCost) -> tuple[Sequence[float], Sequence[float]]:
     """Return each item's cost in any bin, and the cost that it adds to every item of a bin in which it is the longest."""
     squares = [cost.quadratic_weight * length * length for length in lengths]
     nothing = [0.0] * len(lengths)

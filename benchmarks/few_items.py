@@ -22,7 +22,7 @@ from rich.table import Table
 
 from multimodal.balance.algorithms.differencing_partition import partition_by_differencing
 from multimodal.balance.algorithms.post_balance import post_balance_array
-from multimodal.balance.unit_cost import LINEAR_COST
+from multimodal.balance.length_cost import LINEAR_COST
 
 SHAPES = ((2, 3), (2, 6), (3, 3), (3, 4), (4, 2), (4, 3), (6, 2), (6, 3), (8, 2), (10, 2))
 """(bins, items per bin)."""

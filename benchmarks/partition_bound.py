@@ -4,10 +4,10 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from multimodal.balance.algorithms.post_balance import lower_bound, post_balance
-from multimodal.balance.unit_cost import LINEAR_COST, UnitCost, integer_costs
+from multimodal.balance.length_cost import LINEAR_COST, LengthCost, integer_costs
 
 
-def partition_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: UnitCost = LINEAR_COST) -> float:
+def partition_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: LengthCost = LINEAR_COST) -> float:
     """Return a lower bound, in tokens, of the cost of the costliest bin in any partition.
 
     The bound is the optimum for `padded`, otherwise `lower_bound`; for `padded-attention` it is loose.

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.measure_balance import measure_balance
-from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import ConfigError
@@ -79,13 +79,13 @@ def _names(text: str) -> list[str]:
     return names
 
 
-def _costs(text: str) -> dict[str, UnitCost]:
+def _costs(text: str) -> dict[str, LengthCost]:
     return {name: _cost(value) for name, value in values_by_unit(text).items()}
 
 
-def _cost(text: str) -> UnitCost:
+def _cost(text: str) -> LengthCost:
     try:
-        return UnitCost.from_text(text)
+        return LengthCost.from_text(text)
     except ValueError as problem:
         raise argparse.ArgumentTypeError(f"'{text}' is no cost: {problem}; the forms are {', '.join(CostForm)}") from None
 
@@ -131,7 +131,7 @@ def run(argv: Sequence[str]) -> None:
     flags = build_parser().parse_args(argv)
     graph = build_graph(flags)
     plan = build_plan(graph, flags.replicas)
-    costs = flags.unit_costs if flags.model else {**dict.fromkeys(graph.unit_names, UnitCost()), **flags.unit_costs}
+    costs = flags.unit_costs if flags.model else {**dict.fromkeys(graph.unit_names, LengthCost()), **flags.unit_costs}
     options = BalanceOptions(
         num_microbatches=flags.microbatches,
         granularity=Granularity(flags.balance_granularity),

@@ -21,7 +21,7 @@ from benchmarks.published_setups.planned import read_cluster, read_model
 from benchmarks.published_setups.rows import Row, single
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.plan.colocated import plan_colocated
@@ -63,7 +63,7 @@ class OrchmllmStep:
         self.options = BalanceOptions(
             num_microbatches=1,
             vocab_size=self.graph.backbone.vocab_size or 152064,
-            unit_costs={"audio": UnitCost(CostForm.PADDED)},
+            unit_costs={"audio": LengthCost(CostForm.PADDED)},
         )
         self.assignments: dict[str, Assignment] = {}
 

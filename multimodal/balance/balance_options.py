@@ -3,13 +3,12 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from math import ceil
 from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
 
-from multimodal.balance.unit_cost import UnitCost
+from multimodal.balance.length_cost import LengthCost
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.length_arrays import LengthBatch
@@ -80,22 +79,13 @@ class BalanceOptions:
     """For balancers that can lower the number (`BalancerRow.defers`)."""
     merges_encoders: bool = False
     """True if encoders count as one, whose work is the sum of theirs; for balancers that defer (Entrain 4.5)."""
-    unit_costs: Mapping[str, UnitCost] = field(default_factory=lambda: MappingProxyType({}))
+    unit_costs: Mapping[str, LengthCost] = field(default_factory=lambda: MappingProxyType({}))
     """Unit -> its cost as a function of lengths in tokens; other units cost their FLOPs (see `BatchWork`)."""
     ranks_per_node: int = 8
     vocab_size: int = 32768
     """Vocabulary of the LLM's head, whose work counts."""
     predictor: Predictor | None = None
     """Predicts the steps that `auto` compares; without it, `auto` compares the largest work of a replica."""
-
-    def count_microbatches(self, num_samples: int, *, num_replicas: int, num_tokens: int) -> int:
-        """Return the number of microbatches of every LLM replica: `num_microbatches`, or the number that follows from their size.
-
-        num_tokens: LLM tokens of all samples.
-        """
-        if self.tokens_per_microbatch is not None and self.num_microbatches is None:
-            return max(1, ceil(num_tokens / (num_replicas * self.tokens_per_microbatch)))
-        return self.num_microbatches or ceil(num_samples / (num_replicas * self.micro_batch_size))
 
 
 def validate_inputs(lengths: Sequence[SampleLengths], *, graph: ModelGraph, options: BalanceOptions) -> None:

@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from statistics import fmean
 from typing import NamedTuple
 
 import numpy as np
 
 from multimodal.balance.balance_options import BalanceOptions, validate_inputs
-from multimodal.balance.unit_cost import UnitCost
+from multimodal.balance.length_cost import LengthCost
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.memoize import memoized
 from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, atom_loads, atom_numbers
@@ -44,18 +45,22 @@ class BatchWork:
         return len(self.arrays)
 
     def count_microbatches(self, num_replicas: int) -> int:
-        """Return the number of microbatches of each LLM replica that the options request."""
-        num_tokens = int(self.arrays.num_tokens.sum())
-        return self.options.count_microbatches(self.num_samples, num_replicas=num_replicas, num_tokens=num_tokens)
+        """Return the number of microbatches of each LLM replica: as given, or as it follows from their size."""
+        options = self.options
+        if options.num_microbatches is not None:
+            return options.num_microbatches
+        if options.tokens_per_microbatch is not None:
+            return max(1, ceil(int(self.arrays.num_tokens.sum()) / (num_replicas * options.tokens_per_microbatch)))
+        return ceil(self.num_samples / (num_replicas * options.micro_batch_size))
 
     @cached_property
     def _flops(self) -> Mapping[str, UnitFlops]:
         vocab_size = self.options.vocab_size
         return {name: unit_flops(self.graph, name, vocab_size=vocab_size) for name in self.graph.unit_names}
 
-    def cost(self, unit: str) -> UnitCost:
+    def cost(self, unit: str) -> LengthCost:
         """Return the unit's cost as a function of the result of `amounts`: as declared, else linear."""
-        return self.options.unit_costs.get(unit, UnitCost())
+        return self.options.unit_costs.get(unit, LengthCost())
 
     @memoized
     def of_unit(self, unit: str) -> AtomLoads:

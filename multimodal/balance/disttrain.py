@@ -55,7 +55,7 @@ def order_llm(llm: Groups, work: BatchWork, *, plan: Plan) -> Iterator[Groups]:
     yield reorder_llm(llm, work, plan=plan)
     backbone = plan.units[work.graph.backbone.name]
     if (num_chunks := backbone.num_stages_of(0) // len(backbone.replicas[0].stages)) > 1:
-        is_llm = _is_stage_of_llm(work, plan)
+        is_llm = np.concatenate([np.full(count, role is Role.BACKBONE) for role, _, count in _roles(work, plan)])
         yield _reordered(llm, partial(_fill_waits, _with_chunks(seconds, is_llm, num_chunks), num_stages=seconds.shape[1]))
     sizes = seconds.sum(axis=(0, 1))
     yield _reordered(llm, partial(_light_outside, sizes))
@@ -98,11 +98,6 @@ def _with_chunks(seconds: npt.NDArray[np.float64], is_llm: npt.NDArray[np.bool_]
     shares = np.where(is_llm, 1 / num_chunks, np.arange(num_chunks)[:, None] == 0)
     chunks: npt.NDArray[np.float64] = np.concatenate([seconds * share[:, None] for share in shares], axis=1)
     return chunks
-
-
-def _is_stage_of_llm(work: BatchWork, plan: Plan) -> npt.NDArray[np.bool_]:
-    """Return which stages of `_stage_seconds` are the LLM's, [num_stages]."""
-    return np.concatenate([np.full(count, role is Role.BACKBONE) for role, _, count in _roles(work, plan)])
 
 
 def _roles(work: BatchWork, plan: Plan) -> Iterator[tuple[Role, list[str], int]]:

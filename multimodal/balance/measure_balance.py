@@ -94,14 +94,11 @@ def measure_balance(
         work = BatchWork(graph, lengths, options)
         before = balance_in_order(work, plan=plan)
         for unit, measures in measure.units.items():
-            measures.append(_measure_unit(before, assignment, work, unit=unit, bytes_per_token=bytes_per_token[unit]))
+            volume = moved_volume(before, assignment, work, unit=unit, bytes_per_token=bytes_per_token[unit])
+            traffic = measure_traffic(volume, ranks_per_node=options.ranks_per_node)
+            imbalances = (unit_imbalance(each, work, unit=unit) for each in (before, assignment))
+            measures.append(UnitMeasure(*imbalances, traffic))
     return measure
-
-
-def _measure_unit(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> UnitMeasure:
-    volume = moved_volume(before, after, work, unit=unit, bytes_per_token=bytes_per_token)
-    traffic = measure_traffic(volume, ranks_per_node=work.options.ranks_per_node)
-    return UnitMeasure(unit_imbalance(before, work, unit=unit), unit_imbalance(after, work, unit=unit), traffic)
 
 
 def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit: str, bytes_per_token: int) -> csr_matrix:

@@ -6,8 +6,8 @@ import numpy as np
 
 from multimodal.balance.algorithms.post_balance import post_balance_array
 from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.length_cost import LINEAR_COST, LengthCost
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
-from multimodal.balance.unit_cost import LINEAR_COST, UnitCost
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
@@ -51,7 +51,7 @@ def balance_llm(work: BatchWork, *, plan: Plan) -> Groups:
     return _balance_samples(work, work.amounts(backbone), work.cost(backbone), plan=plan)
 
 
-def _balance_samples(work: BatchWork, amounts: Integers, cost: UnitCost, *, plan: Plan) -> Groups:
+def _balance_samples(work: BatchWork, amounts: Integers, cost: LengthCost, *, plan: Plan) -> Groups:
     """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer if samples are few)."""
     num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
     wanted = work.count_microbatches(num_replicas)

@@ -145,17 +145,13 @@ class ModelCosts:
                 return 2 * self.stage_costs.over_unlike(action)
             num_passes = 2
         seconds = num_passes * self.stage_costs.over_replicas(stage, bytes_per_weight, trained_only=True)
-        return seconds if action.covers is None else self._reduction_piece_seconds(action, seconds)
-
-    def _reduction_piece_seconds(self, reduction: Action, whole_seconds: float) -> float:
-        """Return the seconds of one piece of a reduction by layer: the first layer (reached last by a backward), or all others.
-
-        The pieces of the other layers are assumed to begin with that backward; the time until its first layer is done is left
-        out.
-        """
-        weights = self.stages.trained_weights(reduction[1:4])
+        if action.covers is None:
+            return seconds
+        # A reduction by layer: the first layer is reached last by a backward; the pieces of all others are assumed to begin with
+        # that backward, and the time until its first layer is done is left out.
+        weights = self.stages.trained_weights(stage)
         share = weights[0] / sum(weights)
-        return whole_seconds * (share if reduction.covers == LayerRange(0, 1) else 1 - share)
+        return seconds * (share if action.covers == LayerRange(0, 1) else 1 - share)
 
     @cached_property
     def update_seconds(self) -> float:

@@ -202,14 +202,10 @@ class StepMemory:
         is_last = index == sizes.num_stages_of(replica) - 1
         width = self.layers.graph.width_behind(unit, self.layers.plan.virtual_stage(*stage).layers.stop - 1)
         activations = mean.num_tokens * self._width_before(stage) / num_ranks if index else 0.0
-        outputs = mean.num_outputs * width * len(self._targets(unit)) / sizes.context_parallel_size
+        targets = self.layers.graph.downstream(unit) if self.layers.graph.unit(unit).role is Role.ENCODER else ()
+        outputs = mean.num_outputs * width * len(targets) / sizes.context_parallel_size
         gradients = outputs if is_last else mean.num_tokens * width / num_ranks
         return self.bytes_per_element * (OPEN_ACTIVATIONS * activations + OPEN_GRADIENTS * gradients)
-
-    def _targets(self, unit: str) -> tuple[str, ...]:
-        """Return the units that take an encoder's outputs."""
-        is_encoder = self.layers.graph.unit(unit).role is Role.ENCODER
-        return self.layers.graph.downstream(unit) if is_encoder else ()
 
     def weight_bytes(self, stage: StageKey) -> float:
         """Return the bytes of a stage's weights, gradients and optimizer state, per rank."""

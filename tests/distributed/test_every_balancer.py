@@ -8,9 +8,9 @@ import pytest
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.length_cost import LengthCost
 from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.balance.unit_cost import UnitCost
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.unit_sizes import UnitSizes
@@ -85,5 +85,5 @@ def test_batches_rearranged_over_nodes(ranks: RankPool, exchanges_samples: bool)
 def test_units_of_declared_costs(ranks: RankPool, name: str) -> None:
     """The encoders as if they padded (Alg. 4 and 5), the LLM with attention's square (Alg. 2's other form)."""
     costs = {"vision": "padded", "audio": "padded-attention:0.1", "llm": "linear+quadratic:0.01"}
-    declared = {unit: UnitCost.from_text(text) for unit, text in costs.items()}
+    declared = {unit: LengthCost.from_text(text) for unit, text in costs.items()}
     assert_matches(balanced_case(name, "two encoders and LLM", unit_costs=declared), ranks)

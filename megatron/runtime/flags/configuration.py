@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.data.mixture import NamedData, read_mixture
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
@@ -228,13 +228,13 @@ class TrainingConfig:
     """Minutes that a rank waits for its peers before the run ends with an error."""
 
     @property
-    def declared_costs(self) -> dict[str, UnitCost]:
+    def declared_costs(self) -> dict[str, LengthCost]:
         """Unit -> its declared cost, by the names in --unit-costs; raises ConfigError."""
-        found: dict[str, UnitCost] = {}
+        found: dict[str, LengthCost] = {}
         for words in self.unit_costs:
             name, _, text = words.partition("=")
             try:
-                cost = UnitCost.from_text(text)
+                cost = LengthCost.from_text(text)
             except ValueError as problem:
                 raise ConfigError(
                     f"--unit-costs {words}: expected UNIT=FORM or UNIT=FORM:W with one of the forms {', '.join(CostForm)}, "

@@ -146,13 +146,12 @@ class PipelineRecursion:
     def _run_next(self, stage: int, num_known: int) -> bool:
         step = self._steps[stage][self._next[stage]]
         needed = step.needed(self._num_virtual_stages)
-        if step.position >= num_known or not (needed is None or self._has_run(needed)):
+        if step.position >= num_known:
+            return False
+        if needed is not None and self._index[needed] >= self._next[needed.virtual_stage % self._num_stages]:
             return False
         microbatch = self._order[step.position] if step.position < len(self._order) else self._unknown
         seconds = self._seconds[step.is_forward][step.virtual_stage][microbatch]
         self._free_at[stage] = self._ends[step] = max(self._free_at[stage], self._ends[needed]) + seconds
         self._next[stage] += 1
         return True
-
-    def _has_run(self, step: PipelineStep) -> bool:
-        return self._index[step] < self._next[step.virtual_stage % self._num_stages]

@@ -11,7 +11,7 @@ from multimodal.balance.algorithms.exchange_refinement import BinLimits, bin_cos
 from multimodal.balance.algorithms.longest_first_partition import Partition, partition_longest_first_reference
 from multimodal.balance.algorithms.padded_partition import partition_padded
 from multimodal.balance.algorithms.validate_arguments import validate_bins
-from multimodal.balance.unit_cost import LINEAR_COST, Integers, UnitCost, integer_costs
+from multimodal.balance.length_cost import LINEAR_COST, Integers, LengthCost, integer_costs
 from multimodal.kernels import kernels
 
 REFINEMENT_STEPS = 2**18
@@ -29,7 +29,7 @@ def post_balance(
     lengths: ArrayLike,
     *,
     num_bins: int,
-    cost: UnitCost = LINEAR_COST,
+    cost: LengthCost = LINEAR_COST,
     max_items_per_bin: int | None = None,
     refinement_steps: int = REFINEMENT_STEPS,
 ) -> Partition:
@@ -71,7 +71,7 @@ def post_balance_array(
     lengths: ArrayLike,
     *,
     num_bins: int,
-    cost: UnitCost = LINEAR_COST,
+    cost: LengthCost = LINEAR_COST,
     max_items_per_bin: int | None = None,
     refinement_steps: int = REFINEMENT_STEPS,
 ) -> NDArray[np.int32]:

@@ -38,7 +38,9 @@ class MoeTransformerLayer(TransformerLayer):
     @property
     def num_weights(self) -> int:
         """Attention, the router, all experts, and the shared expert."""
-        return sum(self._segment_weights[:4]) + self._router_weights + self.num_expert_weights + self._shared_weights
+        router = self._experts.num_experts * self.unit.transformer.hidden_size
+        shared = self._mlp_weights(self._experts.shared_expert_intermediate_size or 0)
+        return sum(self._segment_weights[:4]) + router + self.num_expert_weights + shared
 
     @property
     def num_expert_weights(self) -> int:
@@ -108,11 +110,3 @@ class MoeTransformerLayer(TransformerLayer):
     def _num_met(self) -> float:
         """Weights that multiply one token."""
         return self.num_weights - self.num_expert_weights * (1 - self._experts.activated)
-
-    @property
-    def _router_weights(self) -> int:
-        return self._experts.num_experts * self.unit.transformer.hidden_size
-
-    @property
-    def _shared_weights(self) -> int:
-        return self._mlp_weights(self._experts.shared_expert_intermediate_size or 0)

@@ -6,8 +6,8 @@ from multimodal.balance import BALANCERS, placements_of
 from multimodal.balance.auto import busiest_replicas_work
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
@@ -72,7 +72,7 @@ def test_steps_predicted_together_are_those_predicted_alone(graph, build_sample,
     assert together.predict_each(assignments[::-1], lengths) == found[::-1]
 
 
-@pytest.mark.parametrize("costs", [{}, {"llm": UnitCost(), "vision": UnitCost(CostForm.PADDED), "audio": UnitCost()}])
+@pytest.mark.parametrize("costs", [{}, {"llm": LengthCost(), "vision": LengthCost(CostForm.PADDED), "audio": LengthCost()}])
 def test_without_a_predictor_the_busiest_replica_of_every_unit_counts(graph, build_plan, build_sample, costs):
     plan = build_plan(vision=2, audio=1, llm=2)
     lengths = draw_batch(build_sample, 1)
@@ -87,7 +87,7 @@ def test_without_a_predictor_the_busiest_replica_of_every_unit_counts(graph, bui
 def test_where_costs_are_declared_auto_balances_a_small_encoder_too(graph, build_plan, build_sample):
     plan = build_plan(vision=4, audio=1, llm=2)
     lengths = [build_sample(index, 4_000, ("vision", 16 if index % 4 else 256)) for index in range(16)]
-    options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, UnitCost()))
+    options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, LengthCost()))
     tokens = [sample.items[0].num_tokens for sample in lengths]
     busiest = {}
     for name in ("none", "orchmllm", "auto"):

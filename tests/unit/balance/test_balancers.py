@@ -4,14 +4,14 @@ from hypothesis import strategies as st
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.errors import AssignmentError
 
 ITEMS = st.lists(st.tuples(st.sampled_from(["vision", "audio"]), st.integers(1, 40)), max_size=3)
 BATCHES = st.lists(st.tuples(st.integers(0, 50), ITEMS), min_size=1, max_size=12)
 COSTS = st.dictionaries(
-    st.sampled_from(["vision", "audio", "llm"]), st.builds(UnitCost, st.sampled_from(CostForm), st.just(0.01)), max_size=3
+    st.sampled_from(["vision", "audio", "llm"]), st.builds(LengthCost, st.sampled_from(CostForm), st.just(0.01)), max_size=3
 )
 SIZES = st.fixed_dictionaries({}, optional={"vision": st.integers(1, 5), "audio": st.integers(1, 5)})
 
@@ -62,7 +62,7 @@ def test_an_encoder_replica_works_in_the_order_of_need(name, graph, build_plan, 
         ({"micro_batch_size": 0}, "micro batch size 0 must be at least 1; set --micro-batch-size"),
         ({"encoder_micro_batch_sizes": {"llm": 1}}, r"'llm', which is no encoder of the model \(encoders: vision, audio\)"),
         ({"encoder_micro_batch_sizes": {"vision": 0}}, "unit 'vision': micro batch size 0 must be at least 1"),
-        ({"unit_costs": {"lidar": UnitCost()}}, "a cost is given for 'lidar', which is no unit of the model"),
+        ({"unit_costs": {"lidar": LengthCost()}}, "a cost is given for 'lidar', which is no unit of the model"),
         ({"ranks_per_node": 0}, "0 ranks per node"),
     ],
 )

@@ -2,14 +2,14 @@ from types import SimpleNamespace
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
-from multimodal.balance.unit_cost import UnitCost
+from multimodal.balance.length_cost import LengthCost
 
 
 def test_encoders_stay_beside_the_llm_where_replicas_have_unequally_many_microbatches(graph, build_plan, build_sample):
     tokens = [900, 100, 90, 80, 70, 60, 50, 40, 30, 20, 10]
     lengths = [build_sample(index, each, ("vision", 4 * each)) for index, each in enumerate(tokens)]
     plan = build_plan(vision=3, audio=1, llm=3)
-    options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, UnitCost()))
+    options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, LengthCost()))
     assigned = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=options)
     assert len({len(replica) for replica in assigned.units["llm"]}) > 1
     for encoded, run in zip(assigned.units["vision"], assigned.units["llm"], strict=True):
@@ -25,7 +25,7 @@ SKEWED = [900, 40, 40, 40, 40, 40, 40, 40]
 def count_microbatches(graph, build_plan, build_sample, **options):
     lengths = [build_sample(index, 50, ("vision", 4 * each)) for index, each in enumerate(SKEWED)]
     plan = build_plan(vision=1, audio=1, llm=1)
-    given = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, UnitCost()), **options)
+    given = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, LengthCost()), **options)
     return BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=given)
 
 

@@ -2,11 +2,11 @@ import pytest
 
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.measure_balance import NodeTraffic, measure_traffic, moved_volume
-from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.values.assignment import Assignment, Atom
 
-TOKENS = {"llm": UnitCost(), "vision": UnitCost(CostForm.PADDED)}
+TOKENS = {"llm": LengthCost(), "vision": LengthCost(CostForm.PADDED)}
 
 
 def llm(*replicas):
@@ -32,7 +32,7 @@ def test_one_item_longer_than_the_mean_is_what_no_balancer_can_mend(graph, build
 
 def test_the_longest_is_a_sample_where_samples_stay_whole_and_else_an_item(graph, build_sample):
     lengths = [build_sample(0, 1, ("audio", 40), ("audio", 50)), build_sample(1, 1, ("audio", 30)), build_sample(2, 1)]
-    work = BatchWork(graph, lengths, BalanceOptions(unit_costs={"audio": UnitCost()}))
+    work = BatchWork(graph, lengths, BalanceOptions(unit_costs={"audio": LengthCost()}))
     first, second, third = Atom(0, 0), Atom(0, 1), Atom(1, 0)
     whole = unit_imbalance(Assignment({"audio": (((first, second),), ((third,),))}), work, unit="audio")
     assert whole.replica == whole.replica_of_longest == 1.5

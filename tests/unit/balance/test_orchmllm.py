@@ -3,10 +3,10 @@ from hypothesis import strategies as st
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.unit_cost import UnitCost
+from multimodal.balance.length_cost import LengthCost
 from multimodal.values.assignment import Atom
 
-TOKENS = {name: UnitCost() for name in ("vision", "audio", "llm")}
+TOKENS = {name: LengthCost() for name in ("vision", "audio", "llm")}
 
 
 def test_tokens_are_balanced_over_replicas_and_microbatches(graph, build_plan, build_sample):

@@ -12,8 +12,8 @@ from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.batch_work import BatchWork, list_items
 from multimodal.balance.cut_evenly import cut_evenly
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
-from multimodal.balance.unit_cost import CostForm, UnitCost
 from multimodal.cost.flops import unit_flops
 from multimodal.cost.unit_load import item_load, sample_load
 from multimodal.plan.disaggregated import plan_disaggregated
@@ -43,7 +43,7 @@ def batches(draw: st.DrawFn) -> Case:
             replica.append([])
         replica[-1].append(sample)
     encoders = [unit.name for unit in graph.encoders]
-    costs = {name: UnitCost(draw(st.sampled_from(CostForm)), 0.01) for name in encoders if draw(st.booleans())}
+    costs = {name: LengthCost(draw(st.sampled_from(CostForm)), 0.01) for name in encoders if draw(st.booleans())}
     most = {name: draw(st.integers(1, 3)) for name in encoders if draw(st.booleans())}
     granularity = draw(st.sampled_from(Granularity))
     options = BalanceOptions(unit_costs=costs, encoder_micro_batch_sizes=most, granularity=granularity, vocab_size=512)
@@ -92,7 +92,7 @@ def plain_assignment(case: Case, *, balances: bool) -> Assignment:
             flops = unit_flops(graph, unit, vocab_size=512)
             scale = 1024 / (flops.of(item_load(1, 0)._replace(num_squared=0, num_sequences=0)))
         of_groups = [round(scale * sum(amounts[atom] for atom in group)) for group in together.values()]
-        cost = options.unit_costs.get(unit, UnitCost())
+        cost = options.unit_costs.get(unit, LengthCost())
         bins = post_balance(of_groups, num_bins=num_replicas, cost=cost) if flat else ((),) * num_replicas
         groups, count = list(together.values()), -(-sum(map(bool, items)) // num_replicas)
         made = []

@@ -12,14 +12,14 @@ from multimodal.balance.algorithms.bounded_search import search_partition
 from multimodal.balance.algorithms.differencing_partition import partition_by_differencing
 from multimodal.balance.algorithms.exchange_refinement import GOOD_ENOUGH, BinLimits
 from multimodal.balance.algorithms.post_balance import MOST_SEARCHED_ITEMS, post_balance
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 from tests.unit.without_kernels import without_kernels
 
 COSTS = [
-    UnitCost(),
-    UnitCost(CostForm.LINEAR_QUADRATIC, 0.01),
-    UnitCost(CostForm.PADDED),
-    UnitCost(CostForm.PADDED_ATTENTION, 0.01),
+    LengthCost(),
+    LengthCost(CostForm.LINEAR_QUADRATIC, 0.01),
+    LengthCost(CostForm.PADDED),
+    LengthCost(CostForm.PADDED_ATTENTION, 0.01),
 ]
 ROUNDING = 1e-7
 

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 from benchmarks.partition_bound import partition_lower_bound
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.post_balance import post_balance, post_balance_array
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.values.errors import AssignmentError
 from tests.unit.without_kernels import without_kernels
 
 COSTS = [
-    UnitCost(),
-    UnitCost(CostForm.LINEAR_QUADRATIC, 0.05),
-    UnitCost(CostForm.PADDED),
-    UnitCost(CostForm.PADDED_ATTENTION, 0.05),
-    UnitCost(CostForm.PADDED_ATTENTION, 0.0),
+    LengthCost(),
+    LengthCost(CostForm.LINEAR_QUADRATIC, 0.05),
+    LengthCost(CostForm.PADDED),
+    LengthCost(CostForm.PADDED_ATTENTION, 0.05),
+    LengthCost(CostForm.PADDED_ATTENTION, 0.0),
 ]
 ROUNDING = 1e-7
 LENGTHS = st.one_of(
@@ -86,7 +86,7 @@ def test_refinement_is_never_worse_than_greedy_and_more_of_it_never_worse_than_l
 )
 def test_the_padded_partition_is_optimal(lengths, num_bins, slack):
     limit = limit_of(lengths, num_bins, slack)
-    cost = UnitCost(CostForm.PADDED)
+    cost = LengthCost(CostForm.PADDED)
     bins = post_balance(lengths, num_bins=num_bins, cost=cost, max_items_per_bin=limit)
     assert costliest(lengths, bins, cost) == optimum(lengths, num_bins, cost, limit)
     if limit is None:
@@ -105,7 +105,7 @@ def test_sums_stay_within_four_thirds_of_the_optimum(cost, lengths, num_bins):
 @pytest.mark.parametrize("weight", [0.0, 0.01, 0.3, 5.0])
 @given(lengths=st.lists(st.integers(1, 12), min_size=1, max_size=7), num_bins=st.integers(1, 3))
 def test_padded_attention_comes_close_to_the_optimum(weight, lengths, num_bins):
-    cost = UnitCost(CostForm.PADDED_ATTENTION, weight)
+    cost = LengthCost(CostForm.PADDED_ATTENTION, weight)
     best = optimum(lengths, num_bins, cost)
     found = costliest(lengths, post_balance(lengths, num_bins=num_bins, cost=cost), cost)
     assert partition_lower_bound(lengths, num_bins=num_bins, cost=cost) <= best * (1 + ROUNDING)
@@ -137,15 +137,15 @@ def test_costs_beyond_32_and_64_bits_beside_a_bin_are_placed_as_the_reference_do
 def test_swaps_balance_what_longest_first_does_not():
     lengths = [3, 3, 2, 2, 2]
     assert post_balance(lengths, num_bins=2, refinement_steps=0) == ((0, 2, 4), (1, 3))
-    assert costliest(lengths, post_balance(lengths, num_bins=2), UnitCost()) == 6
+    assert costliest(lengths, post_balance(lengths, num_bins=2), LengthCost()) == 6
 
 
 def test_items_of_like_length_share_a_padded_bin():
-    assert post_balance([10, 1, 10, 1, 1, 1], num_bins=3, cost=UnitCost(CostForm.PADDED)) == ((0,), (2,), (1, 3, 4, 5))
+    assert post_balance([10, 1, 10, 1, 1, 1], num_bins=3, cost=LengthCost(CostForm.PADDED)) == ((0,), (2,), (1, 3, 4, 5))
 
 
 def test_padded_bins_that_stayed_empty_take_from_the_costliest():
-    bins = post_balance([100, 1, 1, 1, 1], num_bins=4, cost=UnitCost(CostForm.PADDED))
+    bins = post_balance([100, 1, 1, 1, 1], num_bins=4, cost=LengthCost(CostForm.PADDED))
     assert bins == ((0,), (1, 2), (3,), (4,))
 
 
@@ -163,9 +163,9 @@ def test_padded_bins_that_stayed_empty_take_from_the_costliest():
         (["a"], {"num_bins": 2}, "item 0 has length 'a'"),
         ([[1, 2], [3, 4]], {"num_bins": 2}, "lengths have 2 dimensions; give one length per item"),
         ([2**61, 2**61], {"num_bins": 2}, "a batch of all items would cost up to 4.61e\\+18 tokens"),
-        ([2**40] * 9, {"num_bins": 2, "cost": UnitCost(CostForm.LINEAR_QUADRATIC, 1.0)}, "check the lengths and the quadratic"),
-        ([2**60, 1, 1, 1], {"num_bins": 2, "cost": UnitCost(CostForm.PADDED)}, "would cost up to 4.61e\\+18 tokens"),
-        ([10**9] * 9, {"num_bins": 2, "cost": UnitCost(CostForm.PADDED_ATTENTION, 1e300)}, "would cost up to inf tokens"),
+        ([2**40] * 9, {"num_bins": 2, "cost": LengthCost(CostForm.LINEAR_QUADRATIC, 1.0)}, "check the lengths and the quadratic"),
+        ([2**60, 1, 1, 1], {"num_bins": 2, "cost": LengthCost(CostForm.PADDED)}, "would cost up to 4.61e\\+18 tokens"),
+        ([10**9] * 9, {"num_bins": 2, "cost": LengthCost(CostForm.PADDED_ATTENTION, 1e300)}, "would cost up to inf tokens"),
         ([1, 2], {"num_bins": 0}, "cannot spread 2 items over 0 bins; ask for 1 to 2147483647"),
         ([1, 2], {"num_bins": 2**31}, "cannot spread 2 items over 2147483648 bins"),
         ([1, 2, 3], {"num_bins": 2, "max_items_per_bin": 1}, "do not fit 2 bins of at most 1 items; allow 2 items per bin"),

@@ -10,7 +10,7 @@ from megatron.runtime.flags.arguments import choose_trained, freeze_units, parse
 from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import shown_flag
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.values.errors import BraidError, ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.runtime.flags.conftest import BACKBONE, BASE, ENCODER, UNITS, Parse
@@ -364,8 +364,8 @@ def test_costs_of_units_are_checked_at_the_start(parse_on_base: Parse, words: st
         parse_on_base(f"--balance orchmllm --unit-costs {words}")
     config = parse_on_base("--balance orchmllm --unit-costs vision=padded-attention:0.5 language=linear")
     assert config.training.declared_costs == {
-        "vision": UnitCost(CostForm.PADDED_ATTENTION, 0.5),
-        "language": UnitCost(CostForm.LINEAR),
+        "vision": LengthCost(CostForm.PADDED_ATTENTION, 0.5),
+        "language": LengthCost(CostForm.LINEAR),
     }
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from multimodal.balance.unit_cost import CostForm, UnitCost
+from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.values.errors import AssignmentError
 
 
@@ -14,16 +14,16 @@ from multimodal.values.errors import AssignmentError
     ],
 )
 def test_each_form_costs_what_the_paper_says(form, cost):
-    assert UnitCost(form, 0.5).batch_cost([3, 5, 1]) == cost
-    assert UnitCost(form, 0.5).batch_cost([]) == 0
+    assert LengthCost(form, 0.5).batch_cost([3, 5, 1]) == cost
+    assert LengthCost(form, 0.5).batch_cost([]) == 0
 
 
 def test_a_form_is_found_by_its_name():
-    assert UnitCost("padded-attention").form is CostForm.PADDED_ATTENTION
+    assert LengthCost("padded-attention").form is CostForm.PADDED_ATTENTION
     assert [str(form) for form in CostForm] == ["linear", "linear+quadratic", "padded", "padded-attention"]
 
 
 @pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
 def test_a_weight_that_is_no_number_is_refused(weight):
     with pytest.raises(AssignmentError, match=f"quadratic weight {weight}; give a finite number that is not negative"):
-        UnitCost(CostForm.LINEAR_QUADRATIC, weight)
+        LengthCost(CostForm.LINEAR_QUADRATIC, weight)

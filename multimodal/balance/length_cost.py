@@ -33,7 +33,7 @@ class CostForm(StrEnum):
 
 
 @dataclass(frozen=True)
-class UnitCost:
+class LengthCost:
     """The cost function that a unit declares (OrchMLLM, Eq. 1 and 2 and Appendix A), in units of one token's linear work."""
 
     form: CostForm = CostForm.LINEAR
@@ -49,7 +49,7 @@ class UnitCost:
             )
 
     @classmethod
-    def from_text(cls, text: str) -> "UnitCost":
+    def from_text(cls, text: str) -> "LengthCost":
         """Parse a text such as `padded` or `linear+quadratic:0.001`; raises ValueError (or AssignmentError, its subclass)."""
         form, _, weight = text.partition(":")
         return cls(CostForm(form), float(weight or 0))
@@ -84,7 +84,7 @@ class UnitCost:
         return totals + self.quadratic_weight * (counts * longest * longest)
 
 
-LINEAR_COST = UnitCost()
+LINEAR_COST = LengthCost()
 """One per token."""
 
 
@@ -107,7 +107,7 @@ class IntegerCosts:
     """Power of two."""
 
 
-def integer_costs(lengths: ArrayLike, *, cost: UnitCost) -> IntegerCosts:
+def integer_costs(lengths: ArrayLike, *, cost: LengthCost) -> IntegerCosts:
     """Turn lengths into integer costs.
 
     lengths: [num_items] whole numbers of tokens, at least one item. Raises AssignmentError if one is no whole number or is
