@@ -35,7 +35,9 @@ def test_everything_is_placed_once_within_the_sizes(balance, graph, build_plan, 
     )
     assignment = balance(lengths, graph=graph, plan=plan, options=options)
     validate_assignment(assignment, lengths, graph=graph, plan=plan)
-    assert assignment == balance(lengths, graph=graph, plan=plan, options=options)
+    is_reordered = balance not in (BALANCERS["none"], BALANCERS["auto"])  # these depend on the order of the data
+    again = lengths[::-1] if is_reordered else lengths
+    assert assignment == balance(again, graph=graph, plan=plan, options=options)
     for unit, limit in sizes.items():
         assert all(len(microbatch) <= limit for replica in assignment.units[unit] for microbatch in replica)
     most_microbatches = -(-len(lengths) // (micro_batch_size * plan.units["llm"].data_parallel_size))

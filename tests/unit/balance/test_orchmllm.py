@@ -1,6 +1,3 @@
-from hypothesis import given
-from hypothesis import strategies as st
-
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.length_cost import LengthCost
@@ -50,14 +47,3 @@ def test_by_default_encoders_have_as_many_microbatches_as_the_llm(graph, build_p
     )
     assert [len(replica) for replica in assignment.units["llm"]] == [4]
     assert [[len(microbatch) for microbatch in replica] for replica in assignment.units["vision"]] == [[4, 4], [4, 4]]
-
-
-@given(order=st.permutations(range(6)))
-def test_the_order_of_the_batch_does_not_matter(graph, build_plan, build_sample, order):
-    samples = [build_sample(index, 10 + index % 2, *[("vision", 8)] * (index % 3)) for index in range(6)]
-    plan = build_plan(vision=2, audio=1, llm=2)
-    placed = [
-        BALANCERS["orchmllm"](batch, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS))
-        for batch in (samples, [samples[index] for index in order])
-    ]
-    assert placed[0] == placed[1]

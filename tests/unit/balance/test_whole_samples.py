@@ -40,8 +40,3 @@ def test_items_stay_with_their_samples() -> None:
     found = assigned("whole-sample")
     routes = [route for group in found.routes(TWO).from_source.values() for route in group]
     assert routes and all(route.source.replica == route.target.replica for route in routes)
-
-
-def test_the_order_of_the_lengths_does_not_matter() -> None:
-    other = BALANCERS["whole-sample"](tuple(reversed(LENGTHS)), graph=TWO, plan=PLAN, options=OPTIONS)
-    assert other == assigned("whole-sample")
