@@ -17,7 +17,7 @@ class TokenDistribution(StrEnum):
     """The rule by which ranks get blocks of tokens."""
 
     BY_ITEM = "by-item"
-    """Whole items, and blocks of items that are too long, where tokens attend only inside their item (`cost.item_shares`); blocks
+    """Whole items, and blocks of items that are too long, where tokens attend only inside their item (`deal_items`); blocks
     of other sequences as in LPT."""
     LPT = "lpt"
     """By workload, longest first (Cornstarch, thesis Alg. 1), followed by exchanges while they help the most loaded rank."""
