@@ -22,7 +22,7 @@ from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfi
 from multimodal.attention.block_summary import count_block_workloads
 from multimodal.attention.share_tokens import share_tokens
 from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
-from multimodal.cost.tokens.distribute_tokens import TokenDistribution, rank_workloads
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, rank_workloads
 from multimodal.cost.tokens.token_shares import BlockShares
 from tools.command_line import figure_folder
 

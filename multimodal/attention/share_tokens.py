@@ -2,7 +2,7 @@
 
 from multimodal.attention.bitfield import BitfieldMask
 from multimodal.attention.block_summary import count_block_workloads
-from multimodal.cost.tokens.distribute_tokens import TokenDistribution, distribute_tokens
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, distribute_tokens
 from multimodal.cost.tokens.token_shares import BlockShares
 
 

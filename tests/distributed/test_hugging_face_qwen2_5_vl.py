@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
 from multimodal.attention.windows import order_by_window
-from multimodal.cost.tokens.distribute_tokens import TokenDistribution
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.data.image_processing import patch_positions
 from tests.distributed.hugging_face_case import PaddedSource
 from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare_logits

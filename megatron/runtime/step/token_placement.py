@@ -16,10 +16,10 @@ from megatron.runtime.step.decision import OutputPiece, StepDecision
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_lengths import ItemSpan, build_packed_mask
 from multimodal.attention.share_tokens import share_tokens
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.batch_work import list_items
 from multimodal.cost.memoize import memoized
 from multimodal.cost.tokens.deal_items import ItemDealer
-from multimodal.cost.tokens.distribute_tokens import TokenDistribution
 from multimodal.cost.tokens.token_shares import RankShare, TokenShares
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of

@@ -12,10 +12,10 @@ from megatron.runtime.training.prediction import build_predictor
 from megatron.runtime.training.run import Run
 from multimodal.attention.bitfield import MaskMode
 from multimodal.balance import BALANCERS
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
-from multimodal.cost.tokens.distribute_tokens import TokenDistribution
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource
 

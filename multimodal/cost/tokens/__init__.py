@@ -1,1 +1,1 @@
-"""The context parallel rank of each token: of blocks of a sequence, or of whole items. Known from lengths alone."""
+"""The context parallel rank of each token, known from lengths alone: the value, and how whole items are dealt."""

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.cost.tokens.distribute_tokens import TokenDistribution, distribute_tokens, rank_workloads
+from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, distribute_tokens, rank_workloads
 from multimodal.values.errors import AssignmentError
 from tests.unit.without_kernels import without_kernels
 
