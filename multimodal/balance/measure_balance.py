@@ -96,8 +96,8 @@ def measure_balance(
         for unit, measures in measure.units.items():
             volume = moved_volume(before, assignment, work, unit=unit, bytes_per_token=bytes_per_token[unit])
             traffic = measure_traffic(volume, ranks_per_node=options.ranks_per_node)
-            imbalances = (unit_imbalance(each, work, unit=unit) for each in (before, assignment))
-            measures.append(UnitMeasure(*imbalances, traffic))
+            evened = unit_imbalance(assignment, work, unit=unit)
+            measures.append(UnitMeasure(unit_imbalance(before, work, unit=unit), evened, traffic))
     return measure
 
 
