@@ -73,7 +73,9 @@ class Plain:
             if known and key not in known:
                 close = difflib.get_close_matches(key[:100], known, n=1, cutoff=0.8)
                 hint = f"; did you mean '{close[0]}'?" if close else ""
-                self.inner(key, None, where=self.where).fail(f"unknown key {shown(key)}; known keys are {', '.join(known)}{hint}")
+                named = known if len(known) <= _MOST_KEYS else difflib.get_close_matches(key[:100], known, n=_MOST_KEYS, cutoff=0)
+                several = "known keys are" if named is known else f"of {len(known)} known keys the nearest are"
+                self.inner(key, None, where=self.where).fail(f"unknown key {shown(key)}; {several} {', '.join(named)}{hint}")
         if missing := [key for key in required if key not in self.value]:
             self.fail(f"'{missing[0]}' is missing; add it")
         return {key: self.inner(key, value) for key, value in self.value.items()}

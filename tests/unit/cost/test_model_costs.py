@@ -82,11 +82,11 @@ def test_tensor_parallel_ranks_wait_for_four_collectives_a_layer():
 
 
 def test_messages_are_hidden_states_inside_a_unit_and_projected_items_between_units():
-    inside = transfer(COSTS, Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0)), step=COSTS.step)
+    inside = transfer(COSTS, Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0)), shape=COSTS.shape)
     assert inside == TransferCost(pytest.approx(2e-6), pytest.approx(60 * 64 * 2 / (2 * 100e9)))
-    forward = transfer(COSTS, Action(ActionKind.SEND_FORWARD, "vision", 1, 0, 0, Place("llm", 0, 0, 0)), step=COSTS.step)
+    forward = transfer(COSTS, Action(ActionKind.SEND_FORWARD, "vision", 1, 0, 0, Place("llm", 0, 0, 0)), shape=COSTS.shape)
     assert forward == TransferCost(pytest.approx(5e-6), pytest.approx(10 * 64 * 2 / 10e9), 0)
-    backward = transfer(COSTS, Action(ActionKind.SEND_BACKWARD, "llm", 0, 0, 0, Place("vision", 1, 0, 0)), step=COSTS.step)
+    backward = transfer(COSTS, Action(ActionKind.SEND_BACKWARD, "llm", 0, 0, 0, Place("vision", 1, 0, 0)), shape=COSTS.shape)
     assert backward == TransferCost(pytest.approx(5e-6), pytest.approx(10 * 64 * 2 / 10e9))  # ranks 4, 5: a card of their own
 
 
@@ -182,8 +182,10 @@ def test_replicas_that_share_weights_compute_together():
     uneven = replace(
         ASSIGNMENT, units={**ASSIGNMENT.units, "vision": (((Atom(0, 0),), (Atom(2, 0),), (Atom(3, 0),)), ((Atom(1, 0),),))}
     )
-    step = replace(COSTS.step, assignment=uneven)
-    apart, together = (replace(COSTS, step=step, lengths=lengths, options=RunOptions(zero_stage=stage)) for stage in (1, 3))
+    shape = uneven.shape(GRAPH, PLAN)
+    apart, together = (
+        replace(COSTS, shape=shape, assignment=uneven, lengths=lengths, options=RunOptions(zero_stage=stage)) for stage in (1, 3)
+    )
     small, large = (Action(ActionKind.BACKWARD, "vision", replica, 0, 0) for replica in (0, 1))
     assert apart.compute(small).seconds < apart.compute(large).seconds
     assert together.compute(small).seconds == together.compute(large).seconds >= apart.compute(large).seconds

@@ -96,7 +96,7 @@ def test_several_copies_of_the_state_are_shared_by_fewer() -> None:
 def test_what_is_frozen_is_not_updated() -> None:
     frozen = replace(GRAPH, units=tuple(replace(unit, freeze_module=True, freeze_projector=True) for unit in GRAPH.units))
     trained = costs(ALONE, profile=profile_of())
-    assert replace(trained, step=replace(trained.step, graph=frozen)).update_seconds == 1.0
+    assert replace(trained, shape=replace(trained.shape, graph=frozen)).update_seconds == 1.0
 
 
 def test_without_a_profile_an_update_moves_bytes() -> None:
