@@ -46,9 +46,7 @@ def build_parser() -> Parser:
     asked.add_argument("--held-out", type=count, metavar="N", help="The run's first held-out samples.")
     parser.add_argument("--image", type=Path, nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
     parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
-    parser.add_argument(
-        "--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others."
-    )
+    parser.add_argument("--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others.")
     parser.add_argument("--output", type=Path, metavar="FILE", help="--jsonl, --held-out: write a JSON object a line.")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="Tokenizer in place of the one that the run names.")
     parser.add_argument("--chat-template", metavar="FILE", help="Chat template in place of the one that the run names.")
@@ -71,7 +69,7 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
     if flags.output is not None and flags.prompt is not None:
         raise ConfigError("--output would be ignored: the answer to a --prompt is printed; use --jsonl")
-    with open_model(checkpoint=flags.load, hugging_face=flags.load_hf) as (session, model):
+    with open_model(flags.load or flags.load_hf, is_hugging_face=flags.load is None) as (session, model):
         changed = {"tokenizer_model": flags.tokenizer_model, "chat_template": flags.chat_template}
         model = model.with_texts(**{name: value for name, value in changed.items() if value is not None})
         if flags.prompt is not None:

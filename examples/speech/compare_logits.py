@@ -70,7 +70,7 @@ def main() -> None:
     disable_progress_bar()
     exported, prompts = Transcriber(options.model), read_prompts(options.data)[: options.num_compared]
     largest, num_tokens, num_same = 0.0, 0, 0
-    with open_model(checkpoint=options.run, dtype=torch.float32) as (session, _):
+    with open_model(options.run, dtype=torch.float32) as (session, _):
         reference = Reference(session)
         for prompt in prompts:
             theirs, answer = exported.logits(prompt)

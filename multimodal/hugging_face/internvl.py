@@ -6,7 +6,8 @@ from typing import Any
 from multimodal.hugging_face.architecture import VIT_KEYS, Architecture, Config, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.llava import SPELLINGS, patch_shape
 from multimodal.hugging_face.processors import write_image_processor
-from multimodal.hugging_face.text_models import decoder_names, read_inner_text, write_inner_text
+from multimodal.hugging_face.text_families import decoder_names
+from multimodal.hugging_face.text_models import read_inner_text, write_inner_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, grouped_qkv
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph

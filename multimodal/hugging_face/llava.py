@@ -4,7 +4,8 @@ from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, require
 from multimodal.hugging_face.processors import write_image_processor
-from multimodal.hugging_face.text_models import decoder_names, read_inner_text, write_inner_text
+from multimodal.hugging_face.text_families import decoder_names
+from multimodal.hugging_face.text_models import read_inner_text, write_inner_text
 from multimodal.hugging_face.vision_towers import (
     TOWERS,
     Tower,

@@ -11,7 +11,8 @@ from multimodal.hugging_face.qwen2_5_vl import (
     vision_names,
     write_native_vision,
 )
-from multimodal.hugging_face.text_models import decoder_names, write_placed_text
+from multimodal.hugging_face.text_families import decoder_names
+from multimodal.hugging_face.text_models import write_placed_text
 from multimodal.hugging_face.weight_names import Weight, grouped_qkv
 from multimodal.hugging_face.whisper import audio_names, convolution_shapes, read_audio_unit, write_audio_unit
 from multimodal.values.errors import ModelError

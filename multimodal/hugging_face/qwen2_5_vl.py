@@ -7,7 +7,8 @@ from multimodal.hugging_face.architecture import Architecture, Config, Key, read
 from multimodal.hugging_face.llava import patch_shape
 from multimodal.hugging_face.processors import write_image_processor
 from multimodal.hugging_face.rotary_positions import rotary_entries
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_placed_text
+from multimodal.hugging_face.text_families import decoder_names
+from multimodal.hugging_face.text_models import read_text_unit, write_placed_text
 from multimodal.hugging_face.weight_names import Tensor, UnitNames, Weight, fused_qkv, stacked
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit

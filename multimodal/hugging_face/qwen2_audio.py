@@ -4,7 +4,8 @@ from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, require
 from multimodal.hugging_face.processors import write_feature_extractor
-from multimodal.hugging_face.text_models import decoder_names, read_text_unit, write_inner_text
+from multimodal.hugging_face.text_families import decoder_names
+from multimodal.hugging_face.text_models import read_text_unit, write_inner_text
 from multimodal.hugging_face.whisper import audio_names, convolution_shapes, read_audio_unit, write_audio_unit
 from multimodal.values.model_graph import ModelGraph
 

@@ -14,7 +14,8 @@ from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
 from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
 from multimodal.hugging_face.qwen2_vl import QWEN2_VL
 from multimodal.hugging_face.qwen3_vl import QWEN3_VL
-from multimodal.hugging_face.text_models import TEXT_FAMILIES, text_architecture
+from multimodal.hugging_face.text_families import TEXT_FAMILIES
+from multimodal.hugging_face.text_models import text_architecture
 from multimodal.hugging_face.vision_towers import VISION_ENCODERS
 from multimodal.hugging_face.whisper import WHISPERS
 from multimodal.values.errors import BraidError, ModelError

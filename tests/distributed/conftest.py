@@ -1,4 +1,4 @@
-"""What the whole test session has once: a pool of rank processes for each of pytest's processes, and launches for all of them."""
+"""Fixtures of the whole test session: a pool of rank processes for each of pytest's processes, and launches for all of them."""
 
 import fcntl
 import os

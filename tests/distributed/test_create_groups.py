@@ -34,7 +34,7 @@ def interrupted(original: Callable[..., Any], *, at_calls: tuple[int, ...]) -> C
 
 
 def sums(groups: list[dist.ProcessGroup]) -> list[float]:
-    """What members of each group add up, of their ranks."""
+    """Return the sum of the ranks of each group's members, as the group computes it."""
     found = []
     for group, ranks in zip(groups, RANK_SETS, strict=True):
         if dist.get_rank() in ranks:

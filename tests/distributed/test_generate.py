@@ -83,7 +83,7 @@ def test_a_folder_answers_as_transformers_do(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = build_wide_model(lambda: small_qwen2(vocab_size=280), folder)
     write_tokenizer(folder, template=CHATML)
-    with open_model(hugging_face=folder, dtype=torch.float64) as (session, stored):
+    with open_model(folder, is_hugging_face=True, dtype=torch.float64) as (session, stored):
         (tmp_path / "chat.jsonl").write_text(
             json.dumps({"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]}) + "\n"
         )

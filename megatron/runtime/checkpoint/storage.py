@@ -47,7 +47,7 @@ from megatron.runtime.state.held_tensors import HeldTensor, Piece
 
 
 class _AsPlanned:
-    """What torch asks of both sides of a storage, and has nothing to do here."""
+    """Methods that torch calls on both sides of a storage, without any effect here."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Do nothing: no state is kept."""

@@ -85,20 +85,20 @@ def empty_session(model: StoredModel) -> Iterator[Session]:
 
 @contextmanager
 def open_model(
-    *, checkpoint: Path | None = None, hugging_face: Path | None = None, dtype: torch.dtype | None = None
+    folder: Path, *, is_hugging_face: bool = False, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Session, StoredModel]]:
-    """Yield the whole model of a run, or of a folder of Hugging Face, with its weights, for forwards only.
+    """Yield the whole model of a run's checkpoints, or of a folder of Hugging Face, with its weights, for forwards only.
 
     dtype: None: the one that it has where it is read. Raises CheckpointError or ModelError.
     """
-    model = find_checkpoint(checkpoint) if checkpoint is not None else find_hugging_face(Path(hugging_face or "."))
-    if dtype is not None:
-        model = model._replace(dtype=dtype)
+    model = find_hugging_face(folder) if is_hugging_face else find_checkpoint(folder)
+    frozen = (replace(unit, freeze_module=True, freeze_projector=True) for unit in model.graph.units)
+    model = model._replace(dtype=dtype or model.dtype, graph=replace(model.graph, units=tuple(frozen)))  # no gradients' buffers
     with empty_session(model) as session:
-        if checkpoint is not None:
-            load_checkpoint(checkpoint, session=session, load_optimizer=False, load_rng=False)
+        if is_hugging_face:
+            load_hugging_face(folder, session=session)
         else:
-            load_hugging_face(Path(hugging_face or "."), session=session)
+            load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
         for stage in session.stages.values():
             stage.eval()
         yield session, model

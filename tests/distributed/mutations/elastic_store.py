@@ -13,7 +13,7 @@ from megatron.runtime.recovery.ledger import Ledger, connect
 from tests.distributed.mutations.mutation import Inputs, Mutation, short
 
 Talk = Callable[[int], object]
-"""What a stranger does who knows the store's port."""
+"""Acts of a stranger who knows the store's port."""
 NOISE: dict[str, bytes] = {
     "nothing": b"",
     "HTTP": b"GET / HTTP/1.1\r\nHost: store\r\n\r\n",

@@ -50,7 +50,7 @@ class Inputs:
     """Flags that one rank has in another form; None: a switch."""
     environment_of_rank: dict[int, dict[str, str]] = field(default_factory=dict)
     stranger: Callable[[int], object] | None = None
-    """What is done at the port of the store, of a run that is elastic for that."""
+    """Acts at the port of the store, of a run that is elastic for that."""
 
     def write_cluster(self, cluster: Any) -> Path:
         """Have the run balance by the durations of a machine."""
