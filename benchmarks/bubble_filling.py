@@ -30,7 +30,8 @@ from benchmarks.published_setups.planned import Setup, read_cluster, read_model
 from multimodal.cost.cluster import Cluster
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.search.plan_to_fit import describe_sizes
-from multimodal.plan.planners.search.prediction import keep_replicas, prepare_step
+from multimodal.plan.planners.search.prediction import prepare_step
+from multimodal.plan.planners.search.simulated_part import keep_replicas
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.compile_schedule import connected_lanes
 from multimodal.schedule.measure_filling import Filling, measure_filling
