@@ -1,18 +1,19 @@
 """Every field has a flag and a docstring, and docs/flags.md lists them as they are."""
 
 import dataclasses
-from pathlib import Path
 
 import pytest
 
 from megatron.runtime.flags.configuration import GROUPS
 from megatron.runtime.flags.field_flags import all_flags, field_docstrings
-from megatron.runtime.flags.page import render_flags_page
+from tests.sanity.flag_tables import PAGE, phrases, with_tables
 
 
 def test_the_page_is_up_to_date() -> None:
-    page = Path(__file__).parents[4] / "docs" / "flags.md"
-    assert page.read_text() == render_flags_page(), "run: python -m megatron.runtime.flags.page docs/flags.md"
+    text = PAGE.read_text()
+    assert text == with_tables(text), "run: python -m tests.sanity.flag_tables"
+    in_one_line = " ".join(text.split())
+    assert [phrase for phrase in phrases() if phrase not in in_one_line] == []
 
 
 @pytest.mark.parametrize("group", GROUPS.values())
