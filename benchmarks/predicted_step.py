@@ -34,9 +34,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
+from examples.digits.handwritten_digits import DigitsSource
 from multimodal.cost.seconds.layer_curves import Interpolated, LayerCurves
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.data.digits import DigitsSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.model_graph import ModelGraph
 
@@ -139,7 +139,7 @@ def plan(name: str, how: Sequence[str], *, num_ranks: int, folder: Path, costs: 
 def training(planned: Planned, log: Path, *, num_steps: int) -> list[str]:
     """Return the program and flags that train by a plan."""
     log.unlink(missing_ok=True)
-    data = ("--data-path", "digits", "--digits-samples", "41600", "--tokenizer-type", "ByteTokenizer", "--seq-length", SEQ_LENGTH)
+    data = ("--data-path", "digits", "--program-samples", "41600", "--seq-length", SEQ_LENGTH)
     learning = ("--train-iters", num_steps, "--lr", "2e-3", "--adam-beta2", "0.99", "--clip-grad", "1.0", "--seed", SEED)
     more = ("--global-batch-size", GLOBAL_BATCH_SIZE, "--num-workers", 0, "--log-json", log)
     flags = (ROOT / "pretrain_mllm.py", "--model", MODEL, "--plan", planned.path, *planned.flags, *data, *learning, *more)

@@ -16,8 +16,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.data.digits import DigitsSource, load_handwritten_digits, render_ink
-from multimodal.data.digits_layout import QUESTIONS, DigitsSample
+from examples.digits.handwritten_digits import QUESTIONS, DigitsSample, DigitsSource, load_handwritten_digits, render_ink
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.model_graph import ModelGraph
 

@@ -26,13 +26,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from examples.digits.handwritten_digits import DigitsToDrawSource, glyph_pool, load_handwritten_digits
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.decision import StepDecision
-from multimodal.data.digits import glyph_pool, load_handwritten_digits
-from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace

@@ -5,19 +5,17 @@ A resumed run must continue with the same data, in the same order.
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.runtime.flags.configuration import DIGITS, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.shared_token import read_token
 from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.chat.text_settings import TextSettings
-from multimodal.data.digits import DigitsSource
-from multimodal.data.digits_to_draw import DigitsToDrawSource
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.global_batches import DataPart
 from multimodal.data.index.index_cache import IndexCache
@@ -25,14 +23,14 @@ from multimodal.data.index.index_progress import watch_indexing
 from multimodal.data.index.item_reader import ItemReader, item_inputs
 from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
+from multimodal.data.sample_program import SampleRequest, open_program, program_digest
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.source_views import InterleavedSource, JoinedSources, PassedItems, SourceSubset
+from multimodal.data.source_views import JoinedSources, PassedItems, SourceSubset
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
 from multimodal.values.errors import CheckpointError, ConfigError
-from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.parts.item_passes import count_llm_tokens
+from multimodal.values.model_graph import ModelGraph
 
 if TYPE_CHECKING:
     from megatron.runtime.feed.producers.produced_items import ProducedItems
@@ -64,8 +62,12 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 
 
 def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None) -> DataSets:
-    if config.data.is_digits:
-        return _digits(config, graph, build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model))
+    if (program := config.data.sample_program) is not None:
+        tokenizer = build_tokenizer(config.data.tokenizer_type, config.data.tokenizer_model)
+        num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
+        seed, num_train = config.training.seed, config.data.program_samples
+        request = SampleRequest(graph, tokenizer, config.data.seq_length, seed, num_train, num_valid)
+        return DataSets(*open_program(program, request), tokenizer)
     tokenizer, chat = text_settings(config).open()
     check_placeholders(config.model.model, tokenizer, chat)
     with in_turn or nullcontext():
@@ -207,44 +209,6 @@ def padded_vocab_size(tokenizer: Tokenizer, config: RunConfig, *, graph: ModelGr
     return -(-(exact or tokenizer.vocab_size) // multiple) * multiple
 
 
-def _digits(config: RunConfig, graph: ModelGraph, tokenizer: Tokenizer) -> DataSets:
-    encoders = [unit for unit in graph.item_encoders if unit.image is not None]
-    if not encoders:
-        raise ConfigError("--data-path digits needs a model with an image encoder, found none; use examples/digits/model.yaml")
-    for unit in encoders:
-        if unit.image is not None and (unit.image.image_size is not None or unit.image.num_frames > 1):
-            raise ConfigError(
-                f"--data-path digits draws pictures of many sizes and one frame, but the images of unit '{unit.name}' have "
-                "one size (image_size) or several frames (num_frames); use a manifest"
-            )
-    if len(graph.generators) > 1:
-        raise ConfigError(
-            f"--data-path digits has work for one generator, found {len(graph.generators)}; use "
-            "examples/digits_generator/model.yaml"
-        )
-    kinds: list[tuple[Callable[..., SampleSource], Unit]] = [(DigitsSource, unit) for unit in encoders]
-    kinds += [(DigitsToDrawSource, unit) for unit in graph.generators]
-
-    def build(num_samples: int, split: str) -> SampleSource:
-        sources = [
-            kind(
-                -(-num_samples // len(kinds)),
-                seed=config.training.seed,
-                split=split,
-                unit=unit.name,
-                image=unit.image,
-                count_outputs=partial(count_llm_tokens, graph, unit) if unit.role is Role.ENCODER else None,
-                tokenizer=tokenizer,
-                seq_length=config.data.seq_length,
-            )
-            for kind, unit in kinds
-        ]
-        return sources[0] if len(sources) == 1 else InterleavedSource(sources)
-
-    num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
-    return DataSets(build(config.data.digits_samples or 1, "train"), build(num_valid, "valid"), tokenizer)
-
-
 RunData = Mapping[str, Any]
 """Plain values, as stored in a checkpoint."""
 
@@ -265,7 +229,7 @@ _COMPARED = (
     _Compared("seed", "--seed"),
     _Compared("global_batch_size", "--global-batch-size", may_change=True),
     _Compared("data_digest", "--data-path", shown="data_path", may_change=True),
-    _Compared("digits_samples", "--digits-samples", may_change=True),
+    _Compared("program_samples", "--program-samples", may_change=True),
     _Compared("split", "--split", may_change=True),
     _Compared("seq_length", "--seq-length", may_change=True),
     _Compared("tokenizer_type", "--tokenizer-type"),
@@ -282,10 +246,10 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
 
     Files are identified by their content, so they may be moved.
     """
-    is_digits = config.data.is_digits
-    digests = [DIGITS] if is_digits else [open_sample_files(named.path).digest for named in config.data.mixture]
+    program = config.data.sample_program
+    digests = [program_digest(program)] if program else [open_sample_files(named.path).digest for named in config.data.mixture]
     parts = data.train_parts or (DataPart(len(data.train)),)
-    split = None if is_digits else config.data.split
+    split = None if program else config.data.split
     weighted = repr([(digest, part.weight) for digest, part in zip(digests, parts, strict=True)])
     joined = hashlib.blake2b(weighted.encode(), digest_size=16).hexdigest()
     return {
@@ -293,7 +257,7 @@ def describe_data(config: RunConfig, data: DataSets) -> RunData:
         "global_batch_size": config.training.global_batch_size,
         "data_path": " ".join(config.data.data_path),
         "data_digest": digests[0] if len(parts) == 1 else joined,
-        "digits_samples": config.data.digits_samples if is_digits else None,
+        "program_samples": config.data.program_samples if program else None,
         "split": split,
         "seq_length": config.data.seq_length,
         "tokenizer_type": config.data.tokenizer_type,

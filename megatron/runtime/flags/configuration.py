@@ -14,6 +14,7 @@ from typing import Any, Literal
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.data.mixture import NamedData, read_mixture
+from multimodal.data.sample_program import DIGITS_PROGRAM
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, simulated_only
@@ -30,7 +31,7 @@ DEFAULT_SAVE_INTERVAL = 1000
 AUTO = Path("auto")
 """Value in place of a plan: the run plans by itself."""
 DIGITS = "digits"
-"""Value in place of a path of data: handwritten digits."""
+"""Value in place of a path of data: the program `DIGITS_PROGRAM`."""
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 """Filled from the flags that contain a unit's name; has no flag of its own."""
 
@@ -83,7 +84,7 @@ class ModelConfig:
     """Linear layers with adapters, as UNIT.KIND.MODULE or the end of it, with * and ?; by default all inside the LLM. Others are
     listed in an error."""
     allow_callbacks: bool = False
-    """Import and call the functions that the model file names between modules: they are programs, and do whatever they like."""
+    """Run programs, which do whatever they like: the functions that the model file names between modules, --data-path FILE.py."""
     make_vocab_size_divisible_by: int = field(default=128, metadata={"minimum": 1, "maximum": 2**16})
     """The vocabulary is padded to a multiple of this, whatever the plan; the LLM's tensor parallel size must divide it."""
 
@@ -284,9 +285,9 @@ class OptimizerSettings:
 class DataConfig:
     """The training data."""
 
-    data_path: tuple[str, ...] = field(metadata={**INPUT_PATH, "metavar": "DATA|digits"})
+    data_path: tuple[str, ...] = field(metadata={**INPUT_PATH, "metavar": "DATA|FILE.py|digits"})
     """A manifest, chats in JSON (messages or LLaVA's conversations) or a data set of Hugging Face on disk; several, each with a
-    weight before it or none (0.7 A 0.3 B); or the word digits: handwritten digits that are composed on the fly."""
+    weight before it or none (0.7 A 0.3 B); or a Python program that makes samples; digits: handwritten digits, a program's."""
     tokenizer_type: Literal["ByteTokenizer", "HuggingFaceTokenizer"] = "ByteTokenizer"
     """Tokenizer of texts."""
     tokenizer_model: str | None = field(default=None, metadata={**INPUT_PATH, "metavar": "PATH"})
@@ -312,13 +313,16 @@ class DataConfig:
     """Processes that tokenise and decode in place of --num-workers, which then only pack (tools/producer.py)."""
     producer_token: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE"})
     """A file with the secret that producers were started with."""
-    digits_samples: int = field(default=10000, metadata=A_COUNT)
-    """--data-path digits: number of training samples."""
+    program_samples: int = field(default=10000, metadata=A_COUNT)
+    """--data-path FILE.py or digits: number of training samples that the program makes."""
 
     @property
-    def is_digits(self) -> bool:
-        """True if the samples are handwritten digits."""
-        return self.data_path == (DIGITS,)
+    def sample_program(self) -> Path | None:
+        """The Python program that makes the samples; None if they are read."""
+        path = Path(self.data_path[0])
+        if len(self.data_path) > 1 or not (self.data_path[0] == DIGITS or path.suffix == ".py"):
+            return None
+        return DIGITS_PROGRAM if self.data_path[0] == DIGITS else path
 
     @property
     def mixture(self) -> tuple[NamedData, ...]:

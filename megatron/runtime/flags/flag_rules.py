@@ -6,6 +6,7 @@ from pathlib import Path
 from megatron.runtime.checkpoint.folder import folder_of_run
 from megatron.runtime.flags.configuration import DIGITS
 from megatron.runtime.flags.device_rules import DEVICE_RULES, Rule, named_passes
+from multimodal.data.sample_program import DIGITS_PROGRAM
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS
 from multimodal.schedule.passes import PASSES
 
@@ -84,7 +85,7 @@ RULES: tuple[Rule, ...] = (
         "lower it, and scale larger images down",
     ),
     Rule(
-        lambda c: c.evaluation.eval_iters > 0 and not c.data.is_digits and not any(_proportions(c.data.split)[1:2]),
+        lambda c: c.evaluation.eval_iters > 0 and c.data.sample_program is None and not any(_proportions(c.data.split)[1:2]),
         "--eval-iters {c.evaluation.eval_iters} needs validation samples, but --split {c.data.split} leaves none; use a second "
         "proportion above 0 or --eval-iters 0",
     ),
@@ -94,8 +95,12 @@ RULES: tuple[Rule, ...] = (
         "--tokens-per-microbatch {c.training.tokens_per_microbatch} allows; leave one of them out",
     ),
     Rule(
-        lambda c: DIGITS in c.data.data_path and not c.data.is_digits,
-        "--data-path {c.data.data_path}: handwritten digits cannot be part of a mixture; give digits alone, or paths",
+        lambda c: len(c.data.data_path) > 1 and any(word == DIGITS or word.endswith(".py") for word in c.data.data_path),
+        "--data-path {c.data.data_path}: a program's samples (digits, FILE.py) are no part of a mixture; give it alone, or paths",
+    ),
+    Rule(
+        lambda c: c.data.sample_program not in (None, DIGITS_PROGRAM) and not c.model.allow_callbacks,
+        "--data-path {c.data.data_path[0]} is a program, which does whatever it likes; add --allow-callbacks if you trust it",
     ),
     Rule(
         lambda c: c.logging.profile and c.logging.profile_step_start >= c.logging.profile_step_end,

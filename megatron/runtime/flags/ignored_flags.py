@@ -44,7 +44,7 @@ _PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.place
 _BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
 _PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs or row.judges)
 _NO_LOAD = "no checkpoint is resumed; add --load DIR"
-_NO_FILES = "--data-path digits reads no image files; use a manifest"
+_NO_FILES = "a program (digits, FILE.py) reads no image files; use a manifest"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
 _FINETUNE = "--finetune takes over the weights alone; leave it out"
 
@@ -78,8 +78,8 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     IgnoredFlag(
         "chat_template",
         ("data_path",),
-        lambda c: c.data.is_digits,
-        "digits are asked about in turns of Braid's own; leave it out",
+        lambda c: c.data.sample_program is not None,
+        "a program's samples (digits, FILE.py) come in turns of Braid's own; leave it out",
     ),
     *_rows(
         "balance_granularity",
@@ -120,22 +120,27 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         "--lengths-from decode loads in a thread, as samples are exchanged; leave it out",
     ),
     *_rows(
-        "digits_samples",
+        "program_samples",
         "data_path",
-        lambda c: not c.data.is_digits,
-        "the samples come from a manifest; use --data-path digits",
+        lambda c: c.data.sample_program is None,
+        "the samples are read, not made; use --data-path digits or FILE.py",
     ),
     IgnoredFlag(
         "split",
         ("data_path",),
-        lambda c: c.data.is_digits,
-        "--data-path digits holds out handwritten digits of its own; leave it out",
+        lambda c: c.data.sample_program is not None,
+        "a program (digits, FILE.py) holds out samples of its own; leave it out",
     ),
-    *_rows("allow_outside_paths producers", "data_path", lambda c: c.data.is_digits, _NO_FILES),
+    *_rows("allow_outside_paths producers", "data_path", lambda c: c.data.sample_program is not None, _NO_FILES),
     IgnoredFlag("producers", ("emulate",), lambda c: c.training.emulate is not None, _EMULATED),
     *_needing("producer_token", "producers", "nothing is decoded elsewhere; add --producers HOST:PORT"),
-    IgnoredFlag("data_cache_path", ("data_path",), lambda c: c.data.is_digits, "--data-path digits has no index; leave it out"),
-    *_rows("max_image_pixels", "data_path", lambda c: c.data.is_digits, _NO_FILES),
+    *_rows(
+        "data_cache_path",
+        "data_path",
+        lambda c: c.data.sample_program is not None,
+        "a program's samples (digits, FILE.py) have no index; use a manifest",
+    ),
+    *_rows("max_image_pixels", "data_path", lambda c: c.data.sample_program is not None, _NO_FILES),
     *_needing("eval_interval eval_blank_images", "eval_iters", "nothing is evaluated; add --eval-iters N"),
     *_needing(
         "save_interval save_retain_interval async_save keep_last_checkpoints",

@@ -158,7 +158,8 @@ def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES
     """
     source, parts = (data.train, data.train_parts) if len(data.train) else (data.valid, data.valid_parts)
     parts = parts or (DataPart(len(source)),)
-    batches = GlobalBatches(parts, config.training.global_batch_size, config.training.seed, shuffle=not config.data.is_digits)
+    is_shuffled, seed = config.data.sample_program is None, config.training.seed
+    batches = GlobalBatches(parts, config.training.global_batch_size, seed, shuffle=is_shuffled)
     drawn = (sample for step in count() for sample in batches.batch(step))
     for number, sample in enumerate(islice(drawn, min(most, len(source)))):
         yield replace(source.lengths(sample.source_index), sample_id=number)

@@ -23,7 +23,7 @@ from multimodal.data.sample_source import SampleSource
 def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
     """Yield these steps of the training, from 0, as this rank computes them; closing stops loading ahead."""
     parts, size = run.data.train_parts or (DataPart(len(run.data.train)),), run.config.training.global_batch_size
-    batches = GlobalBatches(parts, size, run.config.training.seed, shuffle=not run.config.data.is_digits)
+    batches = GlobalBatches(parts, size, run.config.training.seed, shuffle=run.config.data.sample_program is None)
     in_order = run.phase.go_on(batches, run.described_data)
     return _load(run, _planner(run, run.data.train, batches=in_order, forward_only=False), steps)
 

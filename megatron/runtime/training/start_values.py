@@ -12,7 +12,7 @@ from enum import Enum
 from typing import Any
 
 from megatron.runtime.feed.data_sets import DataSets, text_settings
-from megatron.runtime.flags.configuration import DIGITS, RunConfig
+from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.flags.ignored_flags import goes_by_durations
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
@@ -22,6 +22,7 @@ from multimodal.balance import UNBALANCED
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.data.forms.sample_files import open_sample_files
+from multimodal.data.sample_program import program_digest
 from multimodal.data.sample_source import SampleSource
 from multimodal.kernels import kernels
 from multimodal.values.model_graph import ModelGraph
@@ -114,9 +115,9 @@ def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Map
 
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
-    """Return the values of the data; handwritten digits need none: flags and seed determine them."""
-    if config.data.is_digits:
-        return {"--data-path": DIGITS}
+    """Return the values of the data; those of a program follow from its text, flags and seed."""
+    if config.data.sample_program is not None:
+        return {"the digest of the program of --data-path": program_digest(config.data.sample_program)}
     values = {"--data-path": "a manifest"}
     for name, source in (("training", data.train), ("validation", data.valid)):
         values[f"the number of {name} samples"] = str(len(source))

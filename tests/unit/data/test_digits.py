@@ -8,8 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multimodal.data.digits import DigitsSource, load_handwritten_digits, render_ink
-from multimodal.data.digits_layout import QUESTIONS, DigitsPicture, Layout, PlacedGlyph, possible_layouts
+from examples.digits.handwritten_digits import (
+    QUESTIONS,
+    DigitsPicture,
+    DigitsSource,
+    Layout,
+    PlacedGlyph,
+    load_handwritten_digits,
+    possible_layouts,
+    render_ink,
+)
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from multimodal.data.digits import DigitsSource, load_handwritten_digits
-from multimodal.data.digits_to_draw import DigitsToDrawSource
+from examples.digits.handwritten_digits import DigitsSource, DigitsToDrawSource, load_handwritten_digits
 from multimodal.data.source_views import InterleavedSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError

@@ -1,5 +1,6 @@
 """The digits as data of models with several encoders."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from megatron.runtime.flags.configuration import (
     RunConfig,
     TrainingConfig,
 )
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 
 pytest.importorskip("sklearn", reason="scikit-learn is not installed (pip install 'braid[examples]')")
@@ -26,7 +27,7 @@ CONFIG = RunConfig(
     parallelism=ParallelismConfig(),
     training=TrainingConfig(global_batch_size=4, train_iters=10),
     optimizer=OptimizerSettings(lr=0.1),
-    data=DataConfig(data_path=("digits",), digits_samples=6),
+    data=DataConfig(data_path=("digits",), program_samples=6),
 )
 
 
@@ -47,3 +48,39 @@ def test_encoders_take_turns() -> None:
 def test_sound_alone_cannot_read_digits() -> None:
     with pytest.raises(ConfigError, match="needs a model with an image encoder, found none"):
         build_data_sets(CONFIG, graph_of({"ear": {"audio": {}}}))
+
+
+PROGRAM = """
+from dataclasses import dataclass
+from examples.digits.handwritten_digits import open_samples as open_digits
+
+@dataclass
+class Half:
+    whole: object
+    def __len__(self): return len(self.whole) // 2
+    def __getattr__(self, name): return getattr(self.whole, name)
+
+def open_samples(request):
+    train, valid = open_digits(request)
+    return Half(train), Half(valid)
+"""
+
+
+def config_of(program: Path) -> RunConfig:
+    return replace(CONFIG, data=DataConfig(data_path=(str(program),), program_samples=6))
+
+
+def test_a_program_of_ones_own_makes_samples(tmp_path: Path) -> None:
+    (tmp_path / "halves.py").write_text(PROGRAM)
+    data = build_data_sets(config_of(tmp_path / "halves.py"), graph_of({"vision": {"image": IMAGE}}))
+    digits = build_data_sets(CONFIG, graph_of({"vision": {"image": IMAGE}}))
+    assert (len(data.train), len(digits.train)) == (3, 6)
+    assert data.train.lengths(2) == digits.train.lengths(2)
+
+
+@pytest.mark.parametrize(("text", "message"), [(None, "there is no such program"), ("x = 1", "has no function `open_samples")])
+def test_what_makes_no_samples_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(DataError, match=message):
+        build_data_sets(config_of(tmp_path / "mine.py"), graph_of({"vision": {"image": IMAGE}}))

@@ -98,12 +98,12 @@ def test_the_same_manifest_with_other_usable_samples(config: RunConfig) -> None:
 
 
 def test_digits_have_no_file(config: RunConfig) -> None:
-    digits = change(config, "data", data_path=("digits",), digits_samples=50)
+    digits = change(config, "data", data_path=("digits",), program_samples=50)
     saved = describe(digits)
     check_same_data("--load d", saved=saved, current=describe(change(digits, "data", split="1")))
-    with pytest.raises(CheckpointError, match="--digits-samples 50, this run has 60"):
-        check_same_data("--load d", saved=saved, current=describe(change(digits, "data", digits_samples=60)))
-    with pytest.raises(CheckpointError, match=r"--data-path digits \(content digits\), this run has /"):
+    with pytest.raises(CheckpointError, match="--program-samples 50, this run has 60"):
+        check_same_data("--load d", saved=saved, current=describe(change(digits, "data", program_samples=60)))
+    with pytest.raises(CheckpointError, match=r"--data-path digits \(content [0-9a-f]{12}\), this run has /"):
         check_same_data("--load d", saved=saved, current=describe(config))
 
 

@@ -1,0 +1,412 @@
+"""Real handwritten digits in pictures of many sizes, with a question and an answer: the samples of the quickstart.
+
+The glyphs are the 1797 digits of 8x8 pixels that scikit-learn carries (UCI's optical recognition of handwritten digits), so
+nothing is downloaded. Every sixth glyph is kept for validation; training never shows it.
+
+A picture is a grid of square cells, filled with digits from the top left in reading order; the last cells may stay empty, so
+its size does not give away how many digits it shows. A cell is one LLM token wide and high, or two. Encoders read pictures; a
+generator is asked to draw them:
+
+    begin user "draw 407" assistant [image] end
+
+Those digits stand side by side, each drawn at random among the handwritten examples of its value: no model can know which, so
+the best answer to "draw 4" is the mean of all fours.
+
+This file is also an example of a program that makes samples: `--data-path FILE.py` calls its `open_samples` (docs/data.md).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import ClassVar, Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from multimodal.data.conversation import (
+    Conversation,
+    GeneratedSegment,
+    ItemSegment,
+    Segment,
+    TextSegment,
+    build_conversation,
+    build_sample_lengths,
+    build_sample_text,
+)
+from multimodal.data.image_processing import cut_patches
+from multimodal.data.sample_program import SampleRequest
+from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
+from multimodal.data.source_views import InterleavedSource
+from multimodal.data.tokenizer import Tokenizer
+from multimodal.values.errors import ConfigError, ModelError
+from multimodal.values.model_graph import ImageInput, Role, Unit
+from multimodal.values.parts.item_passes import count_llm_tokens
+from multimodal.values.sample_lengths import SampleLengths
+
+MAX_DIGITS = 12
+"""Most digits in the pictures of one sample."""
+MAX_PICTURES = 2
+"""Most pictures of one sample."""
+SUM_MAX_DIGITS = 2
+"""Most digits if the question asks for their sum."""
+QUESTIONS = {"read": "read it", "count": "how many", "sum": "what is the sum"}
+"""Kind of question -> its text."""
+_KINDS = tuple(QUESTIONS)
+_KINDS_UP_TO = (0.5, 0.7, 1.0)
+"""Cumulative shares of the kinds of question."""
+_TWO_PICTURES_SHARE = 0.15
+_CELL_GRIDS = ((1, 4), (2, 2), (1, 5), (1, 6), (2, 3), (1, 8), (2, 4), (2, 5), (1, 12), (2, 6))
+"""(rows, columns) of cells."""
+_CELL_TOKENS = (1, 1, 2)
+"""LLM tokens along a cell's side; a size that is listed twice is twice as frequent."""
+_SMALLEST_GLYPH = 0.92
+"""Side of the smallest glyph in a cell of several tokens, relative to the cell's."""
+
+
+class PlacedGlyph(NamedTuple):
+    """One handwritten digit in its cell."""
+
+    glyph: int
+    """Index into the handwritten digits."""
+    size_pixels: int
+    """Side of the square that it is scaled to."""
+    top_pixels: int
+    """Offset of that square inside the cell."""
+    left_pixels: int
+
+
+class Layout(NamedTuple):
+    """The cells of a picture."""
+
+    rows: int
+    columns: int
+    cell_pixels: int
+
+
+@dataclass(frozen=True, slots=True)
+class DigitsPicture:
+    """One picture; its glyphs fill the cells in reading order."""
+
+    layout: Layout
+    glyphs: tuple[PlacedGlyph, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DigitsSample:
+    """Pictures, a question about all of their digits (or that asks for them), and the answer."""
+
+    pictures: tuple[DigitsPicture, ...]
+    kind: str
+    """A key of QUESTIONS, or "draw"."""
+    answer: str
+
+
+def possible_layouts(image_input: ImageInput) -> tuple[Layout, ...]:
+    """Return the layouts whose area lies within the encoder's pixel bounds; raises ModelError if none does."""
+    token_pixels = image_input.patch_size * image_input.merge_size
+    layouts = tuple(
+        Layout(rows, columns, side * token_pixels)
+        for side in _CELL_TOKENS
+        for rows, columns in _CELL_GRIDS
+        if image_input.min_pixels <= rows * columns * (side * token_pixels) ** 2 <= image_input.max_pixels
+    )
+    if not layouts:
+        raise ModelError(
+            f"no picture of digits fits the encoder's image: patch_size x merge_size = {token_pixels} pixels make pictures of "
+            f"{4 * token_pixels**2} to {MAX_DIGITS * 4 * token_pixels**2} pixels, and min_pixels is {image_input.min_pixels}, "
+            f"max_pixels {image_input.max_pixels}; widen these bounds"
+        )
+    return layouts
+
+
+def draw_digits_sample(
+    random: np.random.Generator,
+    *,
+    layouts: Sequence[Layout],
+    pool: npt.NDArray[np.int64],
+    digits: npt.NDArray[np.int64],
+) -> DigitsSample:
+    """Draw one sample.
+
+    layouts: equally frequent; pool: indices of the glyphs to choose from; digits: [num_glyphs], the digit that each shows.
+    """
+    kind = _KINDS[int(np.searchsorted(_KINDS_UP_TO, random.random()))]
+    num_pictures = MAX_PICTURES if random.random() < _TWO_PICTURES_SHARE else 1
+    max_digits = (SUM_MAX_DIGITS if kind == "sum" else MAX_DIGITS) // num_pictures
+    pictures = tuple(_draw_picture(random, layouts=layouts, pool=pool, max_digits=max_digits) for _ in range(num_pictures))
+    shown = [int(digits[placed.glyph]) for picture in pictures for placed in picture.glyphs]
+    return DigitsSample(pictures, kind, _answer(kind, shown))
+
+
+def _draw_picture(
+    random: np.random.Generator, *, layouts: Sequence[Layout], pool: npt.NDArray[np.int64], max_digits: int
+) -> DigitsPicture:
+    layout = layouts[int(random.integers(len(layouts)))]
+    num_digits = int(random.integers(1, min(max_digits, layout.rows * layout.columns) + 1))
+    is_smallest_cell = layout.cell_pixels == layouts[0].cell_pixels
+    smallest = layout.cell_pixels if is_smallest_cell else round(_SMALLEST_GLYPH * layout.cell_pixels)
+    glyphs = pool[random.integers(len(pool), size=num_digits)]
+    sizes = random.integers(smallest, layout.cell_pixels + 1, size=num_digits)
+    tops, lefts = (random.random((2, num_digits)) * (layout.cell_pixels - sizes + 1)).astype(np.int64)
+    placed = zip(glyphs.tolist(), sizes.tolist(), tops.tolist(), lefts.tolist(), strict=True)
+    return DigitsPicture(layout, tuple(PlacedGlyph(*glyph) for glyph in placed))
+
+
+def _answer(kind: str, shown: Sequence[int]) -> str:
+    if kind == "read":
+        return "".join(map(str, shown))
+    return str(len(shown) if kind == "count" else sum(shown))
+
+
+Split = Literal["train", "valid"]
+
+_VALIDATION_EVERY = 6
+_CACHED_SAMPLES = 4096
+
+
+class HandwrittenDigits(NamedTuple):
+    """All glyphs."""
+
+    ink: npt.NDArray[np.float32]
+    """[num_glyphs, 8, 8], from 0 (paper) to 1."""
+    digits: npt.NDArray[np.int64]
+    """[num_glyphs]: the digit that each shows."""
+
+
+class RandomPictures(ABC):
+    """A `SampleSource` that draws sample `index` from (seed, split, index) only; lengths and texts need no pixels."""
+
+    _STREAMS: ClassVar[Mapping[Split, int]]
+    """Numbers of the random streams, different for each kind of sample."""
+
+    def __init__(
+        self,
+        num_samples: int,
+        *,
+        seed: int,
+        split: Split,
+        unit: str,
+        image: ImageInput,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        count_outputs: Callable[[tuple[int, int]], int] | None = None,
+    ) -> None:
+        """unit: the encoder that takes the pictures, or the generator that makes them; image: the unit's image description.
+
+        seq_length: the most tokens of a sample; count_outputs: returns the LLM tokens of a picture with this grid of patches;
+        None: the patches after merging.
+
+        Raises ModelError if the unit's pixel bounds admit no picture, ConfigError if scikit-learn is missing or a sample might be
+        longer than seq_length.
+        """
+        self._num_samples, self._unit, self._image, self._tokenizer = num_samples, unit, image, tokenizer
+        self._seq_length = seq_length
+        self._count_outputs = count_outputs or image.num_output_tokens
+        self._entropy = (seed, self._STREAMS[split])
+        self._glyphs, self._pool = load_handwritten_digits(), glyph_pool(split)
+        self._cached: dict[int, tuple[DigitsSample, Conversation]] = {}
+        self._prepare()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Compute values that drawing needs; raises ModelError or ConfigError if the arguments admit no sample."""
+
+    @abstractmethod
+    def _draw(self, random: np.random.Generator) -> DigitsSample:
+        """Draw a sample."""
+
+    @abstractmethod
+    def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
+        """Return the segments of a sample with its pictures in order."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self._num_samples
+
+    def sample(self, index: int) -> DigitsSample:
+        """Return the pictures, question and answer of a sample; raises IndexError beyond the end."""
+        return self._at(index)[0]
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample; `sample_id` is its index."""
+        sample, conversation = self._at(index)
+        sizes = [self._image.num_tokens(self._grid(picture)) for picture in sample.pictures]
+        return build_sample_lengths(conversation, sample_id=index, units=[self._unit] * len(sizes), sizes=sizes)
+
+    def text(self, index: int) -> SampleText:
+        """Tokens, labels and picture positions of one sample."""
+        return build_sample_text(self._at(index)[1], pad_id=self._tokenizer.special.pad)
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        """Render one picture; ink is 1, paper -1."""
+        picture = self.sample(index).pictures[item_index]
+        pixels = np.repeat((2 * render_ink(picture, glyphs=self._glyphs) - 1)[:, :, None], self._image.in_channels, axis=2)
+        patches = cut_patches(pixels, patch_size=self._image.patch_size, merge_size=self._image.merge_size)
+        return ItemPixels(patches, self._grid(picture))
+
+    def item_grid(self, index: int, item_index: int) -> tuple[int, int]:
+        """(rows, columns) of patches of one picture."""
+        return self._grid(self.sample(index).pictures[item_index])
+
+    def _grid(self, picture: DigitsPicture) -> tuple[int, int]:
+        return self._grid_of(picture.layout)
+
+    def _grid_of(self, layout: Layout) -> tuple[int, int]:
+        patches = layout.cell_pixels // self._image.patch_size
+        return layout.rows * patches, layout.columns * patches
+
+    def _at(self, index: int) -> tuple[DigitsSample, Conversation]:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(f"sample {index} of {self._num_samples}")
+        if index not in self._cached:
+            if len(self._cached) >= _CACHED_SAMPLES:
+                self._cached.clear()
+            sample = self._draw(np.random.Generator(np.random.Philox(np.random.SeedSequence((*self._entropy, index)))))
+            segments = self._segments(sample)
+            conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._seq_length)
+            self._cached[index] = sample, conversation
+        return self._cached[index]
+
+
+class DigitsSource(RandomPictures):
+    """Pictures of digits to read, count or add up."""
+
+    _STREAMS: ClassVar[Mapping[Split, int]] = {"train": 0, "valid": 1}
+
+    def _prepare(self) -> None:
+        self._layouts = possible_layouts(self._image)
+        self._check_seq_length()
+
+    def _draw(self, random: np.random.Generator) -> DigitsSample:
+        return draw_digits_sample(random, layouts=self._layouts, pool=self._pool, digits=self._glyphs.digits)
+
+    def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
+        return [
+            *(ItemSegment(self._count_outputs(self._grid(picture))) for picture in sample.pictures),
+            TextSegment("user", QUESTIONS[sample.kind]),
+            TextSegment("assistant", sample.answer),
+        ]
+
+    def _check_seq_length(self) -> None:
+        picture = max(self._count_outputs(self._grid_of(layout)) for layout in self._layouts)
+        question = max(len(self._tokenizer.encode(text)) for text in QUESTIONS.values())
+        longest = MAX_PICTURES * (picture + 2) + question + MAX_DIGITS + 4
+        if longest > self._seq_length:
+            raise ConfigError(
+                f"a sample of the digits data has up to {longest} tokens ({MAX_PICTURES} pictures of {picture} and the text), "
+                f"--seq-length is {self._seq_length}; set it to {longest} or more, or lower the encoder's max_pixels"
+            )
+
+
+def render_ink(picture: DigitsPicture, *, glyphs: HandwrittenDigits) -> npt.NDArray[np.float32]:
+    """Draw a picture: [height, width] in pixels, 0 (paper) to 1; a glyph is scaled to its size by nearest neighbour."""
+    rows, columns, cell = picture.layout
+    ink = np.zeros((rows * cell, columns * cell), dtype=np.float32)
+    for position, placed in enumerate(picture.glyphs):
+        nearest = np.arange(placed.size_pixels) * glyphs.ink.shape[1] // placed.size_pixels
+        top = position // columns * cell + placed.top_pixels
+        left = position % columns * cell + placed.left_pixels
+        ink[top : top + placed.size_pixels, left : left + placed.size_pixels] = glyphs.ink[placed.glyph][np.ix_(nearest, nearest)]
+    return ink
+
+
+def glyph_pool(split: Split) -> npt.NDArray[np.int64]:
+    """Return the indices of the glyphs of a split."""
+    held_out = np.arange(len(load_handwritten_digits().digits)) % _VALIDATION_EVERY == 0
+    return np.flatnonzero(held_out if split == "valid" else ~held_out)
+
+
+@lru_cache(maxsize=1)
+def load_handwritten_digits() -> HandwrittenDigits:
+    """Read scikit-learn's bundled digits; raises ConfigError when it is not installed."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as problem:
+        raise ConfigError("--data-path digits needs scikit-learn; install it with: pip install braid[examples]") from problem
+    bundle = load_digits()
+    return HandwrittenDigits((bundle.images / bundle.images.max()).astype(np.float32), bundle.target.astype(np.int64))
+
+
+MAX_DIGITS_TO_DRAW = 3
+QUESTION = "draw "
+_GLYPH_PIXELS = 8
+
+
+class DigitsToDrawSource(RandomPictures):
+    """Pictures of digits that a generator is to make."""
+
+    _STREAMS: ClassVar[Mapping[Split, int]] = {"train": 2, "valid": 3}
+
+    def _prepare(self) -> None:
+        self._pools = [self._pool[self._glyphs.digits[self._pool] == digit] for digit in range(10)]
+        factor = self._image.patch_size * self._image.merge_size
+        self._cell_pixels = -(-_GLYPH_PIXELS // factor) * factor
+        self._counts = [
+            count
+            for count in range(1, MAX_DIGITS_TO_DRAW + 1)
+            if self._image.min_pixels <= count * self._cell_pixels**2 <= self._image.max_pixels
+        ]
+        if not self._counts:
+            raise ModelError(
+                f"no digit to draw fits unit '{self._unit}': one has {self._cell_pixels**2} pixels, its image's min_pixels is "
+                f"{self._image.min_pixels}, max_pixels {self._image.max_pixels}; widen these bounds"
+            )
+        longest = len(self._tokenizer.encode(QUESTION)) + MAX_DIGITS_TO_DRAW + 6
+        if longest > self._seq_length:
+            raise ConfigError(
+                f"a sample of the digits to draw has up to {longest} tokens, --seq-length is {self._seq_length}; set it to "
+                f"{longest} or more"
+            )
+
+    def question(self, index: int) -> tuple[int, ...]:
+        """Return the digits in the question of sample `index`; raises IndexError beyond the end."""
+        return tuple(map(int, self.sample(index).answer))
+
+    def _draw(self, random: np.random.Generator) -> DigitsSample:
+        digits = random.integers(10, size=self._counts[int(random.integers(len(self._counts)))])
+        glyphs = tuple(PlacedGlyph(int(random.choice(self._pools[digit])), self._cell_pixels, 0, 0) for digit in digits)
+        picture = DigitsPicture(Layout(1, len(glyphs), self._cell_pixels), glyphs)
+        return DigitsSample((picture,), "draw", "".join(map(str, digits)))
+
+    def _segments(self, sample: DigitsSample) -> Sequence[Segment]:
+        return TextSegment("user", QUESTION + sample.answer), GeneratedSegment()
+
+
+def open_samples(request: SampleRequest) -> tuple[SampleSource, SampleSource]:
+    """Return the training and the validation samples; raises ConfigError or ModelError if the model cannot take them."""
+    graph = request.graph
+    encoders = [unit for unit in graph.item_encoders if unit.image is not None]
+    if not encoders:
+        raise ConfigError("--data-path digits needs a model with an image encoder, found none; use examples/digits/model.yaml")
+    for unit in encoders:
+        if unit.image is not None and (unit.image.image_size is not None or unit.image.num_frames > 1):
+            raise ConfigError(
+                f"--data-path digits draws pictures of many sizes and one frame, but the images of unit '{unit.name}' have "
+                "one size (image_size) or several frames (num_frames); use a manifest"
+            )
+    if len(graph.generators) > 1:
+        raise ConfigError(
+            f"--data-path digits has work for one generator, found {len(graph.generators)}; use "
+            "examples/digits_generator/model.yaml"
+        )
+    kinds: list[tuple[Callable[..., SampleSource], Unit]] = [(DigitsSource, unit) for unit in encoders]
+    kinds += [(DigitsToDrawSource, unit) for unit in graph.generators]
+
+    def build(num_samples: int, split: Split) -> SampleSource:
+        sources = [
+            kind(
+                -(-num_samples // len(kinds)),
+                seed=request.seed,
+                split=split,
+                unit=unit.name,
+                image=unit.image,
+                count_outputs=partial(count_llm_tokens, graph, unit) if unit.role is Role.ENCODER else None,
+                tokenizer=request.tokenizer,
+                seq_length=request.seq_length,
+            )
+            for kind, unit in kinds
+        ]
+        return sources[0] if len(sources) == 1 else InterleavedSource(sources)
+
+    return build(request.num_train, "train"), build(request.num_valid, "valid")
