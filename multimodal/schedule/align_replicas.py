@@ -12,7 +12,6 @@ from typing import NamedTuple
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.schedule import Schedule
-from multimodal.values.work.dependencies import dependencies
 
 
 class Join(NamedTuple):
@@ -62,7 +61,7 @@ class _Alignment:
     def __init__(self, schedule: Schedule, units: Collection[str] | None) -> None:
         self.units = units
         self.lanes = [lane.actions for lane in schedule.lanes]
-        self.shape, self.plan = schedule.shape, schedule.shape.plan
+        self.shape, self.plan, self.work = schedule.shape, schedule.shape.plan, schedule.work
         self.joins: list[dict[int, list[Join]]] = [{} for _ in self.lanes]
         self.positions = [0] * len(self.lanes)
         self.num_passed: dict[Action, int] = {}
@@ -142,17 +141,14 @@ class _Alignment:
 
     def _must_wait(self, action: Action, *lanes: int) -> bool:
         """Return True if a dependency is not done; the lane is woken when it is."""
-        for need in dependencies(action, self.shape, lowered=True):
+        for need in self.work.needs_of(action, lowered=True):
             missing = [need] if need not in self.done else []
             if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted, but perhaps not sent yet
-                missing = [send for send in self._needs_of_receive(need) if send not in self.done]
+                missing = [send for send in self.work.needs_of(need, lowered=True) if send not in self.done]
             if missing:
                 self.waiters.setdefault(missing[0], []).extend(lanes)
                 return True
         return False
-
-    def _needs_of_receive(self, receive: Action) -> tuple[Action, ...]:
-        return dependencies(receive, self.shape, lowered=True)
 
     def _join(self, action: Action) -> Join:
         place = MicrobatchPlace(action.unit, action.replica, action.microbatch)

@@ -20,8 +20,7 @@ from multimodal.values.plan import Plan
 class StepShape:
     """The shape of one step: its model and plan, its numbers of microbatches, the routes between these, and the cuts of its work.
 
-    Steps of equal shapes have the same schedules. `values/work/dependencies.py` defines the work of a shape and its needs,
-    `values/work/step_work.py` numbers it.
+    Steps of equal shapes have the same schedules. `values/work/step_work.py` numbers the work of a shape.
     """
 
     graph: ModelGraph

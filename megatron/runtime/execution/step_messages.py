@@ -25,7 +25,6 @@ from multimodal.values.action import Action, Coverage, Place, SampleSubset
 from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
-from multimodal.values.work.dependencies import must_travel
 
 _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""
@@ -97,7 +96,7 @@ class StepMessages(LaneRun):
 
     def must_travel(self, source: Place, target: Place) -> bool:
         """Return True if the result of `source` reaches `target` by messages."""
-        return must_travel(source, target, self.executor.plan)
+        return self.executor.plan.must_travel(source, target)
 
     def complete(self, key: MessageKey) -> Tensor:
         """Return the tensor that a message brought to this rank and its tensor parallel peers."""

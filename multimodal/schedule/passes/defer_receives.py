@@ -7,7 +7,6 @@ from multimodal.schedule.passes.lane_times import duration_of, lane_times, sort_
 from multimodal.values.action import ACTION_TABLE, Action, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import TimelineEvent
-from multimodal.values.work.dependencies import dependencies
 
 
 @keeps_earlier_passes(never_longer=True)
@@ -19,13 +18,15 @@ def defer_receives(schedule: Schedule) -> Schedule:
     lanes at once, an order that suits one may stop another). The result may keep more activations, but never takes longer: if
     moving does not pay, the schedule stays as it is. O(actions x window + dependencies).
     """
-    shape, times = schedule.shape, lane_times(schedule)
+    shape, work, times = schedule.shape, schedule.work, lane_times(schedule)
     ends = {event.action: event.end_seconds for lane in times for event in lane}
     starts = {event.action: event.start_seconds for lane in times for event in lane}
     for lane in times:
         if any(len(shape.lanes_of(*event.action[1:4])) > 1 for event in lane):
             continue
-        ready = {event.action: max((ends[need] for need in dependencies(event.action, shape)), default=0.0) for event in lane}
+        ready = {
+            event.action: max((ends[need] for need in work.needs_of(event.action, lowered=False)), default=0.0) for event in lane
+        }
         starts |= _fill_gaps(lane, ready)
     moved = sort_lanes(schedule.lanes, shape, starts.__getitem__)
     before, after = duration_of(schedule), duration_of(moved)

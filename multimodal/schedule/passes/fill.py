@@ -1,10 +1,13 @@
 """Fills the time in which a lane waits for a message with weight gradients."""
 
+from collections.abc import Collection
+
+import numpy as np
+
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies, needs_message
 
 
 def fill(schedule: Schedule) -> Schedule:
@@ -16,21 +19,28 @@ def fill(schedule: Schedule) -> Schedule:
     microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (they must agree on the
     order), and so do weight gradients before a reduction by layer. O(actions + dependencies).
     """
-    return schedule.with_lanes(_fill_lane(lane, schedule.shape, splits=True) for lane in schedule.lanes)
+    return _fill(schedule, splits=True)
 
 
 def refill(schedule: Schedule) -> Schedule:
     """Do the same as `fill` with existing weight gradients, without splitting backwards. O(actions + dependencies)."""
-    return schedule.with_lanes(_fill_lane(lane, schedule.shape, splits=False) for lane in schedule.lanes)
+    return _fill(schedule, splits=False)
 
 
-def _fill_lane(lane: Lane, shape: StepShape, *, splits: bool) -> Lane:
+def _fill(schedule: Schedule, *, splits: bool) -> Schedule:
+    work = schedule.work
+    receiving = {work.computed[piece] for piece in np.unique(work.message_ends[1]).tolist()}
+    return schedule.with_lanes(_fill_lane(lane, schedule.shape, receiving, splits=splits) for lane in schedule.lanes)
+
+
+def _fill_lane(lane: Lane, shape: StepShape, receiving: Collection[Action], *, splits: bool) -> Lane:
+    """Fill one lane; receiving: the actions that need a message."""
     if any(len(shape.lanes_of(*action[1:4])) > 1 for action in lane.actions):
         return lane
     slots: list[Slot] = []
     for position, slot in enumerate(lane.slots):
         action, carrier = slot.action, _carrier(lane, position)
-        waits = slot.mode is SlotMode.IN_LINE and carrier is not None and _waits_for_message(carrier, shape)
+        waits = slot.mode is SlotMode.IN_LINE and carrier in receiving
         if waits and action.kind is ActionKind.WEIGHT_GRADIENT:
             slots.append(Slot(action, SlotMode.FILLS_WAIT))
         elif splits and waits and action.covers is None and _can_split(action, shape) and not _carries(lane, position):
@@ -58,7 +68,3 @@ def _carries(lane: Lane, position: int) -> bool:
 
 def _can_split(action: Action, shape: StepShape) -> bool:
     return action.kind is ActionKind.BACKWARD and shape.backward_need(*action[1:4]) is BackwardNeed.FULL
-
-
-def _waits_for_message(action: Action, shape: StepShape) -> bool:
-    return any(needs_message(need, action, shape.plan) for need in dependencies(action, shape))

@@ -12,7 +12,7 @@ from multimodal.schedule.unit_cost import unit_cost, unit_costs
 from multimodal.values.action import Action, ActionKind, SampleSubset
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.schedule import Lane, Schedule, Slot
-from multimodal.values.work.dependencies import dependencies
+from multimodal.values.work.step_work import step_work
 
 _BACKWARDS = (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
 _ROUNDING = 1e-6
@@ -52,7 +52,7 @@ def _seconds(schedule: Schedule) -> NDArray[np.float64]:
 def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedule:
     """Cut these microbatches' backwards, the last stage's first: a subset in one stage needs that of the next stage."""
     shape = schedule.shape
-    cut_step = shape.with_cuts(replace(shape.cuts, num_subsets={**shape.cuts.num_subsets, **num_subsets}))
+    cut_work = step_work(shape.with_cuts(replace(shape.cuts, num_subsets={**shape.cuts.num_subsets, **num_subsets})))
     times = lane_times(schedule)
     starts = {event.action: event.start_seconds for lane in times for event in lane}
     ends = {event.action: event.end_seconds for lane in times for event in lane}
@@ -66,7 +66,7 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
         for subset in replaced[backward]:
             starts[subset], ends[subset] = starts[backward], ends[backward]
         for subset in subsets[:num_early]:
-            starts[subset] = max(ends[need] for need in dependencies(subset, cut_step))
+            starts[subset] = max(ends[need] for need in cut_work.needs_of(subset, lowered=False))
             ends[subset] = starts[subset] + unit_cost(backward, shape)
             if starts[subset] == starts[backward]:
                 replaced[backward].insert(-1, subset)

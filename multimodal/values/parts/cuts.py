@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import pairwise
 
-from multimodal.values.action import ActionKind, Coverage, Place, SampleSubset, SegmentRange
+from multimodal.values.action import Coverage, Place, SampleSubset, SegmentRange
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 
@@ -128,19 +128,6 @@ class Cuts:
         """Return the part that each backward of a place covers, in the order in which they run (sample subsets run in any)."""
         cut = self.segments.get(place)
         return cut.backwards if cut is not None else self.subsets(_microbatch(place))
-
-    def gradients(self, place: Place) -> tuple[Coverage, ...]:
-        """Return the coverage of the backwards that complete a place's gradients: every sample subset, or the last range."""
-        backwards = self.backwards(place)
-        return backwards[-1:] if place in self.segments else backwards
-
-    def gradient_kind(self, place: Place) -> ActionKind:
-        """Return the kind of the action that yields a place's input gradient."""
-        return ActionKind.INPUT_GRADIENT if place in self.split else ActionKind.BACKWARD
-
-    def last_kind(self, place: Place) -> ActionKind:
-        """Return the kind of the action after which a place's weight gradients are complete."""
-        return ActionKind.WEIGHT_GRADIENT if place in self.split else ActionKind.BACKWARD
 
 
 UNCUT = Cuts()

@@ -1,4 +1,4 @@
-"""The needs of every piece of a step as arrays: the rule of `dependencies`, evaluated for all pieces at once."""
+"""The one rule of what needs what, evaluated for all pieces of a step at once."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -17,7 +17,23 @@ _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 
 
 def piece_needs(pieces: Pieces, graph: ModelGraph, routes: RouteEnds) -> tuple[Integers, Integers]:
-    """Return the pieces that each piece needs, as rows (starts, pieces), in the order of `dependencies`. O(pieces + needs)."""
+    """Return the pieces that must be complete before each piece may run, as rows (starts, pieces). O(pieces + needs).
+
+    A forward needs the forward of the stage before it; at a unit's first stage, the last-stage forwards of every upstream
+    microbatch that routes to it. A backward needs its own forward and the backward of the stage after it; at a unit's last
+    stage, the first-stage backwards of every downstream microbatch that it routes to. Reducing a stage's gradients needs all
+    its backwards on that replica; where that is done by layer, all pieces but the last begin with the last microbatch's
+    backward: they need all others, and what that backward needs. A piece needs the one before it.
+
+    In a split backward the input gradient takes the backward's place, and the weight gradient needs it. Where a microbatch's
+    backward is cut into sample subsets, a subset's backward needs the same subset at the stage after it; at the last stage, the
+    backward of the one downstream microbatch that the subset routes to.
+
+    Where a place is cut into segments, a forward's first range has the needs of a whole forward, and every other range needs the
+    range before it; an action that needs the forward needs its last range. Its backward runs from the last segments to the first:
+    the first range to run needs the forward's last range and the gradient from downstream, every other one the range before it.
+    An action that needs the backward needs the last range to run, which yields the input gradient.
+    """
     found = [needs for unit in pieces.units.values() for needs in _of_computations(unit, pieces, graph, routes)]
     rows = cache(lambda: _rows(found, pieces.num_pieces))
     reductions = [needs for unit in pieces.units.values() for needs in _of_reductions(unit, rows)]

@@ -1,4 +1,4 @@
-"""The work of a step as numbered pieces, with their needs as arrays: `dependencies`, evaluated once for all callers."""
+"""The work of a step as numbered pieces, and what each of them needs before it may run, as arrays."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -7,11 +7,10 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.values.action import ACTION_TABLE, Action, LayerRange, Resource
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Place, Resource, SegmentRange
 from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import SENT_KINDS, message
 from multimodal.values.work.needs import piece_needs
 from multimodal.values.work.pieces import KIND_NUMBERS, KINDS, Bytes, Pieces
 
@@ -20,7 +19,19 @@ __all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "Bytes", "Integers", "St
 RESOURCE_NUMBERS = {resource: number for number, resource in enumerate(Resource)}
 """The number of a resource in `StepWork.resources`, and in the C++ kernels."""
 _RESOURCE_OF_KIND = np.array([RESOURCE_NUMBERS[ACTION_TABLE[kind].resource] for kind in KINDS], np.uint8)
-_IS_SENT = np.isin(np.arange(len(KINDS)), [KIND_NUMBERS[kind] for kind in SENT_KINDS])
+SEND_OF = {
+    ActionKind.FORWARD: ActionKind.SEND_FORWARD,
+    ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.SEND_BACKWARD,
+}
+_RECEIVE_OF = {
+    ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
+    ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
+    ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
+}
+_IS_SENT = np.isin(np.arange(len(KINDS)), [KIND_NUMBERS[kind] for kind in SEND_OF])
+_new = tuple.__new__
+"""Makes named tuples five times as fast as their constructors do: schedules have tens of thousands of actions."""
 
 
 @lru_cache(maxsize=8)
@@ -52,7 +63,7 @@ class StepWork:
         """[num_computed] the stage, `KIND_NUMBERS` and microbatch of each piece."""
         self.replicas = self.pieces.replica_of_stage[self.computed_stages]
         self.need_starts, self.needs = piece_needs(self.pieces, shape.graph, shape.routes)
-        """[num_computed + 1] into `needs`: the pieces that each piece needs, in the order of `dependencies`."""
+        """[num_computed + 1] into `needs`: the pieces that each piece needs (`piece_needs`)."""
 
     @property
     def stages(self) -> tuple[StageKey, ...]:
@@ -124,6 +135,16 @@ class StepWork:
         """Return the pieces that each piece of a dialect needs, as rows: starts, numbers."""
         return self._lowered_needs if lowered else (self.need_starts, self.needs)
 
+    def needs_of(self, action: Action, *, lowered: bool) -> Sequence[Action]:
+        """Return the actions of a dialect that must be complete before `action` may run.
+
+        In the lowered dialect a message carries a need between different rank groups: the producer's send, then the consumer's
+        receive, then the consumer.
+        """
+        (starts, needs), number = self.needs_in(lowered=lowered), self.numbers(lowered=lowered)[action]
+        actions = self.actions if lowered else self.computed
+        return [actions[need] for need in needs[starts[number] : starts[number + 1]].tolist()]
+
     def num_pieces(self, *, lowered: bool) -> int:
         """Return the number of pieces of a dialect."""
         return self.num_computed + 2 * self.num_messages * lowered
@@ -145,7 +166,7 @@ class StepWork:
         return numbers
 
     def _needs_message(self, producers: Integers, consumers: Integers) -> NDArray[np.bool_]:
-        """Evaluate `needs_message` for pairs of pieces in different stages."""
+        """Evaluate `Plan.must_travel` for pairs of pieces in different stages; only results of computations travel."""
         tables = [self.plan.stage_tables[unit] for unit in self.pieces.units]
         ranks = np.concatenate([table.rank_groups for table in tables])
         unit_of_stage = self.pieces.unit_of_stage
@@ -242,3 +263,19 @@ class StepWork:
             if isinstance(action.covers, LayerRange):
                 stages[index] = first_stage
                 parts[index] = 1 + self.plan.virtual_stage(*action[1:4]).layers.start + action.covers.first
+
+
+def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
+    """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
+    kind, unit, replica, stage, microbatch, _, covers = producer
+    other_kind, other_unit, other_replica, other_stage, other_microbatch, _, _ = consumer
+    # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which. Of ranges
+    # of segments, one alone sends.
+    if unit != other_unit or isinstance(covers, SegmentRange):
+        covers = None
+    source = _new(Place, (unit, replica, stage, microbatch))
+    target = _new(Place, (other_unit, other_replica, other_stage, other_microbatch))
+    return (
+        _new(Action, (SEND_OF[kind], unit, replica, stage, microbatch, target, covers)),
+        _new(Action, (_RECEIVE_OF[other_kind], other_unit, other_replica, other_stage, other_microbatch, source, covers)),
+    )

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies
 from tests.unit.schedule.schedule_cases import reduced_together
+from tests.unit.values.work.dependencies import dependencies
 
 COMPUTE_STREAM = "compute"
 POOL_SIZE = 32

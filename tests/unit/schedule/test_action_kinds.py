@@ -12,9 +12,9 @@ from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Re
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import Cuts
 from multimodal.values.schedule import lane_of
-from multimodal.values.work.dependencies import dependencies
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.schedule_cases import golden_cases
+from tests.unit.values.work.dependencies import dependencies
 
 CASE = golden_cases()["encoder_dp2_llm_pp2"]
 STEP = CASE.with_cuts(Cuts(split=frozenset({Place("llm", 0, 1, 0)}), gathers_parameters=True))

@@ -18,8 +18,8 @@ from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies, needs_message
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
+from tests.unit.values.work.dependencies import dependencies, needs_message
 
 UNDONE = [(name, later) for name, row in PASSES.items() for later in row.undone_by]
 PAIRS = [pair for pair in itertools.permutations(PASSES, 2) if pair not in UNDONE]

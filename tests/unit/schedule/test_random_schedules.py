@@ -18,9 +18,9 @@ from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.schedule_cases import PlacedCase, builders_for, built_cases, cases, placed_cases, shape_for
+from tests.unit.values.work.dependencies import dependencies
 
 
 @settings(max_examples=150)

@@ -13,9 +13,9 @@ from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import Cuts, SegmentCut
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies
 from tests.unit.schedule.built_schedules import cut_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+from tests.unit.values.work.dependencies import dependencies
 
 
 def two_stages() -> StepShape:

@@ -20,10 +20,10 @@ from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Re
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, lane_of
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies
 from tests.unit.schedule.built_schedules import built_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
+from tests.unit.values.work.dependencies import dependencies
 
 
 def lower(case: StepShape, builder: str = "1f1b", *passes: str) -> Schedule:

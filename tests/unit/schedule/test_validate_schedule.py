@@ -15,7 +15,6 @@ from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource,
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.built_schedules import broken_schedules
 from tests.unit.schedule.schedule_cases import (
@@ -26,6 +25,7 @@ from tests.unit.schedule.schedule_cases import (
     golden_cases,
     reduced_together,
 )
+from tests.unit.values.work.dependencies import dependencies
 
 
 def check(case: StepShape, lanes: Sequence[Lane] | str, *, lowered: bool = False) -> None:

@@ -5,9 +5,9 @@ import pytest
 from multimodal.schedule.text import lanes_from_text
 from multimodal.values.action import Action, ActionKind, action_to_text
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
+from tests.unit.values.work.dependencies import dependencies
 
 
 def parse(text: str) -> Action:

@@ -9,10 +9,10 @@ from multimodal.values.assignment import Assignment
 from multimodal.values.parts.cuts import Cuts, StageSplit
 from multimodal.values.schedule import Schedule, read_cuts
 from multimodal.values.shape import StepShape
-from multimodal.values.work.dependencies import dependencies
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, step_work
 from tests.unit.schedule.built_schedules import cut_schedules, rewritten_schedules
 from tests.unit.schedule.schedule_cases import golden_cases, placed_golden_cases
+from tests.unit.values.work.dependencies import dependencies
 
 
 def rows(starts: np.ndarray, values: np.ndarray) -> list[list[int]]:

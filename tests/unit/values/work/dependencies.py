@@ -1,4 +1,4 @@
-"""The one dependency rule: the actions that each action of a step needs before it may run."""
+"""The dependency rule in words, action by action: what the arrays of `StepWork` are held against."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -6,46 +6,11 @@ from multimodal.values.action import Action, ActionKind, Coverage, Place, Segmen
 from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.plan import Plan
 from multimodal.values.shape import StepShape
-
-_SEND_OF = {
-    ActionKind.FORWARD: ActionKind.SEND_FORWARD,
-    ActionKind.BACKWARD: ActionKind.SEND_BACKWARD,
-    ActionKind.INPUT_GRADIENT: ActionKind.SEND_BACKWARD,
-}
-_RECEIVE_OF = {
-    ActionKind.FORWARD: ActionKind.RECEIVE_FORWARD,
-    ActionKind.BACKWARD: ActionKind.RECEIVE_BACKWARD,
-    ActionKind.INPUT_GRADIENT: ActionKind.RECEIVE_BACKWARD,
-}
-SENT_KINDS = frozenset(_SEND_OF)
-"""Computations whose results other stages need."""
-_new = tuple.__new__
-"""Makes named tuples five times as fast as their constructors do: schedules have tens of thousands of actions."""
+from multimodal.values.work.step_work import SEND_OF, message
 
 
 def dependencies(action: Action, shape: StepShape, *, lowered: bool = False) -> tuple[Action, ...]:
-    """Return the actions that must be complete before `action` may run.
-
-    A forward needs the forward of the stage before it; at a unit's first stage, the last-stage forwards of every upstream
-    microbatch that routes to it. A backward needs its own forward and the backward of the stage after it; at a unit's last
-    stage, the first-stage backwards of every downstream microbatch that it routes to. Reducing a stage's gradients needs all
-    its backwards on that replica; where that is done by layer, all pieces but the last begin with the last microbatch's
-    backward: they need all others, and what that backward needs. A piece needs the one before it.
-
-    In a split backward the input gradient takes the backward's place, and the weight gradient needs it. Where a microbatch's
-    backward is cut into sample subsets, a subset's backward needs the same subset at the stage after it; at the last stage, the
-    backward of the one downstream microbatch that the subset routes to.
-
-    Where a place is cut into segments, a forward's first range has the needs of a whole forward, and every other range needs the
-    range before it; an action that needs the forward needs its last range. Its backward runs from the last segments to the first:
-    the first range to run needs the forward's last range and the gradient from downstream, every other one the range before it.
-    An action that needs the backward needs the last range to run, which yields the input gradient.
-
-    In the lowered dialect (`lowered=True`) a dependency between different rank groups is carried by a message: the producer's
-    send, then the consumer's receive, then the consumer. The sends' and receives' own dependencies are the same in both.
-
-    `action` must be one of `StepWork.actions`; the result is deterministic, its cost linear in its length.
-    """
+    """Return the actions that must be complete before `action` may run, in the order that `piece_needs` states."""
     needed = _RULES[action.kind](action, shape)
     if not lowered:
         return tuple(needed)
@@ -54,36 +19,9 @@ def dependencies(action: Action, shape: StepShape, *, lowered: bool = False) -> 
 
 def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
     """Return True if the result of `producer` must travel to another rank group before `consumer` can use it."""
-    if producer.kind not in _SEND_OF or consumer.kind not in _SEND_OF or producer[1:4] == consumer[1:4]:
+    if producer.kind not in SEND_OF or consumer.kind not in SEND_OF or producer[1:4] == consumer[1:4]:
         return False
-    return must_travel(producer.place, consumer.place, plan)
-
-
-def must_travel(source: Place, target: Place, plan: Plan) -> bool:
-    """Return True if ranks at `target` lack results of ranks at `source`: they are other ranks, or hold other tokens.
-
-    They hold other tokens if one of two units on the same ranks spreads tokens over context parallel ranks.
-    """
-    if plan.virtual_stage(*source[:3]).ranks != plan.virtual_stage(*target[:3]).ranks:
-        return True
-    sizes = plan.units[source.unit].context_parallel_size, plan.units[target.unit].context_parallel_size
-    return source.unit != target.unit and sizes != (1, 1)
-
-
-def message(producer: Action, consumer: Action) -> tuple[Action, Action]:
-    """Return the send at the producer's place and the receive at the consumer's place that carry this dependency."""
-    kind, unit, replica, stage, microbatch, _, covers = producer
-    other_kind, other_unit, other_replica, other_stage, other_microbatch, _, _ = consumer
-    # Between units a subset is named by the microbatch at the other end, so only stages of one unit need to say which. Of ranges
-    # of segments, one alone sends.
-    if unit != other_unit or isinstance(covers, SegmentRange):
-        covers = None
-    source = _new(Place, (unit, replica, stage, microbatch))
-    target = _new(Place, (other_unit, other_replica, other_stage, other_microbatch))
-    return (
-        _new(Action, (_SEND_OF[kind], unit, replica, stage, microbatch, target, covers)),
-        _new(Action, (_RECEIVE_OF[other_kind], other_unit, other_replica, other_stage, other_microbatch, source, covers)),
-    )
+    return plan.must_travel(producer.place, consumer.place)
 
 
 def _microbatch(action: Action) -> MicrobatchPlace:
@@ -97,8 +35,14 @@ def _last_forward(place: Place, shape: StepShape) -> Action:
 
 def _input_gradients(place: Place, shape: StepShape) -> Iterator[Action]:
     """Yield the backwards that yield a place's input gradient: all sample subsets, or the last range of segments."""
-    kind = shape.cuts.gradient_kind(place)
-    return (Action(kind, *place, covers=covers) for covers in shape.cuts.gradients(place))
+    kind = ActionKind.INPUT_GRADIENT if place in shape.cuts.split else ActionKind.BACKWARD
+    return (Action(kind, *place, covers=covers) for covers in _completing(place, shape))
+
+
+def _completing(place: Place, shape: StepShape) -> tuple[Coverage, ...]:
+    """Return the coverage of the backwards that complete a place's gradients: every sample subset, or the last range."""
+    backwards = shape.cuts.backwards(place)
+    return backwards[-1:] if place in shape.cuts.segments else backwards
 
 
 def _range_before(action: Action, ranges: tuple[Coverage, ...]) -> Action | None:
@@ -157,13 +101,13 @@ def _reduce_needs(action: Action, shape: StepShape) -> Iterator[Action]:
     last_microbatch = shape.num_microbatches(action.unit, action.replica) - 1
     for microbatch in range(last_microbatch + 1):
         place = action.place._replace(microbatch=microbatch)
-        completing = shape.cuts.gradients(place)
+        completing, is_split = _completing(place, shape), place in shape.cuts.split
         if is_early and microbatch == last_microbatch:
             first = shape.cuts.backwards(place)[0] if place in shape.cuts.segments else completing[-1]
-            yield from _backward_needs(Action(shape.cuts.gradient_kind(place), *place, covers=first), shape)
+            yield from _backward_needs(Action(ActionKind.BACKWARD, *place, covers=first), shape)
             completing = completing[:-1]
         for covers in completing:
-            yield Action(shape.cuts.last_kind(place), *place, covers=covers)
+            yield Action(ActionKind.WEIGHT_GRADIENT if is_split else ActionKind.BACKWARD, *place, covers=covers)
 
 
 def _send_forward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
