@@ -27,7 +27,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 
@@ -65,7 +65,7 @@ def simulate_replica(
     def seconds(action: Action) -> float:
         if action.kind is ActionKind.REDUCE_GRADIENTS:
             return 0.0
-        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        place = action.microbatch_place
         atoms = assignment.atoms(place) if action.subset < 0 else assignment.subsets(graph, place)[action.subset]
         loads = llm if action.unit == "llm" else encoder
         return sum(loads[atom.sample_id] for atom in atoms) * (1 if action.kind is ActionKind.FORWARD else 2)

@@ -10,7 +10,6 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
-from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.schedule import Schedule
 
 
@@ -151,7 +150,7 @@ class _Alignment:
         return False
 
     def _join(self, action: Action) -> Join:
-        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        place = action.microbatch_place
         num_passes = len(self.shape.cuts.subsets(place)) if action.kind is ActionKind.FORWARD else 1
         kind = action.kind if self.units is None else kind_of_exchange(action)
         return Join(kind, action.unit, action.stage, num_passes)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 
 
@@ -89,6 +90,11 @@ class Place(NamedTuple):
     stage: int
     microbatch: int
 
+    @property
+    def microbatch_place(self) -> MicrobatchPlace:
+        """The microbatch, whatever the stage."""
+        return MicrobatchPlace(self.unit, self.replica, self.microbatch)
+
 
 @dataclass(frozen=True, slots=True)
 class SampleSubset:
@@ -136,6 +142,11 @@ class Action(NamedTuple):
     def place(self) -> Place:
         """This action's own (unit, replica, stage, microbatch)."""
         return Place(self.unit, self.replica, self.stage, self.microbatch)
+
+    @property
+    def microbatch_place(self) -> MicrobatchPlace:
+        """The microbatch, whatever the stage."""
+        return MicrobatchPlace(self.unit, self.replica, self.microbatch)
 
     @property
     def subset(self) -> int:

@@ -7,7 +7,6 @@ A frozen module needs no weight gradients, but its input gradient is still neede
 from enum import StrEnum
 
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 
 
 class BackwardNeed(StrEnum):
@@ -37,23 +36,18 @@ class BackwardNeed(StrEnum):
 
 def layers_backward_need(graph: ModelGraph, unit: str, layers: range) -> BackwardNeed:
     """Return the gradients that the backward of a range of a unit's layers must compute."""
-    upstream = unit_is_trainable(graph, unit, before=layers.start) or any(
+    is_trainable = graph.unit(unit).is_trainable
+    upstream = any(map(is_trainable, range(layers.start))) or any(
         has_trainable_output(graph, source) for source in graph.upstream(unit)
     )
-    if any(graph.unit(unit).is_trainable(layer) for layer in layers):
+    if any(map(is_trainable, layers)):
         return BackwardNeed.FULL if upstream else BackwardNeed.WEIGHT_GRADIENT
     return BackwardNeed.INPUT_GRADIENT if upstream else BackwardNeed.NONE
 
 
-def stage_backward_need(graph: ModelGraph, plan: Plan, unit: str, replica: int, stage: int) -> BackwardNeed:
-    """Return the gradients that the backward of a virtual stage must compute."""
-    return layers_backward_need(graph, unit, plan.virtual_stage(unit, replica, stage).layers)
-
-
-def unit_is_trainable(graph: ModelGraph, unit: str, *, before: int | None = None) -> bool:
-    """Return True if any layer of the unit (before layer `before`, if given) is trained."""
-    num_layers = len(graph.unit(unit).layers) if before is None else before
-    return any(graph.unit(unit).is_trainable(layer) for layer in range(num_layers))
+def unit_is_trainable(graph: ModelGraph, unit: str) -> bool:
+    """Return True if any layer of the unit is trained."""
+    return any(map(graph.unit(unit).is_trainable, range(len(graph.unit(unit).layers))))
 
 
 def has_trainable_output(graph: ModelGraph, unit: str) -> bool:

@@ -9,13 +9,9 @@ from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.typed_reader import Plain
 from multimodal.values.units.check_unit import check_unit
-from multimodal.values.units.experts import Experts
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
-from multimodal.values.units.lora import Lora
-from multimodal.values.units.opaque import Opaque
-from multimodal.values.units.queries import Queries
-from multimodal.values.units.transformer import Transformer
-from multimodal.values.units.unit import Role, Unit, unit_from_plain, unit_to_dict
+from multimodal.values.units.transformer import Experts, Transformer
+from multimodal.values.units.unit import Lora, Opaque, Queries, Role, Unit, unit_from_plain, unit_to_dict
 
 __all__ = [
     "AudioInput",

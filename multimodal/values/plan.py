@@ -13,7 +13,7 @@ from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.typed_reader import Plain
-from multimodal.values.units.bounds import MOST_LAYERS
+from multimodal.values.units.transformer import MOST_LAYERS
 
 MOST_RANKS = 2**20
 """Every rank is smaller than this, so that a typing error does not make a list that fills the memory."""

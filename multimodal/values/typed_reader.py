@@ -34,6 +34,11 @@ LONGEST_TEXT = 200
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*", re.IGNORECASE)
 
 
+def up_to(maximum: int) -> dict[str, Any]:
+    """Return the metadata of a positive integer."""
+    return {"minimum": 1, "maximum": maximum}
+
+
 @dataclass(frozen=True, slots=True)
 class Plain:
     """A plain value and its place in the file; all methods raise `error` with both."""

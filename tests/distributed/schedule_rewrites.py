@@ -12,7 +12,6 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, SampleSubset, SegmentRange
-from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode, lane_of
 
@@ -68,7 +67,7 @@ class CutMicrobatches:
         encoders = {unit.name for unit in graph.encoders if graph.gives_items_once(unit.name)}
 
         def rewritten(action: Action) -> list[Action]:
-            place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+            place = action.microbatch_place
             is_backward = action.kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
             if not is_backward or action.unit not in encoders or not _draw(self.seed, *place):
                 return [action]

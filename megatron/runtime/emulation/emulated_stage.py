@@ -239,7 +239,7 @@ def with_emulated_inputs(step: Step, *, rank: int) -> Step:
     """Return the same step with inputs that only hold sizes, for the microbatches that pass through this rank."""
     cuts: dict[MicrobatchPlace, dict[int, SegmentCut]] = defaultdict(dict)
     for where, cut in step.cuts.segments.items():
-        cuts[MicrobatchPlace(where.unit, where.replica, where.microbatch)][where.stage] = cut
+        cuts[where.microbatch_place][where.stage] = cut
     inputs: dict[MicrobatchPlace, PackedInput] = {}
     subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     for unit, unit_plan in step.plan.units.items():

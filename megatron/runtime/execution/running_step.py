@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from megatron.runtime.execution.segment_pass import SegmentPass
-from megatron.runtime.execution.step_messages import RankResources, StepMessages, microbatch_of
+from megatron.runtime.execution.step_messages import RankResources, StepMessages
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
@@ -74,7 +74,7 @@ class RunningStep(StepMessages):
         hiddens = self._split_rows(action, hidden, batches)
         with self.clock.span(action), self._filling_waits(action), torch.set_grad_enabled(has_backward):
             outputs = []
-            for subset, batch, rows in zip(self.step.cuts.subsets(microbatch_of(action.place)), batches, hiddens, strict=True):
+            for subset, batch, rows in zip(self.step.cuts.subsets(action.microbatch_place), batches, hiddens, strict=True):
                 if rows is not None:
                     rows.requires_grad_(has_backward and need.sends_gradient)
                 outputs.append(self._run_subset(action._replace(covers=subset), batch, rows, items, has_backward=has_backward))
@@ -200,7 +200,7 @@ class RunningStep(StepMessages):
         return (
             hidden,
             items,
-            self.inputs.of(microbatch_of(action.place)),
+            self.inputs.of(action.microbatch_place),
         )
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
@@ -262,7 +262,7 @@ class RunningStep(StepMessages):
         """Return the microbatch's share of the global loss: LLM tokens and a generator's values have separate counts."""
         self.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
         if output.is_correct is not None:
-            self.correct.append((microbatch_of(action.place), output.is_correct))
+            self.correct.append((action.microbatch_place, output.is_correct))
         if action.unit == self.step.graph.backbone.name:
             return output.loss_sum / self.step.num_target_tokens
         return output.loss_sum / self.step.num_generated_values[action.unit]

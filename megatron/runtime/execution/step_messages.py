@@ -111,7 +111,7 @@ class StepMessages(LaneRun):
         if upstream.unit == downstream.unit:
             shape = self._hidden_shape(downstream, key.covers, width=self._width_behind(upstream))
             return Link(*ranks, shape, is_replicated=False)
-        source, target = microbatch_of(upstream), microbatch_of(downstream)
+        source, target = upstream.microbatch_place, downstream.microbatch_place
         (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
         width = self._width_behind(upstream)
         rows = self.inputs.row_shares(route)
@@ -123,7 +123,7 @@ class StepMessages(LaneRun):
         place = action.place
         if action.stage > 0:
             return self.collect(MessageKey("forward", place._replace(stage=action.stage - 1), place)), ()
-        routes = self.step.routes.to_target.get(microbatch_of(place), ())
+        routes = self.step.routes.to_target.get(place.microbatch_place, ())
         return None, tuple(
             (route, self.collect(MessageKey("forward", self._last_place(route.source), place))) for route in routes
         )
@@ -135,7 +135,7 @@ class StepMessages(LaneRun):
             whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
             self.publish(MessageKey("forward", place, place._replace(stage=action.stage + 1)), whole)
             return
-        for route in self.step.routes.from_source.get(microbatch_of(place), ()):
+        for route in self.step.routes.from_source.get(place.microbatch_place, ()):
             output = outputs[self.step.part_of(route)]
             rows = output.index_select(0, self.inputs.output_rows(route))
             self.publish(MessageKey("forward", place, _first_place(route.target)), rows)
@@ -146,7 +146,7 @@ class StepMessages(LaneRun):
         if not self.stage(place).is_last:
             return self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place, action.covers))
         gradient: Tensor | None = None
-        for route in self.step.routes.from_source.get(microbatch_of(place), ()):
+        for route in self.step.routes.from_source.get(place.microbatch_place, ()):
             if action.subset not in (-1, self.step.part_of(route)):
                 continue
             found = self.collect(MessageKey("backward", _first_place(route.target), place))
@@ -192,7 +192,7 @@ class StepMessages(LaneRun):
     def _rows_by_rank(self, place: Place, covers: Coverage, *, size: int) -> tuple[NDArray[np.int64], ...]:
         """Return the rows of each tensor parallel rank of a stage of this size; sample subsets have distant row numbers."""
         rank, context = self.executor.context_parallel_rank(place.unit), self.executor.any_stage(place.unit).context.input_context
-        num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
+        num_tokens = self.step.placement.num_tokens(place.microbatch_place, rank=rank)
         of_subsets = [
             (index, context._replace(tensor_parallel_size=size).num_padded_rows(count) // size)
             for index, count in enumerate(num_tokens)
@@ -211,15 +211,10 @@ class StepMessages(LaneRun):
     def _hidden_shape(self, place: Place, covers: Coverage, *, width: int) -> tuple[int, ...]:
         """Return the shape of hidden states of this rank's tokens, of one sample subset or all."""
         rank = self.executor.context_parallel_rank(place.unit)
-        num_tokens = self.step.placement.num_tokens(microbatch_of(place), rank=rank)
+        num_tokens = self.step.placement.num_tokens(place.microbatch_place, rank=rank)
         num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
         rows = sum(num for index, num in enumerate(num_rows) if covers in (None, SampleSubset(index)))
         return rows, 1, width
-
-
-def microbatch_of(place: Place) -> MicrobatchPlace:
-    """Return the microbatch, whatever the stage."""
-    return MicrobatchPlace(place.unit, place.replica, place.microbatch)
 
 
 def _first_place(target: MicrobatchPlace) -> Place:

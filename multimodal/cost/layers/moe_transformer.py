@@ -10,7 +10,7 @@ from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.seconds.layer_curves import Quadratic
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role, Unit
-from multimodal.values.units.experts import Experts
+from multimodal.values.units.transformer import Experts
 
 _EXCHANGES = 2
 """Exchanges of tokens in a pass: to the experts and back."""

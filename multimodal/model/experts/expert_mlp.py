@@ -18,7 +18,7 @@ from multimodal.model.deferrable_linear import (
 from multimodal.model.experts.dispatch import compute_by_experts
 from multimodal.model.experts.router import Router, RowSequences, attach_loss, sequence_balance_loss
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
-from multimodal.values.units.experts import Experts
+from multimodal.values.units.transformer import Experts
 
 
 def is_of_expert(name: str) -> bool:

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from multimodal.values.units.experts import Experts
+from multimodal.values.units.transformer import Experts
 
 
 class Routing(NamedTuple):

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from multimodal.schedule.builders.one_f_one_b import forward_floors, forward_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.arrays.microbatches import MicrobatchPlace
 from multimodal.values.arrays.rows import integers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.plan import Plan
@@ -83,7 +82,7 @@ def _orders_of_consumers(
         is_forward = chain[0][0].kind is ActionKind.FORWARD
         fused = chain[-1] if is_forward else chain[0]
         for action in fused:
-            for target in targets.get(MicrobatchPlace(action.unit, action.replica, action.microbatch), ()):
+            for target in targets.get(action.microbatch_place, ()):
                 consumer = Action(action.kind, target.unit, target.replica, 0, target.microbatch)
                 if consumer in existing:
                     yield (fused[-1], consumer) if is_forward else (consumer, fused[0])

@@ -121,7 +121,7 @@ class _LaneWithEncoders:
             action
             for action in self.lane.actions
             if action.kind is not ActionKind.REDUCE_GRADIENTS
-            and MicrobatchPlace(action.unit, action.replica, action.microbatch) not in moved
+            and action.microbatch_place not in moved
         ]
         num_left = Counter(each for action in actions if action.kind is ActionKind.BACKWARD for each in self._encoded_for(action))
         for action in actions:
@@ -139,7 +139,7 @@ class _LaneWithEncoders:
         """Return the microbatches that encoders on these ranks compute for an action of the LLM."""
         if action.unit != self.graph.backbone.name:
             return []
-        target = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        target = action.microbatch_place
         return [source for source in self.original.routes.sources_of.get(target, ()) if source in self.forward_of]
 
     def _has_backward(self, place: MicrobatchPlace) -> bool:

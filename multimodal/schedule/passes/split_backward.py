@@ -45,7 +45,7 @@ def _seconds(schedule: Schedule) -> NDArray[np.float64]:
     seconds = unit_costs(schedule.shape).astype(np.float64)
     for number, action in enumerate(schedule.work.computed):
         if action.subset >= 0:
-            seconds[number] /= schedule.shape.cuts.num_subsets[_microbatch(action)]
+            seconds[number] /= schedule.shape.cuts.num_subsets[action.microbatch_place]
     return seconds
 
 
@@ -60,7 +60,7 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
     added: dict[int, list[Action]] = defaultdict(list)
     backwards = [action for action in starts if _is_cut(action, num_subsets)]
     for backward in sorted(backwards, key=lambda action: -action.stage):
-        subsets = [backward._replace(covers=SampleSubset(index)) for index in range(num_subsets[_microbatch(backward)])]
+        subsets = [backward._replace(covers=SampleSubset(index)) for index in range(num_subsets[backward.microbatch_place])]
         num_early = 0 if backward.kind is ActionKind.WEIGHT_GRADIENT else len(subsets) - 1
         replaced[backward] = subsets[num_early:]
         for subset in replaced[backward]:
@@ -81,8 +81,4 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
 
 
 def _is_cut(action: Action, num_subsets: dict[MicrobatchPlace, int]) -> bool:
-    return action.kind in _BACKWARDS and action.covers is None and _microbatch(action) in num_subsets
-
-
-def _microbatch(action: Action) -> MicrobatchPlace:
-    return MicrobatchPlace(action.unit, action.replica, action.microbatch)
+    return action.kind in _BACKWARDS and action.covers is None and action.microbatch_place in num_subsets

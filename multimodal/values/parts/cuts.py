@@ -107,7 +107,7 @@ class Cuts:
         if not self.segments or not (self.split or self.num_subsets):
             return
         for place in self.segments:
-            if place in self.split or _microbatch(place) in self.num_subsets:
+            if place in self.split or place.microbatch_place in self.num_subsets:
                 other = "input and weight gradient" if place in self.split else "sample subsets"
                 raise ScheduleError(
                     f"{'/'.join(map(str, place))}: cut into segments and into {other}; no microbatch of a stage can be cut in "
@@ -127,12 +127,8 @@ class Cuts:
     def backwards(self, place: Place) -> tuple[Coverage, ...]:
         """Return the part that each backward of a place covers, in the order in which they run (sample subsets run in any)."""
         cut = self.segments.get(place)
-        return cut.backwards if cut is not None else self.subsets(_microbatch(place))
+        return cut.backwards if cut is not None else self.subsets(place.microbatch_place)
 
 
 UNCUT = Cuts()
 """One forward and one backward per microbatch and stage, one reduction per stage; parameters are not gathered."""
-
-
-def _microbatch(place: Place) -> MicrobatchPlace:
-    return MicrobatchPlace(place.unit, place.replica, place.microbatch)

@@ -11,7 +11,7 @@ from multimodal.values.units.unit import MOE_TRANSFORMER, Role, Unit
 
 _UNIT_NAME = re.compile(r"[^\W\d_][\w-]{0,63}")
 Rule = tuple[str, bool, str]
-"""The key that a rule is about, True if the unit breaks it, and what is wrong with the fix; a rule may rely on those before it."""
+"""The key that a rule is about, True if the unit breaks it, and what is wrong; a rule may rely on those before it."""
 
 
 def check_unit(unit: Unit) -> None:
@@ -64,9 +64,9 @@ def _heads(unit: Unit) -> Iterator[Rule]:
 def _rotary(unit: Unit) -> Iterator[Rule]:
     shape, is_backbone, num_pairs = unit.transformer, unit.role is Role.BACKBONE, unit.transformer.head_channels // 2
     sections, scaling, dynamic = shape.rotary_sections, shape.rotary_scaling, shape.rotary_dynamic_scaling
-    problem = f"rotary_sections {list(sections)} must belong to the backbone and add up to half its channels per head ({num_pairs})"
+    problem = f"rotary_sections {list(sections)} must belong to the backbone and add up to half its channels per head"
     is_broken = not is_backbone or 2 * sum(sections) != shape.head_channels
-    yield "rotary_sections", bool(sections) and is_broken, f"{problem}; correct them"
+    yield "rotary_sections", bool(sections) and is_broken, f"{problem} ({num_pairs}); correct them"
     problem = "has_interleaved_sections is of rotary_sections, which are missing; add them"
     yield "has_interleaved_sections", shape.has_interleaved_sections and not sections, problem
     problem = f"expected 3 numbers, for time, row and column, found {len(sections)}; correct them"

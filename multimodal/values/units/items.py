@@ -4,7 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multimodal.values.units.bounds import MOST_LAYERS, up_to
+from multimodal.values.typed_reader import up_to
+from multimodal.values.units.transformer import MOST_LAYERS
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,34 @@
-"""The shape of a unit's transformer layers."""
+"""The shape of a unit's transformer layers, and of the experts that take the place of their MLPs."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from multimodal.values.units.bounds import MOST_LAYERS, up_to
-from multimodal.values.units.experts import Experts
+from multimodal.values.typed_reader import up_to
+
+MOST_LAYERS = 10_000
+"""Transformer layers of a unit; every list of layers is bounded by it."""
+
+
+@dataclass(frozen=True)
+class Experts:
+    """MLPs in place of one (mixture of experts); a router selects a few for every token, and drops none. Names are Megatron's."""
+
+    num_experts: int = field(metadata=up_to(2**14))
+    router_topk: int = field(default=2, metadata=up_to(2**10))
+    """Experts that compute each token."""
+    ffn_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
+    """Inner width of every expert; None: that of the unit's other MLPs."""
+    shared_expert_intermediate_size: int | None = field(default=None, metadata=up_to(2**24))
+    """Inner width of an additional MLP that computes every token; None: there is none."""
+    aux_loss_coeff: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1000})
+    """Weight of the loss that balances experts within every sequence (DeepSeek-V3, 2.1.2), so that no plan changes it."""
+    router_pre_softmax: bool = False
+    """Weigh the selected experts by their share among all experts instead of among the selected ones."""
+
+    @property
+    def activated(self) -> float:
+        """Share of the experts' weights that multiply a token."""
+        return self.router_topk / self.num_experts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A unit: one module of the model graph, with its layers and its input."""
+"""A unit: one module of the model graph, with its layers, its input, and what may stand in for parts of it."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -6,12 +6,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Literal
 
-from multimodal.values.typed_reader import Plain
-from multimodal.values.units.bounds import up_to
+from multimodal.values.typed_reader import Plain, up_to
 from multimodal.values.units.items import AudioInput, ImageInput, ItemInput
-from multimodal.values.units.lora import Lora
-from multimodal.values.units.opaque import Opaque
-from multimodal.values.units.queries import Queries
 from multimodal.values.units.transformer import Transformer
 
 
@@ -21,6 +17,87 @@ class Role(StrEnum):
     ENCODER = "encoder"
     BACKBONE = "backbone"
     GENERATOR = "generator"
+
+
+@dataclass(frozen=True)
+class Lora:
+    """Adapters add alpha / rank x B A x to the products W x of some frozen matrices W; A and B are trained."""
+
+    rank: int = field(metadata=up_to(2**14))
+    """Rows of A, [rank, inputs], and columns of B, [outputs, rank]."""
+    alpha: float | None = field(default=None, metadata={"above": 0, "maximum": 1e6})
+    """None: equal to rank, so that B A is added without a factor."""
+    targets: tuple[str, ...] = field(default=("*",), metadata={"min_entries": 1})
+    """The linear layers, as `<kind of layer>.<module>`. A model file may contain patterns, which its reader resolves."""
+
+    @property
+    def scale(self) -> float:
+        """The factor alpha / rank."""
+        return 1.0 if self.alpha is None else self.alpha / self.rank
+
+    def modules(self, kind: str) -> tuple[str, ...]:
+        """Return the linear layers that are adapted in a layer of this kind."""
+        return tuple(module for owner, _, module in (target.partition(".") for target in self.targets) if owner == kind)
+
+
+@dataclass(frozen=True)
+class Opaque:
+    """An unchanged module of Hugging Face's transformers in place of an encoder's layers.
+
+    It counts as one layer: no plan cuts it, and its backward is one piece.
+    """
+
+    directory: str
+    """The folder with the config.json that it is built from, relative to the model file if in one. Nothing in it is executed."""
+    class_name: str | None = field(default=None, metadata={"key": "class"})
+    """A class of transformers, such as CLIPVisionModel; None: the class that AutoModel chooses for config.json."""
+    part: str | None = None
+    """The submodule to take, such as `vision_model`; None: all of it."""
+    before_encoder: str | None = None
+    """A function `package.module:function` of the images, [num_images, channels, height, width], or of one clip, [1, samples] or
+    [1, num_mel_bins, frames], that returns the module's input. Runs import it only if that is allowed."""
+    after_encoder: str | None = None
+    """The same for the module's hidden states, [num_images, num_tokens, hidden_size]; the last tokens of its result must be the
+    patches, or the first ones those of the clip."""
+    after_projector: str | None = None
+    """The same for the projector's output, [num_tokens, hidden_size of the LLM]."""
+
+    @property
+    def callbacks(self) -> tuple[str, ...]:
+        """The names of all callbacks that are set."""
+        return tuple(each for each in (self.before_encoder, self.after_encoder, self.after_projector) if each is not None)
+
+
+@dataclass(frozen=True)
+class Queries:
+    """A projector of cross-attention: every item leaves as many tokens as there are learned queries, whatever its size.
+
+    One layer is a resampler (Qwen-VL, Flamingo's perceiver); several with attention among the queries are a Q-Former (BLIP-2).
+    """
+
+    num_queries: int = field(metadata=up_to(2**16))
+    num_layers: int = field(default=1, metadata=up_to(2**10))
+    """Number of layers, each with cross-attention to the item's tokens and an MLP with a GELU."""
+    has_self_attention: bool = False
+    """In every layer the queries of an item attend to each other before they attend to the item."""
+    hidden_size: int | None = field(default=None, metadata=up_to(2**20))
+    """Width of queries; None: the encoder's. The same default holds for the two fields below."""
+    num_attention_heads: int | None = field(default=None, metadata=up_to(2**16))
+    ffn_hidden_size: int | None = field(default=None, metadata=up_to(2**24))
+
+    def shape(self, encoder: Transformer) -> Transformer:
+        """Return the shape of the queries' layers; encoder: the source of defaults."""
+        return Transformer(
+            self.num_layers,
+            self.hidden_size or encoder.hidden_size,
+            self.num_attention_heads or encoder.num_attention_heads,
+            self.ffn_hidden_size or encoder.ffn_hidden_size,
+            normalization=encoder.normalization,
+            activation="gelu",
+            add_bias_linear=True,
+            layernorm_epsilon=encoder.layernorm_epsilon,
+            has_rotary_positions=False,
+        )
 
 
 _OF_PROJECTORS = (

@@ -1,6 +1,5 @@
 """The pieces of a step's work as grids of numbers: stage by microbatch of every unit."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
@@ -328,15 +327,10 @@ class Pieces:
     def actions(self) -> tuple[Action, ...]:
         """Return all pieces. O(pieces)."""
         new, keys = tuple.__new__, self.stage_keys
-        columns = zip(*(each.tolist() for each in (self.kinds, self.stages, self.microbatches)), strict=True)
-        if (self.parts < 0).all():
-            return tuple(new(Action, (KINDS[kind], *keys[stage], index, None, None)) for kind, stage, index in columns)
+        columns = (each.tolist() for each in (self.kinds, self.stages, self.microbatches, self.parts))
         return tuple(
-            new(
-                Action,
-                (KINDS[kind], *keys[stage], index, None, part if part is None else self._coverage(kind, stage, index, part)),
-            )
-            for (kind, stage, index), part in zip(columns, _or_none(self.parts.tolist()), strict=True)
+            new(Action, (KINDS[kind], *keys[stage], index, None, None if part < 0 else self._coverage(kind, stage, index, part)))
+            for kind, stage, index, part in zip(*columns, strict=True)
         )
 
     def _coverage(self, kind: int, stage: int, microbatch: int, part: int) -> Coverage:
@@ -349,10 +343,6 @@ class Pieces:
                 return SampleSubset(part)
             return (cut.forwards if kind == _FORWARD else cut.backwards)[part]
         return self._reductions(unit, replica, index)[part]
-
-
-def _or_none(parts: Sequence[int]) -> list[int | None]:
-    return [None if part < 0 else part for part in parts]
 
 
 def _unit_pieces(shape: StepShape, unit: str, first_piece: int, first_stage: int) -> UnitPieces:

@@ -41,7 +41,7 @@ def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
         elif kind is ActionKind.GATHER_PARAMETERS:
             gathers = True
         if isinstance(action.covers, SampleSubset):
-            microbatch = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+            microbatch = action.microbatch_place
             num_subsets[microbatch] = max(num_subsets.get(microbatch, 0), action.covers.index + 1)
         elif isinstance(action.covers, SegmentRange):
             ranges[action.place].append(action)
@@ -162,7 +162,7 @@ def _check_subsets(entries: Sequence[_Entry], lanes: Sequence[Lane], shape: Step
     found = read_cuts((action for _, _, action in entries), shape.plan).num_subsets
     encoders = {unit.name for unit in shape.graph.encoders if shape.graph.gives_items_once(unit.name)}
     for index, position, action in entries:
-        microbatch = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        microbatch = action.microbatch_place
         is_known = action.unit in encoders and microbatch in shape.microbatch_set
         count = len(shape.consumers(microbatch)) if is_known else 0
         if action.subset >= count:

@@ -4,7 +4,7 @@ from multimodal.cost.cost_table import CostTable
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step
 from multimodal.values.action import Action, ActionKind, Place
-from multimodal.values.backward_need import BackwardNeed, stage_backward_need
+from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import Role
 
@@ -19,7 +19,10 @@ def table_of(units, **more):
 def needs_of(units):
     model, _ = build_table_step(table_of(units))
     return {
-        name: [stage_backward_need(model.graph, model.plan, name, 0, stage) for stage in range(len(entry["stages"]))]
+        name: [
+            layers_backward_need(model.graph, name, model.plan.virtual_stage(name, 0, stage).layers)
+            for stage in range(len(entry["stages"]))
+        ]
         for name, entry in units.items()
     }
 

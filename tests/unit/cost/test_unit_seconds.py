@@ -45,7 +45,7 @@ class Singly:
 
     def atoms(self, action: Action) -> tuple[Atom, ...]:
         """What an action computes."""
-        place = MicrobatchPlace(action.unit, action.replica, action.microbatch)
+        place = action.microbatch_place
         return (
             self.assignment.atoms(place) if action.subset < 0 else self.assignment.subsets(self.shape.graph, place)[action.subset]
         )

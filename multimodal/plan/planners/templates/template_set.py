@@ -11,7 +11,7 @@ from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import MOST_RANKS
 from multimodal.values.typed_reader import Plain
-from multimodal.values.units.bounds import MOST_LAYERS
+from multimodal.values.units.transformer import MOST_LAYERS
 
 _COUNT = {"minimum": 1, "maximum": MOST_RANKS}
 _LAYER = {"minimum": 0, "maximum": 2 * MOST_LAYERS}

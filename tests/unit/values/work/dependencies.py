@@ -24,10 +24,6 @@ def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
     return plan.must_travel(producer.place, consumer.place)
 
 
-def _microbatch(action: Action) -> MicrobatchPlace:
-    return MicrobatchPlace(action.unit, action.replica, action.microbatch)
-
-
 def _last_forward(place: Place, shape: StepShape) -> Action:
     """Return the forward that completes the output of a place."""
     return Action(ActionKind.FORWARD, *place, covers=shape.cuts.forwards(place)[-1])
@@ -61,7 +57,7 @@ def _forward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
     if action.stage > 0:
         yield _last_forward(action.place._replace(stage=action.stage - 1), shape)
         return
-    for source in shape.routes.sources_of.get(_microbatch(action), ()):
+    for source in shape.routes.sources_of.get(action.microbatch_place, ()):
         last_stage = shape.plan.units[source.unit].num_stages_of(source.replica) - 1
         yield _last_forward(Place(source.unit, source.replica, last_stage, source.microbatch), shape)
 
@@ -86,8 +82,8 @@ def _backward_needs(action: Action, shape: StepShape) -> Iterator[Action]:
 
 def _targets_of(action: Action, shape: StepShape) -> tuple[MicrobatchPlace, ...]:
     if action.subset < 0:
-        return shape.routes.targets_of.get(_microbatch(action), ())
-    return shape.consumers(_microbatch(action))[action.subset : action.subset + 1]
+        return shape.routes.targets_of.get(action.microbatch_place, ())
+    return shape.consumers(action.microbatch_place)[action.subset : action.subset + 1]
 
 
 def _weight_needs(action: Action, shape: StepShape) -> Iterator[Action]:
