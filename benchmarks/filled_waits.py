@@ -32,10 +32,9 @@ from torch import Tensor
 
 from megatron.runtime.emulation.emulated_run import TIMEOUT, run_on_ranks
 from megatron.runtime.execution.step_clock import gather_timeline
-from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
-from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.cost.run_options import RunOptions
@@ -144,11 +143,8 @@ def plan(builder: str, held_seconds: float, *, rank: int) -> Step:
         source,
         lengths=[source.lengths(sample) for sample in samples],
         assignment=assignment,
-        schedules=schedules,
-        rank=rank,
         source_index={sample: sample for sample in samples},
-        sharing=ContextSharing(),
-        costs_of=predictor.costs,
+        options=StepOptions(schedules, rank, costs_of=predictor.costs),
     )
 
 

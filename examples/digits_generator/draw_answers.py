@@ -31,7 +31,7 @@ from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.session import Session, SessionOptions
-from megatron.runtime.step.decision import StepDecision
+from megatron.runtime.step.step import Step
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
@@ -97,15 +97,11 @@ def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource
     (painter,), backbone = graph.generators, graph.backbone.name
     samples = ((tuple(Atom(index) for index in range(len(source))),),)
     assignment = Assignment({**{unit.name: ((),) for unit in graph.encoders}, backbone: samples, painter.name: samples})
-    inputs = load_inputs(
-        source,
-        StepDecision(session.schedules(forward_only=True).schedule(assignment), assignment, lengths={}),
-        rank=0,
-        source_index={index: index for index in range(len(source))},
-    ).inputs
+    step = Step(session.schedules(forward_only=True).schedule(assignment), assignment, lengths={}, inputs={})
+    inputs, _ = load_inputs(source, step, rank=0, source_index={index: index for index in range(len(source))})
     llm, generator = (session.stages[name, 0].eval() for name in (backbone, painter.name))
-    conditions = llm(None, inputs[MicrobatchPlace(backbone, 0, 0)]).conditions
-    batch = inputs[MicrobatchPlace(painter.name, 0, 0)]
+    conditions = llm(None, inputs[MicrobatchPlace(backbone, 0, 0)][0]).conditions
+    (batch,) = inputs[MicrobatchPlace(painter.name, 0, 0)]
     patches = generator(None, batch, conditions).predicted.split(batch.lengths)
     assert painter.image is not None
     return [join_patches(image.numpy(), source.item_grid(index, 0), painter.image) for index, image in enumerate(patches)]

@@ -31,7 +31,11 @@ def read_mapping(path: str | Path, *, error: type[BraidError]) -> dict[str, Any]
     path = Path(path)
     text = read_text(path, error=error)
     try:
-        value = _parse_json(text) if path.suffix == ".json" else yaml.load(text, Loader=Document)
+        if path.suffix == ".json":
+            value = json.loads(text, object_pairs_hook=collect_pairs)
+            check_depth(value)
+        else:
+            value = yaml.load(text, Loader=Document)
     except (yaml.YAMLError, ValueError, RecursionError) as problem:
         raise error(_describe(path, text, problem)) from None
     if value is None:
@@ -105,12 +109,6 @@ def _compose(path: Path, text: str) -> yaml.Node | None:
     """Compose the nodes of a YAML or JSON text, which know their lines; tabs are allowed in JSON though not in YAML."""
     node: yaml.Node | None = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=Document)
     return node
-
-
-def _parse_json(text: str) -> Any:
-    value = json.loads(text, object_pairs_hook=collect_pairs)
-    check_depth(value)
-    return value
 
 
 def _describe(path: Path, text: str, problem: Exception) -> str:

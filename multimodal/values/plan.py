@@ -8,7 +8,6 @@ from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multimodal.values.action import Place
 from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import read_file, write_mapping
@@ -259,16 +258,6 @@ class Plan:
         """Indices of the lanes that together execute this virtual stage (one, unless units overlap in part)."""
         ranks = self.virtual_stage(unit, replica, stage).ranks
         return tuple(dict.fromkeys(self.lane_of_rank[rank] for rank in ranks))
-
-    def must_travel(self, source: Place, target: Place) -> bool:
-        """Return True if ranks at `target` lack results of ranks at `source`: they are other ranks, or hold other tokens.
-
-        They hold other tokens if one of two units on the same ranks spreads tokens over context parallel ranks.
-        """
-        if self.virtual_stage(*source[:3]).ranks != self.virtual_stage(*target[:3]).ranks:
-            return True
-        sizes = self.units[source.unit].context_parallel_size, self.units[target.unit].context_parallel_size
-        return source.unit != target.unit and sizes != (1, 1)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
@@ -79,9 +79,8 @@ class BraidTraining:
             source,
             lengths=lengths,
             assignment=BALANCERS[self.balancer](lengths, graph=self.case.graph, plan=self.session.plan, options=options),
-            schedules=self.session.schedules(),
-            rank=dist.get_rank(),
             source_index={index: index for index in range(len(source))},
+            options=StepOptions(self.session.schedules(), dist.get_rank()),
         )
 
     def train_step(self, step: Step) -> float:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 from megatron.runtime.feed.sample_exchange import SampleExchange
-from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.session import Session, SessionOptions
@@ -192,13 +192,15 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
         source,
         lengths=lengths,
         assignment=assignment,
-        schedules=schedules,
-        rank=dist.get_rank(),
         source_index=source_index,
-        sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),
-        shards_weights=case.shards_weights,
-        costs_of=predictor.costs if predictor is not None else None,
-        options=build_options(case),
+        options=StepOptions(
+            schedules,
+            dist.get_rank(),
+            sharing=ContextSharing(case.distribution, case.block_size, case.attention_mask),
+            shards_weights=case.shards_weights,
+            costs_of=predictor.costs if predictor is not None else None,
+            build=build_options(case),
+        ),
     )
     return step.packed()
 

@@ -15,7 +15,7 @@ def train(case: TrainingCase, folder: Path, gathers: bool) -> RankReport:
     """Train, save, and train on, with every step's parameters gathered by the schedule or by the optimizer."""
     training = Training(case, passes=(gather_parameters,) if gathers else ())
     losses = [training.train_step(number) for number in range(NUM_STEPS)]
-    is_gathered = [unit.has_whole_parameters for unit in training.session.gradients.values()]
+    is_gathered = [not unit._ungathered for unit in training.session.gradients.values()]
     assert all(is_gathered) is not gathers, "the optimizer must leave gathering to the schedule, and only to it"
     training.save(folder, step=NUM_STEPS)
     at_checkpoint = training.parameters()

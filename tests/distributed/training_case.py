@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megatron.runtime.feed.step_planner import plan_step
+from megatron.runtime.feed.step_planner import StepOptions, plan_step
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import LossSums, Step
@@ -183,11 +183,13 @@ class Training:
             source,
             lengths=lengths,
             assignment=assignment,
-            schedules=self.session.schedules(),
-            rank=self.rank,
             source_index={index: index for index in range(len(source))},
-            sharing=ContextSharing(block_size=4),
-            shards_weights=self.case.shards_weights,
+            options=StepOptions(
+                self.session.schedules(),
+                self.rank,
+                sharing=ContextSharing(block_size=4),
+                shards_weights=self.case.shards_weights,
+            ),
         )
 
     def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> None:

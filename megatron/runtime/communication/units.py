@@ -18,7 +18,7 @@ from multimodal.plan.communicators import (
     holders_of_parameters,
 )
 from multimodal.values.model_graph import ModelGraph, Unit
-from multimodal.values.plan import Plan, Stage, UnitPlan
+from multimodal.values.plan import Plan, UnitPlan
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
     stage = unit.replicas[replica_index].stages[stage_index]
     position = stage.ranks.index(rank)
     context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
-    tensor, context = (book[peers] for peers in _peers(unit, stage, position))
+    tensor_groups = unit.tensor_parallel_groups(stage)
+    tensor, context = book[tensor_groups[context_rank]], book[tuple(group[tensor_rank] for group in tensor_groups)]
     alone = data = holders = expert_holders = experts = book[(rank,)]
     ends = None
     if not unit.is_unlike:
@@ -124,10 +125,3 @@ def _membership(model: Unit, unit: UnitPlan, replica_index: int, stage_index: in
         embd=embedding,
     )
     return Membership(model.name, replica_index, stage_index, context_rank, groups, embedding, unit.is_unlike)
-
-
-def _peers(unit: UnitPlan, stage: Stage, position: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the tensor and the context parallel group of a rank of a stage."""
-    groups = unit.tensor_parallel_groups(stage)
-    context_rank, tensor_rank = divmod(position, unit.tensor_size(stage))
-    return groups[context_rank], tuple(group[tensor_rank] for group in groups)

@@ -1,6 +1,5 @@
 """The schedule of one Megatron pipeline: one unit with one replica, and a virtual stage for each model chunk of each rank."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -80,15 +79,11 @@ def _check_lane(lane: Lane, *, name: str) -> None:
                 f"schedule '{name}' has {what}, but a training loop written for Megatron runs each microbatch's forward and "
                 "backward whole; give patches.apply(schedule=...) '1f1b', 'gpipe' or another schedule that does"
             )
-    for stage, microbatches in _forwards(lane):
+    forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
+    for stage in sorted({action.stage for action in forwards}):
+        microbatches = [action.microbatch for action in forwards if action.stage == stage]
         if any(first > second for first, second in pairwise(microbatches)):
             raise ConfigError(
                 f"schedule '{name}' runs the microbatches of virtual stage {stage} in the order {microbatches}, but the loop's "
                 "data iterators give them in ascending order; give patches.apply(schedule=...) a schedule that keeps it"
             )
-
-
-def _forwards(lane: Lane) -> Iterator[tuple[int, list[int]]]:
-    forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
-    for stage in sorted({action.stage for action in forwards}):
-        yield stage, [action.microbatch for action in forwards if action.stage == stage]

@@ -20,7 +20,7 @@ from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
 from megatron.runtime.drop_in.sync_functions import GradientSync, ParameterSync
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
-from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.errors import ConfigError
 from multimodal.values.schedule import Lane
 
@@ -156,10 +156,6 @@ class PipelineStep(LaneRun):
         is_like_input = (key.direction == "forward") == (target == dist.get_rank())
         shape = self.messages.receive_shape if is_like_input else self.messages.send_shape
         return Link((source,), (target,), shape, is_replicated=False)
-
-    def must_travel(self, source: Place, target: Place) -> bool:
-        """Return True: neighbouring virtual stages are on different ranks."""
-        return True
 
     def _chunk_index(self, action: Action) -> int:
         """Return the index of the action's chunk on this rank."""

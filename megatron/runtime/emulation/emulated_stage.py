@@ -240,8 +240,7 @@ def with_emulated_inputs(step: Step, *, rank: int) -> Step:
     cuts: dict[MicrobatchPlace, dict[int, SegmentCut]] = defaultdict(dict)
     for where, cut in step.cuts.segments.items():
         cuts[where.microbatch_place][where.stage] = cut
-    inputs: dict[MicrobatchPlace, PackedInput] = {}
-    subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
+    inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     for unit, unit_plan in step.plan.units.items():
         context_rank = unit_plan.context_parallel_rank(rank) if rank in unit_plan.ranks else 0
         for replica_index, replica in enumerate(unit_plan.replicas):
@@ -251,10 +250,10 @@ def with_emulated_inputs(step: Step, *, rank: int) -> Step:
                 place = MicrobatchPlace(unit, replica_index, microbatch)
                 if place in step.cuts.num_subsets:
                     parts = range(len(step.subsets(place)))
-                    subset_inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
+                    inputs[place] = tuple(_input(step, place, part, rank=context_rank) for part in parts)
                 else:
-                    inputs[place] = replace(_input(step, place, WHOLE, rank=context_rank), cuts=cuts.get(place, {}))
-    return step.changed(inputs=inputs, target_samples=dict.fromkeys(inputs, ()), subset_inputs=subset_inputs)
+                    inputs[place] = (replace(_input(step, place, WHOLE, rank=context_rank), cuts=cuts.get(place, {})),)
+    return step.changed(inputs=inputs, target_samples=dict.fromkeys(inputs, ()))
 
 
 def _input(step: Step, place: MicrobatchPlace, part: int, *, rank: int) -> EmulatedInput:

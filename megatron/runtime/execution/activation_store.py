@@ -15,6 +15,9 @@ class ActivationStore:
         self._size_bytes = 0
         self.peak_bytes = 0
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._entries
+
     def put(self, key: Hashable, value: Any, *, size_bytes: int) -> None:
         """Keep `value` until it is taken."""
         assert key not in self._entries, f"{key} is stored already"

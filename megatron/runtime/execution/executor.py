@@ -1,7 +1,5 @@
 """Runs a rank's lane of a schedule with Braid's own stages."""
 
-from collections.abc import Mapping
-
 import torch
 import torch.distributed as dist
 
@@ -25,11 +23,14 @@ class Executor(RankResources):
             stage.train(not step.shape.forward_only)
             stage.set_is_first_microbatch()  # layers in FP8 quantise their weights in the next forward, and keep them so
             stage.num_step_tokens = step.num_tokens
-        running = RunningStep(self, step)
-        memory_before = _start_counting_cuda_memory()
+        running, has_cuda, memory_before = RunningStep(self, step), torch.cuda.is_available(), 0
+        if has_cuda:  # whose allocator counts the memory that autograd keeps
+            torch.cuda.reset_peak_memory_stats()
+            memory_before = torch.cuda.memory_allocated()
         self.clock.start_step()
         running.run(step.schedule.lane(self.lane))
-        return self._result(running, memory_before)
+        peak_bytes = torch.cuda.max_memory_allocated() - memory_before if has_cuda else running.store.peak_bytes
+        return self._result(running, peak_bytes)
 
     def _check_implementation(self, step: Step) -> None:
         options = [stage.options for stage in self.stages.values()]
@@ -63,9 +64,14 @@ class Executor(RankResources):
             num_correct += sum(found)
             for sample_id, flag in zip(step.target_samples[place], found, strict=True):
                 flags[sample_id] = flags[sample_id] and flag
-        return num_correct, _all_correct(flags, self._groups[self.graph.backbone.name].cp, self.device)
+        group = self._groups[self.graph.backbone.name].cp
+        if flags and group.size() > 1:  # a sample is correct if it is on all ranks that share it; the first of them reports it
+            whole = torch.tensor(list(flags.values()), dtype=torch.uint8, device=self.device)
+            dist.all_reduce(whole, op=dist.ReduceOp.MIN, group=group)
+            flags = dict(zip(flags, map(bool, whole.tolist()), strict=True)) if group.rank() == 0 else {}
+        return num_correct, flags
 
-    def _result(self, running: RunningStep, memory_before: int) -> StepResult:
+    def _result(self, running: RunningStep, peak_activation_bytes: int) -> StepResult:
         loss_sums = {
             unit: float(torch.stack(found).double().sum())
             for unit, found in running.loss_sums.items()
@@ -79,26 +85,5 @@ class Executor(RankResources):
             num_correct_tokens=num_correct,
             correct_samples=correct_samples,
             events=self.clock.events(),
-            peak_activation_bytes=_cuda_memory_peak() - memory_before if torch.cuda.is_available() else running.store.peak_bytes,
+            peak_activation_bytes=peak_activation_bytes,
         )
-
-
-def _all_correct(flags: Mapping[int, bool], group: dist.ProcessGroup, device: torch.device) -> dict[int, bool]:
-    """Return the samples that are correct on all ranks that share them, as reported by the first of these ranks."""
-    if not flags or group.size() == 1:
-        return dict(flags)
-    whole = torch.tensor(list(flags.values()), dtype=torch.uint8, device=device)
-    dist.all_reduce(whole, op=dist.ReduceOp.MIN, group=group)
-    return dict(zip(flags, map(bool, whole.tolist()), strict=True)) if group.rank() == 0 else {}
-
-
-def _start_counting_cuda_memory() -> int:
-    """Return the bytes allocated now; CUDA's allocator counts the memory that autograd keeps, so nothing else is needed there."""
-    if not torch.cuda.is_available():
-        return 0
-    torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.memory_allocated()
-
-
-def _cuda_memory_peak() -> int:
-    return torch.cuda.max_memory_allocated()

@@ -11,7 +11,7 @@ from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.execution.activation_store import ActivationStore, size_of
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.model.weight_gradient_queue import DeferWeightGradients
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, action_to_text
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane
 
@@ -84,10 +84,6 @@ class LaneRun(ABC):
     def link(self, key: MessageKey) -> Link:
         """Return the ranks and the shape of a message."""
 
-    @abstractmethod
-    def must_travel(self, source: Place, target: Place) -> bool:
-        """Return True if the result of `source` reaches `target` by messages."""
-
     def before_action(self, position: int) -> None:
         """Called before each action of the lane, and after the last one."""
         return
@@ -98,7 +94,7 @@ class LaneRun(ABC):
 
     def collect(self, key: MessageKey) -> Tensor:
         """Take a tensor that another action published here, or that a message brings; waits for it."""
-        if not self.must_travel(key.source, key.target):
+        if key in self.store:  # a tensor that travels has left the store with its send
             tensor: Tensor = self.store.take(key)
             return tensor
         kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD

@@ -1,6 +1,5 @@
 """One step as a rank's stages compute it; cut microbatches run by sample subset or by range of segments."""
 
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +70,10 @@ class RunningStep(StepMessages):
         need = self._need(action)
         has_backward = need.has_backward
         hidden, items, batches = self._collect(action)
-        hiddens = self._split_rows(action, hidden, batches)
+        hiddens: list[Tensor | None] = [hidden] * len(batches)
+        if hidden is not None and len(batches) > 1:  # sample subsets have separate graphs, and so leaves of their own
+            sizes = [self.stage(action.place).num_rows(batch.num_tokens) for batch in batches]
+            hiddens = [rows.detach() for rows in hidden.split(sizes)]
         with self.clock.span(action), self._filling_waits(action), torch.set_grad_enabled(has_backward):
             outputs = []
             for subset, batch, rows in zip(self.step.cuts.subsets(action.microbatch_place), batches, hiddens, strict=True):
@@ -119,7 +121,7 @@ class RunningStep(StepMessages):
     def _forward_segments(self, action: Action) -> None:
         """Run a range of segments; the first one collects inputs, the last one hands outputs on."""
         covered = self._segments_of(action)
-        opened = self._open_segments(action) if covered.first == 0 else self._take_segments(action)
+        opened: OpenSegments = self._open_segments(action) if covered.first == 0 else self.store.take(("open", action.place, -1))
         running = opened.segments
         with self.clock.span(action):
             running.forward(covered.end)
@@ -128,12 +130,12 @@ class RunningStep(StepMessages):
             if is_last and (output := running.take_output()) is not None:
                 self.publish_outputs(action, [output])
         if not is_last or running.has_backward:
-            self._put_segments(action, opened)
+            self.store.put(("open", action.place, -1), opened, size_bytes=running.size_bytes)
 
     def _backward_segments(self, action: Action) -> None:
         """Run the backward of a range of segments; the first one to run collects the gradient, the last one hands it back."""
         covered, whole = self._segments_of(action), action._replace(covers=None)
-        opened = self._take_segments(action)
+        opened: OpenSegments = self.store.take(("open", action.place, -1))
         running = opened.segments
         if covered.end == running.num_segments:
             shape = running.output_shape
@@ -144,7 +146,7 @@ class RunningStep(StepMessages):
         if covered.first == 0:
             self.publish_input_gradients(whole, running.hidden, opened.items)
         else:
-            self._put_segments(action, opened)
+            self.store.put(("open", action.place, -1), opened, size_bytes=running.size_bytes)
 
     def _start_collective_behind(self, running: SegmentPass) -> None:
         """Start the collective that ends a piece: at once, or, for a piece inside a wait, when the wait is over."""
@@ -177,18 +179,16 @@ class RunningStep(StepMessages):
         )
         return OpenSegments(running, items)
 
-    def _take_segments(self, action: Action) -> OpenSegments:
-        opened: OpenSegments = self.store.take(("open", action.place, -1))
-        return opened
-
-    def _put_segments(self, action: Action, opened: OpenSegments) -> None:
-        self.store.put(("open", action.place, -1), opened, size_bytes=opened.segments.size_bytes)
-
     def _close(self, action: Action, output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
-        """Return the loss of a stage's output, and the tensor that is handed on."""
-        if isinstance(output, HeadOutput):
-            return self._record_loss(action, output), output.conditions
-        return None, output
+        """Return the loss of a stage's output, as a share of the global loss, and the tensor that is handed on."""
+        if not isinstance(output, HeadOutput):
+            return None, output
+        self.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
+        if output.is_correct is not None:
+            self.correct.append((action.microbatch_place, output.is_correct))
+        is_backbone = action.unit == self.step.graph.backbone.name
+        count = self.step.num_target_tokens if is_backbone else self.step.num_generated_values[action.unit]
+        return output.loss_sum / count, output.conditions
 
     def _collect(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...], tuple[PackedInput, ...]]:
         """Take all inputs of a forward: hidden states, upstream outputs, and the inputs of its sample subsets."""
@@ -197,11 +197,7 @@ class RunningStep(StepMessages):
         has_backward = self._need(action).has_backward
         for route, tensor in items:
             tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
-        return (
-            hidden,
-            items,
-            self.inputs.of(action.microbatch_place),
-        )
+        return hidden, items, self.inputs.of(action.microbatch_place)
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
         """Let work inside a computation run in its waits for tensor parallel collectives."""
@@ -251,22 +247,6 @@ class RunningStep(StepMessages):
             self.store.put(("open", action.place, action.subset), opened, size_bytes=size_bytes)
         return None if given is None else given.detach()
 
-    def _split_rows(self, action: Action, hidden: Tensor | None, batches: Sequence[PackedInput]) -> list[Tensor | None]:
-        """Return each sample subset's hidden states, as leaves of separate graphs."""
-        if hidden is None or len(batches) == 1:
-            return [hidden] * len(batches)
-        sizes = [self.stage(action.place).num_rows(batch.num_tokens) for batch in batches]
-        return [rows.detach() for rows in hidden.split(sizes)]
-
-    def _record_loss(self, action: Action, output: HeadOutput) -> Tensor:
-        """Return the microbatch's share of the global loss: LLM tokens and a generator's values have separate counts."""
-        self.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
-        if output.is_correct is not None:
-            self.correct.append((action.microbatch_place, output.is_correct))
-        if action.unit == self.step.graph.backbone.name:
-            return output.loss_sum / self.step.num_target_tokens
-        return output.loss_sum / self.step.num_generated_values[action.unit]
-
     def _propagate(self, action: Action) -> WeightGradientQueue | None:
         opened: OpenSubset = self.store.take(("open", action.place, action.subset))
         gradient = None if opened.output_shape is None else self.collect_output_gradient(action, opened.output_shape)
@@ -274,12 +254,9 @@ class RunningStep(StepMessages):
         with self.clock.span(action), self._gathering_weights(action), self._filling_waits(action):
             if roots:
                 torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
-            if not self.is_filling and (not roots or self._has_fewer_waits(action, opened)):
+            # Without an item for a first stage with adapters, no gradient passes the first adapter.
+            is_short = opened.hidden is None and not opened.items and self.step.graph.unit(action.unit).lora is not None
+            if not self.is_filling and (not roots or is_short):
                 self.fill_waits_left()
         self.publish_input_gradients(action, opened.hidden, opened.items)
         return opened.queue
-
-    def _has_fewer_waits(self, action: Action, opened: OpenSubset) -> bool:
-        """Return True if a microbatch has no item for a first stage with adapters: then no gradient passes the first adapter."""
-        is_first = opened.hidden is None and not opened.items
-        return is_first and self.step.graph.unit(action.unit).lora is not None

@@ -220,7 +220,10 @@ class SegmentPass:
 
     def _run(self, first: int, last: int, point: _Point, *, counts: bool) -> tuple[_Graph, _Point]:
         before = self._saved.size_bytes if self._saved is not None else 0
-        leaves = _leaves(point) if torch.is_grad_enabled() else point.tensors
+        leaves = point.tensors
+        if torch.is_grad_enabled():
+            flags = zip(point.tensors, point.has_gradient, strict=True)
+            leaves = tuple(None if tensor is None else tensor.detach().requires_grad_(flag) for tensor, flag in flags)
         values: tuple[Tensor | None, ...] = leaves
         for part in self._segments.parts[first:last]:
             values = part.run(values, self._given)  # type: ignore[arg-type]
@@ -233,9 +236,9 @@ class SegmentPass:
                     self._saved.add(leaf)
         grown = self._saved.size_bytes - before if self._saved is not None and counts else 0
         edges = tuple(None if value is None or not value.requires_grad else get_gradient_edge(value) for value in values)
-        flags = tuple(edge is not None for edge in edges)
+        has_gradient = tuple(edge is not None for edge in edges)
         outputs = tuple(None if value is None else value.detach() for value in values)
-        return _Graph(first, last, kept, edges, grown), _Point(outputs, has_gradient=flags)
+        return _Graph(first, last, kept, edges, grown), _Point(outputs, has_gradient=has_gradient)
 
     def _retreat(self, graph: _Graph) -> None:
         """Run a graph's backward; the gradient of its last input goes through the mirror of the collective before it."""
@@ -254,10 +257,3 @@ class SegmentPass:
         exchange = self._segments.parts[graph.first - 1].exchange if graph.first else Exchange.NONE
         if exchange is not Exchange.NONE and self._open and found[-1] is not None:
             self._point = _Point(found, _Collective(exchange, found[-1], self._stage.link, is_backward=True))
-
-
-def _leaves(point: _Point) -> Tensors:
-    return tuple(
-        None if tensor is None else tensor.detach().requires_grad_(flag)
-        for tensor, flag in zip(point.tensors, point.has_gradient, strict=True)
-    )

@@ -6,8 +6,8 @@ One rank keeps the events of its own lane; together they are the measured timeli
 import math
 import socket
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -48,18 +48,12 @@ class StepClock:
     def span(self, action: Action) -> Iterator[None]:
         """Record the code inside as `action`."""
         start = self._mark()
-        with self._named(action):
+        with ExitStack() as ranges:
+            if self.names_ranges:
+                ranges.enter_context(torch.profiler.record_function(action_to_text(action)))
+                ranges.enter_context(torch.cuda.nvtx.range(action_to_text(action)) if self._is_cuda else nullcontext())
             yield
         self._spans.append((action, start, self._mark()))
-
-    @contextmanager
-    def _named(self, action: Action) -> Iterator[None]:
-        if not self.names_ranges:
-            yield
-            return
-        name = action_to_text(action)
-        with torch.profiler.record_function(name), torch.cuda.nvtx.range(name) if self._is_cuda else nullcontext():
-            yield
 
     def events(self) -> tuple[TimelineEvent, ...]:
         """Return the events since `start_step`, in seconds."""
@@ -96,18 +90,12 @@ def seconds_by_resource(events: tuple[TimelineEvent, ...]) -> dict[str, float]:
         Resource.COLLECTIVE: "communication",
         Resource.RECEIVE: "waiting",
     }
-    for event in _outermost(events):
-        split[kinds[ACTION_TABLE[event.action.kind].resource]] += event.end_seconds - event.start_seconds
-    return split
-
-
-def _outermost(events: Iterable[TimelineEvent]) -> Iterator[TimelineEvent]:
-    """Yield the events that do not lie inside another one of the lane."""
     end_seconds = -math.inf
     for event in sorted(events, key=lambda each: (each.start_seconds, -each.end_seconds)):
-        if event.end_seconds > end_seconds:
+        if event.end_seconds > end_seconds:  # else it lies inside another one
             end_seconds = event.end_seconds
-            yield event
+            split[kinds[ACTION_TABLE[event.action.kind].resource]] += event.end_seconds - event.start_seconds
+    return split
 
 
 class _LaneEvents(NamedTuple):
@@ -136,7 +124,11 @@ def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float,
     dist.gather_object(mine, gathered)
     if gathered is None:
         return None
-    starts = [_start_on_first_clock(lane, gathered[0]) for lane in gathered]
+    first = gathered[0]
+    starts = [
+        lane.origin_seconds + (0.0 if lane.host == first.host else first.barrier_seconds - lane.barrier_seconds)
+        for lane in gathered
+    ]
     earliest = min(starts)
     return Timeline(
         plan.lanes,
@@ -146,9 +138,3 @@ def gather_timeline(events: tuple[TimelineEvent, ...], *, origin_seconds: float,
             for event in lane.events
         ),
     )
-
-
-def _start_on_first_clock(lane: _LaneEvents, first: _LaneEvents) -> float:
-    if lane.host == first.host:
-        return lane.origin_seconds
-    return lane.origin_seconds + first.barrier_seconds - lane.barrier_seconds

@@ -27,15 +27,15 @@ class StepInputs:
         self._opened: dict[Hashable, Any] = {}
         self._coming: dict[Hashable, tuple[Parcel, torch.cuda.Event]] = {}
         if device.type == "cuda" and step.parcels:
-            self._start_copies()
+            stream = _copy_stream(device)
+            with torch.cuda.stream(stream):
+                for key, parcel in step.parcels.items():
+                    self._coming[key] = parcel.copy_to(device), stream.record_event()
 
     def of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
         """Return the inputs of a microbatch, one per sample subset."""
-        if not self._step.parcels:
-            here: tuple[PackedInput, ...] = self._moved(self._step.inputs_of(place))
-            return here
-        opened: tuple[PackedInput, ...] = self._open(place)
-        return opened
+        found: tuple[PackedInput, ...] = self._open(place)
+        return found
 
     def output_rows(self, route: Route) -> Tensor:
         """[num_rows]: for each row that this rank sends on a route, its index in the result of the sample subset."""
@@ -48,29 +48,17 @@ class StepInputs:
         return self._rows(route).shares
 
     def _rows(self, route: Route) -> RouteRows:
-        rows = self._open(ROUTES) if self._step.parcels else self._own_rows()
-        found: RouteRows = rows[route.source, route.target]
+        found: RouteRows = self._open(ROUTES)[route.source, route.target]
         return found
 
-    def _own_rows(self) -> Any:
-        if ROUTES not in self._opened:
-            found = self._step.route_rows or self._step.placement.rows_of_routes(self._step.plan, rank=self._rank)
-            self._opened[ROUTES] = self._moved(found)
-        return self._opened[ROUTES]
-
-    def _moved(self, value: Any) -> Any:
-        return value if self._device.type == "cpu" else map_tensors(value, lambda tensor: tensor.to(self._device))
-
     def _open(self, key: Hashable) -> Any:
-        if key not in self._opened:
+        if key not in self._opened and self._step.parcels:
             self._opened[key] = self._arrived(key).open()
+        elif key not in self._opened:
+            value: Any = self._step.route_rows if key == ROUTES else self._step.inputs[key]  # type: ignore[index]
+            is_here = self._device.type == "cpu"
+            self._opened[key] = value if is_here else map_tensors(value, lambda tensor: tensor.to(self._device))
         return self._opened[key]
-
-    def _start_copies(self) -> None:
-        stream = _copy_stream(self._device)
-        with torch.cuda.stream(stream):
-            for key, parcel in self._step.parcels.items():
-                self._coming[key] = parcel.copy_to(self._device), stream.record_event()
 
     def _arrived(self, key: Hashable) -> Parcel:
         if key not in self._coming:

@@ -94,10 +94,6 @@ class StepMessages(LaneRun):
         """Return the module of a virtual stage of this rank."""
         return self.executor.stages[(place.unit, place.stage)]
 
-    def must_travel(self, source: Place, target: Place) -> bool:
-        """Return True if the result of `source` reaches `target` by messages."""
-        return self.executor.plan.must_travel(source, target)
-
     def complete(self, key: MessageKey) -> Tensor:
         """Return the tensor that a message brought to this rank and its tensor parallel peers."""
         return self.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))

@@ -9,7 +9,8 @@ import torch
 
 from megatron.runtime.feed.condition_inputs import put_conditions_before
 from megatron.runtime.step.decision import StepDecision
-from megatron.runtime.step.token_placement import WHOLE, TokenPlacement
+from megatron.runtime.step.step import Step
+from megatron.runtime.step.token_placement import WHOLE
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
@@ -25,38 +26,28 @@ from multimodal.values.parts.item_passes import first_joined_token
 from multimodal.values.plan import Plan
 
 
-@dataclasses.dataclass(frozen=True)
-class LoadedInputs:
-    """Inputs by microbatch, on the CPU."""
-
-    inputs: Mapping[MicrobatchPlace, PackedInput]
-    target_samples: Mapping[MicrobatchPlace, tuple[int, ...]]
-    subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]]
-    """One input per sample subset, for microbatches that run in several."""
-
-
 def load_inputs(
     source: SampleSource,
-    step: StepDecision,
+    step: Step,
     *,
     rank: int,
     source_index: Mapping[int, int],
-    placement: TokenPlacement | None = None,
     options: BuildOptions | None = None,
-) -> LoadedInputs:
+) -> tuple[dict[MicrobatchPlace, tuple[PackedInput, ...]], dict[MicrobatchPlace, tuple[int, ...]]]:
     """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`item_ranks`).
 
-    Microbatches that run in sample subsets (`StepDecision.cuts`) are packed subset by subset.
-    source_index: sample id -> index in `source`;
-    placement: the tokens of each rank, if a unit spreads them over ranks: all its ranks read the whole, and keep theirs.
-    options: of the run's stages, for which masks and other derived values are prepared; None: stages derive them when they run.
+    Returns `Step.inputs` and `Step.target_samples`, on the CPU. Microbatches that run in sample subsets are packed subset by
+    subset. If a unit spreads tokens over ranks (`Step.placement`), all its ranks read the whole, and keep theirs.
+
+    source_index: sample id -> index in `source`; options: of the run's stages, for which masks and other derived values are
+    prepared; None: stages derive them when they run.
     Raises DataError if an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
     def own(packed: PackedInput, place: MicrobatchPlace, part: int = WHOLE) -> PackedInput:
         unit_plan, unit = step.plan.units[place.unit], step.graph.unit(place.unit)
         context_rank = unit_plan.context_parallel_rank(rank)
-        share = placement.own_share(place, part=part, rank=context_rank) if placement else None
+        share = step.placement.own_share(place, part=part, rank=context_rank)
         found = packed if share is None else share_input(packed, share)
         found = found.with_windows_of(unit)
         if options is None:
@@ -66,8 +57,7 @@ def load_inputs(
         return prepare_input(found, InputContext(step.graph, unit, options, *sizes))
 
     expect_items(source, _needed_items(step, rank=rank, source_index=source_index, source=source))
-    inputs: dict[MicrobatchPlace, PackedInput] = {}
-    subset_inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
+    inputs: dict[MicrobatchPlace, tuple[PackedInput, ...]] = {}
     target_samples: dict[MicrobatchPlace, tuple[int, ...]] = {}
     for name, unit_plan in step.plan.units.items():
         unit = step.graph.unit(name)
@@ -78,27 +68,22 @@ def load_inputs(
             for microbatch in range(step.assignment.num_microbatches(name, replica_index)):
                 place = MicrobatchPlace(name, replica_index, microbatch)
                 if unit.join is not None:
-                    inputs[place] = own(_joined_input(source, unit, place, step, source_index), place)
+                    inputs[place] = (own(_joined_input(source, unit, place, step, source_index), place),)
                 elif unit.role is Role.ENCODER:
                     subsets = step.subsets(place)
-                    packed = tuple(
+                    inputs[place] = tuple(
                         own(_encoder_input(source, unit, atoms, source_index, with_pixels=has_items), place, part)
                         for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
                     )
-                    if place in step.cuts.num_subsets:
-                        subset_inputs[place] = packed
-                    else:
-                        (inputs[place],) = packed
                 elif unit.role is Role.GENERATOR:
                     whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items)
-                    inputs[place] = own(whole, place)
+                    inputs[place] = (own(whole, place),)
                 else:
-                    if placement:
-                        placement.check_starts(place, source=source, source_index=source_index)
+                    step.placement.check_starts(place, source=source, source_index=source_index)
                     whole, samples = _language_input(source, place, step, source_index)
-                    inputs[place] = own(whole, place)
-                    target_samples[place] = _held(samples, whole, inputs[place])
-    return LoadedInputs(inputs, target_samples, subset_inputs)
+                    inputs[place] = (held := own(whole, place),)
+                    target_samples[place] = _held(samples, whole, held)
+    return inputs, target_samples
 
 
 def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[int, ...]:

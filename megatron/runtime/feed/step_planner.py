@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +47,24 @@ CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]
 """The costs of a step; the same on every rank."""
 
 
+@dataclass(frozen=True)
+class StepOptions:
+    """What is the same for all steps that are planned for a rank."""
+
+    schedules: ScheduleCache
+    rank: int
+    is_emulated: bool = False
+    """Use sizes instead of inputs."""
+    sharing: ContextSharing = DEFAULT_SHARING
+    """The way in which tokens are spread, the same on every rank."""
+    shards_weights: bool = False
+    """True if replicas share their weights, and so have to compute together."""
+    costs_of: CostsOf | None = None
+    """Called if schedules need costs."""
+    build: BuildOptions | None = None
+    """Of the run's stages; see `load_inputs`."""
+
+
 class StepPlanner(torch.utils.data.Dataset[Step]):
     """Step number -> Step, for one rank."""
 
@@ -55,29 +73,15 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         source: SampleSource,
         *,
         batches: GlobalBatches,
-        schedules: ScheduleCache,
         balancer: BalancerRow,
-        rank: int,
-        options: BalanceOptions,
+        balance_options: BalanceOptions,
+        options: StepOptions,
         exchange: SampleExchange | None = None,
-        is_emulated: bool = False,
-        sharing: ContextSharing = DEFAULT_SHARING,
-        shards_weights: bool = False,
-        costs_of: CostsOf | None = None,
-        build: BuildOptions | None = None,
         arrangement: NodeArrangement | None = None,
     ) -> None:
-        """exchange: decode first, then send samples to the ranks that need them; is_emulated: load no data (see `plan_step`).
-
-        costs_of, build: as `costs_of` and `options` of `plan_step`; arrangement: permutes encoders' batches over replicas.
-        """
-        self._arrangement = arrangement
-        self._build = build
-        self._costs_of = costs_of
-        self._is_emulated, self._exchange, self._sharing = is_emulated, exchange, sharing
-        self._shards_weights = shards_weights
-        self._source, self._batches, self._schedules, self._rank = source, batches, schedules, rank
-        self._balancer, self._options = balancer, options
+        """exchange: decode first, then send samples to the ranks that need them; arrangement: permutes encoders' batches."""
+        self._source, self._batches, self._balancer, self._balance_options = source, batches, balancer, balance_options
+        self._options, self._schedules, self._exchange, self._arrangement = options, options.schedules, exchange, arrangement
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
@@ -88,8 +92,8 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         lengths = LengthBatch(known)
         graph, plan = self._schedules.graph, self._schedules.plan
         start = time.perf_counter()
-        assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._options)
-        work, node_bytes = BatchWork(graph, lengths, self._options), None
+        assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._balance_options)
+        work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(source_index))
         balance_seconds = time.perf_counter() - start
@@ -100,19 +104,10 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             balance = replace(balance, exchanged_node_bytes=source.bytes_between_nodes)
             source_index = {sample_id: sample_id for sample_id in source_index}
         planned = plan_step(
-            source,
-            lengths=lengths,
-            assignment=assignment,
-            schedules=self._schedules,
-            rank=self._rank,
-            source_index=source_index,
-            is_emulated=self._is_emulated,
-            sharing=self._sharing,
-            shards_weights=self._shards_weights,
-            costs_of=self._costs_of,
-            options=self._build,
+            source, lengths=lengths, assignment=assignment, source_index=source_index, options=self._options
         )
-        flops = step_flops(graph, lengths, vocab_size=self._options.vocab_size) if self._options.vocab_size else 0.0
+        vocab_size = self._balance_options.vocab_size
+        flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0
         return planned.changed(balance=balance, flops=flops)
 
 
@@ -121,27 +116,21 @@ def plan_step(
     *,
     lengths: Sequence[SampleLengths],
     assignment: Assignment,
-    schedules: ScheduleCache,
-    rank: int,
     source_index: Mapping[int, int],
-    is_emulated: bool = False,
-    sharing: ContextSharing = DEFAULT_SHARING,
-    shards_weights: bool = False,
-    costs_of: CostsOf | None = None,
-    options: BuildOptions | None = None,
+    options: StepOptions,
 ) -> Step:
     """Return the step of a given assignment, with this rank's inputs; raises AssignmentError, ScheduleError or DataError.
 
-    is_emulated: use sizes instead of inputs; sharing: the way in which tokens are spread, the same on every rank; shards_weights:
-    True if replicas share their weights, and so have to compute together; costs_of: called if schedules need costs.
+    source_index: sample id -> index in `source`.
     """
+    schedules, rank, costs_of = options.schedules, options.rank, options.costs_of
     graph, plan = schedules.graph, schedules.plan
     validate_assignment(assignment, lengths, graph=graph, plan=plan)
     assignment = as_computed(assignment, lengths, graph=graph, plan=plan)
     costs = costs_of(assignment, lengths) if costs_of is not None and schedules.needs_costs else None
     built = schedules.find(schedules.shape(assignment), costs)
     schedule = built.schedule
-    if not (built.computes_together or shards_weights or costs_of is None):  # these depend on the order as built
+    if not (built.computes_together or options.shards_weights or costs_of is None):  # these depend on the order as built
         schedule = built.to_run(lambda: costs_of(assignment, lengths))
     step = Step(
         schedule=schedule.spelled_out(plan.lane_of_rank[rank]),
@@ -149,25 +138,14 @@ def plan_step(
         lengths={sample.sample_id: sample for sample in lengths},
         inputs={},
         digest=assignment_digest(assignment) if costs is None else decision_digest(assignment, schedule),
-        sharing=sharing,
-        joins=built.joins if shards_weights else (),
+        sharing=options.sharing,
+        joins=built.joins if options.shards_weights else (),
     )
-    if is_emulated:
+    step = step.changed(route_rows=step.placement.rows_of_routes(plan, rank=rank))
+    if options.is_emulated:
         return with_emulated_inputs(step, rank=rank)
-    loaded = load_inputs(
-        source,
-        step,
-        rank=rank,
-        source_index=source_index,
-        placement=step.placement,
-        options=options,
-    )
-    return step.changed(
-        inputs=loaded.inputs,
-        target_samples=loaded.target_samples,
-        subset_inputs=loaded.subset_inputs,
-        route_rows=step.placement.rows_of_routes(step.plan, rank=rank),
-    )
+    inputs, target_samples = load_inputs(source, step, rank=rank, source_index=source_index, options=options.build)
+    return step.changed(inputs=inputs, target_samples=target_samples)
 
 
 STEPS_AHEAD = 2

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.runtime.feed.step_planner import StepPlanner
+from megatron.runtime.feed.step_planner import StepOptions, StepPlanner
 from megatron.runtime.generation.whole_model import StoredModel
 from megatron.runtime.session import Session
 from multimodal.balance import BALANCERS
@@ -54,10 +54,9 @@ class Answering:
         self._planner = StepPlanner(
             source,
             batches=batches,
-            schedules=session.schedules(forward_only=True),
             balancer=BALANCERS["none"],
-            rank=0,
-            options=BalanceOptions(micro_batch_size=1),
+            balance_options=BalanceOptions(micro_batch_size=1),
+            options=StepOptions(session.schedules(forward_only=True), rank=0),
         )
 
     def __len__(self) -> int:

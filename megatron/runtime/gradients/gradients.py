@@ -101,11 +101,6 @@ class UnitGradients:
                 if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
                     dist.all_reduce(main_gradient(parameter), group=group)
 
-    @property
-    def has_whole_parameters(self) -> bool:
-        """True if all updated parameters are gathered."""
-        return not self._ungathered
-
     @contextmanager
     def updating(self, *, gathers_later: bool) -> Iterator[None]:
         """Let an optimizer step inside; gathers_later: leave gathering of updated parameters until they are needed."""
@@ -189,7 +184,8 @@ def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *
     square = torch.zeros(1, dtype=torch.float64, device=device)
     for optimizer, counts in optimizers:
         for gradient in _gradients_to_count(optimizer) if counts else ():
-            square += torch.linalg.vector_norm(gradient.detach(), dtype=_norm_dtype(gradient)).double() ** 2
+            dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+            square += torch.linalg.vector_norm(gradient.detach(), dtype=dtype).double() ** 2
     dist.all_reduce(square)
     return float(square.sqrt())
 
@@ -209,7 +205,3 @@ def clip_gradients(parameters: Iterable[Tensor], *, norm: float, max_norm: float
         for parameter in parameters:
             if parameter.grad is not None:
                 parameter.grad.mul_(coefficient)
-
-
-def _norm_dtype(gradient: Tensor) -> torch.dtype:
-    return torch.float64 if gradient.dtype == torch.float64 else torch.float32

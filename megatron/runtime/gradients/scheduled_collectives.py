@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -127,18 +128,11 @@ def wrap_with_layer_buckets(
     config.overlap_grad_reduce = True
     config.bucket_size = min((size for size in sizes if size), default=1)
     first = copy.copy(groups)
-    first.pp = _FirstStage()
+    first.pp = SimpleNamespace(rank=lambda: 0)
     wrapped = DistributedDataParallel(stage.config, config, stage, pg_collection=first)
     wrapped.ddp_config.overlap_grad_reduce = False
     wrapped.ddp_config.bucket_size = None  # a stage's own; an optimizer requires all its stages to be configured alike
     return wrapped
-
-
-class _FirstStage:
-    """Replaces the group of a pipeline in which this rank is the first."""
-
-    def rank(self) -> int:
-        return 0
 
 
 def start_gradient_reduction(wrapped: DistributedDataParallel) -> Callable[[], None]:

@@ -50,7 +50,11 @@ class ShardedLayer:
     ) -> None:
         self.group, self._tensor_parallel_group = group, tensor_parallel_group
         self.parameters = tuple(parameters)
-        (self._dtype,) = self._check_dtypes()
+        if len(found := {parameter.dtype for parameter in self.parameters}) != 1:
+            raise ConfigError(
+                f"a layer mixes parameters of {', '.join(sorted(map(str, found)))}, which cannot share one buffer; use "
+                "--data-parallel-sharding-strategy optim"
+            )
         sizes = [parameter.numel() for parameter in self.parameters]
         share_size = -(-sum(sizes) // group.size())
         self._range = range(group.rank() * share_size, (group.rank() + 1) * share_size)
@@ -61,7 +65,8 @@ class ShardedLayer:
             parameter.data = view
         self.share = self._flat[self._range.start : self._range.stop].clone()
         """[share_size]: this rank's weights."""
-        self.gradient_share = self.share.new_zeros(share_size, dtype=_gradient_dtype(self._dtype)) if self.is_trained else None
+        dtype = torch.float64 if self.share.dtype == torch.float64 else torch.float32
+        self.gradient_share = self.share.new_zeros(share_size, dtype=dtype) if self.is_trained else None
         """[share_size]: the sum over all microbatches of all ranks so far."""
         self._num_users = 0
         self._gathering: dist.Work | None = None
@@ -172,19 +177,6 @@ class ShardedLayer:
 
     def _free(self) -> None:
         self._flat.untyped_storage().resize_(0)
-
-    def _check_dtypes(self) -> set[torch.dtype]:
-        found = {parameter.dtype for parameter in self.parameters}
-        if len(found) != 1:
-            raise ConfigError(
-                f"a layer mixes parameters of {', '.join(sorted(map(str, found)))}, which cannot share one buffer; use "
-                "--data-parallel-sharding-strategy optim"
-            )
-        return found
-
-
-def _gradient_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Visit(NamedTuple):

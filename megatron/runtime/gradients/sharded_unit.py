@@ -144,9 +144,6 @@ class ShardedUnit:
     actions that do this once per step have nothing to do.
     """
 
-    has_whole_parameters = True
-    """True: weights that an optimizer updated are complete as shares."""
-
     def __init__(self, stages: Mapping[int, UnitStage], *, graph: ModelGraph, membership: Membership) -> None:
         """stages: virtual stage -> module, newly initialised."""
         self.membership, self.stages = membership, stages
@@ -175,12 +172,10 @@ class ShardedUnit:
                 layer.gradient_share.zero_()
 
     def start_reduction(self, stage_index: int) -> Callable[[], None]:
-        """Do nothing: gradients are reduced microbatch by microbatch."""
+        """Do nothing: gradients are reduced microbatch by microbatch, and weights gathered layer by layer."""
         return nothing_to_wait_for
 
-    def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
-        """Do nothing: gradients are reduced microbatch by microbatch."""
-        return nothing_to_wait_for
+    expect_last_backward = start_gathering = start_reduction
 
     @contextmanager
     def updating(self, *, gathers_later: bool) -> Iterator[None]:
@@ -191,10 +186,6 @@ class ShardedUnit:
         """Return, by parameter, the piece that this rank keeps of it."""
         kept: dict[Tensor, WeightPiece | None] = {piece.parameter: piece for piece in self.pieces}
         return {each: kept.get(each) for stage in self.stages.values() for each in stage.parameters()}
-
-    def start_gathering(self, stage_index: int) -> Callable[[], None]:
-        """Do nothing: weights are gathered layer by layer."""
-        return nothing_to_wait_for
 
     def complete_parameters(self) -> None:
         """Do nothing: weights are gathered layer by layer."""

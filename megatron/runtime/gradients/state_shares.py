@@ -45,7 +45,10 @@ class LayerShare:
     @torch.no_grad()
     def start_gathering(self, book: GroupBook) -> Callable[[], None]:
         """Start gathering all ranges; returns a function that waits for it."""
-        sizes = [self._num_bytes(index) for index in range(len(self._ranks))]
+        sizes = [
+            sum(len(self._elements(each, index)) * each.element_size() for each in self.parameters)
+            for index in range(len(self._ranks))
+        ]
         own = torch.cat([part.view(torch.uint8) for part in self._parts(self._index)])
         padded = own.new_zeros(max(sizes))
         padded[: len(own)] = own
@@ -56,17 +59,13 @@ class LayerShare:
         def finish() -> None:
             work.wait()
             for index, content in enumerate(gathered):
-                if index != self._index:
-                    self._put(index, content)
+                start = 0
+                for part in self._parts(index) if index != self._index else ():
+                    size = part.numel() * part.element_size()
+                    part.copy_(content[start : start + size].clone().view(part.dtype))  # a copy is aligned for any dtype
+                    start += size
 
         return finish
-
-    def _put(self, index: int, content: Tensor) -> None:
-        start = 0
-        for part in self._parts(index):
-            size = part.numel() * part.element_size()
-            part.copy_(content[start : start + size].clone().view(part.dtype))  # a copy is aligned for any dtype
-            start += size
 
     def _parts(self, index: int) -> Iterator[Tensor]:
         """Yield, for each parameter, the range that one of the sharers steps."""
@@ -77,9 +76,6 @@ class LayerShare:
     def _elements(self, parameter: Tensor, index: int) -> range:
         count, size = len(self._ranks), parameter.numel()
         return range(size * index // count, size * (index + 1) // count)
-
-    def _num_bytes(self, index: int) -> int:
-        return sum(len(self._elements(each, index)) * each.element_size() for each in self.parameters)
 
 
 class StateShares:

@@ -6,9 +6,8 @@ If weights themselves are sharded (ZeRO-3), it is the plain optimizer over this 
 that keeps it. The same holds if replicas keep several copies of the state, or are not alike.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -46,28 +45,26 @@ def build_unit_optimizers(
     megatron-core's own factory gathers parameter groups over the whole world, which ranks of different units cannot join; so the
     groups are made here: biases and norms without weight decay, all else with it, both present on every rank.
     """
-    build_adam = partial(_build_adam, config=config)
-    pieces = _stepped_pieces(gradients)
-    if pieces is not None:
-        if not gradients.is_trained:
-            return
-        trained_pieces = [piece for piece in pieces if piece.gradient is not None]
-        sharded = ShardedOptimizer(trained_pieces, config=config, build_adam=build_adam, init_state=_init_state)
-        yield OptimizerKey(gradients.membership.unit), _with_tensor_parallel_group(sharded, gradients)
+    unit, tp_group = gradients.membership.unit, gradients.membership.groups.tp
+    if isinstance(gradients, ShardedUnit) or gradients.shares is not None:
+        pieces = gradients.pieces if isinstance(gradients, ShardedUnit) else gradients.shares.pieces()  # type: ignore[union-attr]
+        if gradients.is_trained:
+            sharded = ShardedOptimizer([piece for piece in pieces if piece.gradient is not None], config=config)
+            sharded.tp_group = tp_group
+            yield OptimizerKey(unit), sharded
         return
-    assert isinstance(gradients, UnitGradients)
-    chunks, unit = list(gradients.wrapped.values()), gradients.membership.unit
     trained: dict[OptimizerKey, list[Tensor]] = {}
-    for parameter in (each for chunk in chunks for each in chunk.parameters() if each.requires_grad):
+    for parameter in (each for chunk in gradients.wrapped.values() for each in chunk.parameters() if each.requires_grad):
         trained.setdefault(OptimizerKey.of(unit, parameter), []).append(parameter)
     for key, parameters in sorted(trained.items()):
-        adam = build_adam((parameter, parameter.dim() > 1) for parameter in parameters)
+        adam = _build_adam([(parameter, parameter.dim() > 1) for parameter in parameters], config=config)
         optimizer = (
             _sharded_by_replicas(adam, config, gradients, steps_experts=key.steps_experts)
             if config.use_distributed_optimizer
             else FP32Optimizer(adam, config, _init_state)
         )
-        yield key, _with_tensor_parallel_group(optimizer, gradients)
+        optimizer.tp_group = tp_group
+        yield key, optimizer
 
 
 def _sharded_by_replicas(
@@ -90,13 +87,6 @@ def _sharded_by_replicas(
     )
 
 
-def _stepped_pieces(gradients: UnitGradients | ShardedUnit) -> Sequence[WeightPiece] | None:
-    """Return the pieces that this rank steps, if Megatron's optimizer does not determine them."""
-    if isinstance(gradients, ShardedUnit):
-        return gradients.pieces
-    return gradients.shares.pieces() if gradients.shares is not None else None
-
-
 def build_optimizer_config(
     *, lr: float, min_lr: float, weight_decay: float, betas: tuple[float, float], eps: float, clip_grad: float, dtype: torch.dtype
 ) -> OptimizerConfig:
@@ -116,22 +106,10 @@ def build_optimizer_config(
     )
 
 
-def _build_adam(parameters: Iterable[tuple[Tensor, bool]], *, config: OptimizerConfig) -> torch.optim.Optimizer:
+def _build_adam(parameters: Sequence[tuple[Tensor, bool]], *, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Build AdamW; parameters: each with True if its weights decay."""
-    adam: torch.optim.Optimizer = Adam(
-        _parameter_groups(list(parameters), config),
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        **({} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
-    )
-    return adam
-
-
-def _parameter_groups(parameters: list[tuple[Tensor, bool]], config: OptimizerConfig) -> list[dict[str, Any]]:
     shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
-    return [
+    groups = [
         {
             "params": [parameter for parameter, its_weights_decay in parameters if its_weights_decay == decays],
             "wd_mult": float(decays),
@@ -141,6 +119,15 @@ def _parameter_groups(parameters: list[tuple[Tensor, bool]], config: OptimizerCo
         }
         for decays in (True, False)
     ]
+    adam: torch.optim.Optimizer = Adam(
+        groups,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=(config.adam_beta1, config.adam_beta2),
+        eps=config.adam_eps,
+        **({} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
+    )
+    return adam
 
 
 def _init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:
@@ -149,15 +136,6 @@ def _init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None
             if len(optimizer.state[parameter]) == 0:
                 optimizer.state[parameter]["exp_avg"] = torch.zeros_like(parameter.data)
                 optimizer.state[parameter]["exp_avg_sq"] = torch.zeros_like(parameter.data)
-
-
-def _with_tensor_parallel_group(optimizer: MegatronOptimizer, gradients: UnitGradients | ShardedUnit) -> MegatronOptimizer:
-    optimizer.tp_group = gradients.membership.groups.tp
-    return optimizer
-
-
-BuildAdam = Callable[[Iterable[tuple[Tensor, bool]]], torch.optim.Optimizer]
-"""Builds an optimizer from parameters, each with True if its weights decay."""
 
 
 class SteppedPiece(NamedTuple):
@@ -171,14 +149,13 @@ class SteppedPiece(NamedTuple):
 class ShardedOptimizer(FP32Optimizer):
     """Megatron's plain optimizer for pieces whose gradients are already summed over all ranks that use their parameters."""
 
-    def __init__(
-        self, pieces: Iterable[WeightPiece], *, config: OptimizerConfig, build_adam: BuildAdam, init_state: Callable[..., None]
-    ) -> None:
-        """pieces: of trained layers; build_adam: makes the inner optimizer."""
+    def __init__(self, pieces: Iterable[WeightPiece], *, config: OptimizerConfig) -> None:
+        """pieces: of trained layers."""
         self.stepped: dict[Tensor, SteppedPiece] = {piece.parameter: SteppedPiece(piece, _main(piece)) for piece in pieces}
-        adam = build_adam((stepped.main, parameter.dim() > 1) for parameter, stepped in self.stepped.items())
+        decaying = [(stepped.main, parameter.dim() > 1) for parameter, stepped in self.stepped.items()]
         # Every rank counts its own pieces in the gradient norm, as with Megatron's sharded optimizer.
-        super().__init__(adam, replace(config, use_distributed_optimizer=True), init_state)
+        adam = _build_adam(decaying, config=config)
+        super().__init__(adam, replace(config, use_distributed_optimizer=True), _init_state)
 
     @torch.no_grad()
     def step_with_ready_grads(self) -> bool:

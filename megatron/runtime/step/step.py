@@ -1,18 +1,19 @@
 """One step as input of the executor, its results, and the losses of one or more steps."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import pickle
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.decision import StepDecision
-from megatron.runtime.step.folded_lengths import FoldedLengths
 from megatron.runtime.step.token_placement import DEFAULT_SHARING, ContextSharing, RouteKey, RouteRows, TokenPlacement
 from multimodal.attention.device_values import Parcels
 from multimodal.model.stage_input import PackedInput
 from multimodal.schedule.align_replicas import Joins
 from multimodal.values.assignment import MicrobatchPlace
+from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.timeline import TimelineEvent
 
 TOTALS = ("num_target_tokens", "num_generated_values", "num_tokens")
@@ -22,16 +23,39 @@ ROUTES = "routes"
 """The parcel of `Step.route_rows`."""
 
 
+class FoldedLengths(Mapping[int, SampleLengths]):
+    """Sample id -> lengths. A process that receives it from a loader unpickles thousands of samples only if it reads them."""
+
+    def __init__(self, lengths: Mapping[int, SampleLengths], *, own: Collection[int]) -> None:
+        """own: the samples that this rank computes with."""
+        self._size = len(lengths)
+        self._own = {sample: lengths[sample] for sample in own}
+        self._folded = pickle.dumps(dict(lengths), protocol=pickle.HIGHEST_PROTOCOL)
+        self._all: Mapping[int, SampleLengths] | None = None
+
+    def __getitem__(self, sample: int) -> SampleLengths:
+        return self._own[sample] if sample in self._own else self._unfold()[sample]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._unfold())
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _unfold(self) -> Mapping[int, SampleLengths]:
+        if self._all is None:
+            self._all = pickle.loads(self._folded)
+        return self._all
+
+
 @dataclass(frozen=True)
 class Step(StepDecision):
     """One global batch, the same on every rank except for `inputs`, which hold the samples that this rank loaded."""
 
-    inputs: Mapping[MicrobatchPlace, PackedInput]
-    """Inputs of microbatches that run as a whole."""
+    inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]]
+    """This rank's inputs, one per sample subset of each microbatch."""
     target_samples: Mapping[MicrobatchPlace, tuple[int, ...]] = field(default_factory=dict)
     """Sample id of every target token, per LLM microbatch of this rank."""
-    subset_inputs: Mapping[MicrobatchPlace, tuple[PackedInput, ...]] = field(default_factory=dict)
-    """Inputs of microbatches that run in sample subsets, one per subset."""
     route_rows: Mapping[RouteKey, RouteRows] = field(default_factory=dict)
     """The rows that this rank sends and receives on its routes."""
     parcels: Parcels = field(default_factory=lambda: NO_PARCELS)
@@ -63,31 +87,20 @@ class Step(StepDecision):
 
     def packed(self) -> "Step":
         """Return the same step with the tensors of each microbatch in one buffer."""
-        contents: dict[Hashable, Any] = {ROUTES: self.route_rows}
-        contents |= {place: self.inputs_of(place) for place in (*self.inputs, *self.subset_inputs)}
+        contents: Mapping[Any, Any] = {ROUTES: self.route_rows, **self.inputs}
         self.placement.forget_routes()
-        parcels = Parcels.pack(contents)
         for total in TOTALS:
             getattr(self, total)
-        own = self._own_samples((*self.inputs, *self.subset_inputs))
+        own = {atom.sample_id for place in self.inputs for atom in self.assignment.atoms(place)}
+        for place in self.inputs:
+            for route in (*self.routes.from_source.get(place, ()), *self.routes.to_target.get(place, ())):
+                own |= {atom.sample_id for atom in route.atoms}
         lengths = FoldedLengths(self.lengths, own=own)
-        return self.changed(inputs={}, subset_inputs={}, route_rows={}, parcels=parcels, lengths=lengths)
-
-    def _own_samples(self, places: Iterable[MicrobatchPlace]) -> set[int]:
-        """Return the samples of these microbatches, and those on their routes."""
-        own = {atom.sample_id for place in places for atom in self.assignment.atoms(place)}
-        for place in places:
-            for routes in (self.routes.from_source.get(place, ()), self.routes.to_target.get(place, ())):
-                own |= {atom.sample_id for route in routes for atom in route.atoms}
-        return own
+        return self.changed(inputs={}, route_rows={}, parcels=Parcels.pack(contents), lengths=lengths)
 
     def pin_memory(self) -> "Step":
         """Return a packed step in pinned memory, for copies to a device while the host continues; called by torch's loaders."""
         return self.changed(parcels=self.parcels.pin_memory())
-
-    def inputs_of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
-        """Return this rank's inputs of a microbatch, one per sample subset, of a step that is not packed."""
-        return self.subset_inputs[place] if place in self.subset_inputs else (self.inputs[place],)
 
 
 @dataclass(frozen=True)

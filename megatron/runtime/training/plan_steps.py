@@ -4,7 +4,7 @@ from collections.abc import Generator
 
 import torch
 
-from megatron.runtime.feed.step_planner import StepPlanner, load_steps, load_steps_in_thread
+from megatron.runtime.feed.step_planner import StepOptions, StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.orchestrator.machine import ranks_on_node
 from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
@@ -64,20 +64,22 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
     return StepPlanner(
         source,
         batches=batches,
-        schedules=run.session.schedules(forward_only=forward_only),
         balancer=BALANCERS[training.balance],
-        rank=run.world.rank,
-        options=balance_options(run, predictor),
-        exchange=run.exchanges[forward_only] if run.exchanges else None,
-        is_emulated=run.emulation is not None,
-        shards_weights=run.config.parallelism.shards_weights,
-        sharing=ContextSharing(
-            TokenDistribution(run.config.parallelism.context_parallel_distribution),
-            run.config.parallelism.context_parallel_block_size,
-            MaskMode(run.config.model.attention_mask),
+        balance_options=balance_options(run, predictor),
+        options=StepOptions(
+            schedules=run.session.schedules(forward_only=forward_only),
+            rank=run.world.rank,
+            is_emulated=run.emulation is not None,
+            shards_weights=run.config.parallelism.shards_weights,
+            sharing=ContextSharing(
+                TokenDistribution(run.config.parallelism.context_parallel_distribution),
+                run.config.parallelism.context_parallel_block_size,
+                MaskMode(run.config.model.attention_mask),
+            ),
+            costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
+            build=run.session.options.build,
         ),
-        costs_of=run.emulation.costs_of if run.emulation is not None else predictor.costs,
-        build=run.session.options.build,
+        exchange=run.exchanges[forward_only] if run.exchanges else None,
         arrangement=_arrangement(run),
     )
 

@@ -1,6 +1,6 @@
 """Reads plans and checks that they fit a model and the number of ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -46,7 +46,15 @@ def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
         raise PlanError(
             f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; "
             f"launch {len(used)} processes or change the plan",
-            place=_place_of_rank(plan, beyond[0]) if beyond else ("units",),
+            place=next(
+                (
+                    ("units", name, *at)
+                    for name, unit in plan.units.items()
+                    for at, stage in _stages(unit)
+                    if beyond and beyond[0] in stage.ranks
+                ),
+                ("units",),
+            ),
         )
 
 
@@ -55,24 +63,11 @@ def _first_of(ranks: Iterable[int]) -> str:
     return f"[{', '.join(map(str, first[:16]))}{', ...' * (len(first) > 16)}]"
 
 
-def _place_of_rank(plan: Plan, rank: int) -> tuple[str | int, ...]:
-    return next(
-        ("units", name, "replicas", replica_index, "stages", stage_index)
-        for name, unit in plan.units.items()
-        for replica_index, replica in enumerate(unit.replicas)
-        for stage_index, stage in enumerate(replica.stages)
-        if rank in stage.ranks
-    )
-
-
-def _place_of_repeated_rank(name: str, unit: UnitPlan) -> tuple[str | int, ...]:
-    seen: set[int] = set()
+def _stages(unit: UnitPlan) -> Iterator[tuple[tuple[str | int, ...], Stage]]:
+    """Yield the stages of a unit with their places in its plain form."""
     for replica_index, replica in enumerate(unit.replicas):
         for stage_index, stage in enumerate(replica.stages):
-            if seen & set(stage.ranks) or len(set(stage.ranks)) < len(stage.ranks):
-                return ("units", name, "replicas", replica_index, "stages", stage_index)
-            seen |= set(stage.ranks)
-    return ("units", name)
+            yield ("replicas", replica_index, "stages", stage_index), stage
 
 
 def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
@@ -86,11 +81,14 @@ def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
     _validate_tensor_size(unit, unit.tensor_parallel_size, graph=graph, name=name, place=("units", name))
     if unit.expert_parallel_size != 1 and (problem := _problem_of_experts(unit, graph=graph, name=name)):
         raise PlanError(f"unit '{name}': {problem}", place=("units", name, "expert_parallel_size"))
-    if len(set(unit.ranks)) != len(unit.ranks):
-        raise PlanError(
-            f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
-            place=_place_of_repeated_rank(name, unit),
-        )
+    seen: set[int] = set()
+    for at, stage in _stages(unit):
+        if len(seen | {*stage.ranks}) < len(seen) + len(stage.ranks):
+            raise PlanError(
+                f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
+                place=("units", name, *at),
+            )
+        seen |= {*stage.ranks}
     for replica_index, replica in enumerate(unit.replicas):
         where = f"unit '{name}', replica {replica_index}"
         place = ("units", name, "replicas", replica_index)
@@ -172,7 +170,17 @@ def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:
         return
     place = ("units", name, "microbatch_shares")
     if name == llm:
-        _validate_llm_shares(plan.units[name], name=name, place=place)
+        if len(shares) != plan.units[name].data_parallel_size:
+            raise PlanError(
+                f"unit '{name}': found {len(shares)} microbatch_shares for {plan.units[name].data_parallel_size} replicas; "
+                "give one for each",
+                place=place,
+            )
+        if min(shares) < 1:
+            raise PlanError(
+                f"unit '{name}': microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1",
+                place=place,
+            )
         return
     if graph.unit(name).role is not Role.ENCODER:
         raise PlanError(f"unit '{name}': microbatch_shares are for encoders and the LLM alone; leave them out", place=place)
@@ -186,20 +194,6 @@ def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:
         )
     if not any(shares):
         raise PlanError(f"unit '{name}': microbatch_shares are all 0; give one replica at least something to do", place=place)
-
-
-def _validate_llm_shares(unit: UnitPlan, *, name: str, place: tuple[str | int, ...]) -> None:
-    shares = unit.microbatch_shares
-    if len(shares) != unit.data_parallel_size:
-        raise PlanError(
-            f"unit '{name}': found {len(shares)} microbatch_shares for {unit.data_parallel_size} replicas; give one for each",
-            place=place,
-        )
-    if min(shares) < 1:
-        raise PlanError(
-            f"unit '{name}': microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1",
-            place=place,
-        )
 
 
 def _covers(replica: Replica, num_layers: int) -> bool:

@@ -1,14 +1,15 @@
 """The pieces of a step's work as grids of numbers: stage by microbatch of every unit."""
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
-from multimodal.values.arrays.microbatches import MicrobatchCounts
+from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace
 from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.parts.cuts import Cuts, StageKey, StageSplit
@@ -31,6 +32,7 @@ _FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _GATHER, _REDUCTION = (
     )
 )
 _WHOLE = -1
+AnyPlace = TypeVar("AnyPlace", Place, MicrobatchPlace)
 
 
 @dataclass(frozen=True, eq=False)
@@ -350,7 +352,15 @@ def _unit_pieces(shape: StepShape, unit: str, first_piece: int, first_stage: int
     needs = [_needs_of_stage(shape, unit, stage) for stage in range(plan.num_virtual_stages)]
     grid = len(needs), plan.data_parallel_size
     num_reductions = np.array([_num_reductions(shape, unit, stage) for stage in range(len(needs))], np.int64).reshape(grid)
-    is_cut = np.array([(unit, stage) in cuts.reduced_by_layer for stage in range(len(needs))], bool)
+    is_by_layer = np.array([(unit, stage) in cuts.reduced_by_layer for stage in range(len(needs))], bool)
+    num_subsets = np.zeros(counted.num_microbatches, np.int64)
+    for microbatch, number in _own(cuts.num_subsets, unit, counted):
+        num_subsets[number] = cuts.num_subsets[microbatch]
+    num_ranges = np.ones((2, len(needs), counted.num_microbatches), np.int64)
+    for place, number in _own(cuts.segments, unit, counted):
+        if place.stage < len(needs):
+            cut = cuts.segments[place]
+            num_ranges[:, place.stage, number] = len(cut.forward) + 1, len(cut.backward) + 1
     return UnitPieces(
         unit=unit,
         counted=counted,
@@ -358,13 +368,15 @@ def _unit_pieces(shape: StepShape, unit: str, first_piece: int, first_stage: int
         first_stage=first_stage,
         has_backward=np.array([[need.has_backward for need in row] for row in needs], bool).reshape(grid),
         trains=np.array([[need.trains_weights for need in row] for row in needs], bool).reshape(grid),
-        num_subsets=_subsets(cuts, unit, counted),
+        num_subsets=num_subsets,
         is_split=_splits(cuts, unit, counted, len(needs)),
         num_gathers=int(cuts.gathers_parameters),
         num_stages=np.array(list(map(plan.num_stages_of, range(grid[1]))), np.int64),
         num_reductions=num_reductions,
-        is_by_layer=is_cut[:, None] & (num_reductions > 1),
-        **_ranges(cuts, unit, counted, len(needs)),
+        is_by_layer=is_by_layer[:, None] & (num_reductions > 1),
+        num_forwards=num_ranges[0],
+        num_backwards=num_ranges[1],
+        is_cut=bool((num_ranges > 1).any()),
     )
 
 
@@ -389,23 +401,11 @@ def _num_reductions(shape: StepShape, unit: str, stage: int) -> list[int]:
     ]
 
 
-def _subsets(cuts: Cuts, unit: str, counted: MicrobatchCounts) -> Integers:
-    counts = np.zeros(counted.num_microbatches, np.int64)
-    for place, count in cuts.num_subsets.items():
+def _own(places: Iterable[AnyPlace], unit: str, counted: MicrobatchCounts) -> Iterator[tuple[AnyPlace, int]]:
+    """Yield the places in a unit that exist, with the numbers of their microbatches."""
+    for place in places:
         if place.unit == unit and place.replica < counted.num_replicas and place.microbatch < counted.counts[place.replica]:
-            counts[counted.microbatch_starts[place.replica] + place.microbatch] = count
-    return counts
-
-
-def _ranges(cuts: Cuts, unit: str, counted: MicrobatchCounts, num_stages: int) -> dict[str, Any]:
-    """Return `num_forwards`, `num_backwards` and `is_cut` of a unit."""
-    counts = np.ones((2, num_stages, counted.num_microbatches), np.int64)
-    for (name, replica, stage, microbatch), cut in cuts.segments.items():
-        is_there = name == unit and replica < counted.num_replicas and stage < num_stages
-        if is_there and microbatch < counted.counts[replica]:
-            number = counted.microbatch_starts[replica] + microbatch
-            counts[:, stage, number] = len(cut.forward) + 1, len(cut.backward) + 1
-    return {"num_forwards": counts[0], "num_backwards": counts[1], "is_cut": bool(cuts.segments) and bool((counts > 1).any())}
+            yield place, int(counted.microbatch_starts[place.replica]) + place.microbatch
 
 
 def _splits(cuts: Cuts, unit: str, counted: MicrobatchCounts, num_stages: int) -> Bools:
@@ -417,7 +417,6 @@ def _splits(cuts: Cuts, unit: str, counted: MicrobatchCounts, num_stages: int) -
             if name == unit:
                 stages[stage, replica] = True
         return stages[:, replicas]
-    for place in cuts.split:
-        if place.unit == unit and place.microbatch < counted.counts[place.replica]:
-            found[place.stage, counted.microbatch_starts[place.replica] + place.microbatch] = True
+    for place, number in _own(cuts.split, unit, counted):
+        found[place.stage, number] = True
     return found

@@ -166,7 +166,10 @@ class StepWork:
         return numbers
 
     def _needs_message(self, producers: Integers, consumers: Integers) -> NDArray[np.bool_]:
-        """Evaluate `Plan.must_travel` for pairs of pieces in different stages; only results of computations travel."""
+        """Return which needs between stages lack results of computations: their ranks differ, or hold other tokens.
+
+        They hold other tokens if one of two units on the same ranks spreads tokens over context parallel ranks.
+        """
         tables = [self.plan.stage_tables[unit] for unit in self.pieces.units]
         ranks = np.concatenate([table.rank_groups for table in tables])
         unit_of_stage = self.pieces.unit_of_stage

@@ -13,13 +13,13 @@ from megatron.runtime.execution.running_step import RunningStep
 @contextmanager
 def scaled_loss(scale: Callable[[Any, Any, Any], float]) -> Iterator[None]:
     """Multiply every rank's loss by what `scale` returns for the run, the action and the loss."""
-    original = RunningStep._record_loss
+    original = RunningStep._close
 
-    def recorded(run: Any, action: Any, output: Any) -> torch.Tensor:
-        loss = original(run, action, output)
-        return loss * scale(run, action, loss)
+    def closed(run: Any, action: Any, output: Any) -> tuple[Any, Any]:
+        loss, given = original(run, action, output)
+        return None if loss is None else loss * scale(run, action, loss), given
 
-    with patch.object(RunningStep, "_record_loss", recorded):
+    with patch.object(RunningStep, "_close", closed):
         yield
 
 

@@ -45,30 +45,16 @@ def test_a_unit_or_a_key_that_is_there_twice_is_refused(tmp_path):
     assert refusal_of(tmp_path, TEXT.replace("encoder", "encoder, num_layers: 3"))[0] == 3
 
 
-@pytest.mark.parametrize("number", ["1e-5", "1E-5", "1.0e-5", "0.00001", "+1e-05"])
-def test_numbers_as_people_write_them_are_read(tmp_path, number):
-    graph = read(tmp_path, TEXT.replace("backbone", f"backbone, layernorm_epsilon: {number}"))
-    assert graph.backbone.transformer.layernorm_epsilon == 1e-5
-
-
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
         ("freeze_module: 'false'", "freeze_module: expected true or false, found 'false'; write it without quotes"),
-        ("freeze_module: 1", "freeze_module: expected true or false, found 1"),
-        ("freeze_module: null", "freeze_module: expected true or false, found None"),
         ("layernorm_epsilon: '1e-5'", "layernorm_epsilon: expected a positive number, found '1e-5'; write it without quotes"),
-        ("layernorm_epsilon: 0", "layernorm_epsilon: expected a positive number, found 0"),
-        ("layernorm_epsilon: null", "layernorm_epsilon: expected a positive number, found None"),
         ("layernorm_epsilon: 10", "layernorm_epsilon: expected a number of at most 1, found 10"),
         ("rotary_base: .nan", "rotary_base: expected a positive number, found nan"),
-        ("rotary_base: .inf", "rotary_base: expected a number of at most"),
         ("rotary_base: 1e999", "rotary_base: expected a number of at most"),
-        ("rotary_base: 0", "rotary_base: expected a positive number, found 0"),
-        ("rotary_base: true", "rotary_base: expected a positive number, found True"),
         ("init_method_std: -0.1", "init_method_std: expected a positive number, found -0.1"),
         ("kv_channels: -4", "kv_channels: expected a positive integer, found -4"),
-        ("num_query_groups: 0", "num_query_groups: expected a positive integer, found 0"),
         ("activation: relu", "activation: expected one of swiglu, geglu_tanh, gelu, gelu_tanh, quick_gelu, found 'relu'"),
         ("vocab_size: [32]", "vocab_size: expected a positive integer, found [32]"),
         ("image: {}", "image belongs to encoders; remove it here"),
@@ -88,10 +74,8 @@ def test_values_that_mean_nothing_are_refused(tmp_path, entry, message):
         ("vocab_size: 32", "vocab_size belongs to the backbone"),
         ("untie_embeddings_and_output_weights: false", "untie_embeddings_and_output_weights belongs to the backbone"),
         ("image: []", "image: expected a mapping with patch_size, merge_size"),
-        ("image: false", "image: expected a mapping"),
         ("image: {patch_size: 4.5}", "image, patch_size: expected a positive integer, found 4.5"),
         ("image: {max_pixels: 1}", "max_pixels 1 is below min_pixels 3136"),
-        ("projector_hidden_size: 1.0e+3", "projector_hidden_size: expected a positive integer, found 1000.0"),
     ],
 )
 def test_an_encoders_values_are_checked(tmp_path, entry, message):
@@ -120,9 +104,7 @@ def test_names_that_no_flag_or_schedule_can_carry_are_refused(tmp_path, name):
     ("shape", "message"),
     [
         (Transformer(2, 16, 2, 32, rotary_base=float("nan")), "rotary_base: expected a positive number, found nan"),
-        (Transformer(2, 16, 2, 32, layernorm_epsilon="1e-5"), "layernorm_epsilon: expected a positive number, found '1e-5'"),
         (Transformer(10**9, 16, 2, 32), "num_layers: expected an integer of at most 10,000"),
-        (Transformer(True, 16, 2, 32), "num_layers: expected an integer of at least 0, found True"),
     ],
 )
 def test_models_made_in_python_are_held_against_the_same_bounds(shape, message):

@@ -38,11 +38,6 @@ def edit(path, pattern, replacement):
         (r"ranks: \[\d+", "ranks: [99", r"ranks \[99\] do not exist|ascending order|needs"),
         (r"layers: .*}", "}", r"stages\[0\]: 'layers' is missing"),
         (r"tensor_parallel_size: \d", "tensor_parallel_size: 3", "is not divisible by tensor parallel size 3"),
-        (
-            r"    replicas:",
-            "    microbatch_shares: [-1]\n    replicas:",
-            r"microbatch_shares\[0\]: expected an integer of at least 0",
-        ),
         (r"    replicas:", "    microbatch_shares: [0]\n    replicas:", "microbatch_shares are all 0; give one|found"),
         (
             r"    replicas:",

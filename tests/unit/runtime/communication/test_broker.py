@@ -21,19 +21,6 @@ def test_two_ranks_send_to_three_only_what_overlaps() -> None:
     )
 
 
-def test_three_ranks_send_to_two() -> None:
-    assert pieces_of(replicated(6, (0, 1, 2), (3, 4))) == (
-        Piece(0, 3, 0, 2),
-        Piece(1, 3, 2, 3),
-        Piece(1, 4, 3, 4),
-        Piece(2, 4, 4, 6),
-    )
-
-
-def test_fewer_rows_than_ranks_leave_the_last_ranks_without() -> None:
-    assert pieces_of(replicated(1, (0, 1), (2, 3))) == (Piece(0, 2, 0, 1),)
-
-
 def test_inside_a_unit_each_rank_passes_on_all_it_has() -> None:
     link = Link((4, 5), (6, 7), (3, 1, 8), is_replicated=False)
     assert pieces_of(link) == (Piece(4, 6, 0, 3), Piece(5, 7, 0, 3))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.runtime.execution.lane_run import LaneRun
+from megatron.runtime.execution.lane_run import HANDLERS, LaneRun
 from megatron.runtime.execution.step_clock import StepClock, seconds_by_resource
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue, active_queue
@@ -24,7 +24,7 @@ class FakeBroker:
 class FakeRun(LaneRun):
     """Notes what runs; computations of the LLM come to `num_waits` waits."""
 
-    must_travel = link = reduce_gradients = None  # type: ignore[assignment]
+    link = reduce_gradients = None  # type: ignore[assignment]
 
     def __init__(self, num_waits: int) -> None:
         super().__init__(broker=FakeBroker(), clock=StepClock(lane=0))  # type: ignore[arg-type]
@@ -62,6 +62,10 @@ def test_work_runs_in_the_waits_that_it_names_and_its_collectives_behind_them() 
     first = ["llm begins", "vision begins", "waited", "collective of vision"]
     second = [*["vision begins"] * 2, "waited", *["collective of vision"] * 2]
     assert found.log == [*first, *second, "waited", "llm begins", *["waited"] * 3]
+
+
+def test_every_kind_of_action_has_a_handler() -> None:
+    assert set(HANDLERS) == set(ActionKind)
 
 
 @pytest.mark.parametrize(

@@ -28,12 +28,7 @@ class FakeBroker:
 
 
 def running_step(log: list[Any]) -> RunningStep:
-    two_stages = SimpleNamespace(
-        units={"llm": SimpleNamespace(context_parallel_size=1)},
-        virtual_stage=lambda unit, replica, stage: SimpleNamespace(ranks=(stage,)),
-    )
     executor: Any = SimpleNamespace(
-        plan=two_stages,
         broker=FakeBroker(log),
         clock=StepClock(lane=0),
         tensor_parallel_group=lambda unit: SimpleNamespace(size=lambda: 1),

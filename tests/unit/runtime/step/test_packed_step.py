@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.execution.step_inputs import StepInputs
-from megatron.runtime.feed.step_planner import plan_step
-from megatron.runtime.step.folded_lengths import FoldedLengths
-from megatron.runtime.step.step import ROUTES, Step
+from megatron.runtime.feed.step_planner import StepOptions, plan_step
+from megatron.runtime.step.step import ROUTES, FoldedLengths, Step
 from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.build_schedule import ScheduleCache
@@ -26,11 +25,13 @@ def plan_on_rank_0() -> Step:
         case.source,
         lengths=[case.source.lengths(index) for index in range(len(case.source))],
         assignment=case.assignment,
-        schedules=ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"]),
-        rank=0,
         source_index={index: index for index in range(len(case.source))},
-        sharing=ContextSharing(block_size=4),
-        options=BuildOptions(Precision(torch.float64), attention_backend="blocks"),
+        options=StepOptions(
+            ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"]),
+            rank=0,
+            sharing=ContextSharing(block_size=4),
+            build=BuildOptions(Precision(torch.float64), attention_backend="blocks"),
+        ),
     )
 
 

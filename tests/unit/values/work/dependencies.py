@@ -21,7 +21,10 @@ def needs_message(producer: Action, consumer: Action, plan: Plan) -> bool:
     """Return True if the result of `producer` must travel to another rank group before `consumer` can use it."""
     if producer.kind not in SEND_OF or consumer.kind not in SEND_OF or producer[1:4] == consumer[1:4]:
         return False
-    return plan.must_travel(producer.place, consumer.place)
+    if plan.virtual_stage(*producer[1:4]).ranks != plan.virtual_stage(*consumer[1:4]).ranks:
+        return True
+    sizes = plan.units[producer.unit].context_parallel_size, plan.units[consumer.unit].context_parallel_size
+    return producer.unit != consumer.unit and sizes != (1, 1)
 
 
 def _last_forward(place: Place, shape: StepShape) -> Action:
