@@ -46,22 +46,22 @@ def message_partners(graph: ModelGraph, plan: Plan, *, rank: int) -> Mapping[Tra
         back = track._replace(direction="backward")
         for way in (track, back):
             found.setdefault(way, (set(), set()))
-        if is_paired:
-            receivers, senders = _paired(sources, targets, rank), _paired(targets, sources, rank)
-        else:
-            receivers, senders = (set(targets) if rank in sources else set()), (set(sources) if rank in targets else set())
+        receivers, senders = (
+            set() if rank not in here else {there[here.index(rank)]} if is_paired else set(there)
+            for here, there in ((sources, targets), (targets, sources))
+        )
         for way, theirs, ours in ((track, receivers, senders), (back, senders, receivers)):
             found[way][0].update(theirs - {rank})
             found[way][1].update(ours - {rank})
     return {track: Partners(*map(frozenset, found[track])) for track in sorted(found)}
 
 
-def _paired(from_ranks: tuple[int, ...], to_ranks: tuple[int, ...], rank: int) -> set[int]:
-    return {to_ranks[from_ranks.index(rank)]} if rank in from_ranks else set()
-
-
 def _links(graph: ModelGraph, plan: Plan) -> Iterator[tuple[Track, tuple[int, ...], tuple[int, ...], bool]]:
     """Yield each forward link: its track, the ranks at both ends, and True if rank i sends only to rank i."""
+
+    def ranks_of(unit: UnitPlan, stage: int) -> tuple[int, ...]:
+        return tuple(rank for replica in unit.replicas for rank in replica.virtual_stages[stage].ranks)
+
     for name, unit in plan.units.items():
         for replica in unit.replicas:
             for first, second in pairwise(replica.virtual_stages):
@@ -69,13 +69,9 @@ def _links(graph: ModelGraph, plan: Plan) -> Iterator[tuple[Track, tuple[int, ..
                     is_paired = len(first.ranks) == len(second.ranks)
                     yield Track("forward", first.index % 2), first.ranks, second.ranks, is_paired
         for target in graph.downstream(name):
-            ends = _ranks_of(unit, -1), _ranks_of(plan.units[target], 0)
+            ends = ranks_of(unit, -1), ranks_of(plan.units[target], 0)
             if len(set(ends[0]) | set(ends[1])) > 1:
                 yield Track("forward", BETWEEN_UNITS), *ends, False
-
-
-def _ranks_of(unit: UnitPlan, stage: int) -> tuple[int, ...]:
-    return tuple(rank for replica in unit.replicas for rank in replica.virtual_stages[stage].ranks)
 
 
 def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None = None) -> Iterator[tuple[int, ...]]:
@@ -99,7 +95,9 @@ def group_ranks(graph: ModelGraph, plan: Plan, *, num_state_copies: int | None =
             yield from (data_parallel_ranks(unit, index, position) for position in range(len(stage.ranks)))
             yield from (holders_of_parameters(unit, index, tensor_rank) for tensor_rank in range(unit.tensor_size(stage)))
             if unit.expert_parallel_size > 1:
-                yield from _expert_groups(unit, index)
+                for rank in (rank for replica in unit.replicas for rank in replica.stages[index].ranks):
+                    yield expert_parallel_ranks(unit, index, rank)
+                    yield holders_of_experts(unit, index, rank)
         for tensor_rank in range(unit.tensor_sizes[0]):
             yield from embedding_ranks(unit, tensor_rank, are_tied=graph.unit(name).ties_embeddings)
 
@@ -130,13 +128,6 @@ def holders_of_experts(unit: UnitPlan, stage_index: int, rank: int) -> tuple[int
     place = expert_parallel_ranks(unit, stage_index, rank).index(rank)
     holders = holders_of_parameters(unit, stage_index, tensor_rank)
     return tuple(each for each in holders if expert_parallel_ranks(unit, stage_index, each).index(each) == place)
-
-
-def _expert_groups(unit: UnitPlan, stage_index: int) -> Iterator[tuple[int, ...]]:
-    for replica in unit.replicas:
-        for rank in replica.stages[stage_index].ranks:
-            yield expert_parallel_ranks(unit, stage_index, rank)
-            yield holders_of_experts(unit, stage_index, rank)
 
 
 def embedding_ranks(unit: UnitPlan, tensor_rank: int, *, are_tied: bool) -> tuple[tuple[int, ...], ...]:

@@ -5,7 +5,6 @@ The order changes if it would split tensor parallel groups over nodes.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 
 from multimodal.plan.node_placement import split_units
 from multimodal.plan.unit_grid import EVEN, LayerSeconds, build_unit_plan
@@ -37,26 +36,23 @@ def plan_disaggregated(
     the arithmetic, if the numbers of ranks do not add up.
     """
     complete = _fill_open_size(complete_sizes(sizes, graph.unit_names), world_size=world_size)
-    place = partial(_place, graph, sizes=complete, is_folded=is_folded, layer_seconds=layer_seconds)
+
+    def place(order: Sequence[str]) -> Plan:
+        units, first_rank = {}, 0
+        for name in order:
+            seconds = layer_seconds.get(name)
+            units[name] = build_unit_plan(
+                graph.unit(name), sizes=complete[name], first_rank=first_rank, is_folded=is_folded, seconds=seconds
+            )
+            first_rank += len(units[name].ranks)
+        return Plan({name: units[name] for name in graph.unit_names})
+
     plan = place(graph.unit_names)
     if ranks_per_node is not None and split_units(plan, ranks_per_node=ranks_per_node):
         order = sorted(graph.unit_names, key=lambda name: -complete[name].tensor_parallel_size)
-        other = place(order)
-        plan = min(plan, other, key=lambda each: len(split_units(each, ranks_per_node=ranks_per_node)))
+        plan = min(plan, place(order), key=lambda each: len(split_units(each, ranks_per_node=ranks_per_node)))
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan
-
-
-def _place(
-    graph: ModelGraph, order: Sequence[str], *, sizes: Mapping[str, UnitSizes], is_folded: bool, layer_seconds: LayerSeconds
-) -> Plan:
-    units, first_rank = {}, 0
-    for name in order:
-        units[name] = build_unit_plan(
-            graph.unit(name), sizes=sizes[name], first_rank=first_rank, is_folded=is_folded, seconds=layer_seconds.get(name)
-        )
-        first_rank += len(units[name].ranks)
-    return Plan({name: units[name] for name in graph.unit_names})
 
 
 def _fill_open_size(sizes: dict[str, UnitSizes], *, world_size: int) -> dict[str, UnitSizes]:

@@ -4,7 +4,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.cost.stage_layers import StageKey
 from multimodal.cost.step_memory import StepMemory
 from multimodal.schedule.builders import ScheduleRow
 
@@ -29,14 +28,11 @@ def least_memory(memory: StepMemory, *, rank: int, schedule: ScheduleRow) -> Lea
     Stage s of P keeps at least P - s microbatches before its first backward, as in 1F1B; where units take turns in rounds
     (DIP), no more than a round has. Here they are the smallest ones. O(n log n) in the microbatches of the rank's stages.
     """
-    kept = sum(_kept_bytes(memory, stage, schedule) for stage in memory.layers.of_rank[rank])
+    kept = 0.0
+    for unit, replica, index in memory.layers.of_rank[rank]:
+        starts, held = memory.loads.assignment.placed[unit].microbatch_starts, memory.layers.plan.units[unit].replicas[replica]
+        of_microbatches = memory.kept_bytes(unit)[index, starts[replica] : starts[replica + 1]]
+        most = -(-len(of_microbatches) // max(1, schedule.num_rounds))
+        in_flight = min(most, len(held.stages) - held.virtual_stages[index].stage_index)
+        kept += float(np.sort(of_microbatches)[:in_flight].sum())
     return LeastMemory(memory.static_bytes(rank), kept)
-
-
-def _kept_bytes(memory: StepMemory, stage: StageKey, schedule: ScheduleRow) -> float:
-    unit, replica, index = stage
-    starts, held = memory.loads.assignment.placed[unit].microbatch_starts, memory.layers.plan.units[unit].replicas[replica]
-    of_microbatches = memory.kept_bytes(unit)[index, starts[replica] : starts[replica + 1]]
-    most = -(-len(of_microbatches) // max(1, schedule.num_rounds))
-    in_flight = min(most, len(held.stages) - held.virtual_stages[index].stage_index)
-    return float(np.sort(of_microbatches)[:in_flight].sum())

@@ -37,31 +37,24 @@ class _Table:
         self.squares = self.slowest**2
         self.cut_of: list[NDArray[np.int64]] = []
 
-    def _extend(self) -> None:
-        latest = np.maximum(self.slowest[:, None], self.of_range)
-        best = latest.min(axis=0)
-        with np.errstate(invalid="ignore"):
-            is_best = latest <= best * (1 + 1e-12)
-        spread = np.where(is_best, self.squares[:, None] + self.of_range**2, np.inf)
-        cut = spread.argmin(axis=0)
-        self.cut_of.append(cut)
-        self.slowest, self.squares = best, spread[cut, np.arange(self.num_layers + 1)]
-
     def partition(self, num_stages: int) -> tuple[Range, ...]:
-        """Trace the cuts back from the last layer."""
+        """Extend the table to the number of stages, and trace the cuts back from the last layer."""
         while len(self.cut_of) < num_stages - 1:
-            self._extend()
+            latest = np.maximum(self.slowest[:, None], self.of_range)
+            best = latest.min(axis=0)
+            with np.errstate(invalid="ignore"):
+                is_best = latest <= best * (1 + 1e-12)
+            spread = np.where(is_best, self.squares[:, None] + self.of_range**2, np.inf)
+            cut = spread.argmin(axis=0)
+            self.cut_of.append(cut)
+            self.slowest, self.squares = best, spread[cut, np.arange(self.num_layers + 1)]
         bounds = [self.num_layers]
         for cut in reversed(self.cut_of[: num_stages - 1]):
             bounds.append(int(cut[bounds[-1]]))
-        bounds.append(0)
-        bounds.reverse()
-        return tuple(pairwise(bounds))
+        return tuple(pairwise((0, *reversed(bounds))))
 
 
-@lru_cache(maxsize=256)
-def _table_of(seconds: tuple[float, ...]) -> _Table:
-    return _Table(seconds)
+_table_of = lru_cache(maxsize=256)(_Table)
 
 
 def partition_unit(unit: Unit, seconds: Sequence[float], *, num_stages: int) -> tuple[Range, ...]:

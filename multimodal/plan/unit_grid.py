@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-from multimodal.plan.partition_layers import Range, partition_unit, range_seconds
+from multimodal.plan.partition_layers import partition_unit, range_seconds
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
@@ -41,23 +41,15 @@ def build_unit_plan(
     except PlanError as problem:
         raise PlanError(f"unit '{unit.name}': {_explain(problem, unit, sizes=sizes, num_chunks=num_chunks)}") from None
     if seconds is not None and sizes.layers_per_virtual_stage is None:
-        ranges = _shortened(ranges, unit, seconds=seconds)
+        # Cuts with equal slowest ranges fill pipelines differently, so even ones are kept where little is gained.
+        best = partition_unit(unit, seconds, num_stages=len(ranges))
+        if max(range_seconds(seconds, best)) < (1 - LEAST_GAIN) * max(range_seconds(seconds, ranges)):
+            ranges = best
     folds = is_folded and num_chunks == V_SHAPE_RANGES
     held = {p: (ranges[p], ranges[-1 - p]) if folds else ranges[p::num_stages] for p in range(num_stages)}
-    plan = place_stages(
-        held,
-        tensor=sizes.tensor_parallel_size,
-        context=sizes.context_parallel_size,
-        data=sizes.data_parallel_size,
-        first_rank=first_rank,
-    )
+    tensor, context, data = sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.data_parallel_size
+    plan = place_stages(held, tensor=tensor, context=context, data=data, first_rank=first_rank)
     return replace(plan, expert_parallel_size=sizes.expert_parallel_size)
-
-
-def _shortened(even: tuple[Range, ...], unit: Unit, *, seconds: Sequence[float]) -> tuple[Range, ...]:
-    """Return ranges with a faster slowest range, or the even ones: cuts with equal slowest ranges fill pipelines differently."""
-    best = partition_unit(unit, seconds, num_stages=len(even))
-    return best if max(range_seconds(seconds, best)) < (1 - LEAST_GAIN) * max(range_seconds(seconds, even)) else even
 
 
 def place_stages(

@@ -40,12 +40,11 @@ def weight_parts(unit: UnitPlan, holders: Sequence[VirtualStage]) -> list[Weight
     """Cut the weights that some stages all hold wherever one of them cuts; parts ascend."""
     num_parts = lcm(*map(unit.tensor_size, holders))
     bounds = sorted({num_parts * index // size for size in map(unit.tensor_size, holders) for index in range(size + 1)})
-    return [WeightPart(first, end, num_parts, _ranks(unit, holders, first, num_parts)) for first, end in pairwise(bounds)]
-
-
-def _ranks(unit: UnitPlan, holders: Sequence[VirtualStage], first: int, num_parts: int) -> tuple[int, ...]:
-    groups = (group for stage in holders for group in unit.tensor_parallel_groups(stage))
-    return tuple(sorted({group[first * len(group) // num_parts] for group in groups}))
+    groups = [group for stage in holders for group in unit.tensor_parallel_groups(stage)]
+    return [
+        WeightPart(first, end, num_parts, tuple(sorted({group[first * len(group) // num_parts] for group in groups})))
+        for first, end in pairwise(bounds)
+    ]
 
 
 def whole_holders(holders: Sequence[VirtualStage]) -> tuple[int, ...]:

@@ -4,7 +4,7 @@ import pytest
 
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.node_placement import describe_placement, find_split_group
+from multimodal.plan.node_placement import describe_placement, split_units
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -53,7 +53,7 @@ def test_a_size_that_does_not_divide_a_node_is_warned_of(tensor: int) -> None:
     plan = plan_disaggregated(
         GRAPH, sizes=sizes(vision=(1, 1), audio=(1, 1), llm=(tensor, 2)), world_size=2 + 2 * tensor, ranks_per_node=4
     )
-    assert find_split_group(plan.units["llm"], ranks_per_node=4) is not None
+    assert list(split_units(plan, ranks_per_node=4)) == ["llm"]
     (line,) = [line for line in lines(plan) if line.startswith("warning")]
     assert "unit 'llm': the tensor parallel group of ranks" in line
     assert line.endswith("use a size that divides a node's ranks")
