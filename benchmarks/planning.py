@@ -32,7 +32,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.disttrain import build_problem, plan_disttrain
-from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, search_allocation, solve_allocation
+from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, least_bottleneck, search_allocation
 from multimodal.plan.planners.estimate.unit_options import UnitOptions, pareto_rows
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.model_graph import ModelGraph
@@ -109,7 +109,7 @@ def compare_solvers(count: int = 200) -> dict[str, float]:
         for _ in range(count)
     ]
     start = time.process_time()
-    closed = [solve_allocation(work, num_gpus=gpus, minimums=least).bottleneck for work, least, gpus in problems]
+    closed = [least_bottleneck(work, num_gpus=gpus, minimums=least) for work, least, gpus in problems]
     middle = time.process_time()
     general = [_linear_program(work, least, gpus) for work, least, gpus in problems]
     end = time.process_time()

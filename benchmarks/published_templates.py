@@ -3,7 +3,7 @@
 from functools import cache
 from typing import NamedTuple
 
-from multimodal.plan.planners.templates.map_stages import StageMapping, StageTables
+from multimodal.plan.planners.templates.chain import StageMapping, StageTables
 
 NEVER = float("inf")
 

@@ -31,8 +31,7 @@ from benchmarks.published_templates import map_published
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.templates.chain import Chain
-from multimodal.plan.planners.templates.map_stages import StageMapping, map_stages
+from multimodal.plan.planners.templates.chain import Chain, StageMapping, map_stages
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.plan.planners.templates.one_f_one_b import step_ticks

@@ -1,9 +1,9 @@
 """Planners, one file each, which make a Plan from a model, a machine and real lengths; and a row of facts about each."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol
 
 from multimodal.plan.planners.baselines.alpa import plan_alpa
 from multimodal.plan.planners.baselines.encoders_colocated import plan_encoders_colocated
@@ -20,19 +20,12 @@ from multimodal.plan.planners.idle_units import place_idle_units, without_idle_u
 from multimodal.plan.planners.optimus import plan_optimus
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_to_fit
+from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, plan_to_fit
 from multimodal.plan.planners.search.tune_planner import plan_tuned
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import fed_encoders
 from multimodal.values.errors import PlanError
-
-
-class Planner(Protocol):
-    """A function that plans."""
-
-    def __call__(self, request: PlanningRequest) -> PlannedRun:
-        """Plan; raises PlanError, with advice on what would fit, if nothing does."""
 
 
 @dataclass(frozen=True)
@@ -77,24 +70,17 @@ class PlannerRow:
 
     def _plan_experts(self, request: PlanningRequest) -> PlannedRun:
         """Plan with every allowed expert parallel size, and return the shortest step by the planner's own estimate."""
-        sizes, found, problem = request.expert_parallel_sizes, list[PlannedRun](), PlanError("")
+        sizes, found, problems = request.expert_parallel_sizes, list[PlannedRun](), list[PlanError]()
         budget = request.time_budget_seconds / len(sizes)
         for size in sizes:
             asked = request.changed(expert_parallel_size=size, time_budget_seconds=budget) if sizes != (1,) else request
             try:
                 found.append(place_idle_units(self.plan(asked if self.searches_others else without_idle_units(asked)), asked))
-            except PlanError as other:
-                problem = problem if str(problem) else other
+            except PlanError as problem:
+                problems.append(problem)
         if not found:
-            raise problem
+            raise problems[0]
         return min(found, key=lambda run: run.objective_seconds)
-
-
-class TemplatePlanner(Protocol):
-    """A function that plans templates."""
-
-    def __call__(self, request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
-        """Plan; raises PlanError, with advice on what would work, if nothing does."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ class TemplatePlannerRow:
     """One planner of pipeline templates for every number of nodes, whose replicas differ, instead of one plan."""
 
     name: str
-    plan: TemplatePlanner
+    plan: Callable[..., TemplateSet]
     meaning: str
     """Its effect, in one line."""
     source: str
@@ -114,10 +100,6 @@ class TemplatePlannerRow:
             return self.plan(request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
         except PlanError as problem:
             raise type(problem)(f"planner '{self.name}': {problem}") from None
-
-
-def _plan_braid(request: PlanningRequest) -> PlannedRun:
-    return plan_braid(request, [row for row in PLANNERS.values() if not row.searches_others])
 
 
 _ROWS = (
@@ -203,7 +185,7 @@ _ROWS = (
     ),
     PlannerRow(
         "braid",
-        _plan_braid,
+        lambda request: plan_braid(request, [row for row in PLANNERS.values() if not row.searches_others]),
         "searches the union of these layouts, except those that cannot be run, by simulation",
         searches_others=True,
     ),

@@ -1,12 +1,18 @@
-"""The sizes that a planner may give a unit: those that fit its model, machine and data, or the one that the user has fixed."""
+"""The sizes that a planner may give a unit, or units together, and microbatches.
+
+They are those that fit the model, the machine and the data, or the one that the user has fixed.
+"""
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from multimodal.plan.planners.planning_request import (
     BLOCK_SIZE,
     CONTEXT_PARALLEL_SIZES,
     LEAST_PART_TOKENS,
+    MICRO_BATCH_SIZES,
+    MOST_MICRO_BATCH_TOKENS,
     PlanningRequest,
     StageSize,
 )
@@ -82,3 +88,71 @@ def data_parallel_sizes(request: PlanningRequest, unit: str) -> tuple[int, ...]:
     if fixed is not None:
         return (fixed,)
     return tuple(size for size in range(1, min(count, request.num_gpus) + 1) if count % size == 0 == size % experts)
+
+
+def shared_data_parallel_sizes(request: PlanningRequest, units: Sequence[str]) -> tuple[int, ...]:
+    """Return the data parallel sizes that all units allow; raises PlanError if fixed sizes leave none."""
+    return _shared({unit: data_parallel_sizes(request, unit) for unit in units}, flag="data-parallel-size")
+
+
+def shared_stage_sizes(
+    request: PlanningRequest, units: Sequence[str], *, context_of: Sequence[str] | None = None
+) -> list[StageSize]:
+    """Return every tp and cp that units may share: a fixed cp, else all that suit any of them.
+
+    context_of: units that share only the cp. Raises PlanError if fixed sizes leave none.
+    """
+    tensor = _shared({unit: tensor_parallel_sizes(request, unit) for unit in units}, flag="tensor-model-parallel-size")
+    units = context_of or units
+    fixed = [unit for unit in units if request.fixed(unit).context_parallel_size is not None]
+    sizes = {unit: context_parallel_sizes(request, unit) for unit in fixed or units}
+    context = _shared(sizes, flag="context-parallel-size") if fixed else sorted(set().union(*sizes.values()))
+    return [StageSize(*each) for each in product(tensor, context)]
+
+
+def _shared(sizes: Mapping[str, Sequence[int]], *, flag: str) -> tuple[int, ...]:
+    """Return the sizes that all units have."""
+    common = sorted(set.intersection(*map(set, sizes.values())))
+    if not common:
+        found = ", ".join(f"'{unit}' {list(each)}" for unit, each in sizes.items())
+        raise PlanError(
+            f"this planner gives {' and '.join(sizes)} one {flag.replace('-', ' ').replace(' model', '')}, but they allow none "
+            f"together ({found}); fix the same --UNIT-{flag} for all, or choose a planner that gives every unit its own"
+        )
+    return tuple(common)
+
+
+def micro_batch_sizes(request: PlanningRequest) -> list[int]:
+    """Return the fixed microbatch size, or those that divide the global batch and make no overlong microbatches."""
+    if request.micro_batch_size is not None:
+        return [request.micro_batch_size]
+    longest = max(loads[0] for loads in request.loads.mean.values())
+    return [
+        size
+        for size in MICRO_BATCH_SIZES
+        if size == 1 or (request.global_batch_size % size == 0 and size * longest <= MOST_MICRO_BATCH_TOKENS)
+    ]
+
+
+def largest_fitting(sizes: Sequence[int], *, gpus_per_replica: int, num_gpus: int) -> Sequence[int]:
+    """Return the largest data parallel sizes that fit, in ascending order: fewer replicas only make every stage busier.
+
+    Two sizes, since the largest may lose a little by reducing gradients over more replicas.
+    """
+    return [size for size in sizes if size * gpus_per_replica <= num_gpus][-2:]
+
+
+def fewest_enough(works: Callable[[int], bool], *, too_few: int, first: int, most: int) -> int | None:
+    """Return a number that works while the one before it does not; None if none up to `most` is found. O(log) trials.
+
+    Doubles the first number to try until something works, then halves the gap to the last one that was too few.
+    """
+    enough = first
+    while not works(enough):
+        too_few, enough = enough, 2 * enough
+        if enough > most:
+            return None
+    while enough - too_few > 1:
+        middle = (too_few + enough) // 2
+        too_few, enough = (too_few, middle) if works(middle) else (middle, enough)
+    return enough

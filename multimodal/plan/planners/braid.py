@@ -99,7 +99,10 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
             raise
         search.is_interrupted = True
     best = search.choose()
-    notes = (search.summary, *map(describe, search.trials.fitting(FINAL)[:NUM_REPORTED]))
+    num_simulated = len({key for key, _ in search.trials.found})
+    extent = f"{search.num_estimated} layouts estimated, {num_simulated} runs simulated"
+    extent += ", interrupted: the best so far" * search.is_interrupted
+    notes = (extent, *map(describe, search.trials.fitting(FINAL)[:NUM_REPORTED]))
     return replace(best.run, objective_seconds=best.prediction.iteration_seconds, notes=notes)
 
 
@@ -115,13 +118,6 @@ class PlanSearch:
         self.varied: dict[str, Placed] = {}
         self.num_estimated = 0
         self.is_interrupted = False
-
-    @property
-    def summary(self) -> str:
-        """Describe the extent of the search."""
-        num_simulated = len({key for key, _ in self.trials.found})
-        counted = f"{self.num_estimated} layouts estimated, {num_simulated} runs simulated"
-        return counted + ", interrupted: the best so far" * self.is_interrupted
 
     def rank_layouts(self) -> None:
         """Simulate the most promising layouts quickly while the budget lasts, and the best of them more closely."""
@@ -145,14 +141,21 @@ class PlanSearch:
         A kind's estimates are corrected by the mean ratio of its simulations to them; those of a kind without simulations by the
         smallest such ratio of any kind of the same placement.
         """
-        kinds = best_layouts(request, takes_more=self._takes_more_layouts)
+        budget = self.trials.budget
+
+        def takes_more() -> bool:
+            is_open = budget.left(ESTIMATES_UNTIL) > 0
+            budget.spent_seconds += is_open * (SECONDS_PER_ESTIMATE + SECONDS_PER_ESTIMATED_GPU * request.num_gpus)
+            return is_open
+
+        kinds = best_layouts(request, takes_more=takes_more)
         self.num_estimated += sum(map(len, kinds))
         position = dict.fromkeys(range(len(kinds)), 0)
         ratios: dict[int, list[float]] = {}
         forms: dict[Placed, Form] = {}
         penalties = dict.fromkeys(position, 1.0)
         best = math.inf
-        while position and self.trials.budget.left(LAYOUTS_UNTIL) > 0:
+        while position and budget.left(LAYOUTS_UNTIL) > 0:
             least = {
                 placement: min((min(ratios[index]) for index in ratios if kinds[index][0].placement == placement), default=1.0)
                 for placement in {kind[0].placement for kind in kinds}
@@ -169,7 +172,10 @@ class PlanSearch:
             layout = kinds[index][position[index]]
             found = self._try_layout(layout, forms, best)
             if found:
-                seconds = self._corrected_seconds(found, best)
+                placed, seconds = self.trials.placed(found.run), found.prediction.iteration_seconds
+                if seconds < best and placed not in self.trials.corrections():  # the first of its kind that seems to be the best
+                    self.trials.try_run(found.run, RANKING)
+                seconds *= self.trials.corrections().get(placed, 1.0)
                 best = min(best, seconds)
                 ratios.setdefault(index, []).append(seconds / layout.seconds)
             else:
@@ -177,13 +183,6 @@ class PlanSearch:
             position[index] += 1
             if position[index] == len(kinds[index]):
                 del position[index]
-
-    def _corrected_seconds(self, found: PredictedRun, best: float) -> float:
-        """Return the expected seconds of a run; the first of its kind that seems to be the best is simulated more closely."""
-        kind, seconds = self.trials.placed(found.run), found.prediction.iteration_seconds
-        if seconds < best and kind not in self.trials.corrections():
-            self.trials.try_run(found.run, RANKING)
-        return self.trials.corrections().get(kind, 1.0) * seconds
 
     def _try_layout(self, layout: Layout, forms: dict[Placed, Form], best: float) -> PredictedRun | None:
         """Simulate a layout quickly with the best form of its placement, unless its bound is above the best.
@@ -226,19 +225,12 @@ class PlanSearch:
         """Return the phased schedule with the fewest rounds that fits: fewer rounds wait less and keep more."""
         phased = sorted((row.num_rounds, name) for name, row in BUILDERS.items() if row.num_rounds and row.can_train)
         names = [name for _, name in phased]
-        if self._fits(run, (names[-1], balance)):
-            return next((name for name in names if self._fits(run, (name, balance))), names[-1])
-        return names[-1]
 
-    def _fits(self, run: PlannedRun, form: Form) -> bool:
-        other = formed(run, form, self.request)
-        return other is not None and self._glance(other) is not None
+        def fits(name: str) -> bool:
+            other = formed(run, (name, balance), self.request)
+            return other is not None and self._glance(other) is not None
 
-    def _takes_more_layouts(self) -> bool:
-        is_over = self.trials.budget.left(ESTIMATES_UNTIL) <= 0
-        if not is_over:
-            self.trials.budget.spent_seconds += SECONDS_PER_ESTIMATE + SECONDS_PER_ESTIMATED_GPU * self.request.num_gpus
-        return not is_over
+        return next(filter(fits, names)) if fits(names[-1]) else names[-1]
 
     def rank_others(self, planners: Sequence[Planner]) -> None:
         """Tune the other planners' plans that can get below the best (`tune`).

@@ -32,18 +32,6 @@ def plan_disttrain(request: PlanningRequest) -> PlannedRun:
     """Plan as DistTrain does; generators included. Raises PlanError if nothing fits.
 
     As in DistTrain, the user chooses the LLM's number of virtual stages (`fixed_sizes`); the default is 1.
-    """
-    problem = build_problem(request)
-    try:
-        shortest = search_allocation(problem)
-    except PlanError:
-        raise infeasible(request) from None
-    candidate, seconds = _shortest_step(request, problem, shortest)
-    return candidate.to_run(request, seconds=seconds, balance=BALANCE)
-
-
-def _shortest_step(request: PlanningRequest, problem: AllocationProblem, shortest: AllocationChoice) -> tuple[Candidate, float]:
-    """Return the allocation with the shortest step, searching on from the one with the shortest objective.
 
     The objective divides microbatches into fractions (dp_llm / dp_enc), and ignores what is constant at given sizes: the
     communication of replicas (DistTrain 4.2). With few microbatches per replica both matter. So the results of Alg. 1 for each
@@ -51,7 +39,11 @@ def _shortest_step(request: PlanningRequest, problem: AllocationProblem, shortes
     as the objective, which is hardly ever longer than that, is below the best step; and the best of them with other sizes of
     encoders and generators (`_fill_sooner`). Of nearly equal ones, the least objective is taken.
     """
-    times = PlanningTimes(request)
+    problem, times = build_problem(request), PlanningTimes(request)
+    try:
+        shortest = search_allocation(problem)
+    except PlanError:
+        raise infeasible(request) from None
 
     def seconds(choice: AllocationChoice) -> float:
         return estimate_seconds(times, build_candidate(request, problem, choice))
@@ -64,7 +56,7 @@ def _shortest_step(request: PlanningRequest, problem: AllocationProblem, shortes
         if seconds(refined) < (1 - LEAST_GAIN) * judged[index]:
             found[index], judged[index] = refined, seconds(refined)
     best = next(index for index, each in enumerate(judged) if each <= (1 + TOLERANCE) * min(judged))
-    return build_candidate(request, problem, found[best]), judged[best]
+    return build_candidate(request, problem, found[best]).to_run(request, seconds=judged[best], balance=BALANCE)
 
 
 def _fill_sooner(
@@ -100,18 +92,10 @@ def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice
     backbone = request.graph.backbone
     layouts = {name: each.layout(choice.other_rows[name], request.graph.unit(name)) for name, each in problem.others.items()}
     layouts[backbone.name] = problem.llm.layout(choice.llm_row, backbone, virtual_stages=problem.virtual_stages)
-    return Candidate(
-        {name: layouts[name] for name in request.graph.unit_names},
-        micro_batch_size=request.default_micro_batch_size,
-    )
+    return Candidate({name: layouts[name] for name in request.graph.unit_names}, request.default_micro_batch_size)
 
 
-def build_problem(
-    request: PlanningRequest,
-    *,
-    virtual_stages: int | None = None,
-    leaves_ranks: bool = True,
-) -> AllocationProblem:
+def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None, leaves_ranks: bool = True) -> AllocationProblem:
     """List every unit's parallelisms for Alg. 1.
 
     virtual_stages: of the LLM, if no number is fixed. leaves_ranks: True if every other unit needs a rank of its own.

@@ -11,18 +11,17 @@ from numpy.typing import NDArray
 
 from multimodal.cost.communication import message_cost
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.partition_layers import partition_unit
 from multimodal.plan.planners.allowed_sizes import (
     context_parallel_sizes,
     pipeline_parallel_sizes,
+    shared_data_parallel_sizes,
     stage_sizes,
     tensor_parallel_sizes,
 )
 from multimodal.plan.planners.baselines.flops_ratio import proportional_gpus
 from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_seconds
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, unit_seconds
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes
 from multimodal.plan.planners.estimate.step_estimate import choose_near, unit_stage_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -44,60 +43,47 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     work, block = sample_work(request), gpu_block(request)
-    stable_size = partial(stable_batch_size, work, num_gpus=request.num_gpus, block=block)
-    data_sizes = shared_data_parallel_sizes(request, request.graph.unit_names)
     batch_sizes = {
-        data: stable_size(data_parallel_size=data)
-        for data in data_sizes
+        data: stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data, block=block)
+        for data in shared_data_parallel_sizes(request, request.graph.unit_names)
         if request.num_gpus // data // block >= len(request.graph.units)
     }
     chosen, seconds = choose_near(
         request,
-        (each for data, size in batch_sizes.items() for each in _candidates(request, times, _proportions(work, size), data)),
+        (each for data, size in batch_sizes.items() for each in _candidates(times, work, size, data)),
         seconds=partial(iteration_seconds, request, times),
         fits=partial(fits, memory),
     )[0]
     is_pipeline = sum(layout.pipeline_parallel_size for layout in chosen.layouts.values()) > 1
-    schedule = AHEAD if is_pipeline and fits(memory, chosen, schedule=AHEAD) else chosen.schedule
+    schedule = AHEAD if is_pipeline and fits(memory, chosen, schedule=AHEAD) else None
     run = chosen.to_run(request, seconds=seconds, balance=BALANCE, schedule=schedule)
     batch_size = batch_sizes[chosen.layouts[request.graph.backbone.name].data_parallel_size]
-    notes = (f"minimum stable profiling batch: {batch_size} samples ({num_trials()} trials)",)
+    notes = (f"minimum stable profiling batch: {batch_size} samples ({NUM_TRIALS} trials)",)
     passes = (*run.passes, "split-backward") if request.graph.encoders else run.passes
     return replace(run, passes=passes, notes=notes)
 
 
-def _proportions(work: Mapping[str, NDArray[np.float64]], size: int) -> dict[str, float]:
-    random = np.random.default_rng(1)
-    count = len(next(iter(work.values())))
-    rows = random.integers(0, count, size)
-    return {unit: float(seconds[rows].mean()) for unit, seconds in work.items()}
-
-
-def _candidates(
-    request: PlanningRequest, times: PlanningTimes, proportions: Mapping[str, float], data: int
-) -> Iterator[Candidate]:
-    graph = request.graph
+def _candidates(times: PlanningTimes, work: Mapping[str, NDArray[np.float64]], batch_size: int, data: int) -> Iterator[Candidate]:
+    """Yield every parallelism of the GPUs that the work of one batch of this size gives to each unit of a replica."""
+    request, graph = times.request, times.request.graph
+    rows = np.random.default_rng(1).integers(0, len(next(iter(work.values()))), batch_size)
+    proportions = {unit: float(seconds[rows].mean()) for unit, seconds in work.items()}
     gpus = replica_allocation(proportions, num_gpus=request.num_gpus, data_parallel_size=data, block=gpu_block(request))
-    layouts = [list(_factorisations(request, times, unit, gpus[unit.name], data)) for unit in graph.units]
+    layouts = [list(_factorisations(times, unit, gpus[unit.name], data)) for unit in graph.units]
     for choice in itertools.product(*layouts):
         yield Candidate(dict(zip(graph.unit_names, choice, strict=True)), request.default_micro_batch_size)
 
 
-def _factorisations(request: PlanningRequest, times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
+def _factorisations(times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
     """Yield every tp x cp x pp of a replica's GPUs, or of the largest smaller number that has any (for units with few layers)."""
-    allowed = set(pipeline_parallel_sizes(request, unit.name))
+    allowed = set(pipeline_parallel_sizes(times.request, unit.name))
     for count in range(gpus, 0, -1):
-        sizes = [
-            (tensor, context, count // (tensor * context))
-            for tensor, context in stage_sizes(request, unit.name)
-            if count % (tensor * context) == 0 and count // (tensor * context) in allowed
-        ]
-        if sizes:
+        sizes = [(size, *divmod(count, size.tensor * size.context)) for size in stage_sizes(times.request, unit.name)]
+        whole = [(size, num_stages) for size, num_stages, rest in sizes if not rest and num_stages in allowed]
+        if whole:
             break
-    for tensor, context, num_stages in sizes:
-        total = times.of_unit(unit.name, StageSize(tensor, context)).total
-        ranges = partition_unit(unit, total, num_stages=num_stages)
-        yield UnitLayout(tensor, data, tuple((each,) for each in ranges), context)
+    for size, num_stages in whole:
+        yield balanced_layout(times, unit, size, data=data, num_stages=num_stages)
 
 
 def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
@@ -119,17 +105,18 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
         here, there = (layout.ranks_per_stage for layout in layouts)
         unit = graph.unit(source)
         load = request.loads.of_average(source, candidate.micro_batch_size)
-        is_encoder = unit.role is Role.ENCODER
-        tokens = load.num_outputs if is_encoder else load.num_tokens
-        hidden = graph.width_behind(source, len(unit.layers) - 1)
+        tokens = load.num_outputs if unit.role is Role.ENCODER else load.num_tokens
+        num_bytes = 2.0 * tokens * graph.width_behind(source, len(unit.layers) - 1)
         first = max(here, there)
-        cost = message_cost(
-            2.0 * tokens * hidden, source_ranks=range(here), target_ranks=range(first, first + there), cluster=cluster
-        )
+        cost = message_cost(num_bytes, source_ranks=range(here), target_ranks=range(first, first + there), cluster=cluster)
         total += 2 * (cost.latency_seconds + cost.occupied_seconds)
     return total
 
 
+NUM_TRIALS = math.ceil(math.log(0.05) / math.log(1 - 0.05))
+"""k = ceil(ln alpha / ln(1 - p_error)): k equal outcomes bound the error with confidence 1 - alpha (Eq. C.5)."""
+FIRST_SIZE = 8
+"""The smallest batch to try."""
 POOL_SIZE = 1024
 """Samples whose work is computed; batches are drawn from them."""
 LARGEST_BATCH = 1 << 16
@@ -150,11 +137,6 @@ def sample_work(request: PlanningRequest) -> Mapping[str, NDArray[np.float64]]:
     return work
 
 
-def num_trials(*, alpha: float = 0.05, error: float = 0.05) -> int:
-    """Return k = ceil(ln alpha / ln(1 - p_error)): k equal outcomes bound the error with confidence 1 - alpha (Eq. C.5)."""
-    return math.ceil(math.log(alpha) / math.log(1 - error))
-
-
 def gpu_block(request: PlanningRequest) -> int:
     """Return the divisor of every unit's number of GPUs: 1, or the one that fixed tp and cp require."""
     sizes = ((tensor_parallel_sizes(request, unit), context_parallel_sizes(request, unit)) for unit in request.graph.unit_names)
@@ -170,37 +152,26 @@ def replica_allocation(work: Mapping[str, float], *, num_gpus: int, data_paralle
     return {unit: block * count for unit, count in blocks.items()}
 
 
-def stable_batch_size(
-    work: Mapping[str, NDArray[np.float64]],
-    *,
-    num_gpus: int,
-    data_parallel_size: int,
-    block: int = 1,
-    first_size: int = 8,
-    alpha: float = 0.05,
-    error: float = 0.05,
-    seed: int = 0,
-) -> int:
+def stable_batch_size(work: Mapping[str, NDArray[np.float64]], *, num_gpus: int, data_parallel_size: int, block: int = 1) -> int:
     """Return b_min: random batches of this many samples keep giving the same allocation (Entrain, Alg. 2).
 
     work: unit -> seconds of each sample of a pool, from which batches are drawn with replacement; block: as for
-    `replica_allocation`. Doubles the size from `first_size` until k trials agree with a reference draw. Terminates by the law of
-    large numbers unless the proportions are on a border, in which case it stops at `LARGEST_BATCH`. O(k x b_min) per size.
+    `replica_allocation`. Doubles the size from `FIRST_SIZE` until `NUM_TRIALS` trials agree with a reference draw. Terminates by
+    the law of large numbers unless the proportions are on a border, in which case it stops at `LARGEST_BATCH`.
+    O(NUM_TRIALS x b_min) per size.
     """
-    random = np.random.default_rng(seed)
-    names = list(work)
-    columns = np.stack([work[name] for name in names])
-    trials = num_trials(alpha=alpha, error=error)
+    random = np.random.default_rng(0)
+    columns = np.stack(list(work.values()))
 
     def draw(size: int) -> dict[str, int]:
         rows = random.integers(0, columns.shape[1], size)
-        means = dict(zip(names, columns[:, rows].mean(axis=1).tolist(), strict=True))
+        means = dict(zip(work, columns[:, rows].mean(axis=1).tolist(), strict=True))
         return replica_allocation(means, num_gpus=num_gpus, data_parallel_size=data_parallel_size, block=block)
 
-    size = first_size
+    size = FIRST_SIZE
     while size < LARGEST_BATCH:
         reference = draw(size)
-        if all(draw(size) == reference for _ in range(trials)):
+        if all(draw(size) == reference for _ in range(NUM_TRIALS)):
             return size
         size *= 2
     return size

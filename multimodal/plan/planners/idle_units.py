@@ -47,7 +47,7 @@ def place_idle_units(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
     pattern = run.plan.units[busy] if busy and (row.copies_encoders or row.fewest_encoders > 1) else None
     units = dict(run.plan.units)
     for unit in missing:
-        is_beside = pattern is not None and unit.role is Role.ENCODER
+        is_beside = unit.role is Role.ENCODER
         units[unit.name] = _beside(pattern, unit) if pattern and is_beside else _on_first_ranks(run.plan, unit, request)
     placed = replace(run, plan=_in_order(units, request))
     if row.layout is None or row.layout.is_met(request.graph, placed.plan):
@@ -99,8 +99,15 @@ def _beside(pattern: UnitPlan, unit: Unit) -> UnitPlan:
 
 
 def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPlan:
-    llm = plan.units[request.graph.backbone.name]
-    layout = _smallest(unit, request, tensor=llm.tensor_parallel_size, most_ranks=plan.num_ranks)
+    """Lay out one replica, with the LLM's tp if possible, in as few stages as its share of the memory allows."""
+    llm, memory, fixed = plan.units[request.graph.backbone.name], MemoryEstimate(request), request.fixed(unit.name)
+    sizes = tensor_parallel_sizes(request, unit.name)
+    tensor = max((size for size in sizes if llm.tensor_parallel_size % size == 0), default=sizes[0])
+    context, data = fixed.context_parallel_size or 1, fixed.data_parallel_size or 1
+    most_stages = max(1, min(unit.num_inner_layers, plan.num_ranks // (tensor * context * data)))
+    counts = (fixed.pipeline_parallel_size,) if fixed.pipeline_parallel_size else range(1, most_stages + 1)
+    layouts = [even_layout(unit, tensor, data, count, context=context) for count in counts]
+    layout = next((layout for layout in layouts if _is_small(memory, unit, layout)), layouts[-1])
     if layout.num_ranks > request.num_gpus:
         raise PlanError(
             f"unit '{unit.name}' is asked for nothing by these lengths, but its fixed sizes take {layout.num_ranks} GPUs of "
@@ -108,18 +115,6 @@ def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPla
         )
     first = min(min(llm.ranks), max(0, plan.num_ranks - layout.num_ranks))
     return build_unit(layout, first_rank=first - first % layout.tensor_parallel_size)  # a whole number of groups per node
-
-
-def _smallest(unit: Unit, request: PlanningRequest, *, tensor: int, most_ranks: int) -> UnitLayout:
-    """Return one replica, with the LLM's tp if possible, in as few stages as its share of the memory allows."""
-    memory, fixed = MemoryEstimate(request), request.fixed(unit.name)
-    sizes = tensor_parallel_sizes(request, unit.name)
-    tensor = max((size for size in sizes if tensor % size == 0), default=sizes[0])
-    context, data = fixed.context_parallel_size or 1, fixed.data_parallel_size or 1
-    most_stages = max(1, min(unit.num_inner_layers, most_ranks // (tensor * context * data)))
-    counts = (fixed.pipeline_parallel_size,) if fixed.pipeline_parallel_size else range(1, most_stages + 1)
-    layouts = [even_layout(unit, tensor, data, count, context=context) for count in counts]
-    return next((layout for layout in layouts if _is_small(memory, unit, layout)), layouts[-1])
 
 
 def _is_small(memory: MemoryEstimate, unit: Unit, layout: UnitLayout) -> bool:

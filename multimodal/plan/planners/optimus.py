@@ -1,28 +1,29 @@
 """Optimus: encoders on the LLM's ranks, with their own parallelism, compute in the bubbles of its pipeline (Optimus 4.1)."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
-from multimodal.plan.partition_layers import partition_unit
 from multimodal.plan.planners.allowed_sizes import (
     data_parallel_sizes,
+    largest_fitting,
     pipeline_parallel_sizes,
     stage_sizes,
     tensor_parallel_sizes,
 )
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, stage_times
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.shared_sizes import largest_fitting
 from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
 from multimodal.plan.planners.search.partitions import best_partition
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.shortest_run import simulate_run, with_first_balance
+from multimodal.plan.planners.search.run_variants import with_first_balance
+from multimodal.plan.planners.search.trials import simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica
@@ -92,36 +93,39 @@ class _Search:
 
     def promising(self) -> Iterator[_Scored]:
         """Yield the best encoder plans for the most promising plans of the LLM with room for any."""
-        num_found = 0
-        kinds: dict[tuple[object, ...], int] = {}
+        kinds = Counter[tuple[object, ...]]()
         for plan in sorted(self._llm_plans(), key=lambda each: (each.seconds, each.candidate.num_gpus)):
             layout = plan.candidate.layouts[self.graph.backbone.name]
             kind = layout.stage_size, layout.pipeline_parallel_size
-            if kinds.get(kind, 0) == ALIKE:
+            if kinds[kind] == ALIKE:
                 continue
             self.num_looked_at += 1
             best = self._encoder_plans(plan.candidate)[:NUM_ENCODER_PLANS]
-            if best:
-                kinds[kind] = kinds.get(kind, 0) + 1
-                num_found += 1
-                yield from best
-            if num_found == NUM_LLM_PLANS or self.num_looked_at == MOST_LLM_PLANS:
+            kinds[kind] += bool(best)
+            yield from best
+            if kinds.total() == NUM_LLM_PLANS or self.num_looked_at == MOST_LLM_PLANS:
                 return
 
     def _llm_plans(self) -> Iterator[_Scored]:
         """Yield the layouts of the LLM and of generators, with a step that no encoder plan can shorten much."""
         request, backbone = self.request, self.graph.backbone
         following = [unit for unit in self.graph.units if unit.role is not Role.ENCODER]
+        # Of each rank if all encoders are spread over all ranks, at the sizes that wait least.
+        encoding_seconds = 0.0
+        for unit in (unit.name for unit in self.graph.encoders):
+            sizes = tensor_parallel_sizes(request, unit)
+            encoding_seconds += min(size * sum(self.times.of_unit(unit, StageSize(size)).total) for size in sizes)
+        encoding_seconds *= request.num_microbatches
+        data_sizes = data_parallel_sizes(request, backbone.name)
         for size, pipeline in product(stage_sizes(request, backbone.name), pipeline_parallel_sizes(request, backbone.name)):
             ranks = size.tensor * size.context * pipeline
-            for data in largest_fitting(
-                data_parallel_sizes(request, backbone.name), gpus_per_replica=ranks, num_gpus=request.num_gpus
-            ):
+            for data in largest_fitting(data_sizes, gpus_per_replica=ranks, num_gpus=request.num_gpus):
                 for virtual in self._virtual_stages(pipeline):
                     layouts = {unit.name: self._cut(unit, size, data, pipeline, virtual) for unit in following}
-                    if all(layouts.values()):
-                        candidate = self._candidate({name: layout for name, layout in layouts.items() if layout is not None})
-                        yield _Scored(candidate, self._seconds(candidate, self._least_encoding(candidate.num_gpus)))
+                    whole = {name: layout for name, layout in layouts.items() if layout is not None}
+                    if len(whole) == len(layouts):
+                        candidate = self._candidate(whole)
+                        yield _Scored(candidate, self._seconds(candidate, encoding_seconds / candidate.num_gpus))
 
     def _virtual_stages(self, pipeline: int) -> list[int]:
         """Return the numbers of layer ranges per stage of the LLM to try; only 1 without a pipeline."""
@@ -139,20 +143,11 @@ class _Search:
         agrees = all(each in (None, own) for each, own in zip(given, (*size, pipeline, data), strict=True))
         if not agrees or count > unit.num_inner_layers:
             return None
-        ranges = partition_unit(unit, self.times.of_unit(unit.name, size).total, num_stages=count)
-        return UnitLayout(size.tensor, data, deal_ranges(ranges, num_stages=pipeline), size.context)
+        return balanced_layout(self.times, unit, size, data=data, num_stages=pipeline, virtual_stages=count // pipeline)
 
     def _candidate(self, layouts: Mapping[str, UnitLayout]) -> Candidate:
         ordered = {name: layouts[name] for name in self.graph.unit_names if name in layouts}
         return Candidate(ordered, self.request.default_micro_batch_size, (tuple(ordered),))
-
-    def _least_encoding(self, num_ranks: int) -> float:
-        """Return the seconds of each rank if all encoders are spread over all ranks, at the sizes that wait least."""
-        seconds = 0.0
-        for unit in self.graph.encoders:
-            sizes = tensor_parallel_sizes(self.request, unit.name)
-            seconds += min(size * sum(self.times.of_unit(unit.name, StageSize(size)).total) for size in sizes)
-        return seconds * self.request.num_microbatches / num_ranks
 
     def _seconds(self, candidate: Candidate, encoding_seconds: float) -> float:
         """Return the seconds of a step: the LLM's work, plus its bubbles or the work that fills them, whichever is longer.
@@ -187,7 +182,12 @@ class _Search:
             candidate = self._candidate({**llm.layouts, **dict(zip(names, combination, strict=True))})
             schedule = next((name for name in SCHEDULES if fits(self.memory, candidate, schedule=name)), None)
             if schedule:
-                found.append(_Scored(candidate, self._seconds(candidate, self._encoding_seconds(candidate)), schedule))
+                encoding = 0.0  # seconds on the busiest ranks
+                for name in names:
+                    layout = candidate.layouts[name]
+                    busiest = max(stage_times(self.times.of_unit(name, layout.stage_size), layout.stages))
+                    encoding += busiest * num_unit_microbatches(self.request, candidate, name)
+                found.append(_Scored(candidate, self._seconds(candidate, encoding), schedule))
         return sorted(found, key=lambda each: each.seconds)
 
     def _encoder_layouts(self, llm: UnitLayout, unit: Unit) -> Iterator[UnitLayout]:
@@ -206,15 +206,6 @@ class _Search:
     def _num_ranges(unit: Unit, llm: UnitLayout, pipeline: int, layers_per_range: int) -> int:
         """Return the layer ranges of an encoder's stage: one if there is no pipeline with bubbles to fill."""
         return max(1, unit.num_inner_layers // (pipeline * layers_per_range)) if llm.pipeline_parallel_size > 1 else 1
-
-    def _encoding_seconds(self, candidate: Candidate) -> float:
-        """Return the encoders' seconds on the busiest ranks."""
-        seconds = 0.0
-        for unit in self.graph.encoders:
-            layout = candidate.layouts[unit.name]
-            busiest = max(stage_times(self.times.of_unit(unit.name, layout.stage_size), layout.stages))
-            seconds += busiest * num_unit_microbatches(self.request, candidate, unit.name)
-        return seconds
 
     def other_ranges(self, best: _Scored) -> Iterator[_Scored]:
         """Yield the plan with finer and coarser layer ranges of the encoders."""

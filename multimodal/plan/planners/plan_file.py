@@ -1,13 +1,13 @@
 """The plan file of a planner: its purpose and prediction as comments, and a plan that can be edited by hand."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.search.plan_to_fit import describe_kinds
 from multimodal.plan.planners.search.prediction import Prediction
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.plan import Plan, Stage
+from multimodal.values.plan import Plan
 
 
 def plan_text(
@@ -71,18 +71,10 @@ def plan_lines(plan: Plan) -> Iterator[str]:
         if unit.expert_parallel_size > 1:
             yield f"    expert_parallel_size: {unit.expert_parallel_size}"
         if unit.microbatch_shares:
-            yield f"    microbatch_shares: {_list(unit.microbatch_shares)}"
+            yield f"    microbatch_shares: {list(unit.microbatch_shares)}"
         yield "    replicas:"
         for replica in unit.replicas:
             yield "      - stages:"
-            yield from (f"          - {_stage(stage)}" for stage in replica.stages)
-
-
-def _stage(stage: Stage) -> str:
-    ranges = ", ".join(_list(pair) for pair in stage.layer_ranges)
-    size = "" if stage.tensor_parallel_size is None else f", tensor_parallel_size: {stage.tensor_parallel_size}"
-    return f"{{ranks: {_list(stage.ranks)}, layers: [{ranges}]{size}}}"
-
-
-def _list(numbers: Sequence[int]) -> str:
-    return f"[{', '.join(map(str, numbers))}]"
+            for stage in replica.stages:
+                size = "" if stage.tensor_parallel_size is None else f", tensor_parallel_size: {stage.tensor_parallel_size}"
+                yield f"          - {{ranks: {list(stage.ranks)}, layers: {list(map(list, stage.layer_ranges))}{size}}}"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 from multimodal.plan.planners import PLANNERS, PlannerRow
+from multimodal.plan.planners.allowed_sizes import fewest_enough
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_options import list_options
@@ -36,23 +37,20 @@ def plan_or_advise(
     try:
         return plan(request)
     except NothingFitsError as problem:
-        advice = _advice(planner, request, max_actions=max_actions)
-        raise PlanError(f"{problem}; {advice}") from None
-
-
-def _advice(planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None) -> str:
-    if stuck := _stuck_unit(request):
-        return (
-            f"unit '{stuck}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs with more "
-            "memory, freeze it, lower the memory headroom, or unfix its sizes"
-        )
-    enough = enough_gpus(planner, request, max_actions=max_actions)
-    if enough is None:
-        return (
-            f"nor do up to {LARGEST_SEARCH:,} GPUs under this planner's rules and the fixed sizes; use GPUs with more memory, "
-            "another planner (disttrain, braid), or fewer fixed sizes"
-        )
-    return f"{enough} GPUs would be enough"
+        if stuck := _stuck_unit(request):
+            raise PlanError(
+                f"{problem}; unit '{stuck}' does not fit at any tensor, pipeline or data parallel size that is allowed; use GPUs "
+                "with more memory, freeze it, lower the memory headroom, or unfix its sizes"
+            ) from None
+        # More GPUs do not help every planner, so smaller sufficient numbers may exist.
+        too_few, works = request.num_gpus, partial(_works, planner, request, max_actions)
+        enough = fewest_enough(works, too_few=too_few, first=2 * too_few, most=LARGEST_SEARCH)
+        if enough is None:
+            raise PlanError(
+                f"{problem}; nor do up to {LARGEST_SEARCH:,} GPUs under this planner's rules and the fixed sizes; use GPUs with "
+                "more memory, another planner (disttrain, braid), or fewer fixed sizes"
+            ) from None
+        raise PlanError(f"{problem}; {enough} GPUs would be enough") from None
 
 
 def _stuck_unit(request: PlanningRequest) -> str | None:
@@ -66,46 +64,27 @@ def _stuck_unit(request: PlanningRequest) -> str | None:
     return None
 
 
-def enough_gpus(planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None) -> int | None:
-    """Return a number of GPUs with which the planner finds a plan, while it finds none with one fewer; None if none is found.
-
-    Both have been tried: the request's number, with which nothing fits, is doubled until something does, and the gap is halved.
-    More GPUs do not help every planner, so smaller such numbers may exist. O(log) plans.
-    """
-    works = partial(_works, planner, request, max_actions=max_actions)
-    too_few = request.num_gpus
-    while not works(num_gpus=2 * too_few):
-        too_few *= 2
-        if 2 * too_few > LARGEST_SEARCH:
-            return None
-    enough = 2 * too_few
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        too_few, enough = (too_few, middle) if works(num_gpus=middle) else (middle, enough)
-    return enough
-
-
-def _works(planner: PlannerRow, request: PlanningRequest, *, num_gpus: int, max_actions: int | None) -> bool:
+def _works(planner: PlannerRow, request: PlanningRequest, max_actions: int | None, num_gpus: int) -> bool:
     """Return True if the planner finds a plan.
 
     A planner that searches by simulation is asked for a plan with the least memory, one sample per microbatch and full
     recomputation; it also counts as successful if any other planner has a plan that can be run.
     """
+
+    def find(row: PlannerRow, asked: PlanningRequest) -> PredictedRun | None:
+        try:
+            return plan_to_fit(row, asked, max_actions=max_actions)
+        except BraidError:
+            return None
+
     if num_gpus > MOST_RANKS:
         return False
     asked = replace(request, num_gpus=num_gpus)
     if not planner.searches_others:
-        return _finds(planner, asked, max_actions=max_actions) is not None
+        return find(planner, asked) is not None
     *_, least = memory_concessions(replace(asked, micro_batch_size=request.default_micro_batch_size))
-    others = (_finds(row, least, max_actions=max_actions) for row in PLANNERS.values() if not row.searches_others)
+    others = (find(row, least) for row in PLANNERS.values() if not row.searches_others)
     if any(found is not None and BUILDERS[found.run.schedule].can_train for found in others):
         return True
     budget = min(request.time_budget_seconds, SEARCH_BUDGET_SECONDS)
-    return _finds(planner, replace(least, time_budget_seconds=budget, on_progress=None), max_actions=max_actions) is not None
-
-
-def _finds(planner: PlannerRow, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun | None:
-    try:
-        return plan_to_fit(planner, request, max_actions=max_actions)
-    except BraidError:
-        return None
+    return find(planner, replace(least, time_budget_seconds=budget, on_progress=None)) is not None

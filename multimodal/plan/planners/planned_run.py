@@ -52,6 +52,11 @@ class PlannedRun:
         return self.plan.num_ranks
 
     @property
+    def has_virtual_stages(self) -> bool:
+        """True if some stage holds several layer ranges."""
+        return any(unit.has_virtual_stages for unit in self.plan.units.values())
+
+    @property
     def has_tensor_parallelism(self) -> bool:
         """True if some unit has a tensor parallel size above 1."""
         return any(max(unit.tensor_sizes) > 1 for unit in self.plan.units.values())

@@ -6,6 +6,9 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.engine_limits import LayerUse, needs_local_layers
 from multimodal.cost.layers.layer import Implementation, Recompute
@@ -14,12 +17,12 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_memory import default_zero_stage
-from multimodal.plan.planners.data_loads import DataLoads
+from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need, unit_is_trainable
 from multimodal.values.errors import PlanError
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import MOST_RANKS, Plan
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -66,6 +69,51 @@ class FixedSizes:
     context_parallel_size: int | None = None
     expert_parallel_size: int | None = None
     """For the LLM only."""
+
+
+@dataclass(frozen=True)
+class DataLoads:
+    """The loads of all samples on all units, each figure computed once."""
+
+    graph: ModelGraph
+    lengths: tuple[SampleLengths, ...]
+
+    @cached_property
+    def of_samples(self) -> Mapping[str, NDArray[np.float64]]:
+        """Unit -> [num_samples, 4]: the load of each sample, with the columns of `UnitLoad`."""
+        width = len(UnitLoad._fields)
+        return {
+            unit.name: np.array([sample_load(unit, sample) for sample in self.lengths], dtype=np.float64).reshape(-1, width)
+            for unit in self.graph.units
+        }
+
+    @cached_property
+    def vary(self) -> bool:
+        """True if samples differ, so that balancing matters."""
+        return any(bool((loads != loads[0]).any()) for loads in self.of_samples.values())
+
+    @cached_property
+    def mean(self) -> Mapping[str, tuple[float, ...]]:
+        """Unit -> the mean load of a sample."""
+        return {name: tuple(loads.mean(axis=0).tolist()) for name, loads in self.of_samples.items()}
+
+    @cached_property
+    def idle_units(self) -> frozenset[str]:
+        """Units for which none of the samples has work."""
+        return frozenset(name for name, load in self.mean.items() if not load[0] and name != self.graph.backbone.name)
+
+    def of_average(self, unit: str, num_samples: float) -> UnitLoad:
+        """Return the load of this many average samples on a unit."""
+        return UnitLoad(*(round(num_samples * each) for each in self.mean[unit]))
+
+    @cached_property
+    def longest_items(self) -> Mapping[str, int]:
+        """Unit -> the tokens of the longest of its items."""
+        longest: dict[str, int] = {}
+        passes = (each for sample in self.lengths for item in sample.items for each in (item.passes or (item,)))
+        for item in passes:
+            longest[item.unit] = max(longest.get(item.unit, 0), item.num_tokens)
+        return longest
 
 
 _OF_MODEL_AND_DATA = ("layer_costs", "loads", "trained_weights")
@@ -262,16 +310,16 @@ class PlanningRequest:
     @cached_property
     def trained_weights(self) -> Mapping[str, tuple[int, ...]]:
         """Unit -> the number of trained weights in all layers before each one, and in all layers."""
-        weights = {unit: self._layer_weights(unit) for unit in self.graph.units}
-        return {unit.name: tuple(accumulate(map(of.__getitem__, unit.layers), initial=0)) for unit, of in weights.items()}
-
-    def _layer_weights(self, unit: Unit) -> Mapping[str, int]:
-        return {
-            kind: describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size).num_trained_weights
-            if self.backward_need(unit.name, kind).trains_weights
-            else 0
-            for kind in dict.fromkeys(unit.layers)
-        }
+        sums = {}
+        for unit in self.graph.units:
+            weights = {
+                kind: describe_layer(self.graph, unit, kind, vocab_size=self.vocab_size).num_trained_weights
+                if self.backward_need(unit.name, kind).trains_weights
+                else 0
+                for kind in dict.fromkeys(unit.layers)
+            }
+            sums[unit.name] = tuple(accumulate(map(weights.__getitem__, unit.layers), initial=0))
+        return sums
 
     def fixed(self, unit: str) -> FixedSizes:
         """Return the fixed sizes of a unit."""

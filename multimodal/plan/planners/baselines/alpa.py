@@ -5,7 +5,6 @@ are, so that runs can use the plan: a mesh is tp x dp.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -30,25 +29,17 @@ def plan_alpa(request: PlanningRequest) -> PlannedRun:
     times, memory = PlanningTimes(request), MemoryEstimate(request)
     names = request.graph.unit_names
     options = {name: list_options(times, memory, unit=name, max_gpus=request.num_gpus - len(names) + 1) for name in names}
-    if not all(len(each) for each in options.values()):
-        raise infeasible(request)
-    for pipeline in sorted(_pipelines(options, request), key=lambda each: each.seconds):
-        candidate = _candidate(request, options, pipeline)
-        if fits(memory, candidate):
-            return candidate.to_run(request, seconds=pipeline.seconds)
+    if all(len(each) for each in options.values()):
+        for seconds, rows in sorted(_pipelines(options, request), key=lambda each: each[0]):
+            layouts = {name: options[name].layout(row, request.graph.unit(name)) for name, row in zip(names, rows, strict=True)}
+            candidate = Candidate(layouts, request.default_micro_batch_size)
+            if fits(memory, candidate):
+                return candidate.to_run(request, seconds=seconds)
     raise infeasible(request)
 
 
-@dataclass(frozen=True)
-class _Pipeline:
-    """A row of options for each unit, and Alpa's T."""
-
-    rows: tuple[int, ...]
-    seconds: float
-
-
-def _pipelines(options: Mapping[str, UnitOptions], request: PlanningRequest) -> Iterator[_Pipeline]:
-    """Yield the best pipeline for every limit that allows one, in the order of the limits."""
+def _pipelines(options: Mapping[str, UnitOptions], request: PlanningRequest) -> Iterator[tuple[float, tuple[int, ...]]]:
+    """Yield the best pipeline for every limit that allows one, in the order of the limits: T, and a row for each unit."""
     latencies = np.unique(np.concatenate([each.stage_seconds / each.data for each in options.values()]))
     limits = latencies[np.unique(np.linspace(0, len(latencies) - 1, NUM_LIMITS).round().astype(np.int64))]
     for limit in limits.tolist():
@@ -57,7 +48,7 @@ def _pipelines(options: Mapping[str, UnitOptions], request: PlanningRequest) -> 
             chosen = [(each, row) for each, row in zip(options.values(), rows, strict=True)]
             total = sum(float(each.chain_seconds[row] / each.data[row]) for each, row in chosen)
             slowest = max(float(each.stage_seconds[row] / each.data[row]) for each, row in chosen)
-            yield _Pipeline(rows, total + (request.num_microbatches - 1) * slowest)
+            yield total + (request.num_microbatches - 1) * slowest, rows
 
 
 def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tuple[int, ...] | None:
@@ -70,12 +61,11 @@ def _least_sum(units: list[UnitOptions], *, limit: float, num_gpus: int) -> tupl
     used = int(np.argmin(least))
     if not np.isfinite(least[used]):
         return None
-    found = []
+    found: list[int] = []
     for options, rows in zip(reversed(units), reversed(chosen), strict=True):
-        row = int(rows[used])
-        found.append(row)
-        used -= int(options.gpus[row])
-    return tuple(reversed(found))
+        found.insert(0, int(rows[used]))
+        used -= int(options.gpus[found[0]])
+    return tuple(found)
 
 
 def _add_unit(before: Floats, options: UnitOptions, limit: float) -> tuple[Floats, Integers]:
@@ -95,10 +85,3 @@ def _add_unit(before: Floats, options: UnitOptions, limit: float) -> tuple[Float
         least[count:][is_less] = with_row[is_less]
         rows[count:][is_less] = row
     return least, rows
-
-
-def _candidate(request: PlanningRequest, options: Mapping[str, UnitOptions], pipeline: _Pipeline) -> Candidate:
-    layouts = {
-        name: each.layout(row, request.graph.unit(name)) for (name, each), row in zip(options.items(), pipeline.rows, strict=True)
-    }
-    return Candidate(layouts, request.default_micro_batch_size)

@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from itertools import product
 
-from multimodal.plan.planners.allowed_sizes import pipeline_parallel_sizes
-from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, shared_stage_sizes, with_replicas
+from multimodal.plan.planners.allowed_sizes import pipeline_parallel_sizes, shared_data_parallel_sizes, shared_stage_sizes
+from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
-from multimodal.plan.planners.search.shortest_run import shortest_run
+from multimodal.plan.planners.search.trials import shortest_run
 
 MOST_EXTRA_STAGES = 8
 NEAR = 1.02
@@ -38,21 +37,18 @@ def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
     encoder_sizes = shared_stage_sizes(request, encoders) if encoders else [StageSize(1)]
     rest_sizes = shared_stage_sizes(request, [unit.name for unit in rest])
-    for encoder_stages, (encoder_tensor, encoder_context), (tensor, context) in product(
-        _encoder_stages(request, encoders), encoder_sizes, rest_sizes
+    encoder_stages = {1}
+    if encoders:
+        allowed = set.intersection(*(set(pipeline_parallel_sizes(request, unit)) for unit in encoders))
+        encoder_stages = {stages for stages in allowed if stages <= MOST_EXTRA_STAGES} or {min(allowed)}
+    for stages, (encoder_tensor, encoder_context), (tensor, context) in product(
+        sorted(encoder_stages), encoder_sizes, rest_sizes
     ):
         for pipeline in pipeline_parallel_sizes(request, graph.backbone.name):
             layouts = {
-                unit.name: even_layout(unit, encoder_tensor, 1, encoder_stages, context=encoder_context)
+                unit.name: even_layout(unit, encoder_tensor, 1, stages, context=encoder_context)
                 if unit.name in encoders
                 else even_layout(unit, tensor, 1, pipeline if unit.name == graph.backbone.name else 1, context=context)
                 for unit in graph.units
             }
             yield from with_replicas(request, layouts, data_sizes, groups=(encoders,) if encoders else ())
-
-
-def _encoder_stages(request: PlanningRequest, encoders: tuple[str, ...]) -> list[int]:
-    if not encoders:
-        return [1]
-    allowed = set.intersection(*(set(pipeline_parallel_sizes(request, unit)) for unit in encoders))
-    return sorted(stages for stages in allowed if stages <= MOST_EXTRA_STAGES) or sorted(allowed)[:1]

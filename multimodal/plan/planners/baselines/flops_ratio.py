@@ -24,26 +24,26 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
     equal times. A unit gets at least the fewest GPUs that it fits in. Raises PlanError if nothing fits.
     """
     times, memory = PlanningTimes(request), MemoryEstimate(request)
-    graph, size = request.graph, request.default_micro_batch_size
-    options = {name: list_options(times, memory, unit=name, max_gpus=request.num_gpus) for name in graph.unit_names}
-    fewest = {name: int(each.gpus.min()) if len(each) else request.num_gpus + 1 for name, each in options.items()}
-    layouts = _lay_out(request, options, fewest)
+    names = request.graph.unit_names
+    options = {name: list_options(times, memory, unit=name, max_gpus=request.num_gpus) for name in names}
+    layouts = _lay_out(request, options)
     if layouts is None:
         raise infeasible(request)
-    candidate = Candidate({name: layouts[name] for name in graph.unit_names}, size)
+    candidate = Candidate({name: layouts[name] for name in names}, request.default_micro_batch_size)
     return candidate.to_run(request, seconds=estimate_seconds(times, candidate))
 
 
-def _lay_out(
-    request: PlanningRequest, options: Mapping[str, UnitOptions], fewest: dict[str, int]
-) -> dict[str, UnitLayout] | None:
+def _lay_out(request: PlanningRequest, options: Mapping[str, UnitOptions]) -> dict[str, UnitLayout] | None:
     """Divide GPUs and choose each unit's parallelism, from the last unit back; None if they do not fit together.
 
     An encoder that must keep activations for the microbatches in flight behind it may need more GPUs than its share: then it gets
     them, and the division starts again.
     """
+    loads, vocab_size = request.loads, request.vocab_size
+    work = {name: unit_flops(request.graph, name, vocab_size=vocab_size).of(loads.of_average(name, 1)) for name in options}
+    fewest = {name: int(each.gpus.min()) if len(each) else request.num_gpus + 1 for name, each in options.items()}
     while sum(fewest.values()) <= request.num_gpus:
-        budgets = proportional_gpus(flops_per_sample(request), fewest=fewest, num_gpus=request.num_gpus)
+        budgets = proportional_gpus(work, fewest=fewest, num_gpus=request.num_gpus)
         layouts: dict[str, UnitLayout] = {}
         in_flight = 0.0
         for unit in reversed(request.graph.units):
@@ -61,14 +61,6 @@ def _lay_out(
         else:
             return layouts
     return None
-
-
-def flops_per_sample(request: PlanningRequest) -> dict[str, float]:
-    """Return the FLOPs of each unit per average sample, with the backwards that freezing leaves."""
-    graph, vocab_size = request.graph, request.vocab_size
-    return {
-        name: unit_flops(graph, name, vocab_size=vocab_size).of(request.loads.of_average(name, 1)) for name in graph.unit_names
-    }
 
 
 def proportional_gpus(work: dict[str, float], *, fewest: dict[str, int], num_gpus: int) -> dict[str, int]:

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
-from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.shared_sizes import shared_data_parallel_sizes, shared_stage_sizes, with_replicas
+from multimodal.plan.planners.allowed_sizes import shared_data_parallel_sizes, shared_stage_sizes
+from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun

@@ -4,9 +4,13 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import product
 
-from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes
+from multimodal.plan.planners.allowed_sizes import (
+    data_parallel_sizes,
+    pipeline_parallel_sizes,
+    shared_data_parallel_sizes,
+    shared_stage_sizes,
+)
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.shared_sizes import largest_candidates, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -44,7 +48,7 @@ def _candidates(request: PlanningRequest, *, replicates: bool) -> Iterator[Candi
             lay_out = partial(_lay_out, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
             grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in data_sizes)
             even = (Candidate(each, request.default_micro_batch_size) for each in grids if is_even(each))
-            yield from largest_candidates(even, num_gpus=request.num_gpus)
+            yield from [each for each in even if each.num_gpus <= request.num_gpus][-2:]  # as in `largest_fitting`
 
 
 def _lay_out(

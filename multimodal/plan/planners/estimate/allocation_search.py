@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -74,6 +73,10 @@ class _Front:
         """Return some of the choices."""
         return _Front(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
+    def unbeaten(self) -> "_Front":
+        """Return the choices that no other one beats."""
+        return self.take(pareto_rows(self.gpus, self.stage_seconds, self.chain_seconds, -self.in_flight, self.behind))
+
 
 def objective_seconds(
     problem: AllocationProblem, *, llm: tuple[float, float, float], stage_seconds: Floats | float, chain_seconds: Floats | float
@@ -94,16 +97,15 @@ def search_allocation(problem: AllocationProblem) -> AllocationChoice:
     """Return the best choice of (tp, cp, dp, pp) for all units; its objective equals that of exhaustive search.
 
     For every (tp, cp, dp) of the LLM, the relaxed problem (fractions of GPUs, the best tp and cp and the shortest warm-up of
-    every other unit) is solved in closed form (`solve_allocation`) and bounds the objective from below. Parallelisms are rounded
+    every other unit) is solved in closed form (`least_bottleneck`) and bounds the objective from below. Parallelisms are rounded
     in the order of that bound until it reaches the best objective found. Rounding is exact: every pp of the LLM, again in the
     order of its bound, is combined with every choice for the other units that no other choice beats in GPUs, seconds and memory.
     Raises PlanError if nothing fits. O(parallelisms + examined x choices).
     """
-    if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
+    fronts = _fronts(problem)
+    if fronts is None:
         raise PlanError("a unit fits in no parallelism")
-    fronts = [_front_of(options, is_encoder=name in problem.upstream) for name, options in problem.others.items()]
-    best: AllocationChoice | None = None
-    num_solved = 0
+    best, num_solved = None, 0
     for bound, rows in _parallelism_bounds(problem, fronts):
         if best is not None and bound >= best.seconds:
             break
@@ -119,9 +121,9 @@ def search_allocation(problem: AllocationProblem) -> AllocationChoice:
 
 def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[AllocationChoice]:
     """Return, per parallelism of the LLM, the best choice for the others; those within `slack` times the best, best first."""
-    if not len(problem.llm) or any(not len(options) for options in problem.others.values()):
+    fronts = _fronts(problem)
+    if fronts is None:
         return []
-    fronts = [_front_of(options, is_encoder=name in problem.upstream) for name, options in problem.others.items()]
     bounds = sorted((_row_bound(problem, fronts, row), row) for row in range(len(problem.llm)))
     choices: list[AllocationChoice] = []
     best = float("inf")
@@ -135,22 +137,18 @@ def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[Alloca
     return sorted((choice for choice in choices if choice.seconds <= slack * best), key=lambda choice: choice.seconds)
 
 
-def _front_of(options: UnitOptions, *, is_encoder: bool) -> _Front:
-    limit = options.in_flight_downstream if is_encoder else np.full(len(options), np.inf)
-    behind = np.zeros(len(options)) if is_encoder else (options.data * options.pipeline).astype(np.float64)
-    front = _Front(
-        options.gpus,
-        options.stage_seconds / options.data,
-        options.chain_seconds / options.data,
-        limit,
-        behind,
-        np.arange(len(options))[:, None],
-    )
-    return front.take(_unbeaten(front))
-
-
-def _unbeaten(front: _Front) -> Integers:
-    return pareto_rows(front.gpus, front.stage_seconds, front.chain_seconds, -front.in_flight, front.behind)
+def _fronts(problem: AllocationProblem) -> list[_Front] | None:
+    """Return the unbeaten choices of each unit other than the LLM; None if a unit has none."""
+    if not all(map(len, (problem.llm, *problem.others.values()))):
+        return None
+    fronts = []
+    for name, options in problem.others.items():
+        count, is_encoder = len(options), name in problem.upstream
+        in_flight = options.in_flight_downstream if is_encoder else np.full(count, np.inf)
+        behind = np.zeros(count) if is_encoder else (options.data * options.pipeline).astype(np.float64)
+        seconds = options.stage_seconds / options.data, options.chain_seconds / options.data
+        fronts.append(_Front(options.gpus, *seconds, in_flight, behind, np.arange(count)[:, None]).unbeaten())
+    return fronts
 
 
 def _parallelism_bounds(problem: AllocationProblem, fronts: Sequence[_Front]) -> list[tuple[float, Integers]]:
@@ -193,9 +191,9 @@ def _relaxed_seconds(
     if sum(least) + (0 if slowest else own_gpus) > num_left:
         return float("inf")
     if slowest:
-        bottleneck = max(slowest, solve_allocation(works, num_gpus=num_left, minimums=least).bottleneck)
+        bottleneck = max(slowest, least_bottleneck(works, num_gpus=num_left, minimums=least))
     else:
-        bottleneck = solve_allocation([own_work, *works], num_gpus=num_left, minimums=[own_gpus, *least]).bottleneck
+        bottleneck = least_bottleneck([own_work, *works], num_gpus=num_left, minimums=[own_gpus, *least])
     warmup = sum(front.least_chain for front in fronts)
     return float(objective_seconds(problem, llm=(data, bottleneck, chain), stage_seconds=0.0, chain_seconds=warmup))
 
@@ -211,7 +209,7 @@ def _round(
     )
     for front in fronts:
         if len(merged.gpus) * len(front.gpus) > _LARGEST_PRODUCT:
-            merged = merged.take(_unbeaten(merged))
+            merged = merged.unbeaten()
         merged = _merge(merged, front, num_gpus=num_left)
     in_flight = float(llm.data[row] * llm.pipeline[row])
     merged = merged.take((merged.behind <= llm.in_flight_downstream[row]) & (merged.in_flight >= in_flight + merged.behind))
@@ -243,15 +241,8 @@ def _merge(front: _Front, other: _Front, *, num_gpus: int) -> _Front:
     )
 
 
-class Allocation(NamedTuple):
-    """GPUs of each unit, fractions allowed, and the largest work per GPU."""
-
-    gpus: tuple[float, ...]
-    bottleneck: float
-
-
-def solve_allocation(work: Sequence[float], *, num_gpus: float, minimums: Sequence[float]) -> Allocation:
-    """Minimise max_i(work_i / x_i) subject to sum(x) <= num_gpus and minimum_i <= x_i (DistTrain, Eq. 2 and 4.3).
+def least_bottleneck(work: Sequence[float], *, num_gpus: float, minimums: Sequence[float]) -> float:
+    """Return the least max_i(work_i / x_i) with sum(x) <= num_gpus and minimum_i <= x_i (DistTrain, Eq. 2 and 4.3).
 
     At the optimum t, every unit has x_i = max(minimum_i, work_i / t): units above their minimum are equally slow, so t = (their
     work) / (the GPUs that the others' minimums leave). As t falls from infinity, units rise above their minimum in the order of
@@ -271,5 +262,4 @@ def solve_allocation(work: Sequence[float], *, num_gpus: float, minimums: Sequen
         bottleneck = max(risen / left, following)
         if risen / left >= following:
             break
-    gpus = tuple(max(least, amount / bottleneck) if bottleneck else least for amount, least in zip(work, minimums, strict=True))
-    return Allocation(gpus, bottleneck)
+    return bottleneck

@@ -1,9 +1,10 @@
 """One point of a planner's search: unit layouts, the units that share ranks, and a microbatch size."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from multimodal.plan.planners.allowed_sizes import largest_fitting
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, first_ranks, lay_out_units
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -54,6 +55,15 @@ class Candidate:
         """Return the planner's answer; seconds: its estimate of a step."""
         run = build_run(request, self.build_plan(request.graph), schedule=schedule or self.schedule, seconds=seconds)
         return replace(run, balance=balance, micro_batch_size=self.micro_batch_size)
+
+
+def with_replicas(
+    request: PlanningRequest, layouts: Mapping[str, UnitLayout], data_sizes: Sequence[int], *, groups: Groups = ()
+) -> Iterator[Candidate]:
+    """Yield one replica of every unit, repeated by the largest of the data parallel sizes that fit (`largest_fitting`)."""
+    one = Candidate({name: layouts[name] for name in request.graph.unit_names}, request.default_micro_batch_size, groups)
+    for data in largest_fitting(data_sizes, gpus_per_replica=one.num_gpus, num_gpus=request.num_gpus):
+        yield replace(one, layouts={name: replace(each, data_parallel_size=data) for name, each in one.layouts.items()})
 
 
 def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float) -> PlannedRun:

@@ -104,7 +104,15 @@ def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
     needs[count : 2 * count, 0] = forwards
     needs[count : 2 * count, 1] = np.where(position < num_ranges - 1, count + forwards + num_microbatches, -1)
     needs[2 * count + num_ranges :, 0] = count + first + num_microbatches - 1
-    lanes = [_lane(lane, num_lanes, chunks, num_microbatches) for lane in range(num_lanes)]
+    lanes = []
+    for lane in range(num_lanes):  # gathers, runs Megatron's order, and reduces each range after its last backward
+        order = _order_of_lane(lane, num_lanes, chunks, num_microbatches)
+        is_backward, held, microbatch = order[:, 0], order[:, 1] * num_lanes + lane, order[:, 2]
+        nodes = is_backward * count + held * num_microbatches + microbatch
+        last = np.flatnonzero(is_backward & (microbatch == num_microbatches - 1))
+        gatherings = 2 * count + np.arange(chunks) * num_lanes + lane
+        reductions = 2 * count + num_ranges + held[last]
+        lanes.append(np.concatenate((gatherings, np.insert(nodes, last + 1, reductions))))
     num_nodes, is_needed = len(needs), needs >= 0
     entries = np.concatenate(lanes)
     none, kinds = np.zeros(num_nodes), np.full(num_nodes, NodeKind.COMPUTE, np.uint8)
@@ -123,16 +131,3 @@ def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
         links=np.full(num_nodes, -1),
         num_links=0,
     )
-
-
-def _lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
-    """List the nodes of a lane: it gathers, runs Megatron's order, and reduces each range after its last backward."""
-    num_ranges = num_lanes * chunks
-    count = num_ranges * num_microbatches
-    order = _order_of_lane(lane, num_lanes, chunks, num_microbatches)
-    is_backward, held, microbatch = order[:, 0], order[:, 1] * num_lanes + lane, order[:, 2]
-    nodes = is_backward * count + held * num_microbatches + microbatch
-    last = np.flatnonzero(is_backward & (microbatch == num_microbatches - 1))
-    nodes = np.insert(nodes, last + 1, 2 * count + num_ranges + held[last])
-    gatherings: NDArray[np.int64] = 2 * count + np.arange(chunks) * num_lanes + lane
-    return np.concatenate((gatherings, nodes))

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
+from multimodal.plan.planners.allowed_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate, build_run, samples_in_flight
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.shared_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread, exposed_reduction_seconds, reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, lay_out_grid
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -141,7 +141,7 @@ def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread |
     if spread is None:
         return ends + count * slowest + max(reduction_seconds(request, *each) for each in grid.layouts.items())
     waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count)
-    heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in grid.layouts.items())
+    heaviest = max(spread.heaviest_seconds(unit, grid.shape.size) for unit in grid.layouts)
     exposed = max(exposed_reduction_seconds(request, *each, stage_seconds=slowest) for each in grid.layouts.items())
     return max(ends + count * slowest * waits, heaviest, through_all) + exposed
 
@@ -150,8 +150,7 @@ def grid_fits(memory: MemoryEstimate, grid: Grid) -> bool:
     """Return True if the units' estimated bytes fit together in every stage of the grid."""
     request = memory.request
     candidate = Candidate(grid.layouts, request.default_micro_batch_size)
-    total = [0.0] * grid.num_stages
-    working = [0.0] * grid.num_stages
+    total, working = ([0.0] * grid.num_stages for _ in range(2))
     for unit, stages in grid.held.items():
         for index, stage in enumerate(stages):
             samples = samples_in_flight(request, candidate, unit, index)

@@ -1,11 +1,16 @@
 """Seconds of every layer of a unit for a microbatch of average samples, which planners add up over stages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from multimodal.cost.memoize import memoized
 from multimodal.cost.unit_load import UnitLoad
+from multimodal.plan.partition_layers import partition_unit
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.values.model_graph import Unit
+from multimodal.values.plan import UnitPlan
 
 
 class LayerTimes(NamedTuple):
@@ -27,15 +32,10 @@ class PlanningTimes:
     request: PlanningRequest
     is_frozen_aware: bool = True
     """False: every backward is assumed to cost twice its forward (Cornstarch's baseline, 4.2)."""
-    _known: dict[tuple[str, StageSize], LayerTimes] = field(default_factory=dict, repr=False)
 
+    @memoized
     def of_unit(self, unit: str, size: StageSize) -> LayerTimes:
         """Return the seconds of each layer for a microbatch of average samples on a stage's ranks from a node's first on."""
-        if (unit, size) not in self._known:
-            self._known[unit, size] = self._compute(unit, size)
-        return self._known[unit, size]
-
-    def _compute(self, unit: str, size: StageSize) -> LayerTimes:
         load = self.request.loads.of_average(unit, self.request.default_micro_batch_size)
         kinds = kind_seconds(self.request, unit, load, size)
         if not self.is_frozen_aware:
@@ -72,3 +72,18 @@ def stage_times(times: LayerTimes, stages: Sequence[Sequence[tuple[int, int]]]) 
     """Return the seconds of each stage per microbatch, forward and backward; stages: layer ranges of each."""
     total = times.total
     return tuple(sum(sum(total[first:end]) for first, end in ranges) for ranges in stages)
+
+
+def unit_plan_times(times: PlanningTimes, name: str, unit: UnitPlan) -> tuple[float, ...]:
+    """Return the seconds of each stage of a unit's first replica per microbatch, forward and backward."""
+    size = StageSize(unit.tensor_parallel_size, unit.context_parallel_size)
+    return stage_times(times.of_unit(name, size), [stage.layer_ranges for stage in unit.replicas[0].stages])
+
+
+def balanced_layout(
+    times: PlanningTimes, unit: Unit, size: StageSize, *, data: int, num_stages: int, virtual_stages: int = 1
+) -> UnitLayout:
+    """Cut a unit's layers by their times, so that the slowest range is as fast as possible; virtual stages are dealt in turn."""
+    total = times.of_unit(unit.name, size).total
+    ranges = partition_unit(unit, total, num_stages=num_stages * virtual_stages)
+    return UnitLayout(size.tensor, data, deal_ranges(ranges, num_stages=num_stages), size.context)

@@ -2,8 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ from multimodal.balance.algorithms.longest_first_partition import partition_long
 from multimodal.cost.layers.collectives import held_key_bytes
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
+from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.partition_layers import Range
@@ -23,6 +23,16 @@ from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 NUM_DRAWN = 512
 """Microbatches drawn from the lengths."""
 SEED = 0
+
+
+def draw_microbatches(weights: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+    """Return the weights of microbatches that a balancer makes of randomly drawn samples, the heaviest first.
+
+    The next heaviest sample always goes to the lightest microbatch. weights: of the samples; size: samples per microbatch.
+    """
+    drawn = weights[np.random.default_rng(SEED).integers(len(weights), size=NUM_DRAWN * size)]
+    bins = partition_longest_first(drawn.tolist(), num_bins=NUM_DRAWN)
+    return np.sort([drawn[list(each)].sum() for each in bins])[::-1]
 
 
 class LayerMemory(NamedTuple):
@@ -76,55 +86,30 @@ class MemoryEstimate:
     """
 
     request: PlanningRequest
-    _counts: dict[tuple[str, tuple[Range, ...]], tuple[tuple[str, int], ...]] = field(default_factory=dict, repr=False)
-    _layers: dict[tuple[str, str, bool], LayerMemory] = field(default_factory=dict, repr=False)
-    _microbatches: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
-    _working: dict[tuple[str, StageSize], float] = field(default_factory=dict, repr=False)
-    _ranges: dict[tuple[str, Range, StageSize, int], tuple[float, float]] = field(default_factory=dict, repr=False)
 
-    def static_bytes(self, unit: str, ranges: Sequence[Range], *, tensor_parallel_size: int, data_parallel_size: int) -> float:
-        """Weights, gradients and optimizer state of the layers in `ranges`, per rank.
+    @memoized
+    def range_bytes(self, unit: str, ranges: tuple[Range, ...], size: StageSize, weight_copies: int) -> tuple[float, float]:
+        """Return the static bytes of layer ranges per rank, and the activations of one average sample on all ranks.
 
-        data_parallel_size: ranks that hold the same weights, context parallel ones included.
+        weight_copies: ranks that hold the same weights, context parallel ones included.
         """
-        total = sum(count * self.layer(unit, kind).static_bytes(data_parallel_size) for kind, count in self._count(unit, ranges))
-        return total / tensor_parallel_size
-
-    def activation_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
-        """Activations of `num_samples` samples in one stage, per rank."""
-        if num_samples <= 0:
-            return 0.0
-        kinds = self._count(unit, layout.stages[stage_index])
-        per_sample = sum(count * self.layer(unit, kind).activation_bytes(*layout.stage_size) for kind, count in kinds)
-        return per_sample * self.heavy_count(unit, num_samples) / layout.tensor_parallel_size
-
-    def range_bytes(self, unit: str, layers: Range, *, size: StageSize, weight_copies: int) -> tuple[float, float]:
-        """Return the static bytes of a layer range, and the activations of one average sample in it, per rank."""
-        key = unit, layers, size, weight_copies
-        if key not in self._ranges:
-            static = self.static_bytes(unit, (layers,), tensor_parallel_size=size.tensor, data_parallel_size=weight_copies)
-            kinds = self._count(unit, (layers,))
-            kept = sum(count * self.layer(unit, kind).activation_bytes(*size) for kind, count in kinds)
-            self._ranges[key] = static, kept / size.tensor
-        return self._ranges[key]
+        layers = self.request.graph.unit(unit).layers
+        counts = Counter(layers[layer] for first, end in ranges for layer in range(first, end))
+        static = sum(count * self.layer(unit, kind).static_bytes(weight_copies) for kind, count in counts.items())
+        kept = sum(count * self.layer(unit, kind).activation_bytes(*size) for kind, count in counts.items())
+        return static / size.tensor, kept
 
     def stage_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
-        """Static bytes of one stage and the activations of `num_samples` samples in it, per rank."""
-        ranges = layout.stages[stage_index]
-        size = layout.tensor_parallel_size
-        static = self.static_bytes(unit, ranges, tensor_parallel_size=size, data_parallel_size=layout.weight_copies)
-        return static + self.activation_bytes(unit, layout, stage_index, num_samples=num_samples)
+        """Weights, gradients and optimizer state of one stage and the activations of `num_samples` samples in it, per rank."""
+        static, kept = self.range_bytes(unit, layout.stages[stage_index], layout.stage_size, layout.weight_copies)
+        return static + (kept * self.heavy_count(unit, num_samples) / layout.tensor_parallel_size if num_samples > 0 else 0.0)
 
+    @memoized
     def working_bytes(self, unit: str, size: StageSize) -> float:
         """Return the bytes that a rank needs while one layer of the unit runs: recomputed activations and gathered weights.
 
         Counted as in `StepMemory`; of units that share ranks, one works at a time.
         """
-        if (unit, size) not in self._working:
-            self._working[unit, size] = self._count_working(unit, size)
-        return self._working[unit, size]
-
-    def _count_working(self, unit: str, size: StageSize) -> float:
         request, shape = self.request, self.request.graph.unit(unit).transformer
         samples = self.heavy_count(unit, request.default_micro_batch_size)
         working = 0.0
@@ -165,14 +150,13 @@ class MemoryEstimate:
         """
         if not self._spreads[unit][0]:
             return 1.0
-        if unit not in self._microbatches:
-            tokens, size = self.request.loads.of_samples[unit][:, 0], self.request.default_micro_batch_size
-            drawn = tokens[np.random.default_rng(SEED).integers(len(tokens), size=NUM_DRAWN * size)]
-            bins = partition_longest_first(drawn.tolist(), num_bins=NUM_DRAWN)
-            self._microbatches[unit] = np.sort([drawn[list(each)].sum() for each in bins])[::-1]
-        sums = self._microbatches[unit]
+        sums = self._microbatch_tokens(unit)
         heaviest = sums[: max(1, round(len(sums) * min(1.0, count / of)))]
         return float(heaviest.mean() / sums.mean()) if sums.any() else 1.0
+
+    @memoized
+    def _microbatch_tokens(self, unit: str) -> NDArray[np.float64]:
+        return draw_microbatches(self.request.loads.of_samples[unit][:, 0], self.request.default_micro_batch_size)
 
     def samples_within(self, unit: str, average: ArrayLike) -> NDArray[np.float64]:
         """Return the number of heavy samples that may weigh as much as `average` average ones: the inverse of `heavy_count`."""
@@ -181,36 +165,26 @@ class MemoryEstimate:
         root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
         return np.asarray(np.maximum(root**2, weight / heaviest))
 
-    def _count(self, unit: str, ranges: Sequence[Range]) -> tuple[tuple[str, int], ...]:
-        key = unit, tuple(ranges)
-        if key not in self._counts:
-            layers = self.request.graph.unit(unit).layers
-            kinds = [layers[layer] for first, end in ranges for layer in range(first, end)]
-            self._counts[key] = tuple(Counter(kinds).items())
-        return self._counts[key]
-
+    @memoized
     def layer(self, unit: str, kind: str, *, is_recomputed: bool = True) -> LayerMemory:
         """Return the memory of one layer of this kind; is_recomputed: True if it is recomputed as the request says."""
-        key = unit, kind, is_recomputed
-        if key not in self._layers:
-            request, described = self.request, self.request.graph.unit(unit)
-            need = request.backward_need(unit, kind)
-            load = UnitLoad(*(math.ceil(each) for each in request.loads.mean[unit]))
-            layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
-            case = ActivationCase(
-                need,
-                request.cluster.bytes_per_element,
-                "local" if described.needs_local_layers else request.implementation(plain_schedule()),
-                request.recompute if is_recomputed else None,
-            )
-            self._layers[key] = LayerMemory(
-                layer.num_held_weights,
-                layer.num_trained_weights if need.trains_weights else 0,
-                layer.num_expert_weights,
-                request.experts_of(unit),
-                layer.activation_bytes(load, case),
-                layer.activation_bytes(load, case._replace(is_spread=True)),
-                request.cluster.bytes_per_element,
-                request.zero_stage,
-            )
-        return self._layers[key]
+        request, described = self.request, self.request.graph.unit(unit)
+        need = request.backward_need(unit, kind)
+        load = UnitLoad(*(math.ceil(each) for each in request.loads.mean[unit]))
+        layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
+        case = ActivationCase(
+            need,
+            request.cluster.bytes_per_element,
+            "local" if described.needs_local_layers else request.implementation(plain_schedule()),
+            request.recompute if is_recomputed else None,
+        )
+        return LayerMemory(
+            layer.num_held_weights,
+            layer.num_trained_weights if need.trains_weights else 0,
+            layer.num_expert_weights,
+            request.experts_of(unit),
+            layer.activation_bytes(load, case),
+            layer.activation_bytes(load, case._replace(is_spread=True)),
+            request.cluster.bytes_per_element,
+            request.zero_stage,
+        )

@@ -2,30 +2,27 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
+from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.chain_estimate import slowdown_by_lengths
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times, unit_seconds
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate, draw_microbatches
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 
-NUM_DRAWN = 512
-"""Microbatches drawn from the lengths."""
-SEED = 0
 BACKWARD_SHARE = 2 / 3
 """Share of the backward in a microbatch's time in a stage that trains all its weights."""
 MOST_CHUNKS = 4
@@ -39,10 +36,6 @@ class LengthSpread:
     """The imbalance of microbatches. One object per planning request."""
 
     request: PlanningRequest
-    _works: dict[str, NDArray[np.float64]] = field(default_factory=dict, repr=False)
-    _draws: dict[tuple[str, ...], NDArray[np.float64]] = field(default_factory=dict, repr=False)
-    _slowdowns: dict[tuple[tuple[str, ...], int, int, int], float] = field(default_factory=dict, repr=False)
-    _heaviest: dict[tuple[str, StageSize], float] = field(default_factory=dict, repr=False)
 
     def slowdown(self, units: Iterable[str], *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
         """Return the time of a pipeline's step relative to one of average microbatches.
@@ -57,49 +50,39 @@ class LengthSpread:
         chunks = min(num_chunks, MOST_CHUNKS)
         most_rounds = max(LEAST_ROUNDS, MOST_NODES // (2 * num_stages**2 * chunks))
         rounds = min(-(-num_microbatches // num_stages), most_rounds)
-        key = tuple(units), num_stages, chunks, rounds
-        if key not in self._slowdowns:
-            sums, count = self._microbatches(key[0]), num_stages * rounds
-            works = sums[len(sums) * (2 * np.arange(count) + 1) // (2 * count)]
-            known = slowdown_by_lengths(works, num_lanes=num_stages, num_chunks=chunks) if works.any() else 1.0
-            self._slowdowns[key] = max(1.0, known)
-        return self._slowdowns[key]
+        return self._slowdown(tuple(units), num_stages, chunks, rounds)
 
-    def heaviest_seconds(self, unit: str, layout: UnitLayout) -> float:
+    @memoized
+    def _slowdown(self, units: tuple[str, ...], num_stages: int, num_chunks: int, rounds: int) -> float:
+        sums, count = self._microbatches(units), num_stages * rounds
+        works = sums[len(sums) * (2 * np.arange(count) + 1) // (2 * count)]
+        return max(1.0, slowdown_by_lengths(works, num_lanes=num_stages, num_chunks=num_chunks)) if works.any() else 1.0
+
+    @memoized
+    def heaviest_seconds(self, unit: str, size: StageSize) -> float:
         """Return the seconds that the heaviest sample spends in all stages of a unit: no step is shorter."""
-        key = unit, layout.stage_size
-        if key not in self._heaviest:
-            loads = self.request.loads.of_samples[unit]
-            heaviest = loads[int(np.argmax(self._seconds_of_samples(unit)))]
-            self._heaviest[key] = unit_seconds(self.request, unit, UnitLoad(*map(int, heaviest)), layout.stage_size)
-        return self._heaviest[key]
+        loads = self.request.loads.of_samples[unit]
+        heaviest = loads[int(np.argmax(self._seconds_of_samples(unit)))]
+        return unit_seconds(self.request, unit, UnitLoad(*map(int, heaviest)), size)
 
+    @memoized
     def _microbatches(self, units: tuple[str, ...]) -> NDArray[np.float64]:
-        """Return the work of microbatches that a balancer makes of randomly drawn samples, the heaviest first.
+        """Return the work of microbatches (`draw_microbatches`) in all layers of these units."""
+        graph, size = self.request.graph, self.request.default_micro_batch_size
+        works = sum((len(graph.unit(unit).layers) * self._seconds_of_samples(unit) for unit in units), np.zeros(1))
+        return draw_microbatches(works, size)
 
-        The next heaviest sample always goes to the lightest microbatch.
-        """
-        if units not in self._draws:
-            graph, size = self.request.graph, self.request.default_micro_batch_size
-            works = sum((len(graph.unit(unit).layers) * self._seconds_of_samples(unit) for unit in units), np.zeros(1))
-            drawn = works[np.random.default_rng(SEED).integers(len(works), size=NUM_DRAWN * size)]
-            bins = partition_longest_first(drawn.tolist(), num_bins=NUM_DRAWN)
-            self._draws[units] = np.sort([drawn[list(each)].sum() for each in bins])[::-1]
-        return self._draws[units]
-
+    @memoized
     def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
         """Return each sample's seconds in one layer of the unit on one rank: the mean over all but the two outer layers."""
-        if unit not in self._works:
-            rows, index = np.unique(self.request.loads.of_samples[unit].astype(np.int64), axis=0, return_inverse=True)
-            costs = self.request.layer_costs
-            body = self.request.graph.unit(unit).inner_layers
-            shares = {kind: count / len(body) for kind, count in Counter(body).items()}
-            seconds = [
-                sum(share * costs.seconds(unit, kind, UnitLoad(*row)).forward for kind, share in shares.items())
-                for row in rows.tolist()
-            ]
-            self._works[unit] = np.array(seconds)[index.ravel()]
-        return self._works[unit]
+        rows, index = np.unique(self.request.loads.of_samples[unit].astype(np.int64), axis=0, return_inverse=True)
+        body = self.request.graph.unit(unit).inner_layers
+        shares = {kind: count / len(body) for kind, count in Counter(body).items()}
+        seconds_of = partial(self.request.layer_costs.seconds, unit)
+        seconds = [
+            sum(share * seconds_of(kind, UnitLoad(*row)).forward for kind, share in shares.items()) for row in rows.tolist()
+        ]
+        return np.array(seconds)[index.ravel()]
 
 
 def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
@@ -140,33 +123,27 @@ def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: Leng
     }
     encoders = {unit.name for unit in request.graph.encoders}
     chain = sum(seconds for unit, seconds in warmup.items() if unit not in encoders)
-    chain += max((sum(warmup[unit] for unit in group if unit in encoders) for group in candidate.all_groups), default=0.0)
-    depth, counts = _depth(candidate), {unit: num_unit_microbatches(request, candidate, unit) for unit in stages}
+    groups = candidate.all_groups
+    chain += max((sum(warmup[unit] for unit in group if unit in encoders) for group in groups), default=0.0)
+    counts = {unit: num_unit_microbatches(request, candidate, unit) for unit in stages}
+    depth = sum(max(len(stages[unit]) for unit in group) for group in groups)  # stages that a microbatch passes in sequence
     waits = {
         unit: spread.slowdown((unit,), num_stages=depth, num_microbatches=counts[unit]) if spread else 1.0 for unit in stages
     }
-    steady = max(sum((counts[unit] - 1) * max(stages[unit]) * waits[unit] for unit in group) for group in candidate.all_groups)
-    heaviest = max(spread.heaviest_seconds(unit, layout) for unit, layout in candidate.layouts.items()) if spread else 0.0
-    through_all = sum(map(sum, (stages[unit] for unit in stages if unit not in encoders))) if spread else 0.0
-    return max(chain + steady, heaviest, through_all) + _reduction(request, candidate, stages, hides=spread is not None)
-
-
-def _reduction(request: PlanningRequest, candidate: Candidate, stages: Mapping[str, Sequence[float]], *, hides: bool) -> float:
-    if request.zero_stage == 3:
-        return 0.0
-    layouts, first_ranks = candidate.layouts.items(), candidate.first_ranks
-    if not hides:
-        return max(reduction_seconds(request, unit, each, first_rank=first_ranks[unit]) for unit, each in layouts)
-    return max(
-        exposed_reduction_seconds(request, unit, each, stage_seconds=max(stages[unit]), first_rank=first_ranks[unit])
-        for unit, each in layouts
-    )
-
-
-def _depth(candidate: Candidate) -> int:
-    """Return the stages on different ranks that a microbatch passes in sequence; 1 if all units share all ranks in one stage."""
-    stages = {unit: layout.pipeline_parallel_size for unit, layout in candidate.layouts.items()}
-    return sum(max(stages[unit] for unit in group) for group in candidate.all_groups)
+    steady = max(sum((counts[unit] - 1) * max(stages[unit]) * waits[unit] for unit in group) for group in groups)
+    layouts, reducing, least = candidate.layouts.items(), 0.0, 0.0
+    if request.zero_stage != 3:
+        firsts = candidate.first_ranks
+        reducing = max(
+            exposed_reduction_seconds(request, unit, each, stage_seconds=max(stages[unit]), first_rank=firsts[unit])
+            if spread
+            else reduction_seconds(request, unit, each, first_rank=firsts[unit])
+            for unit, each in layouts
+        )
+    if spread:
+        heaviest = max(spread.heaviest_seconds(unit, layout.stage_size) for unit, layout in layouts)
+        least = max(heaviest, sum(map(sum, (stages[unit] for unit in stages if unit not in encoders))))
+    return max(chain + steady, least) + reducing
 
 
 def reduction_seconds(request: PlanningRequest, unit: str, layout: UnitLayout, *, first_rank: int = 0) -> float:

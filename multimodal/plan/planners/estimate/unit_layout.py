@@ -85,8 +85,12 @@ def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, group
 
 def first_ranks(layouts: Mapping[str, UnitLayout], *, groups: Groups) -> dict[str, int]:
     """Return the first rank of each unit, as `lay_out_units` assigns them."""
+    # By the ranks of a stage, so that stages fit into nodes; sizes that do not divide each other are sorted by tp.
+    whole = {group: max(layouts[unit].ranks_per_stage for unit in group) for group in groups}
+    tensor = {group: max(layouts[unit].tensor_parallel_size for unit in group) for group in groups}
+    keys = tensor if any(larger % smaller for smaller, larger in pairwise(sorted(whole.values()))) else whole
     first_rank, firsts = 0, {}
-    for group in _in_order(groups, layouts):
+    for group in sorted(groups, key=lambda group: -keys[group]):
         firsts.update(dict.fromkeys(group, first_rank))
         first_rank += max(layouts[unit].num_ranks for unit in group)
     return firsts
@@ -120,27 +124,17 @@ def fold_stages(plan: Plan) -> Plan:
 
     Stage p of P then holds the unit's ranges p and 2 P - 1 - p instead of p and P + p.
     """
-    return Plan({name: _fold_unit(unit) for name, unit in plan.units.items()})
 
-
-def _fold_unit(unit: UnitPlan) -> UnitPlan:
     def folded(replica: Replica) -> Replica:
         ranges = sorted(each for stage in replica.stages for each in stage.layer_ranges)
         pairs = zip(ranges, reversed(ranges), strict=True)
         return Replica(tuple(replace(stage, layer_ranges=pair) for stage, pair in zip(replica.stages, pairs, strict=False)))
 
-    if any(len(stage.layer_ranges) != 2 for replica in unit.replicas for stage in replica.stages):
-        return unit
-    return replace(unit, replicas=tuple(map(folded, unit.replicas)))
-
-
-def _in_order(groups: Groups, layouts: Mapping[str, UnitLayout]) -> list[tuple[str, ...]]:
-    """Sort by the ranks of a stage, so that stages fit into nodes; sizes that do not divide each other are sorted by tp."""
-    whole = {group: max(layouts[unit].ranks_per_stage for unit in group) for group in groups}
-    tensor = {group: max(layouts[unit].tensor_parallel_size for unit in group) for group in groups}
-    sizes = sorted(whole.values(), reverse=True)
-    keys = tensor if any(larger % smaller for larger, smaller in pairwise(sizes)) else whole
-    return sorted(groups, key=lambda group: -keys[group])
+    units = dict(plan.units)
+    for name, unit in plan.units.items():
+        if all(len(stage.layer_ranges) == 2 for replica in unit.replicas for stage in replica.stages):
+            units[name] = replace(unit, replicas=tuple(map(folded, unit.replicas)))
+    return Plan(units)
 
 
 def _checked(graph: ModelGraph, units: Mapping[str, UnitPlan]) -> Plan:

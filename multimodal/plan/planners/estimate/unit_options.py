@@ -57,25 +57,15 @@ def list_options(times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max
     flight under 1F1B) and the last one (projector or head) determine the memory. O(tp x cp x dp x pp).
     """
     request = times.request
-    data = data_parallel_sizes(request, unit)
-    pipeline = pipeline_parallel_sizes(request, unit)
-    grid = _Grid(*(axis.ravel() for axis in np.meshgrid(np.array(data), np.array(pipeline), indexing="ij")))
+    axes = np.array(data_parallel_sizes(request, unit)), np.array(pipeline_parallel_sizes(request, unit))
+    data, pipeline = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
     columns = [
-        _of_stage_size(times, memory, unit, size, grid)
+        _of_stage_size(times, memory, unit, size, data, pipeline)
         for size in stage_sizes(request, unit)
         if size.tensor * size.context <= max_gpus or size.context == 1
     ]
-    merged = UnitOptions(
-        *(np.concatenate([getattr(part, name) for part in columns]) for name in UnitOptions.__dataclass_fields__)
-    )
+    merged = UnitOptions(*map(np.concatenate, zip(*(vars(part).values() for part in columns), strict=True)))
     return merged.take((merged.gpus <= max_gpus) & (merged.in_flight_downstream >= 0))
-
-
-class _Grid(NamedTuple):
-    """All combinations of sizes, flat."""
-
-    data: Integers
-    pipeline: Integers
 
 
 class _Stage(NamedTuple):
@@ -87,34 +77,36 @@ class _Stage(NamedTuple):
     """Microbatches in flight of the unit itself under 1F1B."""
 
 
-def _of_stage_size(times: PlanningTimes, memory: MemoryEstimate, unit: str, size: StageSize, grid: _Grid) -> UnitOptions:
+def _of_stage_size(
+    times: PlanningTimes, memory: MemoryEstimate, unit: str, size: StageSize, data: Integers, pipeline: Integers
+) -> UnitOptions:
+    """Return the options of one tp and cp; data, pipeline: all combinations of the other sizes, flat."""
     seconds = times.of_unit(unit, size).total
     num_layers = len(seconds) - 2
-    most, least = -(-num_layers // grid.pipeline), num_layers // grid.pipeline
+    most, least = -(-num_layers // pipeline), num_layers // pipeline
     slowest_body = max(seconds[1:-1], default=0.0)
     first, last = seconds[0] + most * slowest_body, seconds[-1] + least * slowest_body
-    slowest = np.where(grid.pipeline == 1, sum(seconds), np.maximum(first, last))
+    slowest = np.where(pipeline == 1, sum(seconds), np.maximum(first, last))
     kinds = times.request.graph.unit(unit).layers
     allowed = np.full(len(slowest), _UNLIMITED)
-    one = np.ones_like(grid.pipeline)
-    for stage in (_Stage((kinds[0],), most, grid.pipeline), _Stage((kinds[-1],), least, one)):
-        allowed = np.minimum(allowed, _in_flight_downstream(memory, unit, size, grid, stage))
-    both = _Stage((kinds[0], kinds[-1]), most, one)
-    alone = _in_flight_downstream(memory, unit, size, grid, both)
-    allowed = np.where(grid.pipeline == 1, alone, allowed)
+    one = np.ones_like(pipeline)
+    for stage in (_Stage((kinds[0],), most, pipeline), _Stage((kinds[-1],), least, one)):
+        allowed = np.minimum(allowed, _in_flight_downstream(memory, unit, size, data, stage))
+    alone = _in_flight_downstream(memory, unit, size, data, _Stage((kinds[0], kinds[-1]), most, one))
+    allowed = np.where(pipeline == 1, alone, allowed)
     return UnitOptions(
         size.tensor * one,
         size.context * one,
-        grid.data,
-        grid.pipeline,
-        size.tensor * size.context * grid.data * grid.pipeline,
+        data,
+        pipeline,
+        size.tensor * size.context * data * pipeline,
         slowest,
         np.full(len(slowest), sum(seconds)),
         np.where(allowed >= 0, allowed, -1.0),
     )
 
 
-def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, grid: _Grid, stage: _Stage) -> Floats:
+def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, data: Integers, stage: _Stage) -> Floats:
     """Return the microbatches that downstream units may keep in flight for a stage to fit; -1 if it does not fit at all.
 
     Solves static + working + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
@@ -122,7 +114,7 @@ def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, gr
     request = memory.request
     outer = [memory.layer(unit, kind) for kind in stage.layers]
     bodies = [memory.layer(unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).inner_layers)]
-    copies, position = np.unique(grid.data * size.context, return_inverse=True)
+    copies, position = np.unique(data * size.context, return_inverse=True)
 
     def static_bytes(layer: LayerMemory) -> Floats:
         return np.array([layer.static_bytes(count) for count in copies.tolist()])[position]
@@ -135,8 +127,8 @@ def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, gr
     kept = np.where(per_sample > 0, per_sample, 1.0)
     capacity = np.where(per_sample > 0, memory.samples_within(unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
     micro_batch_size = request.default_micro_batch_size
-    in_step = request.num_microbatches / grid.data
-    downstream = (capacity / micro_batch_size - np.minimum(stage.in_flight, in_step)) * grid.data
+    in_step = request.num_microbatches / data
+    downstream = (capacity / micro_batch_size - np.minimum(stage.in_flight, in_step)) * data
     return np.where(room < 0, -1.0, np.where(capacity >= in_step * micro_batch_size, _UNLIMITED, downstream))
 
 

@@ -11,9 +11,7 @@ from multimodal.plan.planners.search.prediction import SEED, prepare_step
 from multimodal.plan.planners.search.simulated_part import choose_share, keep_replicas
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.measure_filling import measure_filling
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import draw_length_batches
-from multimodal.values.shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -79,14 +77,9 @@ def report_filling(run: PlannedRun, request: PlanningRequest) -> FillingReport |
     filling = measure_filling(part.builder, part.shape, part.costs, passes=part.passes)
     if filling is None:
         return None
-    return FillingReport(filling.eff_coarse, filling.eff_fine, scheduler_seconds, partition_of(whole.shape, request.graph))
-
-
-def partition_of(shape: StepShape, graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return encoder -> microbatches of each of its replicas that lie inside the LLM's first replica."""
-    ranks = frozenset(shape.plan.units[graph.backbone.name].replicas[0].ranks)
-    found = {}
-    for unit in graph.encoders:
-        inside = [index for index, replica in enumerate(shape.plan.units[unit.name].replicas) if ranks.issuperset(replica.ranks)]
-        found[unit.name] = tuple(shape.counts[unit.name].counts[inside].tolist())
-    return found
+    units, counts, partition = whole.shape.plan.units, whole.shape.counts, {}
+    ranks = frozenset(units[request.graph.backbone.name].replicas[0].ranks)
+    for unit in (unit.name for unit in request.graph.encoders):
+        inside = [index for index, replica in enumerate(units[unit].replicas) if ranks.issuperset(replica.ranks)]
+        partition[unit] = tuple(counts[unit].counts[inside].tolist())
+    return FillingReport(filling.eff_coarse, filling.eff_fine, scheduler_seconds, partition)

@@ -9,6 +9,7 @@ from random import Random
 
 import numpy as np
 
+from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.partition_layers import Range
 from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight, num_nodes
@@ -76,17 +77,18 @@ class _GridSearch:
     spread: LengthSpread
     known_seconds: float
     _ranges: dict[GridShape, KnownRanges] = field(default_factory=dict)
-    _pieces: dict[StageSize, tuple[Piece, ...]] = field(default_factory=dict)
-    _seconds: dict[StageSize, float] = field(default_factory=dict)
 
     @property
     def request(self) -> PlanningRequest:
         return self.times.request
 
-    def pieces(self, shape: GridShape) -> tuple[Piece, ...]:
-        if shape.size not in self._pieces:
-            self._pieces[shape.size] = chain_pieces(self.times, shape.size)
-        return self._pieces[shape.size]
+    @memoized
+    def pieces(self, size: StageSize) -> tuple[Piece, ...]:
+        return chain_pieces(self.times, size)
+
+    @memoized
+    def chain_seconds(self, size: StageSize) -> float:
+        return sum(piece.seconds for piece in self.pieces(size))
 
     def estimate(self, grid: Grid) -> float:
         return grid_estimate(self.spread, grid, known=self._ranges.setdefault(grid.shape, {}))
@@ -101,17 +103,20 @@ class _GridSearch:
         for bound, shape, number in sorted(forms):
             if bound > BOUND_SLACK * least or len(found) == MOST_ESTIMATED:
                 break
-            grid = cut_grid(self.pieces(shape), shape, virtual_stages=number)
+            grid = cut_grid(self.pieces(shape.size), shape, virtual_stages=number)
             if _least_seconds(self.request, grid) <= BOUND_SLACK * least and self.fits(grid):
                 found.append((self.estimate(grid), grid))
                 least = min(least, found[-1][0])
-        return _several_shapes(each for each in sorted(found, key=lambda each: each[0]) if each[0] <= SLACK * least)
+        kept: list[ScoredGrid] = []
+        for seconds, grid in sorted(found, key=lambda each: each[0]):
+            num_alike = sum(other.shape == grid.shape for _, other in kept)
+            if seconds <= SLACK * least and len(kept) < MOST_PER_KIND and num_alike < MOST_PER_SHAPE:
+                kept.append((seconds, grid))
+        return kept
 
     def even_seconds(self, shape: GridShape, virtual_stages: int) -> float:
         """Return the seconds with perfectly even ranges, including the pipeline's filling and draining."""
-        if shape.size not in self._seconds:
-            self._seconds[shape.size] = sum(piece.seconds for piece in self.pieces(shape))
-        work = self._seconds[shape.size] / shape.num_stages
+        work = self.chain_seconds(shape.size) / shape.num_stages
         count = -(-self.request.num_microbatches // shape.data_parallel_size)
         return (count + (shape.num_stages - 1) / virtual_stages) * work
 
@@ -123,7 +128,7 @@ class _GridSearch:
     def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:
         """Move neighbouring cuts by one layer, at random with a fixed seed, and keep each move that makes nothing longer."""
         draw, (best, grid) = Random(SEED), scored
-        pieces, shape = self.pieces(grid.shape), grid.shape
+        pieces, shape = self.pieces(grid.shape.size), grid.shape
         cuts = [0, *accumulate(map(len, grid.ranges))]
         count = grid.num_microbatches(self.request)
         nodes = num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
@@ -143,15 +148,6 @@ class _GridSearch:
         return (grid_fits if grid.virtual_stages == 1 else chain_fits)(self.memory, grid)
 
 
-def _several_shapes(found: Iterable[ScoredGrid]) -> list[ScoredGrid]:
-    """Return the first few, with a limited number of each shape."""
-    kept: list[ScoredGrid] = []
-    for each in found:
-        if len(kept) < MOST_PER_KIND and sum(other.shape == each[1].shape for _, other in kept) < MOST_PER_SHAPE:
-            kept.append(each)
-    return kept
-
-
 def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
     """Return the busiest lane's work, or the last lane's and the work of lanes before it outside of it, whichever is longer."""
     count, before = grid.num_microbatches(request), grid.ranges[: grid.num_stages - 1]
@@ -167,12 +163,17 @@ def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None
     request = spread.request
     if grid.virtual_stages == 1:
         return grid_seconds(request, grid, spread=spread)
-    ranges = _chain_ranges(request, grid, {} if known is None else known)
+    known, ranges = {} if known is None else known, []
+    for position, pieces in enumerate(grid.ranges):
+        key = position % grid.num_stages, pieces[0].unit, pieces[0].layers, pieces[-1].unit, pieces[-1].layers
+        if key not in known:
+            known[key] = _chain_range(request, grid, position)
+        ranges.append(known[key])
     count = grid.num_microbatches(request)
     seconds = chain_seconds(ranges, num_lanes=grid.num_stages, num_microbatches=count)
     chunks = grid.virtual_stages
     waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count, num_chunks=chunks)
-    return max(seconds * waits, *(spread.heaviest_seconds(unit, layout) for unit, layout in grid.layouts.items()))
+    return max(seconds * waits, *(spread.heaviest_seconds(unit, grid.shape.size) for unit in grid.layouts))
 
 
 def chain_fits(memory: MemoryEstimate, grid: Grid) -> bool:
@@ -197,22 +198,12 @@ def _lane_bytes(memory: MemoryEstimate, grid: Grid, lane: int) -> float:
     static, of_chunks, units = 0.0, np.zeros(len(held)), set()
     for chunk, piece in ((chunk, piece) for chunk, pieces in enumerate(held) for piece in pieces):
         copies = grid.layouts[piece.unit].weight_copies
-        own, kept = memory.range_bytes(piece.unit, piece.layers, size=grid.shape.size, weight_copies=copies)
+        own, kept = memory.range_bytes(piece.unit, (piece.layers,), grid.shape.size, copies)
         static += own
-        of_chunks[chunk] += kept * heavy[piece.unit]
+        of_chunks[chunk] += kept / grid.shape.size.tensor * heavy[piece.unit]
         units.add(piece.unit)
     working = max(memory.working_bytes(unit, grid.shape.size) for unit in units)
     return static + working + float((states @ of_chunks).max())
-
-
-def _chain_ranges(request: PlanningRequest, grid: Grid, known: KnownRanges) -> list[ChainRange]:
-    ranges = []
-    for position, pieces in enumerate(grid.ranges):
-        key = position % grid.num_stages, pieces[0].unit, pieces[0].layers, pieces[-1].unit, pieces[-1].layers
-        if key not in known:
-            known[key] = _chain_range(request, grid, position)
-        ranges.append(known[key])
-    return ranges
 
 
 def _chain_range(request: PlanningRequest, grid: Grid, position: int) -> ChainRange:

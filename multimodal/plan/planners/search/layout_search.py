@@ -3,25 +3,22 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 
 import numpy as np
 
-from multimodal.plan.partition_layers import partition_unit
-from multimodal.plan.planners.allowed_sizes import stage_sizes, tensor_parallel_sizes
+from multimodal.plan.planners.allowed_sizes import micro_batch_sizes, stage_sizes, tensor_parallel_sizes
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, rank_allocations
 from multimodal.plan.planners.estimate.candidate import Candidate, fits
 from multimodal.plan.planners.estimate.grid import Grid, grid_run
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, stage_times
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread, estimate_seconds, lower_bound_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges, even_layout
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.grid_search import best_grids
 from multimodal.values.model_graph import Unit
 
@@ -88,7 +85,7 @@ def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = l
             best[size] = min((best.get(size, math.inf), *(kind[0].seconds for kind in found)))
             kinds.extend(found)
 
-    sizes = tuple(micro_batch_sizes(request, MICRO_BATCH_SIZES))
+    sizes = micro_batch_sizes(request)
     look_at(request.changed(micro_batch_size=size) for size in efficient_first(request, sizes))
     if request.recompute is None:  # the smallest size saves most
         promising = dict.fromkeys((*_best_first(best), sizes[0]))
@@ -138,7 +135,18 @@ def _disaggregated(
     request, scored = times.request, []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
         even = build_candidate(request, problem, choice)
-        balanced = balance_layers(times, even)
+        layouts = {
+            name: balanced_layout(
+                times,
+                request.graph.unit(name),
+                layout.stage_size,
+                data=layout.data_parallel_size,
+                num_stages=layout.pipeline_parallel_size,
+                virtual_stages=layout.virtual_stages,
+            )
+            for name, layout in even.layouts.items()
+        }
+        balanced = replace(even, layouts=layouts)
         if chosen := next((each for each in (balanced, even) if fits(memory, each)), None):
             scored.append((chosen, estimate_seconds(times, chosen, spread=spread)))
     return sorted(scored, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
@@ -180,32 +188,17 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
 def _spreads(times: PlanningTimes, units: Sequence[Unit], num_gpus: int) -> list[tuple[float, tuple[UnitLayout, ...]]]:
     """Return every choice of layouts over all ranks, with the seconds for which a rank is busy with average microbatches."""
     request = times.request
-    choices = product(*(_spread(request, unit, num_gpus) for unit in units))
-    return [(sum(map(partial(_busy_seconds, times), units, layouts)), layouts) for layouts in choices]
 
+    def spread(unit: Unit) -> Iterator[tuple[float, UnitLayout]]:
+        """Yield replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
+        fixed = request.fixed(unit.name)
+        stages = fixed.pipeline_parallel_size or 1
+        for size in stage_sizes(request, unit.name):
+            data, rest = divmod(num_gpus, size.tensor * size.context * stages)
+            if data and not rest and fixed.data_parallel_size in (None, data):
+                layout = even_layout(unit, size.tensor, data, stages, context=size.context)
+                seconds = max(stage_times(times.of_unit(unit.name, size), layout.stages))
+                yield seconds * request.num_microbatches / data, layout
 
-def _busy_seconds(times: PlanningTimes, unit: Unit, layout: UnitLayout) -> float:
-    seconds = max(stage_times(times.of_unit(unit.name, layout.stage_size), layout.stages))
-    return seconds * times.request.num_microbatches / layout.data_parallel_size
-
-
-def _spread(request: PlanningRequest, unit: Unit, num_gpus: int) -> Iterator[UnitLayout]:
-    """Yield replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
-    fixed = request.fixed(unit.name)
-    stages = fixed.pipeline_parallel_size or 1
-    for tensor, context in stage_sizes(request, unit.name):
-        data, rest = divmod(num_gpus, tensor * context * stages)
-        if data and not rest and fixed.data_parallel_size in (None, data):
-            yield even_layout(unit, tensor, data, stages, context=context)
-
-
-def balance_layers(times: PlanningTimes, candidate: Candidate) -> Candidate:
-    """Partition every unit's layers again by their times, into the same number of stages."""
-    layouts = {}
-    for name, layout in candidate.layouts.items():
-        unit = times.request.graph.unit(name)
-        total = times.of_unit(name, layout.stage_size).total
-        ranges = partition_unit(unit, total, num_stages=layout.pipeline_parallel_size * layout.virtual_stages)
-        stages = deal_ranges(ranges, num_stages=layout.pipeline_parallel_size)
-        layouts[name] = replace(layout, stages=stages)
-    return replace(candidate, layouts=layouts)
+    choices = product(*map(spread, units))
+    return [(sum(seconds for seconds, _ in choice), tuple(layout for _, layout in choice)) for choice in choices]

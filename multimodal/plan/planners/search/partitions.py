@@ -1,6 +1,6 @@
 """Partitions of an LLM replica's microbatches over the encoder pipelines on its ranks (Optimus 4.1)."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import permutations
 from typing import NamedTuple
@@ -8,12 +8,11 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.balance.placement import turns_of
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_plan_times
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, UnitPlan
+from multimodal.values.plan import Plan
 
 MOST_MOVES = 6
 """Moves that are tried before a partition counts as the best."""
@@ -100,38 +99,23 @@ class _Pipelines(NamedTuple):
 
 
 def _pipelines(run: PlannedRun, request: PlanningRequest, unit: str) -> _Pipelines | None:
-    """Describe an encoder's pipelines; None if they do not lie inside the LLM's."""
-    llm = request.graph.backbone.name
-    num_llm = run.plan.units[llm].data_parallel_size
-    groups = _groups(run.plan, unit, graph=request.graph)
-    if groups is None:
+    """Describe an encoder's pipelines over the LLM's first replica; None if any also lies elsewhere."""
+    name = request.graph.backbone.name
+    llm, own = run.plan.units[name], run.plan.units[unit]
+    num_pipelines, remainder = divmod(own.data_parallel_size, llm.data_parallel_size)
+    stage_of_rank = {rank: index for index, stage in enumerate(llm.replicas[0].stages) for rank in stage.ranks}
+    ranks = [own.replicas[pipeline * llm.data_parallel_size].ranks for pipeline in range(num_pipelines)]
+    if remainder or not set(stage_of_rank).issuperset(rank for each in ranks for rank in each):
         return None
+    groups = tuple(tuple(sorted({stage_of_rank[rank] for rank in each})) for each in ranks)
     times = PlanningTimes(request.changed(micro_batch_size=run.micro_batch_size, recompute=run.recompute))
-    count = -(-request.global_batch_size // run.micro_batch_size) // num_llm
-    of_llm = _stage_seconds(run.plan.units[llm], llm, times)
-    own = run.plan.units[unit].microbatch_shares or (1,) * len(groups)
-    turns = turns_of(own)
-    shares = np.bincount(turns[np.arange(count) % len(turns)], minlength=len(groups))
+    count = -(-request.global_batch_size // run.micro_batch_size) // llm.data_parallel_size
+    of_llm = unit_plan_times(times, name, llm)
+    turns = turns_of(own.microbatch_shares or (1,) * num_pipelines)
+    shares = np.bincount(turns[np.arange(count) % len(turns)], minlength=num_pipelines)
     return _Pipelines(
         groups=groups,
         llm_seconds=tuple(count * max(of_llm[stage] for stage in stages) for stages in groups),
-        microbatch_seconds=max(_stage_seconds(run.plan.units[unit], unit, times)),
+        microbatch_seconds=max(unit_plan_times(times, unit, own)),
         shares=tuple(shares.tolist()),
     )
-
-
-def _groups(plan: Plan, unit: str, *, graph: ModelGraph) -> tuple[tuple[int, ...], ...] | None:
-    """Return the stages of the LLM's first replica that each pipeline lies over; None if any also lies elsewhere."""
-    llm, own = plan.units[graph.backbone.name], plan.units[unit]
-    count, remainder = divmod(own.data_parallel_size, llm.data_parallel_size)
-    stage_of_rank = {rank: index for index, stage in enumerate(llm.replicas[0].stages) for rank in stage.ranks}
-    ranks = [own.replicas[pipeline * llm.data_parallel_size].ranks for pipeline in range(count)]
-    if remainder or not set(stage_of_rank).issuperset(rank for each in ranks for rank in each):
-        return None
-    return tuple(tuple(sorted({stage_of_rank[rank] for rank in each})) for each in ranks)
-
-
-def _stage_seconds(plan: UnitPlan, unit: str, times: PlanningTimes) -> Sequence[float]:
-    """Return the seconds of one microbatch in each stage, forward and backward."""
-    size = StageSize(plan.tensor_parallel_size, plan.context_parallel_size)
-    return stage_times(times.of_unit(unit, size), [stage.layer_ranges for stage in plan.replicas[0].stages])

@@ -25,6 +25,7 @@ MARGIN = 0.98
 
 
 Planner = Callable[[PlanningRequest], PlannedRun]
+"""Plans; raises PlanError, with advice on what would fit, if nothing does."""
 
 
 class PredictedRun(NamedTuple):
@@ -54,27 +55,24 @@ def plan_to_fit(
     last attempt if nothing fits.
     """
     simulate = predict or partial(predict_run, max_actions=max_actions, num_batches=request.num_batches)
-    problem: PlanError | None = None
-    for attempt in memory_concessions(request):
+    *attempts, last = memory_concessions(request)
+    for attempt in attempts:
         try:
             return _plan_attempt(planner, attempt, simulate)
-        except PlanError as error:
-            problem = error
-    assert problem is not None
-    raise problem
+        except PlanError:
+            pass
+    return _plan_attempt(planner, last, simulate)
 
 
 def memory_concessions(request: PlanningRequest) -> Iterator[PlanningRequest]:
     """Yield the request with increasing concessions to memory."""
     recomputes = (request.recompute,) if request.recompute else RECOMPUTES
     spread = request.changed(most_context_parallel=LARGEST_CONTEXT_PARALLEL, least_share_tokens=FALLBACK_SHARE_TOKENS)
-    requests = (request, spread) if _context_sizes(spread) != _context_sizes(request) else (request,)
-    for given, recompute in product(requests, recomputes):
+    differs = any(
+        context_parallel_sizes(spread, unit) != context_parallel_sizes(request, unit) for unit in request.graph.unit_names
+    )
+    for given, recompute in product((request, spread) if differs else (request,), recomputes):
         yield given.changed(recompute=recompute)
-
-
-def _context_sizes(request: PlanningRequest) -> list[tuple[int, ...]]:
-    return [context_parallel_sizes(request, unit) for unit in request.graph.unit_names]
 
 
 def _plan_attempt(
@@ -94,11 +92,6 @@ def _plan_attempt(
         f"planner '{run.planner}': its plans need {prediction.peak_memory_bytes / 1e9:.3g} GB on some of {request.num_gpus} GPUs "
         f"after {MOST_ROUNDS} attempts with less, beyond {request.memory_text}"
     )
-
-
-def has_virtual_stages(run: PlannedRun) -> bool:
-    """Return True if some stage holds several layer ranges."""
-    return any(unit.has_virtual_stages for unit in run.plan.units.values())
 
 
 def describe(planned: PredictedRun) -> str:
@@ -150,20 +143,17 @@ def plan_per_gpu(plan: Callable[[PlanningRequest], PredictedRun], request: Plann
     sizes = sorted({max(1, request.num_gpus * step // NUM_STEPS) for step in range(1, NUM_STEPS + 1)}, reverse=True)
     budget = request.time_budget_seconds / len(sizes)
     best: PredictedRun | None = None
-    problem: PlanError | None = None
     seconds = 0.0
     for size in sizes:
-        smaller = request.changed(num_gpus=size, time_budget_seconds=budget)
         try:
-            found = plan(smaller)
-        except PlanError as failure:
-            problem = problem or failure
+            found = plan(request.changed(num_gpus=size, time_budget_seconds=budget))
+        except PlanError:
+            if best is None:
+                raise
             break
         seconds += found.run.planning_seconds
         least = best.prediction.tokens_per_second_per_gpu * (1 + 1e-9) if best else -math.inf
         if found.prediction.tokens_per_second_per_gpu > least:
             best = found
-    if best is None:
-        assert problem is not None
-        raise problem
+    assert best is not None
     return best._replace(run=replace(best.run, planning_seconds=seconds))

@@ -23,7 +23,7 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.compile_schedule import CompiledSchedule
 from multimodal.schedule.passes import Pass, passes_named
-from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulate_events import Floats, NodeKind
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
@@ -139,13 +139,6 @@ def predict_run(
     )
 
 
-class _Simulated(NamedTuple):
-    """A simulation, and the seconds of an average lane's computations without waits and recomputation."""
-
-    simulation: Simulation
-    plain_seconds: float
-
-
 @dataclass(frozen=True)
 class _Step:
     """One step's figures; all but the memory's peak grow linearly with the batch once the pipelines are full."""
@@ -153,6 +146,7 @@ class _Step:
     seconds: float
     ideal_seconds: float
     floor_seconds: float
+    """Seconds of an average lane's computations without waits and recomputation."""
     busiest_seconds: float
     peak_seconds: float
     """Seconds of the model's FLOPs at the GPUs' peak."""
@@ -165,7 +159,7 @@ class _Step:
 def _of_batch(
     lengths: Sequence[SampleLengths],
     sample_counts: Sequence[int],
-    simulate: Callable[[Sequence[SampleLengths]], _Simulated],
+    simulate: Callable[[Sequence[SampleLengths]], _Step],
     *,
     keeps_all: bool,
 ) -> _Step:
@@ -175,9 +169,9 @@ def _of_batch(
     step without fixed costs.
     """
     if len(sample_counts) == 1:
-        return _measure(lengths, simulate)
+        return simulate(lengths)
     part, half = sample_counts
-    larger, smaller = (_measure(_like(lengths, count), simulate) for count in (part, half))
+    larger, smaller = (simulate(_like(lengths, count)) for count in (part, half))
     # By work rather than by samples: with varying lengths, the work of a part is not proportional to its samples.
     work = larger.peak_seconds * _num_tokens(lengths) / larger.num_tokens if larger.num_tokens else 0.0
     step = larger.peak_seconds - smaller.peak_seconds
@@ -210,21 +204,6 @@ def _like(lengths: Sequence[SampleLengths], count: int) -> list[SampleLengths]:
     """Return `count` samples, in order, spread evenly over all samples by size."""
     by_size = sorted(range(len(lengths)), key=lambda index: lengths[index].num_tokens)
     return [lengths[index] for index in sorted(by_size[len(lengths) * (2 * each + 1) // (2 * count)] for each in range(count))]
-
-
-def _measure(lengths: Sequence[SampleLengths], simulate: Callable[[Sequence[SampleLengths]], _Simulated]) -> _Step:
-    found, plain_seconds = simulate(lengths)
-    seconds = found.iteration_seconds
-    return _Step(
-        seconds,
-        found.ideal_seconds,
-        plain_seconds,
-        float(_lane_seconds(found.compiled, found.compiled.arrays.seconds).max(initial=0.0)),
-        found.mfu * seconds,
-        float(_num_tokens(lengths)),
-        {kind: share * seconds for kind, share in found.bubble.items()},
-        found.peak_memory_bytes,
-    )
 
 
 def assign(
@@ -268,14 +247,24 @@ def prepare_step(
 
 def _simulate(
     run: PlannedRun, request: PlanningRequest, plan: Plan, lengths: Sequence[SampleLengths], *, is_checked: bool
-) -> _Simulated:
+) -> _Step:
     shape, assignment, costs, builder, passes = prepare_step(run, request, plan, lengths, is_checked=is_checked)
-    schedule = build_schedule(builder, shape, passes=passes, is_checked=is_checked, costs=costs)
-    found = simulate_schedule(schedule, costs)
-    if run.recompute is None or not is_checked:
-        return _Simulated(found, sum(found.busy_seconds) / found.num_lanes)
-    plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, shape, assignment, lengths))
-    return _Simulated(found, float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds).mean()))
+    found = simulate_schedule(build_schedule(builder, shape, passes=passes, is_checked=is_checked, costs=costs), costs)
+    floor_seconds = sum(found.busy_seconds) / found.num_lanes
+    if run.recompute is not None and is_checked:
+        plain = found.compiled.with_costs(_step_costs(replace(run, recompute=None), request, shape, assignment, lengths))
+        floor_seconds = float(_lane_seconds(plain, plain.arrays.seconds - plain.tensor_parallel_seconds).mean())
+    seconds = found.iteration_seconds
+    return _Step(
+        seconds,
+        found.ideal_seconds,
+        floor_seconds,
+        float(_lane_seconds(found.compiled, found.compiled.arrays.seconds).max(initial=0.0)),
+        found.mfu * seconds,
+        float(_num_tokens(lengths)),
+        {kind: share * seconds for kind, share in found.bubble.items()},
+        found.peak_memory_bytes,
+    )
 
 
 def _lane_seconds(compiled: CompiledSchedule, node_seconds: Floats) -> Floats:

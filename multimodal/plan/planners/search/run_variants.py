@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
-from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
+from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
 from multimodal.plan.planners.estimate.unit_layout import fold_stages
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
-from multimodal.plan.planners.search.plan_to_fit import has_virtual_stages
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import PASSES, Need
 
@@ -23,11 +22,6 @@ def placements(run: PlannedRun, request: PlanningRequest) -> tuple[Placement, ..
     return placements_of([unit for name, unit in run.plan.units.items() if name not in request.loads.idle_units])
 
 
-def placed(run: PlannedRun, request: PlanningRequest) -> Placed:
-    """Return the kind of a run's plan."""
-    return placements(run, request), has_virtual_stages(run)
-
-
 def first_balances(placement: Placement, request: PlanningRequest) -> tuple[str, ...]:
     """List the balancers that are tried first on such plans; none if samples are alike."""
     if not request.loads.vary:
@@ -35,12 +29,17 @@ def first_balances(placement: Placement, request: PlanningRequest) -> tuple[str,
     return tuple(name for name, row in BALANCERS.items() if placement in row.tried_first_on)
 
 
+def with_first_balance(run: PlannedRun, request: PlanningRequest) -> PlannedRun:
+    """Return the run with the balancer that is tried first on plans of its placement."""
+    return replace(run, balance=next(iter(first_balances(placements(run, request)[0], request)), run.balance))
+
+
 def other_balances(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
     """Yield the run with every other balancer that suits its plan; those that are tried first on some plan come first."""
     if not request.loads.vary:
         return
     for name, row in sorted(BALANCERS.items(), key=lambda entry: not entry[1].tried_first_on):
-        is_whole = row.keeps_samples_whole or not has_virtual_stages(run)
+        is_whole = row.keeps_samples_whole or not run.has_virtual_stages
         if name != run.balance and is_whole and row.suits(placements(run, request)):
             yield replace(run, balance=name)
 
@@ -53,9 +52,8 @@ def other_schedules(run: PlannedRun, request: PlanningRequest) -> Iterator[Plann
 
 def fitting_schedules(run: PlannedRun, request: PlanningRequest) -> list[tuple[str, ScheduleRow]]:
     """List the schedules that are meant for a run's plan, those that keep least first."""
-    has_several = has_virtual_stages(run)
     trainable = ((name, row) for name, row in BUILDERS.items() if row.can_train)
-    rows = [entry for entry in trainable if entry[1].is_for(request.graph, has_virtual_stages=has_several)]
+    rows = [entry for entry in trainable if entry[1].is_for(request.graph, has_virtual_stages=run.has_virtual_stages)]
     return sorted(rows, key=lambda entry: (not entry[1].is_tried_first, entry[1].in_flight))
 
 
@@ -81,7 +79,7 @@ def overlapped(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun
 
 def other_sizes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
     """Yield the run with the next smaller and the next larger microbatch size."""
-    sizes = list(micro_batch_sizes(request, MICRO_BATCH_SIZES))
+    sizes = micro_batch_sizes(request)
     for size in (run.micro_batch_size // 2, 2 * run.micro_batch_size):
         if size in sizes:
             yield replace(run, micro_batch_size=size)

@@ -82,8 +82,10 @@ def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, m
     """Return the number of samples to simulate: all, or enough to fill the pipelines in both parts."""
     if max_actions is None or _num_actions(run, units, num_samples) <= max_actions:
         return num_samples
-    # Both parts give every replica of every unit equally many microbatches.
-    even = 2 * run.micro_batch_size * math.lcm(*map(_microbatches_per_turn, units))
+    # Both parts give every replica of every unit equally many microbatches: whole turns, after which all have their shares.
+    shares = [unit.microbatch_shares or (1,) for unit in units]
+    turns = (unit.data_parallel_size * sum(each) // len(each) for unit, each in zip(units, shares, strict=True))
+    even = 2 * run.micro_batch_size * math.lcm(*turns)
     in_flight = sum(len(unit.replicas[0].stages) * unit.data_parallel_size for unit in units)
     wanted = max(
         math.ceil(filling * run.micro_batch_size * in_flight),
@@ -91,12 +93,6 @@ def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, m
     )
     rounded = -(-wanted // even) * even
     return rounded if rounded < 0.8 * num_samples else num_samples
-
-
-def _microbatches_per_turn(unit: UnitPlan) -> int:
-    """Return the number of microbatches after which all replicas have received their shares."""
-    shares = unit.microbatch_shares or (1,)
-    return unit.data_parallel_size * sum(shares) // len(shares)
 
 
 def choose_share(

@@ -1,20 +1,22 @@
 """Simulations of a search: quick ones for ranking, whole ones for judging; each is counted in nominal seconds, and done once."""
 
 from collections import defaultdict
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times
-from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
+from multimodal.cost.memoize import memoized
+from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
+from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_plan_times
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest, StageSize
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.search.prediction import Prediction, predict_run
-from multimodal.plan.planners.search.run_variants import Placed, placed
+from multimodal.plan.planners.search.run_variants import Placed, placements, with_first_balance
 from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICAS, nominal_seconds
 from multimodal.values.errors import BraidError
 
@@ -75,7 +77,6 @@ class Trials:
     found: dict[tuple[str, Fidelity], PredictedRun | None] = field(default_factory=dict)
     """Simulated runs; None: the run is impossible, or does not fit the memory."""
     _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
-    _times: dict[tuple[int, Recompute | None, bool], PlanningTimes] = field(default_factory=dict, repr=False)
 
     def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
         """Simulate a run, and count it; raises ScheduleError or AssignmentError if the run is impossible."""
@@ -92,7 +93,7 @@ class Trials:
     @cached_property
     def has_heavy_samples(self) -> bool:
         """True if some sample has several times the tokens of a microbatch that makes layers efficient."""
-        size = efficient_first(self.request, list(micro_batch_sizes(self.request, MICRO_BATCH_SIZES)))[0]
+        size = efficient_first(self.request, micro_batch_sizes(self.request))[0]
         tokens = self.request.loads.of_samples[self.request.graph.backbone.name][:, 0]
         return bool(tokens.max() > HEAVY * size * tokens.mean())
 
@@ -106,24 +107,20 @@ class Trials:
 
         Counted on average microbatches: balancers move work between replicas, schedules in time.
         """
-        key = run.micro_batch_size, run.recompute, run.tp_comm_overlap
-        if key not in self._times:
-            size, recompute, overlaps = key
-            asked = self.request.changed(micro_batch_size=size, recompute=recompute, tp_comm_overlap=overlaps)
-            self._times[key] = PlanningTimes(asked)
-        times, per_microbatch = self._times[key], self.request.global_batch_size / run.micro_batch_size
+        times = self._planning_times(run.micro_batch_size, run.recompute, run.tp_comm_overlap)
+        per_microbatch = self.request.global_batch_size / run.micro_batch_size
         busy: dict[int, float] = defaultdict(float)
         for name, unit in run.plan.units.items():
-            stage_size = StageSize(unit.tensor_parallel_size, unit.context_parallel_size)
-            seconds = stage_times(times.of_unit(name, stage_size), [stage.layer_ranges for stage in unit.replicas[0].stages])
+            seconds = unit_plan_times(times, name, unit)
             for replica in unit.replicas:
                 for stage, each in zip(replica.stages, seconds, strict=True):
                     busy[stage.ranks[0]] += each * per_microbatch / unit.data_parallel_size
         return CONCAVITY * max(busy.values())
 
-    def at(self, fidelity: Fidelity) -> Any:
-        """Return `predict` with this fidelity, for `plan_to_fit`."""
-        return partial(self.predict, fidelity=fidelity)
+    @memoized
+    def _planning_times(self, micro_batch_size: int, recompute: Recompute | None, tp_comm_overlap: bool) -> PlanningTimes:
+        changes = {"micro_batch_size": micro_batch_size, "recompute": recompute, "tp_comm_overlap": tp_comm_overlap}
+        return PlanningTimes(self.request.changed(**changes))
 
     def try_run(self, run: PlannedRun, fidelity: Fidelity) -> PredictedRun | None:
         """Simulate a run unless it has been simulated; None if it does not fit the memory, or is impossible."""
@@ -151,7 +148,7 @@ class Trials:
     def placed(self, run: PlannedRun) -> Placed:
         """Return the kind of a run's plan: quick simulations have about the same error for all of a kind."""
         if run.key not in self._placed:
-            self._placed[run.key] = placed(run, self.request)
+            self._placed[run.key] = placements(run, self.request), run.has_virtual_stages
         return self._placed[run.key]
 
     def corrections(self) -> dict[Placed, float]:
@@ -182,3 +179,35 @@ class Trials:
         glances = (each for each in self.fitting(QUICK) if each.run.key not in ranked)
         found = [(each.prediction.iteration_seconds, each) for each in ranked.values()]
         return [each for _, each in sorted([*found, *((seconds(each), each) for each in glances)], key=lambda entry: entry[0])]
+
+
+def simulate_run(run: PlannedRun, request: PlanningRequest) -> tuple[PredictedRun | None, float]:
+    """Simulate a run with the fidelity by which runs are ranked, for planners whose formula cannot decide between several.
+
+    Returns None if the run is impossible, or does not fit the memory; and the nominal seconds that the simulation took.
+    """
+    size: dict[str, Any] = {
+        "max_actions": int(request.max_actions * RANKING.share),
+        "filling": RANKING.filling,
+        "kept_replicas": 1,
+    }
+    nominal = nominal_seconds(run, request, **size, num_batches=1)
+    try:
+        prediction = predict_run(run, request, **size, is_checked=False)
+    except BraidError:
+        return None, nominal
+    return PredictedRun(run, prediction) if prediction.peak_memory_bytes <= request.planned_memory_bytes else None, nominal
+
+
+def shortest_run(runs: Iterable[PlannedRun], request: PlanningRequest) -> PlannedRun:
+    """Return the run with the shortest step, each simulated with the balancer that is tried first on its plan.
+
+    A single run is not simulated; the first is returned if none fits the memory.
+    """
+    waiting = list(runs)
+    if len(waiting) == 1:
+        return waiting[0]
+    found = [simulate_run(with_first_balance(run, request), request) for run in waiting]
+    ranked = [(predicted.key, index) for index, (predicted, _) in enumerate(found) if predicted is not None]
+    _, chosen = min(ranked, default=((0.0, 0), 0))
+    return replace(waiting[chosen], nominal_seconds=sum(nominal for _, nominal in found))

@@ -1,16 +1,17 @@
 """Tunes microbatch size and balancer for another planner, so that planners are compared as their users would tune them."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
-from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
+from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, plan_to_fit
 from multimodal.plan.planners.search.prediction import Prediction
-from multimodal.plan.planners.search.run_variants import first_balances, other_balances, placements
+from multimodal.plan.planners.search.run_variants import other_balances, with_first_balance
 from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
 from multimodal.values.errors import BraidError
 
@@ -53,7 +54,7 @@ def tune(planner: Planner, trials: Trials, *, below: float = float("inf")) -> li
     few are simulated more closely. below: runs whose step cannot be shorter than this many seconds, or seems far longer, are left
     out.
     """
-    sizes = list(micro_batch_sizes(trials.request, MICRO_BATCH_SIZES))
+    sizes = micro_batch_sizes(trials.request)
     found: dict[int, list[PredictedRun]] = {}
     seconds: dict[int, float] = {}
 
@@ -77,7 +78,7 @@ def judge_tuned(planner: Planner, tuned: Sequence[PredictedRun], trials: Trials)
     """Return the first of a planner's tuned runs that fits the memory when it is judged; raises PlanError if none does."""
     judged = (trials.try_run(each.run, FINAL) for each in tuned)
     found = next(filter(None, judged), None)
-    return found or plan_to_fit(planner, trials.request, predict=trials.at(FINAL))
+    return found or plan_to_fit(planner, trials.request, predict=partial(trials.predict, fidelity=FINAL))
 
 
 def climb(sizes: Sequence[int], look_at: Callable[[int], float], *, first: int, below: float) -> None:
@@ -110,10 +111,6 @@ def _runs_of_size(planner: Planner, trials: Trials, size: int, below: float) -> 
         return [], float("inf")
     trials.budget.spent_seconds += planned.run.nominal_seconds
     trials.keep(planned, QUICK)
-    runs = [planned, *filter(None, (trials.try_run(run, QUICK) for run in _balanced(planned.run, trials.request)))]
+    balanced = with_first_balance(planned.run, trials.request)
+    runs = [planned, *filter(None, [trials.try_run(balanced, QUICK) if balanced.balance != planned.run.balance else None])]
     return runs, min(each.prediction.iteration_seconds for each in runs)
-
-
-def _balanced(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
-    placement = placements(run, request)[0]
-    yield from (replace(run, balance=name) for name in first_balances(placement, request)[:1] if name != run.balance)

@@ -2,11 +2,12 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 from multimodal.plan.planners.templates.pipeline_times import pipeline_times
-from multimodal.plan.planners.templates.template_set import PipelineTemplate, TemplateSet
+from multimodal.plan.planners.templates.template_set import TemplateSet
 
 
 def step_seconds(templates: TemplateSet) -> float:
@@ -18,15 +19,10 @@ def step_seconds(templates: TemplateSet) -> float:
 def report_templates(templates: TemplateSet) -> dict[str, Any]:
     """Return the JSON object of a set."""
     times = pipeline_times(templates.templates)
+    names = ["num_nodes", "gpus_per_node", "fault_tolerance", "replicas_per_copy", "fewest_nodes"]
+    names += ["micro_batch_size", "num_microbatches", "recompute_granularity"]
     return {
-        "num_nodes": templates.num_nodes,
-        "gpus_per_node": templates.gpus_per_node,
-        "fault_tolerance": templates.fault_tolerance,
-        "replicas_per_copy": templates.replicas_per_copy,
-        "fewest_nodes": templates.fewest_nodes,
-        "micro_batch_size": templates.micro_batch_size,
-        "num_microbatches": templates.num_microbatches,
-        "recompute_granularity": templates.recompute_granularity,
+        **{name: getattr(templates, name) for name in names},
         "units": {unit.name: unit.num_layers for unit in templates.chain},
         "iteration_seconds": step_seconds(templates),
         "templates": [
@@ -39,12 +35,7 @@ def report_templates(templates: TemplateSet) -> dict[str, Any]:
             for template in templates.templates
         ],
         "instances": [
-            {
-                "nodes": each.nodes,
-                "num_microbatches": each.num_microbatches,
-                "seconds": times[each.nodes].seconds(each.num_microbatches),
-            }
-            for each in templates.instances
+            {**asdict(each), "seconds": times[each.nodes].seconds(each.num_microbatches)} for each in templates.instances
         ],
     }
 
@@ -63,13 +54,9 @@ def describe_templates(templates: TemplateSet) -> Iterator[str]:
         f"a step takes {step_seconds(templates):.4g} s"
     )
     for template in templates.templates:
+        shapes = groupby(f"{len(stage.layers)}x{stage.gpus}" for stage in template.stages)
+        runs = ((shape, len(list(run))) for shape, run in shapes)
         yield (
-            f"{template.nodes} nodes: {template.iteration_seconds:.4g} s for {template.num_microbatches} microbatches; "
-            f"stages (layers x GPUs) {_stages(template)}"
+            f"{template.nodes} nodes: {template.iteration_seconds:.4g} s for {template.num_microbatches} microbatches; stages "
+            f"(layers x GPUs) {' '.join(shape if count == 1 else f'{shape} ({count} times)' for shape, count in runs)}"
         )
-
-
-def _stages(template: PipelineTemplate) -> str:
-    shapes = (f"{len(stage.layers)}x{stage.gpus}" for stage in template.stages)
-    runs = ((shape, len(list(run))) for shape, run in groupby(shapes))
-    return " ".join(shape if count == 1 else f"{shape} ({count} times)" for shape, count in runs)

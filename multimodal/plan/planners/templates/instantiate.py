@@ -73,16 +73,15 @@ def share_batch(times: Mapping[int, PipelineTimes], sizes: Sequence[int], *, num
         counts = [times[size].most_microbatches(middle) for size in ordered]
         low, high = (low, middle) if min(counts) >= 1 and sum(counts) >= num_microbatches else (middle, high)
     counts = [times[size].most_microbatches(high) for size in ordered]
+
+    def end(index: int) -> float:
+        return times[ordered[index]].seconds(counts[index])
+
     while sum(counts) > num_microbatches:
         shrinking = (each for each in range(len(counts)) if counts[each] > 1)
-        latest = max(shrinking, key=lambda each: _end(times, ordered, counts, each))
+        latest = max(shrinking, key=end)
         counts[latest] -= max(1, min(counts[latest] - 1, (sum(counts) - num_microbatches) // len(counts)))
-    seconds = max(_end(times, ordered, counts, each) for each in range(len(counts)))
-    return Instantiation(tuple(map(Instance, ordered, counts)), seconds)
-
-
-def _end(times: Mapping[int, PipelineTimes], sizes: Sequence[int], counts: Sequence[int], index: int) -> float:
-    return times[sizes[index]].seconds(counts[index])
+    return Instantiation(tuple(map(Instance, ordered, counts)), max(map(end, range(len(counts)))))
 
 
 def _choose(times: Mapping[int, PipelineTimes], demand: Demand, seconds: float, most: int) -> tuple[int, ...] | None:

@@ -44,25 +44,17 @@ def plan_nodes(
     """
     reconfigurer = Reconfigurer(templates, BYTES_PER_SECOND)
     try:
-        how, pipelines = _choose(reconfigurer, nodes, before, holding)
-        return _checked(templates, pipelines, nodes, graph, how)
+        if before:
+            known = {node for each in before for node in each.nodes}
+            lost, joined = known - set(holding), set(nodes) - (known & set(holding))
+            found = reconfigurer.reconfigure(before, lost=lost, joined=joined)
+            return _checked(templates, found.pipelines, nodes, graph, found.how)
+        is_first = list(nodes) == list(range(templates.num_nodes))
+        return _checked(templates, reconfigurer.start() if is_first else reconfigurer.fresh(nodes)[0], nodes, graph, "start")
     except PlanError:
         if len(nodes) < templates.fewest_nodes:
             raise
     return _alike(reconfigurer, nodes, graph)
-
-
-def _choose(
-    reconfigurer: Reconfigurer, nodes: Sequence[int], before: Sequence[Pipeline], holding: Collection[int]
-) -> tuple[str, tuple[Pipeline, ...]]:
-    if before:
-        known = {node for each in before for node in each.nodes}
-        lost, joined = known - set(holding), set(nodes) - (known & set(holding))
-        found = reconfigurer.reconfigure(before, lost=lost, joined=joined)
-        return found.how, found.pipelines
-    if list(nodes) == list(range(reconfigurer.templates.num_nodes)):
-        return "start", reconfigurer.start()
-    return "start", reconfigurer.fresh(nodes)[0]
 
 
 def _alike(reconfigurer: Reconfigurer, nodes: Sequence[int], graph: ModelGraph) -> NodesPlan:

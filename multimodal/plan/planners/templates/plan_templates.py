@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from multimodal.cost.step_memory import GRADIENT_BYTES
+from multimodal.plan.planners.allowed_sizes import fewest_enough, micro_batch_sizes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.shared_sizes import micro_batch_sizes
-from multimodal.plan.planners.planning_request import MICRO_BATCH_SIZES, PlanningRequest
+from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
-from multimodal.plan.planners.templates.chain import Chain, list_chain
-from multimodal.plan.planners.templates.instantiate import Demand, Instantiation, instantiate
-from multimodal.plan.planners.templates.map_stages import StageMapping, StageTables, map_stages
+from multimodal.plan.planners.templates.chain import Chain, StageMapping, StageTables, list_chain, map_stages
+from multimodal.plan.planners.templates.instantiate import Demand, instantiate
 from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
 from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineTemplate, TemplateSet, TemplateStage, Tolerance
 from multimodal.values.errors import NothingFitsError, PlanError
@@ -34,7 +34,7 @@ def plan_templates(request: PlanningRequest, *, fault_tolerance: int, replicas_p
     """
     tolerance = Tolerance(fault_tolerance, replicas_per_copy)
     num_nodes = _count_nodes(request, tolerance)
-    sizes = list(micro_batch_sizes(request, MICRO_BATCH_SIZES))
+    sizes = micro_batch_sizes(request)
     first = sizes.index(efficient_first(request, sizes)[0])
     best: tuple[tuple[int, float], TemplateSet] | None = None
     problem: PlanError | None = None
@@ -83,10 +83,22 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
         templates = _map_templates(chain, num_nodes)
         if templates:
             _check_coverage(templates, num_nodes, tolerance.fewest_replicas)
-            start = instantiate(
-                pipeline_times(templates), Demand(num_nodes, request.num_microbatches, least_replicas=tolerance.fewest_replicas)
+            demand = Demand(num_nodes, request.num_microbatches, tolerance.fewest_replicas)
+            start = instantiate(pipeline_times(templates), demand)
+            found = TemplateSet(
+                num_nodes,
+                request.cluster.gpus_per_node,
+                tolerance.fault_tolerance,
+                request.default_micro_batch_size,
+                request.num_microbatches,
+                recompute,
+                tuple(ChainUnit(unit.name, len(unit.layers)) for unit in request.graph.units),
+                layer_bytes(chain.request),
+                start.instances,
+                templates,
+                tolerance.replicas_per_copy,
             )
-            return _build(chain, templates, start, num_nodes), start.step_seconds
+            return found, start.step_seconds
         problem = problem or _too_few_nodes(chain, num_nodes)
     assert problem is not None
     raise problem
@@ -111,12 +123,8 @@ def _map_templates(chain: Chain, num_nodes: int) -> tuple[PipelineTemplate, ...]
     least = next((nodes for nodes, template in zip(counts, found, strict=True) if template), None)
     if least is None or (num_others + 1) * least > num_nodes:
         return ()
-    templates = []
-    for template in found[least - 1 : num_nodes - num_others * least]:
-        if template is None:
-            break
-        templates.append(template)
-    return tuple(templates)
+    largest = num_nodes - num_others * least
+    return tuple(filter(None, takewhile(bool, found[least - 1 : largest])))
 
 
 def _map_nodes(chain: Chain, counts: Sequence[int], num_nodes: int) -> list[PipelineTemplate | None]:
@@ -185,23 +193,6 @@ def place_stages(gpus: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
     return tuple(numbers[placed[stage]] for stage in range(len(gpus)))
 
 
-def _build(chain: Chain, templates: tuple[PipelineTemplate, ...], start: Instantiation, num_nodes: int) -> TemplateSet:
-    request = chain.request
-    return TemplateSet(
-        num_nodes,
-        request.cluster.gpus_per_node,
-        chain.tolerance.fault_tolerance,
-        request.default_micro_batch_size,
-        request.num_microbatches,
-        request.recompute,
-        tuple(ChainUnit(unit.name, len(unit.layers)) for unit in request.graph.units),
-        layer_bytes(request),
-        start.instances,
-        templates,
-        chain.tolerance.replicas_per_copy,
-    )
-
-
 def layer_bytes(request: PlanningRequest) -> tuple[int, ...]:
     """Return the bytes of weights and optimizer state of every layer of the chain, all tensor parallel ranks together."""
     memory = MemoryEstimate(request)
@@ -216,7 +207,11 @@ def layer_bytes(request: PlanningRequest) -> tuple[int, ...]:
 
 def _too_few_nodes(chain: Chain, num_nodes: int) -> PlanError:
     """Return the error for nodes that cannot hold the required number of replicas, with advice."""
-    least = _fewest_nodes(chain, num_nodes)
+
+    def holds(nodes: int) -> bool:
+        return _map_nodes(chain, [nodes], max(num_nodes, nodes))[0] is not None
+
+    least = fewest_enough(holds, too_few=0, first=1, most=min(MOST_NODES, 2 * len(chain.pieces)))
     memory = chain.request.memory_text
     if least is None:
         return NothingFitsError(
@@ -230,17 +225,3 @@ def _too_few_nodes(chain: Chain, num_nodes: int) -> PlanError:
         f"one replica needs {least} nodes in {memory}, so {chain.tolerance} needs {replicas} x "
         f"{least} = {wanted} nodes, but there are {num_nodes}; use {wanted * per_node} GPUs{instead}"
     )
-
-
-def _fewest_nodes(chain: Chain, num_nodes: int) -> int | None:
-    """Return the fewest nodes, of any number, that hold a replica: doubled until one fits, then the gap is halved."""
-    too_few, enough = 0, 1
-    while _map_nodes(chain, [enough], max(num_nodes, enough))[0] is None:
-        too_few, enough = enough, 2 * enough
-        if enough > min(MOST_NODES, 2 * len(chain.pieces)):
-            return None
-    while enough - too_few > 1:
-        middle = (too_few + enough) // 2
-        holds = _map_nodes(chain, [middle], max(num_nodes, middle))[0] is not None
-        too_few, enough = (too_few, middle) if holds else (middle, enough)
-    return enough

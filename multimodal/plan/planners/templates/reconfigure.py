@@ -8,11 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.plan.planners.templates.change_least import change_least
 from multimodal.plan.planners.templates.instantiate import Demand, Instantiation, instantiate, share_batch
 from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
 from multimodal.plan.planners.templates.template_set import TemplateSet
-from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import PlanError
 
 
@@ -120,8 +118,7 @@ class Reconfigurer:
 
     def _fastest(self, num_nodes: int) -> Instantiation:
         templates = self.templates
-        demand = Demand(num_nodes, templates.num_microbatches, least_replicas=templates.fewest_replicas)
-        return instantiate(self.times, demand)
+        return instantiate(self.times, Demand(num_nodes, templates.num_microbatches, templates.fewest_replicas))
 
     def reconfigure(
         self, pipelines: Sequence[Pipeline], *, lost: Collection[int] = (), joined: Collection[int] = ()
@@ -133,33 +130,28 @@ class Reconfigurer:
         The one that loses least time until the horizon, by copies and longer steps together, is taken. Nodes are placed where
         they lack the fewest bytes. Raises PlanError if fewer nodes are left than f + 1 replicas need.
         """
-        nodes = self._nodes_left(pipelines, lost, joined)
+        templates, before = self.templates, {node for each in pipelines for node in each.nodes}
+        if strange := sorted(set(lost) - before) or sorted(set(joined) & (before - set(lost))):
+            raise PlanError(f"node {strange[0]} is lost and was not there, or joins and is there already; correct the nodes")
+        nodes = sorted((before - set(lost)) | set(joined))
+        if len(nodes) < templates.fewest_nodes:
+            raise PlanError(
+                f"{len(nodes)} nodes are left, but {templates.fewest_replicas} replicas of {templates.least_nodes} nodes "
+                f"need {templates.fewest_nodes}; wait for nodes to return, or plan anew with a lower fault tolerance"
+            )
         held = self._held_layers(pipelines)
         fastest = self._fastest(len(nodes))
         choices = [("replan", fastest)]
         left = [sum(node not in lost for node in each.nodes) for each in pipelines]
-        kept = change_least(self.templates, left, len(joined))
-        if kept is not None and len(kept[1]) <= self.templates.num_microbatches:
-            choices.insert(0, (kept[0], share_batch(self.times, kept[1], num_microbatches=self.templates.num_microbatches)))
+        kept = change_least(templates, left, len(joined))
+        if kept is not None and len(kept[1]) <= templates.num_microbatches:
+            choices.insert(0, (kept[0], share_batch(self.times, kept[1], num_microbatches=templates.num_microbatches)))
         found = [self._place(how, choice, nodes, held) for how, choice in choices]
 
         def lost_seconds(choice: Reconfiguration) -> float:
             return choice.copy_seconds + self.horizon_seconds * (1 - fastest.step_seconds / choice.step_seconds)
 
         return min(found, key=lost_seconds)
-
-    def _nodes_left(self, pipelines: Sequence[Pipeline], lost: Collection[int], joined: Collection[int]) -> list[int]:
-        before = {node for each in pipelines for node in each.nodes}
-        if strange := sorted(set(lost) - before) or sorted(set(joined) & (before - set(lost))):
-            raise PlanError(f"node {strange[0]} is lost and was not there, or joins and is there already; correct the nodes")
-        nodes = sorted((before - set(lost)) | set(joined))
-        templates = self.templates
-        if len(nodes) < templates.fewest_nodes:
-            raise PlanError(
-                f"{len(nodes)} nodes are left, but {templates.fewest_replicas} replicas of {templates.least_nodes} nodes "
-                f"need {templates.fewest_nodes}; wait for nodes to return, or plan anew with a lower fault tolerance"
-            )
-        return nodes
 
     def _held_layers(self, pipelines: Sequence[Pipeline]) -> dict[int, tuple[int, ...]]:
         """Return node -> the layers that it holds."""
@@ -175,8 +167,9 @@ class Reconfigurer:
         places = [(each.nodes, index) for each in choice.instances for index in range(each.nodes)]
         wanted = [self.templates.layers_of_node[place] for place in places]
         weights = np.array(self.templates.layer_bytes, np.float64)
-        needs = _marks(wanted, len(weights))
-        lacks = 1 - _marks([held.get(node, ()) for node in nodes], len(weights))
+        layers = range(len(weights))
+        needs = np.array([np.isin(layers, each) for each in wanted])
+        lacks = np.array([~np.isin(layers, held.get(node, ())) for node in nodes])
         _, chosen = linear_sum_assignment((needs * weights) @ lacks.T)
         node_of_place = iter([nodes[index] for index in chosen.tolist()])
         pipelines = tuple(
@@ -189,8 +182,39 @@ class Reconfigurer:
         return Reconfiguration("keep" if is_kept else how, pipelines, choice.step_seconds, copies, seconds, missing)
 
 
-def _marks(rows: Sequence[Sequence[int]], num_layers: int) -> Integers:
-    marks = np.zeros((len(rows), num_layers), np.int64)
-    for row, layers in enumerate(rows):
-        marks[row, list(layers)] = 1
-    return marks
+def change_least(templates: TemplateSet, left: Sequence[int], num_joined: int) -> tuple[str, tuple[int, ...]] | None:
+    """Return the result of Oobleck's three steps: the last step taken, and the pipelines' numbers of nodes; None if impossible.
+
+    left: the nodes that each pipeline has left. Nodes that joined first fill up pipelines that are too small, then form a
+    pipeline of their own if they can, and otherwise enlarge the smallest ones.
+    """
+    least, most = templates.least_nodes, templates.most_nodes
+    sizes = [count for count in left if count]
+    steps = {"reinstantiate"}
+    while short := sorted(size for size in sizes if size < least):
+        size = short[-1]
+        sizes.remove(size)
+        filled = min(num_joined, least - size)
+        num_joined -= filled
+        size += filled
+        while size < least and max(sizes, default=0) > least:
+            sizes[sizes.index(max(sizes))] -= 1
+            size += 1
+            steps.add("borrow")
+        if size < least:
+            if not sizes:
+                return None
+            size += sizes.pop(sizes.index(min(sizes)))
+            steps.add("merge")
+        sizes.append(size)
+    extra = num_joined if num_joined < least else 0
+    for num_own in range(num_joined // least, 0, -1):
+        sizes.append(min(most, -(-num_joined // num_own)))
+        num_joined -= sizes[-1]
+    for _ in range(extra):
+        if not sizes or min(sizes) >= most:
+            return None
+        sizes[sizes.index(min(sizes))] += 1
+    if max(sizes, default=most + 1) > most or len(sizes) < templates.fewest_replicas:
+        return None
+    return next(step for step in ("merge", "borrow", "reinstantiate") if step in steps), tuple(sizes)

@@ -22,7 +22,7 @@ def plan_instances(
     A stage with layers of two units becomes a stage of each, on the same ranks. On a node, larger stages come first, so tensor
     parallel groups of one size lie side by side. llm: the unit whose replicas have the instances' shares of the batch.
     """
-    replicas: dict[str, list[Replica]] = {unit.name: [] for unit in templates.chain}
+    replicas: dict[str, list[list[Stage]]] = {unit.name: [] for unit in templates.chain}
     count = iter(range(sum(instance.nodes for instance in instances)))
     for index, instance in enumerate(instances):
         template = templates.template(instance.nodes)
@@ -30,12 +30,15 @@ def plan_instances(
         ranks = _ranks(template, [place * templates.gpus_per_node for place in nodes])
         first = 0
         for unit in templates.chain:
-            layers = range(first, first + unit.num_layers)
-            replicas[unit.name].append(Replica(tuple(_stages(template, ranks, layers))))
-            first = layers.stop
+            stages, end = [], first + unit.num_layers
+            for stage, own in zip(template.stages, ranks, strict=True):
+                held = max(stage.first_layer, first) - first, min(stage.last_layer + 1, end) - first
+                if held[0] < held[1]:
+                    stages.append(Stage(own, (held,)))
+            replicas[unit.name].append(stages)
+            first = end
     shares = tuple(instance.num_microbatches for instance in instances)
-    units = {name: _with_common_size(tuple(found)) for name, found in replicas.items()}
-    return Plan({name: replace(unit, microbatch_shares=shares) if name == llm else unit for name, unit in units.items()})
+    return Plan({name: _build_unit(found, shares if name == llm else ()) for name, found in replicas.items()})
 
 
 def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planner: str) -> PlannedRun:
@@ -68,23 +71,11 @@ def _ranks(template: PipelineTemplate, first_ranks: Sequence[int]) -> list[tuple
     return found
 
 
-def _stages(template: PipelineTemplate, ranks: Sequence[tuple[int, ...]], layers: range) -> list[Stage]:
-    """Return the stages that hold some of these layers of the chain, which belong to one unit."""
-    found = []
-    for stage, own in zip(template.stages, ranks, strict=True):
-        first, end = max(stage.first_layer, layers.start), min(stage.last_layer + 1, layers.stop)
-        if first < end:
-            found.append(Stage(own, ((first - layers.start, end - layers.start),), len(own)))
-    return found
-
-
-def _with_common_size(replicas: tuple[Replica, ...]) -> UnitPlan:
+def _build_unit(replicas: Sequence[Sequence[Stage]], shares: tuple[int, ...]) -> UnitPlan:
     """Return a unit with the tensor parallel size of most of its stages; the other stages have their own."""
-    size = Counter(len(stage.ranks) for replica in replicas for stage in replica.stages).most_common(1)[0][0]
-    plain = (
-        Replica(
-            tuple(replace(stage, tensor_parallel_size=None) if len(stage.ranks) == size else stage for stage in replica.stages)
-        )
-        for replica in replicas
+    size = Counter(len(stage.ranks) for stages in replicas for stage in stages).most_common(1)[0][0]
+    sized = (
+        (stage if len(stage.ranks) == size else replace(stage, tensor_parallel_size=len(stage.ranks)) for stage in stages)
+        for stages in replicas
     )
-    return UnitPlan(tuple(plain), size)
+    return UnitPlan(tuple(Replica(tuple(stages)) for stages in sized), size, microbatch_shares=shares)

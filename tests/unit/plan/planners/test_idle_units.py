@@ -7,7 +7,7 @@ import pytest
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.idle_units import MOST_MEMORY_SHARE, place_idle_units, without_idle_units
-from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
+from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.values.checks.validate_plan import validate_plan
@@ -83,12 +83,8 @@ def test_it_is_cut_into_stages_until_it_takes_little_memory() -> None:
     generator = run.plan.units["generator"]
     ranges = [stage.layer_ranges for stage in generator.replicas[0].stages]
     assert 1 < len(ranges) <= GENERATOR.transformer.num_layers
-    taken = [
-        MemoryEstimate(asked).static_bytes(
-            "generator", each, tensor_parallel_size=generator.tensor_parallel_size, data_parallel_size=1
-        )
-        for each in ranges
-    ]
+    size = StageSize(generator.tensor_parallel_size)
+    taken = [MemoryEstimate(asked).range_bytes("generator", each, size, 1)[0] for each in ranges]
     assert max(taken) <= MOST_MEMORY_SHARE * asked.memory_bytes
 
 

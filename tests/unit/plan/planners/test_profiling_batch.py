@@ -5,9 +5,10 @@ import pytest
 
 from multimodal.plan.planners.baselines.flops_ratio import proportional_gpus
 from multimodal.plan.planners.entrain import (
+    FIRST_SIZE,
     LARGEST_BATCH,
+    NUM_TRIALS,
     gpu_block,
-    num_trials,
     plan_entrain,
     replica_allocation,
     sample_work,
@@ -18,12 +19,12 @@ from tests.unit.plan.planners.planning_cases import TWO, frozen, request, with_m
 
 
 def test_the_paper_s_trials():
-    assert num_trials(alpha=0.05, error=0.05) == 59
+    assert NUM_TRIALS == 59
 
 
 def test_equal_samples_are_stable_at_once():
     work = {"vision": np.full(10, 1.0), "llm": np.full(10, 3.0)}
-    assert stable_batch_size(work, num_gpus=8, data_parallel_size=2, first_size=4) == 4
+    assert stable_batch_size(work, num_gpus=8, data_parallel_size=2) == FIRST_SIZE
 
 
 def test_varied_samples_need_larger_batches_and_the_batch_is_stable():

@@ -8,7 +8,6 @@ from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread
-from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.prediction import predict_run
@@ -74,7 +73,7 @@ def test_the_heaviest_microbatches_together_weigh_more_the_fewer_they_are():
 def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
     asked = text_only(64, 2048)
     one = asked.layer_costs
-    alone, shared = (LengthSpread(asked).heaviest_seconds("llm", even_layout(LLM, tensor, 1, 2)) for tensor in (1, 4))
+    alone, shared = (LengthSpread(asked).heaviest_seconds("llm", StageSize(tensor)) for tensor in (1, 4))
     body = one.seconds("llm", LLM.layers[1], request_load(asked, 2048))
     assert alone > len(LLM.layers[1:-1]) * (body.forward + body.input_gradient + body.weight_gradient)
     assert shared < alone

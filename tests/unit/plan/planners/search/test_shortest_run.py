@@ -9,8 +9,9 @@ from multimodal.plan.planners.baselines.encoders_colocated import plan_encoders_
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.step_estimate import choose_near
 from multimodal.plan.planners.planned_run import PlannedRun
-from multimodal.plan.planners.search import shortest_run as simulations
-from multimodal.plan.planners.search.shortest_run import shortest_run, simulate_run, with_first_balance
+from multimodal.plan.planners.search import trials
+from multimodal.plan.planners.search.run_variants import with_first_balance
+from multimodal.plan.planners.search.trials import shortest_run, simulate_run
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import TWO_ENCODERS, request
 
@@ -37,7 +38,7 @@ def test_near_candidates_are_those_within_a_factor_of_the_best_that_fits():
 
 
 def simulated_seconds(run: PlannedRun, asked) -> float:
-    found = simulate_run(with_first_balance(run, asked), asked).predicted
+    found = simulate_run(with_first_balance(run, asked), asked)[0]
     return found.prediction.iteration_seconds if found else float("inf")
 
 
@@ -62,5 +63,5 @@ def test_one_run_is_not_simulated_and_the_first_is_taken_where_none_fits(monkeyp
     other = replace(run, micro_batch_size=run.micro_batch_size * 2)
     without_memory = partial(asked.changed, memory_scale=1e-6)
     assert shortest_run([other, run], without_memory()).key == other.key
-    monkeypatch.setattr(simulations, "simulate_run", lambda *_: pytest.fail("it was simulated"))
+    monkeypatch.setattr(trials, "simulate_run", lambda *_: pytest.fail("it was simulated"))
     assert shortest_run([run], asked) is run

@@ -4,7 +4,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from multimodal.plan.planners.templates.map_stages import StageTables, map_stages
+from multimodal.plan.planners.templates.chain import StageTables, map_stages
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.templates.one_f_one_b import simulate_1f1b, step_ticks
 from tests.unit.without_kernels import without_kernels

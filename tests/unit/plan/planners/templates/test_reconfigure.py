@@ -4,9 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal.plan.planners.templates.change_least import change_least
 from multimodal.plan.planners.templates.plan_templates import plan_templates
-from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfigurer, copy_seconds, deal_copies
+from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfigurer, change_least, copy_seconds, deal_copies
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request, with_memory
 
