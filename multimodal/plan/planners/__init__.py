@@ -122,23 +122,12 @@ _ROWS = (
         "Optimus, App. B",
     ),
     PlannerRow(
-        "alpa",
-        plan_alpa,
-        "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency",
-        "Optimus 5",
+        "alpa", plan_alpa, "every unit's stages on meshes of its own, by Alpa's objective of a pipeline's latency", "Optimus 5"
     ),
     PlannerRow(
-        "fsdp",
-        plan_fsdp,
-        "all units on all ranks, without tensor or pipeline parallelism; weights are sharded",
-        "Optimus 5",
+        "fsdp", plan_fsdp, "all units on all ranks, without tensor or pipeline parallelism; weights are sharded", "Optimus 5"
     ),
-    PlannerRow(
-        "flops-ratio",
-        plan_flops_ratio,
-        "every unit on GPUs of its own, in proportion to FLOPs",
-        "DistTrain 4.2",
-    ),
+    PlannerRow("flops-ratio", plan_flops_ratio, "every unit on GPUs of its own, in proportion to FLOPs", "DistTrain 4.2"),
     PlannerRow(
         "encoders-colocated",
         plan_encoders_colocated,
@@ -154,10 +143,7 @@ _ROWS = (
         takes_fed_encoders=False,
     ),
     PlannerRow(
-        "disttrain",
-        plan_disttrain,
-        "GPUs, tp and dp of every unit by the adaptive resource allocation",
-        "DistTrain, Alg. 1",
+        "disttrain", plan_disttrain, "GPUs, tp and dp of every unit by the adaptive resource allocation", "DistTrain, Alg. 1"
     ),
     PlannerRow(
         "cornstarch",

@@ -4,15 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import groupby, product
 
-from multimodal.plan.planners.estimate.grid import (
-    Grid,
-    chain_pieces,
-    cut_grid,
-    grid_fits,
-    grid_run,
-    grid_seconds,
-    list_shapes,
-)
+from multimodal.plan.planners.estimate.grid import Grid, chain_pieces, cut_grid, grid_fits, grid_run, grid_seconds, list_shapes
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import choose_near

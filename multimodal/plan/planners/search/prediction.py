@@ -115,10 +115,7 @@ def predict_run(
     part = choose_part(run, request, max_actions=max_actions, filling=filling, kept_replicas=kept_replicas)
     simulate = partial(_simulate, run, request, part.plan, is_checked=is_checked)
     batches = draw_length_batches(
-        request.lengths,
-        batch_size=request.global_batch_size,
-        num_batches=num_batches if request.loads.vary else 1,
-        seed=SEED,
+        request.lengths, batch_size=request.global_batch_size, num_batches=num_batches if request.loads.vary else 1, seed=SEED
     )
     keeps_all = BUILDERS[run.schedule].keeps_all
     steps = [_of_batch(batch[:: part.share], part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]

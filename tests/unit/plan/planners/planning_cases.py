@@ -10,11 +10,7 @@ from multimodal.values.parts.item_passes import pass_item
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 CLUSTER = Cluster(
-    gpus_per_node=4,
-    peak_tflops=100.0,
-    memory_gb=16.0,
-    intra_node=NodeLink(200.0, 3.0),
-    inter_node=Network(25.0, 8.0, 2),
+    gpus_per_node=4, peak_tflops=100.0, memory_gb=16.0, intra_node=NodeLink(200.0, 3.0), inter_node=Network(25.0, 8.0, 2)
 )
 VISION = Unit("vision", Role.ENCODER, Transformer(6, 512, 8, 2048), ImageInput(14, 2))
 AUDIO = Unit("audio", Role.ENCODER, Transformer(4, 256, 4, 1024), ImageInput(14, 2))

@@ -192,10 +192,7 @@ def test_a_share_of_the_replicas_has_the_memory_of_the_whole():
 
 
 def test_units_of_other_context_parallel_sizes_share_ranks():
-    layouts = {
-        "vision": even_layout(VISION, 2, 2, 1, context=2),
-        "llm": even_layout(LLM, 2, 1, 1, context=4),
-    }
+    layouts = {"vision": even_layout(VISION, 2, 2, 1, context=2), "llm": even_layout(LLM, 2, 1, 1, context=4)}
     asked = long_request(num_gpus=8)
     run = Candidate(layouts, groups=(("vision", "llm"),)).to_run(asked, seconds=0.0)
     assert set(run.plan.units["vision"].ranks) == set(run.plan.units["llm"].ranks) == set(range(8))

@@ -66,10 +66,7 @@ def test_fixed_sizes_of_encoders_are_kept_each_encoder_by_itself():
 @pytest.mark.parametrize(
     ("vision", "message"),
     [
-        (
-            FixedSizes(4),
-            "tensor parallel size 4 is fixed, but its pipelines lie inside the LLM's, so it must divide the LLM's 2",
-        ),
+        (FixedSizes(4), "tensor parallel size 4 is fixed, but its pipelines lie inside the LLM's, so it must divide the LLM's 2"),
         (FixedSizes(1, 3), "unit 'vision': pipeline parallel size 3 .* divide the LLM's 2; fix one of 1, 2, or take another"),
     ],
 )

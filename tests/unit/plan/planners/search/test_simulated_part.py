@@ -15,10 +15,7 @@ from tests.unit.plan.planners.test_idle_units import without_items
 
 
 def colocated(*, encoder_tensor: int, encoder_data: int, tensor: int, data: int, pipeline: int) -> Candidate:
-    layouts = {
-        "vision": even_layout(VISION, encoder_tensor, encoder_data, 1),
-        "llm": even_layout(LLM, tensor, data, pipeline),
-    }
+    layouts = {"vision": even_layout(VISION, encoder_tensor, encoder_data, 1), "llm": even_layout(LLM, tensor, data, pipeline)}
     return Candidate(layouts, groups=(("vision", "llm"),))
 
 

@@ -7,11 +7,7 @@ import pytest
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.step_estimate import (
-    estimate_seconds,
-    exposed_reduction_seconds,
-    reduction_seconds,
-)
+from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, exposed_reduction_seconds, reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials

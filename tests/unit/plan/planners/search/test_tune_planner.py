@@ -20,8 +20,7 @@ def looked_at(seconds, *, below=float("inf"), first=2):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [((5, 4, 3, 2, 1), [4, 8, 16, 2]), ((1, 2, 3, 4, 5), [4, 8, 2, 1]), ((2, 1, 3, 4, 5), [4, 8, 2, 1])],
+    ("seconds", "expected"), [((5, 4, 3, 2, 1), [4, 8, 16, 2]), ((1, 2, 3, 4, 5), [4, 8, 2, 1]), ((2, 1, 3, 4, 5), [4, 8, 2, 1])]
 )
 def test_sizes_are_looked_at_while_steps_get_shorter(seconds, expected):
     assert looked_at(seconds) == expected
