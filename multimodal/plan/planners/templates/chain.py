@@ -79,38 +79,27 @@ class Chain:
         return self.pieces[first].first_layer, self.pieces[end].first_layer if end < len(self.pieces) else self.num_layers
 
     @cached_property
-    def forward(self) -> Floats:
-        """[num_sizes, num_pieces]: seconds of one microbatch's forward; NaN if a piece's unit cannot have the size."""
-        return self._seconds(0)
-
-    @cached_property
-    def backward(self) -> Floats:
-        """[num_sizes, num_pieces]: seconds of one microbatch's backward."""
-        return self._seconds(1)
-
-    def _seconds(self, which: int) -> Floats:
+    def seconds(self) -> Floats:
+        """[2, num_sizes, num_pieces]: of one microbatch's forward and backward; NaN if a piece's unit cannot have the size."""
         times = PlanningTimes(self.request)
-        found = np.full((len(self.sizes), len(self.pieces)), np.nan)
+        found = np.full((2, len(self.sizes), len(self.pieces)), np.nan)
         for row, size in enumerate(self.sizes):
             for column, (unit, (first, end), _) in enumerate(self.pieces):
                 if size in tensor_parallel_sizes(self.request, unit):
-                    found[row, column] = sum(times.of_unit(unit, StageSize(size))[which][first:end])
+                    found[:, row, column] = [sum(each[first:end]) for each in times.of_unit(unit, StageSize(size))]
         return found
 
     @cached_property
     def seconds_per_tick(self) -> float:
         """Seconds of a tick in the tables."""
-        longest = float(np.nansum(self.forward + self.backward, axis=1).max())
+        longest = float(np.nansum(self.seconds.sum(axis=0), axis=1).max())
         return (longest or 1.0) / TICKS
 
     @cached_property
     def tables(self) -> StageTables:
         """Return the ticks and bytes of every possible stage."""
-        forward, backward = (
-            np.rint(_of_ranges(np.nan_to_num(each)) / self.seconds_per_tick).astype(np.int64)
-            for each in (self.forward, self.backward)
-        )
-        return StageTables(forward, backward, self._capacities(), np.array(self.sizes, np.int64))
+        ticks = np.rint(_of_ranges(np.nan_to_num(self.seconds)) / self.seconds_per_tick).astype(np.int64)
+        return StageTables(ticks[0], ticks[1], self._capacities(), np.array(self.sizes, np.int64))
 
     def _capacities(self) -> NDArray[np.int64]:
         """Return the microbatches in flight that fit into every stage's memory, up to the number of pieces.
@@ -130,7 +119,7 @@ class Chain:
             for unit in request.graph.unit_names:
                 working[row, units == unit] = memory.working_bytes(unit, StageSize(size))
         fixed = _of_ranges(static) + _of_ranges(working, np.maximum)
-        fixed[_of_ranges(np.isnan(self.forward).astype(np.float64)) > 0] = np.inf
+        fixed[_of_ranges(np.isnan(self.seconds[0]).astype(np.float64)) > 0] = np.inf
         per_sample = {unit: _of_ranges(np.where(units == unit, kept, 0.0)) for unit in request.graph.unit_names}
         found = np.zeros(fixed.shape, np.int64)
         for in_flight in range(1, len(self.pieces) + 1):

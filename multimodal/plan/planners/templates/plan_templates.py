@@ -10,7 +10,7 @@ from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.templates.chain import Chain, StageMapping, StageTables, list_chain, map_stages
-from multimodal.plan.planners.templates.instantiate import Demand, instantiate
+from multimodal.plan.planners.templates.instantiate import instantiate
 from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
 from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineTemplate, TemplateSet, TemplateStage, Tolerance
 from multimodal.values.errors import NothingFitsError, PlanError
@@ -83,8 +83,8 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
         templates = _map_templates(chain, num_nodes)
         if templates:
             _check_coverage(templates, num_nodes, tolerance.fewest_replicas)
-            demand = Demand(num_nodes, request.num_microbatches, tolerance.fewest_replicas)
-            start = instantiate(pipeline_times(templates), demand)
+            counts = num_nodes, request.num_microbatches, tolerance.fewest_replicas
+            start = instantiate(pipeline_times(templates), *counts)
             found = TemplateSet(
                 num_nodes,
                 request.cluster.gpus_per_node,
@@ -169,7 +169,7 @@ def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches:
     for end, gpus, node in zip(mapping.ends, mapping.gpus, nodes_of_stages, strict=True):
         row = chain.sizes.index(gpus)
         layers = chain.layers(first, end)
-        forward, backward = (float(each[row, first:end].sum()) for each in (chain.forward, chain.backward))
+        forward, backward = chain.seconds[:, row, first:end].sum(axis=1).tolist()
         stages.append(TemplateStage(layers[0], layers[1] - 1, gpus, node, forward, backward))
         first = end
     template = PipelineTemplate(nodes, num_microbatches, 0.0, tuple(stages))

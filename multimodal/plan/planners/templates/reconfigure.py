@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.plan.planners.templates.instantiate import Demand, Instantiation, instantiate, share_batch
+from multimodal.plan.planners.templates.instantiate import Instantiation, instantiate, share_batch
 from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import PlanError
@@ -118,7 +118,7 @@ class Reconfigurer:
 
     def _fastest(self, num_nodes: int) -> Instantiation:
         templates = self.templates
-        return instantiate(self.times, Demand(num_nodes, templates.num_microbatches, templates.fewest_replicas))
+        return instantiate(self.times, num_nodes, templates.num_microbatches, templates.fewest_replicas)
 
     def reconfigure(
         self, pipelines: Sequence[Pipeline], *, lost: Collection[int] = (), joined: Collection[int] = ()

@@ -100,11 +100,14 @@ class _Clock:
     since_checkpoint: float = 0.0
     last_checkpoint: float = 0.0
 
+    @property
+    def now(self) -> float:
+        return self.spans[-1].end if self.spans else 0.0
+
     def run(self, until: float, num_nodes: int, step_seconds: float | None, state: str) -> None:
         """Advance the run to a time."""
-        start = self.spans[-1].end if self.spans else 0.0
-        if until > start:
-            self.spans.append(Span(start, until, num_nodes, step_seconds, state))
+        if until > self.now:
+            self.spans.append(Span(self.now, until, num_nodes, step_seconds, state))
 
     def train(
         self, until: float, num_nodes: int, step_seconds: float, *, loses_last: bool, interval: float | None = None
@@ -114,7 +117,7 @@ class _Clock:
         interval: seconds between checkpoints; a later failure takes back the steps after the newest one; None: no step is taken
         back.
         """
-        start = self.spans[-1].end if self.spans else 0.0
+        start = self.now
         count = max(0.0, until - start) / step_seconds
         whole = float(int(count * (1 + 1e-12)))
         if not loses_last and count > whole:
@@ -153,7 +156,7 @@ def simulate_templates(
         lost = set(draw.sample(sorted(nodes), -change)) if change < 0 else set()
         joined = set(range(next_node, next_node + max(0, change)))
         nodes, next_node = (nodes - lost) | joined, next_node + len(joined)
-        now = clock.spans[-1].end if clock.spans else 0.0
+        now = clock.now
         if len(nodes) < reconfigurer.templates.fewest_nodes:
             pipelines = None
         elif pipelines is None:
@@ -185,7 +188,7 @@ def simulate_restarts(
         if change:
             nodes += change
             clock.since_checkpoint = 0.0
-            now = clock.spans[-1].end if clock.spans else 0.0
+            now = clock.now
             clock.last_checkpoint = max(now, clock.last_checkpoint)
             if step_seconds(nodes) is not None:
                 clock.run(min(end, now + pauses.restart), nodes, None, "restart")

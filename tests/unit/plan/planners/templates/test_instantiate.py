@@ -3,7 +3,7 @@ from itertools import combinations_with_replacement
 
 import pytest
 
-from multimodal.plan.planners.templates.instantiate import Demand, instantiate, share_batch
+from multimodal.plan.planners.templates.instantiate import instantiate, share_batch
 from multimodal.plan.planners.templates.pipeline_times import PipelineTimes
 from multimodal.values.errors import PlanError
 
@@ -47,31 +47,31 @@ def test_instances_are_the_best_of_all_combinations():
     draw = random.Random(1)
     for _ in range(40):
         times = random_templates(draw, least=draw.randint(1, 2))
-        demand = Demand(draw.randint(3, 8), draw.randint(3, 12), least_replicas=draw.randint(1, 2))
+        num_nodes, num_microbatches, least_replicas = draw.randint(3, 8), draw.randint(3, 12), draw.randint(1, 2)
         combinations = [
             sizes
-            for count in range(demand.least_replicas, demand.num_microbatches + 1)
+            for count in range(least_replicas, num_microbatches + 1)
             for sizes in combinations_with_replacement(times, count)
-            if sum(sizes) == demand.num_nodes
+            if sum(sizes) == num_nodes
         ]
         if not combinations:
             with pytest.raises(PlanError):
-                instantiate(times, demand)
+                instantiate(times, num_nodes, num_microbatches, least_replicas)
             continue
-        wanted = min(share_batch(times, sizes, num_microbatches=demand.num_microbatches).step_seconds for sizes in combinations)
-        found = instantiate(times, demand)
+        wanted = min(share_batch(times, sizes, num_microbatches=num_microbatches).step_seconds for sizes in combinations)
+        found = instantiate(times, num_nodes, num_microbatches, least_replicas)
         assert found.step_seconds == pytest.approx(wanted)
-        assert sum(each.nodes for each in found.instances) == demand.num_nodes
-        assert len(found.instances) >= demand.least_replicas
+        assert sum(each.nodes for each in found.instances) == num_nodes
+        assert len(found.instances) >= least_replicas
 
 
 def test_what_cannot_be_is_refused_with_what_would_work():
     times = {2: PipelineTimes((1.0, 1.0), (2.0, 2.0))}
     with pytest.raises(PlanError, match="3 nodes cannot hold 2 replicas of at least 2 nodes each; use 4 nodes"):
-        instantiate(times, Demand(3, 8, least_replicas=2))
+        instantiate(times, 3, 8, 2)
     with pytest.raises(PlanError, match="1 microbatches cannot be shared by 2 replicas; make it at least 2"):
-        instantiate(times, Demand(4, 1, least_replicas=2))
+        instantiate(times, 4, 1, 2)
     with pytest.raises(PlanError, match="5 nodes cannot all be used by at most 8 replicas"):
-        instantiate(times, Demand(5, 8))
+        instantiate(times, 5, 8)
     with pytest.raises(PlanError, match="make it at least 3 microbatches"):
         share_batch(times, [2, 2, 2], num_microbatches=2)
