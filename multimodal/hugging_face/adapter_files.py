@@ -24,6 +24,8 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetens
 PREFIX = "base_model.model."
 """Prefix of all names in the file."""
 DOWN_ENDING, UP_ENDING = ".lora_A.weight", ".lora_B.weight"
+TOKENS_ENDING = ".token_adapter.trainable_tokens_delta"
+"""The end of the name of trained rows of the vocabulary: their values, in the order of `trainable_token_indices`."""
 _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none", None),
@@ -87,6 +89,8 @@ class PeftAdapter:
     graph: ModelGraph
     """The graph of the units that the folder describes."""
     architecture: Architecture
+    new_tokens: tuple[int, int] | None = None
+    """The first token whose row of the vocabulary is trained, and the one behind the last."""
     dropout: float = 0.0
     """The probability with which PEFT drops inputs of adapters in training; it says nothing about the trained model."""
 
@@ -140,8 +144,9 @@ def read_peft_adapter(folder: str | Path, *, graph: ModelGraph, base: str | Path
     ranks = (parts[0].rank if shares[own] else sum(part.rank for part in parts) for own, parts in modules.items())
     first = next(iter(modules.values()))[0]
     targets = tuple(dict.fromkeys(own.target for own in modules))
-    dropout = float(config.get("lora_dropout") or 0)
-    return PeftAdapter(folder, max(ranks), first.scale, targets, modules, shares, tuple(others), graph, architecture, dropout)
+    dropout, tokens = float(config.get("lora_dropout") or 0), _trained_tokens(folder, config)
+    plain = folder, max(ranks), first.scale, targets, modules, shares, tuple(others), graph, architecture
+    return PeftAdapter(*plain, tokens, dropout)
 
 
 def _adapted_part(folder: Path, graph: ModelGraph, base: str | Path | None) -> tuple[Path, ModelGraph, Architecture]:
@@ -179,6 +184,21 @@ def _read_config(folder: Path) -> Mapping[str, Any]:
                 "one entry for each name that the expression matches"
             )
     return config
+
+
+def _trained_tokens(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return the tokens of `trainable_token_indices`: a list, or one for each module."""
+    given = config.get("trainable_token_indices")
+    lists = list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
+    if not lists:
+        return None
+    first = lists[0][0] if isinstance(lists[0], list) and lists[0] and type(lists[0][0]) is int else -1
+    if first < 0 or any(each != list(range(first, first + len(lists[0]))) for each in lists):
+        raise ConfigError(
+            f"{folder / ADAPTER_CONFIG}: trainable_token_indices is {given!r}, expected tokens one after another, the same for "
+            "embeddings and output; merge such an adapter with PEFT"
+        )
+    return first, first + len(lists[0])
 
 
 def _is_number(value: Any) -> bool:

@@ -41,7 +41,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in (*WHISPERS, *VISION_ENCODERS)}
 """Families of encoders by their name in `architectures` of config.json."""
 _FREE = frozenset(
-    ("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "min_pixels", "max_pixels", "max_tiles")
+    (
+        *("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "new_tokens"),
+        *("min_pixels", "max_pixels", "max_tiles"),
+    )
 )
 """Fields that a unit may have in any family."""
 

@@ -4,6 +4,8 @@ Adapters add no communication. If W is split by its outputs, so is B, and all ra
 with W's. If W is split by its inputs, so is A, and all ranks have B; its product is summed together with W's. In either case each
 rank has a part of the gradient of the replicated matrix; these parts are summed at the end of a step, like those of norms under
 sequence parallelism.
+
+New rows of a frozen vocabulary are an adapter, too: A is what is added to them, and B, which is fixed, puts each into its place.
 """
 
 from collections.abc import Collection
@@ -12,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+
+from multimodal.values.units.unit import NEW_ROWS
 
 DOWN, UP = "lora_a", "lora_b"
 """Names of A and B in their linear layer."""
@@ -41,10 +45,13 @@ class Adapter(NamedTuple):
 
     @torch.no_grad()
     def merged_with(self, values: Tensor, elements: range) -> Tensor:
-        """Return these flat elements of the adapted matrix with the adapter's product added, in at least float32."""
+        """Return these flat elements of the adapted matrix with the adapter's product added, in at least float32.
+
+        Where it is zero, they stay bit for bit.
+        """
         wide = torch.promote_types(values.dtype, torch.float32)
-        added = self.up.to(wide).matmul(self.down.to(wide)).mul_(self.scale).view(-1)
-        return added[elements.start : elements.stop] + values
+        added = self.up.to(wide).matmul(self.down.to(wide)).mul_(self.scale).view(-1)[elements.start : elements.stop]
+        return torch.where(added == 0, values.to(wide), added + values)
 
 
 NO_ADAPTER = (None, None, 0.0)
@@ -65,18 +72,48 @@ def attach_adapters(layer: Module, modules: Collection[str], *, rank: int, scale
         linear.lora_scale = scale  # type: ignore[assignment]
 
 
+def attach_new_rows(layer: Module, matrix: Module, tokens: range, *, tensor_parallel_rank: int) -> None:
+    """Let a matrix of the vocabulary learn its rows of some tokens, and freeze all other parameters of the layer.
+
+    matrix: the module in `layer` that has this rank's equal share of the rows, or uses that of tied embeddings.
+    """
+    layer.requires_grad_(False)
+    weight: Tensor | None = matrix.weight  # type: ignore[assignment]
+    if weight is None:
+        return
+    new_rows = Parameter(torch.empty((len(tokens), weight.shape[1]), dtype=weight.dtype, device=weight.device))
+    matrix.register_parameter(NEW_ROWS, new_rows)
+    new_rows.sequence_parallel = True  # type: ignore[attr-defined]  # each rank has the gradient of its own rows
+    own = torch.arange(len(weight), device=weight.device) + tensor_parallel_rank * len(weight)
+    places = own[:, None] == torch.tensor(tokens, device=weight.device)
+    matrix.register_buffer("new_row_places", places.to(weight.dtype), persistent=False)
+
+
+def share_adapter(linear: Module, owner: Module) -> None:
+    """Let a linear layer that multiplies by another module's weight have that module's adapter, too."""
+    linear.__dict__["adapter_owner"] = owner  # no submodule: its parameters have one name
+
+
 def adapter_of(linear: Module) -> Adapter | None:
-    """Return the adapter of a linear layer, if it has one."""
+    """Return the adapter of a linear layer, or of a matrix of the vocabulary, if it has one."""
+    linear = linear.__dict__.get("adapter_owner", linear)
+    if hasattr(linear, NEW_ROWS):
+        return Adapter(linear.new_rows, linear.new_row_places, 1.0)  # type: ignore[arg-type]
     if not hasattr(linear, DOWN):
         return None
     return Adapter(linear.lora_a, linear.lora_b, linear.lora_scale)  # type: ignore[arg-type]
 
 
 def initial_adapter_std(name: str, shape: tuple[int, ...]) -> float:
-    """Return the standard deviation of A, given its whole shape, as in PEFT (which draws uniformly), and 0 for B."""
+    """Return the standard deviation of A, given its whole shape, as in PEFT (which draws uniformly), and 0 for B and new rows."""
     return (3 * shape[1]) ** -0.5 if name.endswith(DOWN) else 0.0
 
 
 def is_adapter(name: str) -> bool:
-    """Return True if a parameter, by its name, is one of an adapter's two matrices."""
-    return name.endswith((f".{DOWN}", f".{UP}"))
+    """Return True if a parameter, by its name, is one of an adapter's two matrices, or what is added to new rows."""
+    return name.endswith((f".{DOWN}", f".{UP}", f".{NEW_ROWS}"))
+
+
+def is_new_rows(name: str) -> bool:
+    """Return True if a parameter, by its name, is what is added to new rows of the vocabulary."""
+    return name.endswith(f".{NEW_ROWS}")

@@ -143,7 +143,8 @@ def weight_gradients(
         pending["weight"] = LinearWeightGradient(rows, output_gradient, ctx.weight, ctx.bias)
     if inner is not None and inner_gradient is not None:
         pending["down"] = LinearWeightGradient(rows, inner_gradient, ctx.adapter.down, None)
-        pending["up"] = LinearWeightGradient(inner, output_gradient, ctx.adapter.up, None)
+        if ctx.adapter.up.requires_grad:
+            pending["up"] = LinearWeightGradient(inner, output_gradient, ctx.adapter.up, None)
     if ctx.queue is not None:
         for each in pending.values():
             ctx.queue.put(each)

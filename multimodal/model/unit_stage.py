@@ -13,7 +13,7 @@ from torch.nn import Module, ModuleDict
 from torch.utils.checkpoint import checkpoint
 
 from multimodal.attention.packed_lengths import PackedLengths
-from multimodal.model.adapter import attach_adapters
+from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, share_adapter
 from multimodal.model.collectives import RankLink, share_rows
 from multimodal.model.layers.carried_states import CarriedStates, join
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
@@ -93,7 +93,7 @@ class UnitStage(MegatronModule):
         """True if every forward with a backward needs an active queue, split or not."""
         accumulate = find_accumulation() if options.accumulates_in_products else None
         if accumulate is not None:
-            tied = self.shared_embedding_weight  # it gets gradients from two layers, one of which would be lost
+            tied = self.shared_parameter  # it gets gradients from two layers, one of which would be lost
             accumulate_into_buffers((each for each in self.parameters() if each is not tied), accumulate)
 
     @property
@@ -118,6 +118,13 @@ class UnitStage(MegatronModule):
             return None
         weight: Tensor = self.layers["0"].word_embeddings.weight  # type: ignore[union-attr, assignment]
         return weight
+
+    @property
+    def shared_parameter(self) -> Tensor | None:
+        """The tied word embeddings of this stage, or what is added to their new rows if only these are trained."""
+        weight = self.shared_embedding_weight
+        adapter = None if weight is None else adapter_of(self.layers["0"].word_embeddings)  # type: ignore[union-attr, arg-type]
+        return weight if adapter is None else adapter.down
 
     def sharding(self, name: str) -> ParameterSharding:
         """Return the split of one of this stage's parameters over tensor parallel ranks."""
@@ -284,16 +291,23 @@ class UnitStage(MegatronModule):
         if modules := self.unit.adapted_modules(index):
             assert self.unit.lora is not None
             attach_adapters(self.layers[str(index)], modules, rank=self.unit.lora.rank, scale=self.unit.lora.scale)
+        if tokens := self.unit.new_rows(self.unit.layers[index]):
+            layer, (matrix,) = self.layers[str(index)], kind_of(self.unit, index).column_parallel
+            attach_new_rows(layer, getattr(layer, matrix), tokens, tensor_parallel_rank=self.groups.tp.rank())
 
     def _build_layer(self, index: int) -> Module:
         return kind_of(self.unit, index).build(self.context, index)
 
     def _mark_shared_embedding(self) -> None:
-        if self.shared_embedding_weight is None or (self.is_first and self.is_last):
+        if self.shared_embedding_weight is None:
             return
-        weight = self.shared_embedding_weight
-        weight.shared_embedding = True  # type: ignore[attr-defined]  # megatron-core gives it a bucket of its own
-        weight.shared = not self.is_first  # type: ignore[attr-defined]  # count it once in the gradient norm
+        embedding: Module = self.layers["0"].word_embeddings  # type: ignore[union-attr, assignment]
+        if self.is_last:
+            head: Module = self.layers[str(self.layer_range.stop - 1)].output_layer  # type: ignore[union-attr, assignment]
+            share_adapter(head, embedding)
+        for parameter in embedding.parameters() if not (self.is_first and self.is_last) else ():
+            parameter.shared_embedding = True  # type: ignore[attr-defined]  # megatron-core gives it a bucket of its own
+            parameter.shared = not self.is_first  # type: ignore[attr-defined]  # count it once in the gradient norm
 
 
 def _has_backward(layer: Module, hidden: Tensor) -> bool:

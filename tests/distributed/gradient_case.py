@@ -26,7 +26,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.run_options import RunOptions
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
-from multimodal.model.adapter import UP
+from multimodal.model.adapter import UP, is_new_rows
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
 from multimodal.model.stage_input import PackedInput, stack_items
@@ -100,7 +100,7 @@ class GradientCase:
         plan, replicas = self.plan.units[unit.name], self.assignment.units[unit.name]
         stages = [[(stage.ranks, stage.layer_ranges) for stage in replica.stages] for replica in plan.replicas]
         groups = [[[tuple(atom) for atom in microbatch] for microbatch in replica] for replica in replicas]
-        frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}, {unit.lora}"
+        frozen = f"module {unit.freeze_module}, projector {unit.freeze_projector}, {unit.lora}, new tokens {unit.new_tokens}"
         return [
             f"{unit.name}: {unit.transformer}, frozen: {frozen}, tied: {not unit.untie_embeddings_and_output_weights}",
             f"  tp {plan.tensor_parallel_size}, cp {plan.context_parallel_size}, ep {plan.expert_parallel_size}",
@@ -141,7 +141,7 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
     with whole_weights(session):
         for (unit, _), stage in session.stages.items():
             for name, parameter in stage.named_parameters():
-                if parameter.dim() == 1 or name.endswith(UP):
+                if parameter.dim() == 1 or name.endswith(UP) or is_new_rows(name):
                     _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
     session.zero_gradients()
     return session

@@ -1,7 +1,7 @@
 """Adapters of a Llama: what PEFT's files say, applied by torch alone to transformers' model, gives the same under any plan."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,7 @@ from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Plans, case_of, only_text, run_transformers
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.test_hugging_face_llava import clip_and_llama, samples
-from tests.distributed.test_hugging_face_text import SAMPLES, llama
+from tests.distributed.test_hugging_face_text import SAMPLES, llama, llama_of_long_contexts
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tools import convert
 
@@ -150,6 +150,57 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
         assert mine == theirs_again, "adapters come back as they were written"
     plain = replace(graph, units=(replace(graph.backbone, lora=None),))
     assert read_model(tmp_path / "alone" / "merged") == plain
+
+
+NEW = range(57, 63)
+"""Of these tokens the model's vocabulary of 61 has room for four; two make it grow."""
+
+
+@pytest.mark.parametrize("make", [llama, llama_of_long_contexts], ids=["untied", "tied"])
+def test_new_rows_beside_adapters_are_those_of_peft_under_any_plan(
+    make: Callable[[], Any], ranks: RankPool, tmp_path: Path
+) -> None:
+    folder, alone = tmp_path / "model", tmp_path / "alone"
+    model = build_wide_model(make, folder)
+    graph = read_model(folder)
+    unit = replace(graph.backbone, vocab_size=NEW.stop, new_tokens=(NEW.start, NEW.stop))
+    adapted_graph = adapt_units(replace(graph, units=(unit,)), linear_layers(graph), rank=RANK, alpha=ALPHA, targets=())
+    frozen = case_of(replace(graph, units=(replace(unit, freeze_module=True),)), SAMPLES, ALONE)
+    ranks.run(WithAdapters(folder, alone), case_of(adapted_graph, SAMPLES, ALONE), world_size=1)
+    ranks.run(FromFolder(folder, tmp_path / "frozen"), frozen, world_size=1)
+    before, merged = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "frozen"))
+    rows = load_file(alone / "adapter" / "adapter_model.safetensors")
+    config = json.loads((alone / "adapter" / "adapter_config.json").read_text())
+    matrices = {"model.embed_tokens": 0, **({} if unit.ties_embeddings else {"lm_head": len(unit.layers) - 1})}
+    assert config["trainable_token_indices"] == {key.rpartition(".")[2]: list(NEW) for key in matrices}
+    with double_precision():
+        model = type(model).from_pretrained(tmp_path / "frozen", dtype=torch.float64)
+    _, loss_sum = run_transformers(model, frozen.source, only_text)
+    gradients = {}
+    for key, layer in matrices.items():
+        name = f"{key}.weight"
+        assert torch.equal(merged[name][: NEW.start], before[name][: NEW.start]), "old rows stay bit for bit"
+        assert torch.equal(rows[f"{PREFIX}{key}.token_adapter.trainable_tokens_delta"], merged[name][NEW.start :])
+        assert (merged[name][NEW.start : 61] != before[name][NEW.start :]).all(), "rows to spare are drawn, too"
+        gradient = model.get_parameter(name).grad
+        assert gradient is not None
+        module = "output_layer" if layer else "word_embeddings"
+        gradients["llm", f"layers.{layer}.{module}.new_rows"] = gradient[NEW.start :].numpy()
+    expected = RankGradients({"llm": loss_sum}, gradients, {})
+    for name, (sizes, options) in {"again": (ALONE, {}), **PLANS}.items():
+        assert_matches(case_of(frozen.graph, SAMPLES, sizes, **options), ranks, run=FromFolder(folder), expected=expected)
+        case = case_of(adapted_graph, SAMPLES, sizes, **options)
+        ranks.run(WithAdapters(folder, tmp_path / name), case, world_size=case.plan.num_ranks)
+        again = WithAdapters(folder, tmp_path / f"{name}, from files", alone / "adapter")
+        ranks.run(again, case, world_size=case.plan.num_ranks)
+        for kind in (name, f"{name}, from files"):
+            for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
+                one, other = (load_file(tmp_path / each / file) for each in ("alone", kind))
+                assert one.keys() == other.keys() and all(torch.allclose(one[key], other[key], rtol=1e-12) for key in one), kind
+    converted = tmp_path / "converted"
+    assert convert.main(["--load-hf", str(folder), "--load-adapter", str(alone / "adapter"), "--save-hf", str(converted)]) == 0
+    one, other = (load_file(each / "model.safetensors") for each in (alone / "merged", converted))
+    assert one.keys() == other.keys() and all(torch.allclose(one[key], other[key], rtol=1e-12) for key in one)
 
 
 PEFT_DEFAULTS: Mapping[str, Any] = {

@@ -48,6 +48,28 @@ def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, 
     assert_matches(with_adapters(case, llm=OF_LLM, vision=OF_VISION), ranks)
 
 
+ROWS: dict[tuple[str, str], dict[str, Any]] = {
+    ("tp 2 and 4", "plain"): {},
+    ("tp 4, pp 2", "zb-h1"): {"tied": True},
+    ("tp 4, pp 2", "plain"): {"lora": None},
+    ("tp 2, cp 2", "split backward"): {"tied": True, "lora": None},
+    ("tp 2, two replicas", "weights shared"): {"tied": True},
+    ("tp 2, two replicas", "no sequence parallelism"): {"lora": None},
+}
+
+
+@pytest.mark.parametrize(("sizes", "change"), ROWS)
+def test_new_rows_of_a_frozen_vocabulary(ranks: RankPool, sizes: str, change: str) -> None:
+    """Rows 4 to 7 of 12 are on both of two ranks, beside adapters and in an LLM that is frozen otherwise."""
+    given = {"tied": False, "lora": OF_LLM, **ROWS[sizes, change]}
+    case = build_case(sizes, **CHANGES[change])
+    unit = replace(case.graph.unit("llm"), untie_embeddings_and_output_weights=not given["tied"], new_tokens=(4, 8))
+    lora = replace(OF_LLM, targets=OF_LLM.targets[:-1]) if given["lora"] else None
+    unit = replace(unit, lora=lora, freeze_module=lora is None)
+    units = tuple(unit if each.name == "llm" else each for each in case.graph.units)
+    assert_matches(replace(case, graph=replace(case.graph, units=units)), ranks)
+
+
 def test_a_half_that_all_ranks_have_is_summed_over_them(ranks: RankPool) -> None:
     """Without it the master test fails: that is what it sees."""
     case = with_adapters(build_case("tp 2 and 4", num_overlapped_parts=1), llm=OF_LLM)
@@ -64,9 +86,8 @@ def _swap_halves() -> None:
     DeferrableColumnParallelLinear.splits_inputs = not DeferrableColumnParallelLinear.splits_inputs
 
 
-TRAINED = ModelGraph(
-    tuple(replace(unit, lora=OF_LLM if unit.name == "llm" else OF_VISION) for unit in build_graph().units), (("vision", "llm"),)
-)
+CHANGED: dict[str, dict[str, Any]] = {"llm": {"lora": OF_LLM, "new_tokens": (7, 12)}, "vision": {"lora": OF_VISION}}
+TRAINED = ModelGraph(tuple(replace(unit, **CHANGED[unit.name]) for unit in build_graph().units), (("vision", "llm"),))
 SPLIT = TrainingCase(TRAINED, build_plan(TRAINED, vision=(1, 1, 1), llm=(2, 1, 1)))
 SHARED = TrainingCase(TRAINED, build_plan(TRAINED, vision=(1, 1, 2), llm=(1, 1, 2), colocated=True), shards_weights=True)
 

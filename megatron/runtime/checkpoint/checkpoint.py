@@ -36,7 +36,7 @@ from megatron.runtime.checkpoint.manifest import (
 from megatron.runtime.checkpoint.storage import WrittenFiles, read_tensors, write_tensors
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
-from multimodal.model.adapter import is_adapter
+from multimodal.model.adapter import is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 
 
@@ -167,9 +167,12 @@ def load_checkpoint(
 
     path, manifest = on_first_rank(find, what=f"loading {folder}")
     what = f"loading {path}"
-    old_adapters = {name for name, unit in manifest.model["units"].items() if unit.get("lora") is not None}
-    held = model_tensors(session.state)
-    model = [tensor for tensor in held if not is_adapter(tensor.key) or tensor.key.split(".")[1] in old_adapters]
+
+    def is_saved(key: str) -> bool:
+        of_unit = "new_tokens" if is_new_rows(key) else "lora"
+        return not is_adapter(key) or manifest.model["units"][key.split(".")[1]].get(of_unit) is not None
+
+    model = [tensor for tensor in model_tensors(session.state) if is_saved(tensor.key)]
 
     def read() -> TensorIndex:
         index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)

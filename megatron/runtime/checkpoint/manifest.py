@@ -86,8 +86,8 @@ def check_model(path: Path, manifest: Manifest, *, graph: ModelGraph) -> None:
         raise CheckpointError(f"{path}: its model cannot be read ({problem}); load it with the Braid that wrote it") from problem
     before, now = saved.to_dict(), graph.to_dict()
     for name, unit in now["units"].items():
-        if "lora" not in before["units"].get(name, {}):
-            unit.pop("lora", None)  # adapters that it lacks keep their initial values
+        for key in {"lora", "new_tokens"} - before["units"].get(name, {}).keys():
+            unit.pop(key, None)  # adapters that it lacks keep their initial values
     if difference := _first_difference(before, now, where="model"):
         raise CheckpointError(
             f"{path} is of another model: {difference}; pass the model file that it was trained with, or another folder to --load"

@@ -149,29 +149,23 @@ def text_settings(config: RunConfig) -> TextSettings:
     return TextSettings(config.data.tokenizer_type, config.data.tokenizer_model, config.data.chat_template)
 
 
-def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer, *, has_rows: bool = False) -> ModelGraph:
+def with_vocabulary(graph: ModelGraph, tokenizer: Tokenizer) -> ModelGraph:
     """Enlarge an LLM's exact vocabulary to the tokenizer's if that is larger, for special tokens that it lacks.
 
-    has_rows: the run starts from a checkpoint that may have trained these tokens' rows. Raises ConfigError for a tokenizer that
-    has more tokens even without these, which must belong to another model, and for rows that would be random for ever.
+    Where its embeddings are frozen, the rows of these tokens become `new_tokens`, also if the vocabulary has had rows to spare.
+    Raises ConfigError for a tokenizer that has more tokens even without these, which must belong to another model.
     """
     backbone = graph.backbone
-    if not backbone.has_exact_vocabulary or (backbone.vocab_size or 0) >= tokenizer.vocab_size:
+    own, known = tokenizer.num_own_tokens, backbone.vocab_size or 0
+    if not backbone.has_exact_vocabulary or own == tokenizer.vocab_size <= known:
         return graph
-    if backbone.vocab_size is not None and tokenizer.num_own_tokens > backbone.vocab_size:
+    if own > known > 0:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.num_own_tokens} tokens, but the vocabulary of unit '{backbone.name}' "
+            f"the tokenizer has {own} tokens, but the vocabulary of unit '{backbone.name}' "
             f"{backbone.vocab_size}; give the model's own: --tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR"
         )
-    if not (backbone.trains_weights(0) or has_rows):
-        added = range(backbone.vocab_size or 0, tokenizer.vocab_size)
-        spelled = [token for token, index in getattr(tokenizer, "special_spellings", {}).items() if index in added]
-        raise ConfigError(
-            f"unit '{backbone.name}' lacks {len(added)} special tokens ({', '.join(spelled) or 'of bytes'}), which end turns and "
-            "answers, and its embeddings are frozen, so they would stay random; write conversations with tokens that it has "
-            "(--chat-template), take a tokenizer whose tokens it has, or train the whole unit, without adapters and --freeze"
-        )
-    larger = replace(backbone, vocab_size=tokenizer.vocab_size)
+    new = None if backbone.trains_weights(0) else (own, tokenizer.vocab_size)
+    larger = replace(backbone, vocab_size=max(known, tokenizer.vocab_size), new_tokens=new)
     return replace(graph, units=tuple(larger if unit is backbone else unit for unit in graph.units))
 
 

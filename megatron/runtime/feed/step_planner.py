@@ -103,9 +103,7 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
             source = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
             balance = replace(balance, exchanged_node_bytes=source.bytes_between_nodes)
             source_index = {sample_id: sample_id for sample_id in source_index}
-        planned = plan_step(
-            source, lengths=lengths, assignment=assignment, source_index=source_index, options=self._options
-        )
+        planned = plan_step(source, lengths=lengths, assignment=assignment, source_index=source_index, options=self._options)
         vocab_size = self._balance_options.vocab_size
         flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0
         return planned.changed(balance=balance, flops=flops)

@@ -59,9 +59,15 @@ def find_checkpoint(folder: Path) -> StoredModel:
     return StoredModel(graph, embeddings.dtype, embeddings.shape[0], texts, mask)
 
 
-def find_hugging_face(folder: Path, *, vocab_multiple: int = 128) -> StoredModel:
-    """Describe a folder of Hugging Face, its vocabulary padded to a multiple; raises ModelError."""
+def find_hugging_face(folder: Path, *, vocab_multiple: int = 128, vocab_size: int = 0) -> StoredModel:
+    """Describe a folder of Hugging Face, its vocabulary padded to a multiple; raises ModelError.
+
+    vocab_size: of tokens that are added, if it is larger.
+    """
     graph = read_model(folder)
+    if vocab_size > (graph.backbone.vocab_size or 0):
+        larger = replace(graph.backbone, vocab_size=vocab_size)
+        graph = replace(graph, units=tuple(larger if unit is graph.backbone else unit for unit in graph.units))
     with WeightFiles(folder) as files:
         dtype = max((weight.dtype for weight in files.weights.values()), key=lambda dtype: dtype.itemsize)
     padded = -(-(graph.backbone.vocab_size or 1) // vocab_multiple) * vocab_multiple

@@ -147,9 +147,7 @@ class UnitGradients:
     def sum_shared_embeddings(self) -> None:
         """Give both copies of tied word embeddings, on the first and the last stage, the sum of their gradients."""
         copies = [
-            stage.shared_embedding_weight
-            for stage in self.stages.values()
-            if getattr(stage.shared_embedding_weight, "shared_embedding", False)
+            stage.shared_parameter for stage in self.stages.values() if getattr(stage.shared_parameter, "shared_embedding", False)
         ]
         gradients = [main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
         sum_copies(gradients, self.membership.embedding_group)

@@ -45,7 +45,7 @@ class ShardedStage:
         stage.guard = self
         for index, layer in stage.layers.items():
             for parameter in layer.parameters():
-                if parameter.requires_grad and parameter is not stage.shared_embedding_weight:
+                if parameter.requires_grad and parameter is not stage.shared_parameter:
                     parameter.register_post_accumulate_grad_hook(self._reached(int(index)))
 
     @contextmanager
@@ -197,7 +197,7 @@ class ShardedUnit:
         copies = [
             self.sharded[index].layers.get(LayerKey(0, is_trained=True))
             for index, stage in self.stages.items()
-            if getattr(stage.shared_embedding_weight, "shared_embedding", False)
+            if getattr(stage.shared_parameter, "shared_embedding", False)
         ]
         shares = [layer.gradient_share for layer in copies if layer is not None]
         sum_copies([share for share in shares if share is not None], self.membership.embedding_group)

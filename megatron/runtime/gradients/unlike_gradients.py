@@ -79,32 +79,19 @@ class UnlikeGradients(UnitGradients):
 
     def sum_shared_embeddings(self) -> None:
         """Give all copies of tied word embeddings, on first and last stages of all replicas, the sum of their gradients."""
-        copies = [stage.shared_embedding_weight for stage in self.stages.values()]
-        gradients = [main_gradient(copy) for copy in copies if copy is not None and copy.requires_grad]
-        if not gradients:
+        shared = [(stage, stage.shared_parameter) for stage in self.stages.values()]
+        copies = [(stage, copy) for stage, copy in shared if copy is not None and copy.requires_grad]
+        if not copies:
             return
+        gradients = [main_gradient(copy) for _, copy in copies]
         gradients[0].copy_(torch.stack(gradients).sum(0))
+        stage, first = copies[0]
+        names: dict[Tensor, str] = {each: name for name, each in stage.named_parameters()}
         holders = holders_of_embeddings(self._unit)
-        for part in weight_parts(self._unit, holders):
-            if self._has(part):
-                view = _part_of(gradients[0], ParameterSharding(0), part, rank=self._tensor_rank, size=self._tensor_size)
-                start_sum(PartSum([view], self._book[part.ranks], [True]))()
+        for part in part_sums(stage, [(names[first], first)], holders=holders, unit=self._unit, book=self._book):
+            start_sum(part)()
         for gradient in gradients[1:]:
             gradient.copy_(gradients[0])
-
-    @property
-    def _tensor_rank(self) -> int:
-        rank: int = self.membership.groups.tp.rank()
-        return rank
-
-    @property
-    def _tensor_size(self) -> int:
-        size: int = self.membership.groups.tp.size()
-        return size
-
-    def _has(self, part: WeightPart) -> bool:
-        """Return True if this rank holds a part."""
-        return part.first * self._tensor_size // part.num_parts == self._tensor_rank
 
     def _start_layer(self, stage_index: int, layer: int) -> None:
         """Start summing one layer's gradients over all ranks that hold any part of it."""
@@ -123,12 +110,12 @@ class UnlikeGradients(UnitGradients):
         """Return a layer's trained parameters by name, without tied embeddings."""
         stage = self.stages[stage_index]
         named = stage.layers[str(layer)].named_parameters(prefix=f"layers.{layer}")
-        return [(name, each) for name, each in named if each.requires_grad and each is not stage.shared_embedding_weight]
+        return [(name, each) for name, each in named if each.requires_grad and each is not stage.shared_parameter]
 
 
 def part_sums(
     stage: UnitStage,
-    parameters: Sequence[tuple[str, Parameter]],
+    parameters: Sequence[tuple[str, Tensor]],
     *,
     holders: Sequence[VirtualStage],
     unit: UnitPlan,

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.checkpoint.all_ranks import on_this_rank
+from megatron.runtime.hugging_face.adapters import new_row_tensors
 from megatron.runtime.hugging_face.load_weights import check_finite, fill
 from megatron.runtime.hugging_face.named_weights import as_spelled, check_weights, name_tensors, name_weights
 from megatron.runtime.hugging_face.unit_weights import is_composed, is_of_projector
@@ -14,6 +15,7 @@ from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
 from multimodal.hugging_face.adapter_files import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     DOWN_ENDING,
     PREFIX,
@@ -25,7 +27,7 @@ from multimodal.hugging_face.adapter_files import (
     read_peft_adapter,
 )
 from multimodal.hugging_face.weight_names import Rows, rows_of
-from multimodal.model.adapter import UP, is_adapter
+from multimodal.model.adapter import UP, is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 
 _PROJECTORS = "projectors"
@@ -41,7 +43,14 @@ def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
     what = f"loading {folder}"
     adapter = on_this_rank(lambda: read_peft_adapter(folder, graph=session.graph, base=base), what=what)
     tensors = model_tensors(session.state)
-    own = [tensor for tensor in tensors if is_adapter(tensor.key)]
+    own = [tensor for tensor in tensors if is_adapter(tensor.key) and not is_new_rows(tensor.key)]
+    is_run = session.options.optimizer is not None
+    if is_run and adapter.new_tokens is not None and adapter.new_tokens != session.graph.backbone.new_tokens:
+        raise CheckpointError(
+            f"{folder / ADAPTER_CONFIG}: trainable_token_indices go from {adapter.new_tokens[0]} to {adapter.new_tokens[1] - 1}, "
+            f"but this run trains {session.graph.backbone.new_tokens or 'none'}, those that its tokenizer adds; add the adapter "
+            "to the weights first (tools/convert.py --load-hf, --load-adapter, --save-hf)"
+        )
 
     def read() -> None:
         with WeightFiles(adapter.folder, single=ADAPTER_WEIGHTS) as files:
@@ -49,7 +58,10 @@ def load_adapter(folder: Path, *, session: Session, base: Path | None) -> None:
                 _fill_half(tensor, files, adapter, session)
 
     on_this_rank(read, what=what)
+    for piece in (piece for tensor in tensors if is_new_rows(tensor.key) and adapter.new_tokens for piece in tensor.pieces):
+        piece.values.zero_()  # the folder has the sum
     plain = [tensor for tensor in tensors if not is_adapter(tensor.key)]
+    plain += new_row_tensors(plain, range(*adapter.new_tokens or (0,)))
     if adapter.others:
         _fill_others(plain, adapter, session, what=what)
     elif (folder / _PROJECTORS).is_dir() and is_composed(session.graph):

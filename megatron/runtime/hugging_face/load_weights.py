@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from megatron.runtime.checkpoint.all_ranks import on_this_rank
+from megatron.runtime.hugging_face.adapters import VOCABULARIES
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_files, check_weights, name_weights, parts_of
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
@@ -22,8 +24,8 @@ _NUM_SCALED_BY = 256
 def load_hugging_face(folder: Path, *, session: Session) -> None:
     """Fill all parameters from a folder that transformers' `save_pretrained`, or --save-hf, wrote; collective.
 
-    Rows of the vocabulary that the folder lacks keep their initial values, and so do adapters. Raises CheckpointError on every
-    rank if something is missing, damaged or of another model; nothing in the files is executed.
+    Rows of tokens that are new to the folder are drawn like its others (see `NewRows`); adapters keep their initial values.
+    Raises CheckpointError on every rank if something is missing, damaged or of another model; nothing in the files is executed.
     """
     what, graph = f"loading {folder}", session.graph
     described = on_this_rank(lambda: check_same_model(folder, graph), what=what)
@@ -37,22 +39,37 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
             theirs = as_in_files(names, architecture, found=files.weights)
             unused = [key for key in files.weights if architecture.is_unused(key, graph)]
             check_weights(folder, theirs, found=files.weights, unused=unused, grown_from=vocabularies)
-            fill(tensors, files, theirs, new_rows_std=embedding_std(graph))
+            fill(tensors, files, theirs, new_rows=NewRows.of(graph))
 
     on_this_rank(read, what=what)
     session.reload_optimizers()
 
 
-def embedding_std(graph: ModelGraph) -> float:
-    """Return the standard deviation from which rows of the vocabulary are drawn."""
-    return graph.backbone.transformer.init_method_std
+class NewRows(NamedTuple):
+    """Rows of the vocabulary that are drawn at random, with the mean of the folder's in every column, and as far from it."""
+
+    std: float
+    """The standard deviation of their values so far."""
+    first: int | None
+    """The first of them; the folder's values behind it are of no token. None: those that the folder lacks."""
+
+    @classmethod
+    def of(cls, graph: ModelGraph) -> "NewRows":
+        """Return those of a model."""
+        new = graph.backbone.new_tokens
+        return cls(graph.backbone.transformer.init_method_std, new[0] if new else None)
+
+    def known(self, tensor: HeldTensor, num_rows: int) -> int:
+        """Return the number of rows that are the folder's; num_rows: in the folder."""
+        is_vocabulary = tensor.key.endswith(VOCABULARIES)
+        return num_rows if self.first is None or not is_vocabulary else min(num_rows, self.first)
 
 
 @torch.no_grad()
-def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights, *, new_rows_std: float | None = None) -> None:
+def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights, *, new_rows: NewRows | None = None) -> None:
     """Fill this rank's parts. Parts of vectors that the files lack are zero: biases without effect.
 
-    new_rows_std: of the initial values of rows that the files lack, which are scaled to those that are there.
+    new_rows: those of the vocabulary; None: there are none.
 
     Raises CheckpointError for values that are not finite, and if a copy of tied embeddings differs from them: transformers would
     not tie the two.
@@ -62,10 +79,13 @@ def fill(tensors: Iterable[HeldTensor], files: WeightFiles, names: NamedWeights,
         for piece in tensor.pieces if len(tensor.shape) == 1 else ():
             piece.values.zero_()
         for part in parts_of(tensor, names):
-            rows = range(part.rows.start, min(part.rows.stop, files.weights[part.key].num_rows(part.row_size)))
-            if new_rows_std and len(rows) < len(part.rows) and len(tensor.shape) > 1:
+            num_known = files.weights[part.key].num_rows(part.row_size)
+            num_known = num_known if new_rows is None else new_rows.known(tensor, num_known)
+            rows = range(part.rows.start, min(part.rows.stop, num_known))
+            if new_rows is not None and len(rows) < len(part.rows) and len(tensor.shape) > 1:
                 added = part.piece.values.narrow(0, part.first_row + len(rows), len(part.rows) - len(rows))
-                added.mul_(_scale(files, part.key, row_size=part.row_size) / new_rows_std)
+                mean, scale = _spread(files, part.key, num_rows=num_known, row_size=part.row_size)
+                added.mul_(scale / new_rows.std).add_(mean[part.columns.start : part.columns.stop])
             if not rows:
                 continue
             values = files.read(part.key, rows, part.columns, row_size=part.row_size)
@@ -90,9 +110,11 @@ def check_finite(values: torch.Tensor, what: str) -> None:
         )
 
 
-def _scale(files: WeightFiles, key: str, *, row_size: int) -> float:
-    """Return the root mean square of rows spread over a matrix, the same on every rank."""
-    num_rows = files.weights[key].num_rows(row_size)
-    rows = range(0, num_rows, max(1, num_rows // _NUM_SCALED_BY))
-    squares = [files.read(key, range(row, row + 1), range(row_size), row_size=row_size).double().square().mean() for row in rows]
-    return float(torch.stack(squares).mean().sqrt()) if squares else 1.0
+def _spread(files: WeightFiles, key: str, *, num_rows: int, row_size: int) -> tuple[torch.Tensor, float]:
+    """Return the mean of rows spread over a matrix, [row_size], and their root mean square distance; the same on every rank."""
+    found = [
+        files.read(key, range(row, row + 1), range(row_size), row_size=row_size).double().flatten()
+        for row in range(0, num_rows, max(1, num_rows // _NUM_SCALED_BY))
+    ]
+    rows = torch.stack(found)
+    return rows.mean(0), float((rows - rows.mean(0)).square().mean().sqrt())

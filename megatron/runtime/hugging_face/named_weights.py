@@ -10,9 +10,10 @@ from typing import NamedTuple
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks
 from megatron.runtime.hugging_face.weight_files import SavedWeight
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
+from multimodal.hugging_face.adapter_files import TOKENS_ENDING
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.weight_names import Rows, Spelling, rows_of, spelled
-from multimodal.model.adapter import UP, is_adapter
+from multimodal.model.adapter import UP, is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
@@ -89,9 +90,14 @@ def _rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: 
 
 
 def _adapter_rows(key: str, shape: tuple[int, ...], *, graph: ModelGraph, architecture: Architecture) -> tuple[Rows, ...]:
-    """Return the rows of an adapter's matrix under PEFT's names: of all matrices that make up one of ours, which share A."""
+    """Return the rows of an adapter's matrix under PEFT's names: of all matrices that make up one of ours, which share A.
+
+    Of new rows of the vocabulary PEFT has the values, whole.
+    """
     module, _, half = key.rpartition(".")
     rows = _rows(f"{module}.weight", shape, graph=graph, architecture=architecture)
+    if is_new_rows(key):
+        return tuple(Rows(part.key.removesuffix(".weight") + TOKENS_ENDING, 0, 0, shape[0]) for part in rows)
     if half == UP:
         return tuple(part._replace(key=_in_adapter(part.key, "lora_B")) for part in rows)
     return tuple(Rows(_in_adapter(name, "lora_A"), 0, 0, shape[0]) for name in dict.fromkeys(part.key for part in rows))

@@ -1,7 +1,8 @@
 """Writes adapters into a folder that Hugging Face's PEFT loads: adapter_model.safetensors, adapter_config.json.
 
 Adapters here may belong to matrices that combine several of theirs (queries, keys and values): each of these gets its rows of B,
-and all have the same A. Trained projectors are stored beside them, as PEFT's `modules_to_save`.
+and all have the same A. Trained projectors are stored beside them, as PEFT's `modules_to_save`, and trained rows of the
+vocabulary as its `trainable_token_indices`.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,17 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron.runtime.checkpoint.all_ranks import on_first_rank
+from megatron.runtime.hugging_face.adapters import gather_adapters, new_row_tensors
 from megatron.runtime.hugging_face.file_layout import in_one_file
 from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, name_weights
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, name_vectors, projectors_export
 from megatron.runtime.hugging_face.unit_weights import is_composed
 from megatron.runtime.hugging_face.write_folder import Export, write_folder
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
-from multimodal.hugging_face.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN_ENDING, PREFIX, UP_ENDING
+from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, model_tensors
+from multimodal.hugging_face.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    DOWN_ENDING,
+    PREFIX,
+    TOKENS_ENDING,
+    UP_ENDING,
+)
 from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.registry import architecture_of, read_config
-from multimodal.model.adapter import is_adapter
+from multimodal.model.adapter import is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import Lora, ModelGraph, Role
 
@@ -57,12 +66,26 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
     session.complete_parameters()
     on_first_rank(lambda: check_adapter_target(folder, graph=graph, like=like), what=what)
     tensors = [tensor for tensor in model_tensors(session.state) if _is_written(tensor, graph)]
+    if graph.backbone.new_tokens is not None:
+        tensors += _new_rows(session)
     if like is None and is_composed(graph):
         _save_parts(folder, session=session, tensors=tensors, what=what)
         return
     architecture = read_config(like)[0] if like is not None else architecture_of(graph)
     export = _prepare(tensors, session, graph=graph, architecture=architecture, base=like, what=what)
     write_folder(folder, export, session=session, tensors=tensors)
+
+
+def _new_rows(session: Session) -> list[HeldTensor]:
+    """Return the trained rows of the vocabulary with what was added to them; collective under ZeRO-3."""
+    unit = session.graph.backbone
+    adapters = {
+        key: adapter
+        for key, adapter in gather_adapters(session).items()
+        if key.startswith(f"model.{unit.name}.") and unit.new_rows(unit.layers[int(key.split(".")[3])])
+    }
+    merged = (tensor for tensor in merged_tensors(session.state, adapters) if tensor.key in adapters)
+    return new_row_tensors(merged, range(*unit.new_tokens or (0,)))
 
 
 def _save_parts(folder: Path, *, session: Session, tensors: Sequence[HeldTensor], what: str) -> None:
@@ -100,11 +123,13 @@ def adapter_config(names: NamedWeights, *, graph: ModelGraph, base: Path | None)
     modules: dict[str, Lora] = {}
     for key, rows in names.rows.items():
         lora = graph.unit(key.split(".")[1]).lora
-        if is_adapter(key) and lora is not None:
+        if is_adapter(key) and not is_new_rows(key) and lora is not None:
             modules |= dict.fromkeys(_modules(rows_key.key for rows_key in rows), lora)
     first = next(iter(modules.values()))
     others = {name: lora for name, lora in modules.items() if lora.rank != first.rank or lora.scale != first.scale}
     saved = _modules(rows.key for key, parts in names.rows.items() if not is_adapter(key) for rows in parts)
+    of_rows = [rows.key for key, parts in names.rows.items() if is_new_rows(key) for rows in parts]
+    tokens = {module.rpartition(".")[2]: list(range(*graph.backbone.new_tokens or ())) for module in _modules(of_rows)}
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if len(graph.units) == 1 else None,
@@ -115,6 +140,7 @@ def adapter_config(names: NamedWeights, *, graph: ModelGraph, base: Path | None)
         "rank_pattern": {name: lora.rank for name, lora in others.items()},
         "alpha_pattern": {name: lora.scale * lora.rank for name, lora in others.items()},
         "modules_to_save": saved or None,
+        **({"trainable_token_indices": tokens} if tokens else {}),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -129,11 +155,12 @@ def _modules(keys: Iterable[str]) -> Sequence[str]:
     """Return the modules of transformers that have these tensors, each once."""
     found: dict[str, None] = {}
     for key in keys:
-        ending = next((each for each in (DOWN_ENDING, UP_ENDING) if key.endswith(each)), f".{key.rpartition('.')[2]}")
+        endings = DOWN_ENDING, UP_ENDING, TOKENS_ENDING
+        ending = next((each for each in endings if key.endswith(each)), f".{key.rpartition('.')[2]}")
         found[key.removeprefix(PREFIX).removesuffix(ending)] = None
     return list(found)
 
 
 def _is_written(tensor: HeldTensor, graph: ModelGraph) -> bool:
     _, unit, _, layer, _ = tensor.key.split(".", 4)
-    return is_adapter(tensor.key) or graph.unit(unit).trains_weights(int(layer))
+    return not is_new_rows(tensor.key) and (is_adapter(tensor.key) or graph.unit(unit).trains_weights(int(layer)))

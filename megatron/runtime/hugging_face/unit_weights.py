@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank
-from megatron.runtime.hugging_face.load_weights import embedding_std, fill
+from megatron.runtime.hugging_face.load_weights import NewRows, fill
 from megatron.runtime.hugging_face.named_weights import (
     NamedWeights,
     as_in_files,
@@ -75,7 +75,7 @@ def load_units(session: Session) -> None:
 
         def read(theirs: UnitWeights = theirs, own: list[HeldTensor] = own) -> None:
             with WeightFiles(theirs.folder) as files:
-                fill(own, files, theirs.names, new_rows_std=embedding_std(session.graph))
+                fill(own, files, theirs.names, new_rows=NewRows.of(session.graph))
 
         on_all_ranks(read, what=what)
     session.reload_optimizers()

@@ -7,7 +7,7 @@ a gated MLP's two blocks), each contiguous in the rank's memory: it is written, 
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +143,17 @@ def merged_tensors(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iter
     adapters: by the key of the weight; whole on this rank.
     """
     return (tensor for tensor in _held_weights(state, adapters) if not is_adapter(tensor.key))
+
+
+def rows_of_tensor(tensor: HeldTensor, rows: range, *, key: str) -> HeldTensor:
+    """Return some rows of a tensor as a tensor of its own; views."""
+    pieces = []
+    for piece in tensor.pieces:
+        held = piece.offsets[0]
+        first, stop = max(held, rows.start), min(held + len(piece.values), rows.stop)
+        if first < stop:
+            pieces.append(Piece((first - rows.start, *piece.offsets[1:]), piece.values[first - held : stop - held]))
+    return replace(tensor, key=key, shape=(len(rows), *tensor.shape[1:]), pieces=tuple(pieces))
 
 
 def _held_weights(state: TrainedState, adapters: Mapping[str, Adapter]) -> Iterator[HeldTensor]:

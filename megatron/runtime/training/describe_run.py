@@ -34,6 +34,7 @@ def describe_run(run: Run) -> str:
         ranks = sorted(unit.ranks)
         trained = run.session.graph.unit(name)
         frozen = f", adapters of rank {trained.lora.rank}" if trained.lora else ", frozen" if trained.freeze_module else ""
+        frozen += f", rows of {len(range(*trained.new_tokens))} new tokens" if trained.new_tokens else ""
         context = f"cp {unit.context_parallel_size} x " if unit.context_parallel_size > 1 else ""
         experts = f" (ep {unit.expert_parallel_size})" if unit.expert_parallel_size > 1 else ""
         lines.append(

@@ -154,9 +154,7 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
         if config.checkpoint.save_adapter:
             check_adapter_target(config.checkpoint.save_adapter, graph=graph, like=like)
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
-    graph = with_vocabulary(
-        graph, data.tokenizer, has_rows=config.checkpoint.pretrained_checkpoint is not None or config.checkpoint.finetune
-    )
+    graph = with_vocabulary(graph, data.tokenizer)
     return Inputs(graph, data, padded_vocab_size(data.tokenizer, config, graph=graph))
 
 

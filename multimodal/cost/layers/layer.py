@@ -12,6 +12,7 @@ from multimodal.cost.seconds.layer_curves import Counts, Quadratic, counted_toke
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph, Role, Unit
+from multimodal.values.units.unit import NEW_ROWS
 
 Recompute = Literal["selective", "full"]
 """The work that a layer's backward repeats: core attention (`selective`) or the whole layer (`full`)."""
@@ -100,7 +101,7 @@ class Layer(ABC):
     vocab_size: int
     """Padded."""
     adapted: tuple[str, ...] = ()
-    """Names of `linear_layers` that have adapters; the layer's own weights are then frozen."""
+    """Names of `linear_layers` that have adapters, or `NEW_ROWS`; the layer's own weights are then frozen."""
 
     position: ClassVar[Position] = "between"
     """Allowed position in a unit's list of layers."""
@@ -163,8 +164,9 @@ class Layer(ABC):
 
     @property
     def num_adapter_weights(self) -> int:
-        """Weights of adapters."""
-        return sum(shape.num_adapter_weights(self._rank) for shape in self._adapted_shapes)
+        """Weights of adapters, and those added to new rows of the vocabulary."""
+        of_rows = self.num_new_rows * self.unit.transformer.hidden_size
+        return sum(shape.num_adapter_weights(self._rank) for shape in self._adapted_shapes) + of_rows
 
     def segment_adapter_weights(self, segment: Segment) -> int:
         """Weights of the adapters in a segment; of all adapters if the layer is one segment."""
@@ -172,6 +174,11 @@ class Layer(ABC):
             return self.num_adapter_weights
         is_adapted = segment.product in self.adapted
         return self.linear_layers[segment.product].num_adapter_weights(self._rank) if is_adapted else 0
+
+    @property
+    def num_new_rows(self) -> int:
+        """Rows of a matrix of the vocabulary that are trained though the matrix is frozen."""
+        return len(range(*self.unit.new_tokens)) if self.unit.new_tokens and NEW_ROWS in self.adapted else 0
 
     @property
     def num_held_weights(self) -> int:
@@ -190,7 +197,7 @@ class Layer(ABC):
 
     @property
     def _adapted_shapes(self) -> Sequence[LinearShape]:
-        return [self.linear_layers[name] for name in self.adapted]
+        return [self.linear_layers[name] for name in self.adapted if name != NEW_ROWS]
 
     @property
     def _rank(self) -> int:

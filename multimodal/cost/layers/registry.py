@@ -28,6 +28,7 @@ from multimodal.hugging_face.registry import read_graph
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
 from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.units.unit import NEW_ROWS
 
 LAYER_KINDS: dict[str, type[Layer]] = {
     "patch_embedding": PatchEmbeddingLayer,
@@ -54,7 +55,8 @@ LAYER_KINDS: dict[str, type[Layer]] = {
 
 def describe_layer(graph: ModelGraph, unit: Unit, kind: str, *, vocab_size: int) -> Layer:
     """Return the costs of a layer of this kind in a unit; vocab_size: padded."""
-    return LAYER_KINDS[kind](graph, unit, vocab_size, unit.lora.modules(kind) if unit.lora is not None else ())
+    adapted = unit.lora.modules(kind) if unit.lora is not None else ()
+    return LAYER_KINDS[kind](graph, unit, vocab_size, (*adapted, NEW_ROWS) if unit.new_rows(kind) else adapted)
 
 
 def linear_layers(graph: ModelGraph) -> LinearLayers:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from multimodal.attention.block_attention import capped
+from multimodal.model.adapter import adapter_of
 from multimodal.model.collectives import RankLink, gather_rows, sum_rows
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear
 from multimodal.model.layers.cross_entropy import vocab_parallel_cross_entropy
@@ -62,12 +63,16 @@ class TokenEmbedding(torch.nn.Module):
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
         """Return the rows of the ids that this rank holds, and zeros for the others."""
-        rows = self.word_embeddings.weight
         if self.link.group.size() == 1:
-            return torch.nn.functional.embedding(token_ids, rows)
+            return self._rows(token_ids)
         local = token_ids - self.word_embeddings.vocab_start_index
-        is_mine = (local >= 0) & (local < len(rows))
-        return torch.nn.functional.embedding(local.where(is_mine, 0), rows) * is_mine[:, None]
+        is_mine = (local >= 0) & (local < len(self.word_embeddings.weight))
+        return self._rows(local.where(is_mine, 0)) * is_mine[:, None]
+
+    def _rows(self, indices: Tensor) -> Tensor:
+        """Return these rows of the matrix, with what is added to new ones."""
+        found, adapter = torch.nn.functional.embedding(indices, self.word_embeddings.weight), adapter_of(self.word_embeddings)
+        return found if adapter is None else found + torch.nn.functional.embedding(indices, adapter.up).matmul(adapter.down)
 
 
 class TokenEmbeddingKind(LayerKind):

@@ -43,6 +43,9 @@ def _layers(unit: Unit) -> Iterator[Rule]:
         yield "module", unit.role is not Role.ENCODER or not (takes_images or takes_sound), problem
         yield "module", bool(unit.deepstack_layers), "module is one layer; leave deepstack_layers out"
         yield "module", kinds is not None, "module takes the place of all layers but the projector; leave layers out"
+    if unit.new_tokens is not None:
+        problem = f"expected the first new token and a larger number, found {list(unit.new_tokens)}; correct them"
+        yield "new_tokens", len(unit.new_tokens) != 2 or not range(*unit.new_tokens), problem
     if unit.audio is not None and unit.audio.waveform is not None:
         problem = problem_of_waveform(unit.audio.waveform)
         yield "audio", bool(problem), f"waveform: {problem}"

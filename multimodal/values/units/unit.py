@@ -19,6 +19,10 @@ class Role(StrEnum):
     GENERATOR = "generator"
 
 
+NEW_ROWS = "new_rows"
+"""The parameter with what is added to rows of a frozen matrix of the vocabulary."""
+
+
 @dataclass(frozen=True)
 class Lora:
     """Adapters add alpha / rank x B A x to the products W x of some frozen matrices W; A and B are trained."""
@@ -155,6 +159,9 @@ class Unit:
     lora: Lora | None = None
     """Adapters of linear layers of the module, and of the projector if they are named. All other weights of the module are then
     frozen, and those of a projector that has adapters."""
+    new_tokens: tuple[int, ...] | None = field(default=None, metadata={"minimum": 0})
+    """Backbone only: the first of the tokens that training adds to the vocabulary, and the one behind the last. Their rows of the
+    embeddings and of the output projection are trained where these are frozen, too."""
     module: Opaque | None = None
     """Encoders of images of one size, or of sound: a module of transformers in place of all layers but the projector.
     Until its cost is measured, it is estimated from `num_layers` and the rest of the shape."""
@@ -309,7 +316,8 @@ class Unit:
 
     def is_trainable(self, layer_index: int) -> bool:
         """True if any of this layer's parameters are trained."""
-        return self.trains_weights(layer_index) or bool(self.adapted_modules(layer_index))
+        added = self.adapted_modules(layer_index) or self.new_rows(self.layers[layer_index])
+        return self.trains_weights(layer_index) or bool(added)
 
     def trains_weights(self, layer_index: int) -> bool:
         """True if this layer's own weights are trained, rather than adapters of them."""
@@ -331,6 +339,16 @@ class Unit:
         """Return the linear layers of this layer that have adapters."""
         return self.lora.modules(self.layers[layer_index]) if self.lora is not None else ()
 
+    def new_rows(self, kind: str) -> range:
+        """Return the tokens whose rows of a vocabulary's matrix are trained though it is frozen; kind: of the layer that has it.
+
+        An output projection with an adapter learns by that.
+        """
+        is_adapted = self.lora is not None and bool(self.lora.modules(kind))
+        if self.new_tokens is None or kind not in _ENDS[Role.BACKBONE] or is_adapted or self.trains_weights(0):
+            return range(0)
+        return range(*self.new_tokens)
+
 
 _OPTIONAL = (
     "image",
@@ -341,6 +359,7 @@ _OPTIONAL = (
     "join",
     "queries",
     "lora",
+    "new_tokens",
     "weights",
 )
 """Keys of a unit that are omitted if they are not set."""
@@ -361,7 +380,7 @@ def unit_to_dict(unit: Unit) -> dict[str, Any]:
         optional["module"] = {
             "class" if key == "class_name" else key: value for key, value in module.items() if value is not None
         }
-    given = {key: value for key, value in optional.items() if value is not None}
+    given = {key: list(value) if isinstance(value, tuple) else value for key, value in optional.items() if value is not None}
     return {"role": str(entry.pop("role")), **transformer, **given, **entry}
 
 
@@ -373,7 +392,10 @@ def unit_from_plain(name: str, entry: Plain) -> Unit:
         entry.fail("has an image and audio; an encoder takes one kind of item, so make it two units")
     if unit.role is not Role.BACKBONE:
         _refuse_values(
-            entry, unit, ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary"), owner="the backbone"
+            entry,
+            unit,
+            ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"),
+            owner="the backbone",
         )
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()

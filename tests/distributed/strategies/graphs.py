@@ -52,6 +52,7 @@ def graphs(
         untie_embeddings_and_output_weights=draw(st.booleans()),
         lora=adapters["llm"],
         freeze_module=frozen["llm"],
+        new_tokens=draw(st.sampled_from([None, None, (2, 5)])),
     )
     if draw(st.integers(0, 3)) == 0 if has_experts is None else has_experts:
         llm = draw(with_experts(llm))

@@ -84,9 +84,10 @@ def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
     graph = read_model(folder)
     assert with_vocabulary(graph, ByteTokenizer()).backbone.vocab_size == ByteTokenizer().vocab_size == 265
     for frozen in (replace(graph.backbone, freeze_module=True), replace(graph.backbone, lora=Lora(2))):
-        with pytest.raises(ConfigError, match="unit 'llm' lacks 5 special tokens .*, and its embeddings are frozen"):
-            with_vocabulary(replace(graph, units=(frozen,)), ByteTokenizer())
-        assert with_vocabulary(replace(graph, units=(frozen,)), ByteTokenizer(), has_rows=True).backbone.vocab_size == 265
+        for vocab_size, grown in ((260, 265), (320, 320)):
+            unit = with_vocabulary(replace(graph, units=(replace(frozen, vocab_size=vocab_size),)), ByteTokenizer()).backbone
+            assert (unit.vocab_size, unit.new_tokens) == (grown, (256, 265)), "also where there are rows to spare"
+            assert [bool(unit.new_rows(kind)) for kind in unit.layers] == [True, False, False, True]
     (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 255}))
     with pytest.raises(
         ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"

@@ -30,9 +30,7 @@ def plan_on(rank: int, *, knows_starts: bool = True, plan: Plan = CASE.plan) -> 
         lengths=lengths,
         assignment=CASE.assignment,
         source_index={index: index for index in range(len(CASE.source))},
-        options=StepOptions(
-            ScheduleCache(CASE.graph, plan, BUILDERS["1f1b"]), rank=rank, sharing=ContextSharing(block_size=4)
-        ),
+        options=StepOptions(ScheduleCache(CASE.graph, plan, BUILDERS["1f1b"]), rank=rank, sharing=ContextSharing(block_size=4)),
     )
 
 
