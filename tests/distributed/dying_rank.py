@@ -1,14 +1,13 @@
 """pretrain_mllm.py, whose rank on a node kills itself at a place that no signal from outside could meet, or waits there forever.
 
 `BRAID_TEST_DEATHS` names deaths as NODE:PLACE:STEP,..., and `BRAID_TEST_WAITS` waits that nothing ends; only in the first
-processes of a node. Every step takes a little longer, so that nodes have the time to return.
+processes of a node. Before the steps in `BRAID_TEST_HOLDS` every rank waits until it is told that a node has returned.
 """
 
 import os
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import pretrain_mllm
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.state_shares import StateShares
+from megatron.runtime.recovery.member import Member
 from megatron.runtime.session import Session
 from megatron.runtime.training import elastic
 from megatron.runtime.training.trainer import Trainer
@@ -33,8 +33,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "copy": (elastic, "take_over"),
 }
 """Where a rank dies just before; `groups` and `copy` are in a recovery."""
-STEP_SECONDS = 0.3
 current_step = 0
+nodes_have_joined = threading.Event()
 
 
 def die() -> None:
@@ -44,12 +44,12 @@ def die() -> None:
 class Work:
     """What a collective gives."""
 
-    wait = time.sleep
+    wait = signal.pause
 
 
 def wait_forever() -> None:
     """Stand where a thread does that gloo has not told of a broken connection."""
-    Work.wait(10**6)
+    Work.wait()
 
 
 def plant(place: str, step: int, happen: Callable[[], None]) -> None:
@@ -65,20 +65,26 @@ def plant(place: str, step: int, happen: Callable[[], None]) -> None:
     setattr(owner, name, dying)
 
 
-def count_steps() -> None:
+def hold_steps(steps: set[int]) -> None:
     original = Trainer.train_step
+
+    def tell(member: Member, has_joined: bool) -> None:
+        (nodes_have_joined.set if has_joined else nodes_have_joined.clear)()
+
+    Member.nodes_have_joined = property(lambda member: nodes_have_joined.is_set(), tell)  # type: ignore[assignment]
 
     def train_step(self: Trainer, *args: Any, number: int, **keywords: Any) -> Any:
         global current_step
         current_step = number
-        time.sleep(STEP_SECONDS)
+        if number in steps:
+            nodes_have_joined.wait()
         return original(self, *args, number=number, **keywords)
 
     Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":
-    count_steps()
+    hold_steps({int(step) for step in os.environ["BRAID_TEST_HOLDS"].split()})
     for variable, happen in (("BRAID_TEST_DEATHS", die), ("BRAID_TEST_WAITS", wait_forever)):
         for each in filter(None, os.environ.get(variable, "").split(",")):
             node, place, step = each.split(":")

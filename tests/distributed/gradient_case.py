@@ -231,23 +231,23 @@ def run_step(session: Session, step: Step) -> RankGradients:
     return _report(session, {step.graph.backbone.name: result.loss_sum, **result.generator_loss_sums})
 
 
-def run_reference(case: GradientCase) -> RankGradients:
-    """The same batch in one process, sample by sample, without executor, broker, plan or assignment."""
-    plan = single_rank_plan(case.graph)
-    session = build_session(
-        replace(
-            case,
-            plan=plan,
-            builder="1f1b",
-            passes=(),
-            sequence_parallel=False,
-            recompute=None,
-            attention_backend="dense",
-            shards_weights=False,
-            num_overlapped_parts=1,
-            transformer_impl="local",
-        )
+def reference_of(case: GradientCase) -> GradientCase:
+    """What is left of a case for one process."""
+    return GradientCase(
+        case.graph,
+        single_rank_plan(case.graph),
+        Assignment({}),
+        case.source,
+        attention_mask=case.attention_mask,
+        attention_backend="dense",
+        dtype=case.dtype,
+        fp8_recipe=case.fp8_recipe,
     )
+
+
+def run_reference(case: GradientCase) -> RankGradients:
+    """The batch of `reference_of` a case, sample by sample, without executor, broker, plan or assignment."""
+    session = build_session(case)
     stages = {unit: stage.train() for (unit, _), stage in session.stages.items()}
     for stage in stages.values():
         stage.num_step_tokens = sum(case.source.lengths(index).num_tokens for index in range(len(case.source)))

@@ -1,12 +1,14 @@
 """Holds what the ranks of a case report against one process."""
 
+import pickle
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
 
 from multimodal.model.parameter_sharding import WHOLE
-from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank, run_reference
+from tests.distributed.gradient_case import GradientCase, RankGradients, reference_of, run_on_rank, run_reference
 from tests.distributed.rank_pool import RankPool
 from tests.unit.model.join_shards import join_shards
 
@@ -32,7 +34,7 @@ def assert_matches(
     run: what each rank does, which tests of this test replace; expected: what other code than Braid's found, if any did.
     """
     if expected is None:
-        (expected,) = ranks.run(run_reference, case, world_size=1)
+        expected = _run_reference(ranks, pickle.dumps(reference_of(case)))
     found: list[RankGradients] = ranks.run(run, case, world_size=case.plan.num_ranks)
     for unit, expected_sum in expected.loss_sums.items():
         loss_sum = sum(rank.loss_sums.get(unit, 0.0) for rank in found)
@@ -47,6 +49,13 @@ def assert_matches(
                     seen |= _compare_shards([found[rank] for rank in group], expected, unit_name, where, tolerance)
     if seen != set(expected.gradients):
         raise MismatchError(f"gradients are missing: {sorted(set(expected.gradients) - seen)[:3]}")
+
+
+@lru_cache(maxsize=8)  # tests hold many plans, or planted errors, against one batch
+def _run_reference(ranks: RankPool, case: bytes) -> RankGradients:
+    expected: RankGradients
+    (expected,) = ranks.run(run_reference, pickle.loads(case), world_size=1)
+    return expected
 
 
 def _compare_shards(

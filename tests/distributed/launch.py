@@ -1,5 +1,6 @@
 """Runs pretrain_mllm.py as a launcher would: one process per rank, all of which must end by themselves."""
 
+import json
 import multiprocessing
 import os
 import random
@@ -35,7 +36,7 @@ class Launched:
 
 
 def launch(
-    flags: Sequence[object],
+    flags: Mapping[str, object] | Sequence[object],
     *,
     num_ranks: int,
     timeout_seconds: float = 120.0,
@@ -56,6 +57,7 @@ def launch(
     """
     start = time.monotonic()
     port = free_port()
+    words = as_arguments(flags) if isinstance(flags, Mapping) else flags
     environments = [
         {
             "RANK": str(rank),
@@ -71,12 +73,33 @@ def launch(
         for rank in range(num_ranks)
     ]
     ranks = [
-        _Rank(tuple(str(flag) for flag in (*flags, *(flags_of_rank or {}).get(rank, ()))), own, str(folder))
+        _Rank(tuple(str(flag) for flag in (*words, *(flags_of_rank or {}).get(rank, ()))), own, str(folder))
         for rank, own in enumerate(environments)
     ]
     run = _run_programs if is_new_program else _run_forks
     exit_codes, outputs = run(ranks, start + timeout_seconds, meanwhile or (lambda processes: None))
     return Launched(tuple(exit_codes), tuple(outputs), time.monotonic() - start)
+
+
+def as_arguments(flags: Mapping[str, object]) -> list[object]:
+    """Return flags as they stand on a command line; None: a switch, a list or tuple: several values."""
+    listed: list[object] = []
+    for flag, value in flags.items():
+        listed += [flag, *(value or ())] if value is None or isinstance(value, list | tuple) else [f"{flag}={value}"]
+    return listed
+
+
+def train(flags: Mapping[str, object], *, num_ranks: int, **how: Any) -> tuple[list[dict[str, Any]], Launched]:
+    """Launch a run that must end well; returns the entries of its log (--log-json), which begins anew, and what it said.
+
+    how: options of `launch`.
+    """
+    log = Path(str(flags.get("--log-json", os.devnull)))
+    if log.is_file():
+        log.unlink()
+    launched = launch(flags, num_ranks=num_ranks, **how)
+    assert launched.exit_codes == (0,) * num_ranks, launched.output
+    return [json.loads(line) for line in log.read_text().splitlines()], launched
 
 
 class _Rank(NamedTuple):

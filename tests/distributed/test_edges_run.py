@@ -3,6 +3,7 @@ that read its files say of it what it says itself."""
 
 import json
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from tests.distributed.launch import launch
+from tests.distributed.launch import as_arguments, train
 from tests.distributed.small_run import MODEL, working_flags
 from tests.sanity.repository import ROOT
 from tools import balance, lengths, simulate
@@ -66,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def flags_of(folder: Path, *more: object) -> list[str]:
+def flags_of(folder: Path, more: Mapping[str, object]) -> dict[str, object]:
     """Flags of the run."""
     given = {
         **working_flags(folder),
@@ -76,29 +77,23 @@ def flags_of(folder: Path, *more: object) -> list[str]:
         "--log-json": folder / "log.jsonl",
     }
     del given["--vision-dp"], given["--llm-dp"]
-    return [str(part) for part in (*(word for pair in given.items() for word in pair), *more)]
+    return {**given, **more}
 
 
-def train(folder: Path, num_ranks: int, *more: object) -> list[dict[str, Any]]:
-    """Train, and return the log."""
-    (folder / "log.jsonl").unlink(missing_ok=True)
-    done = launch(flags_of(folder, "--colocate-units", *more), num_ranks=num_ranks)
-    assert done.exit_codes == (0,) * num_ranks, done.output
-    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-
-
-OTHERWISE = "--llm-tp", 2, "--sequence-parallel", "--balance", "orchmllm", "--cluster", CLUSTER, "--schedule", "nested"
+ALONE: dict[str, object] = {"--colocate-units": None}
+OTHERWISE = {**ALONE, "--llm-tp": 2, "--sequence-parallel": None, "--balance": "orchmllm", "--cluster": CLUSTER}
 
 
 def test_it_trains_as_one_process_does_and_the_tools_agree_with_it(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, log = train(folder, 1), train(folder, 2, *OTHERWISE)
+    alone, _ = train(flags_of(folder, ALONE), num_ranks=1)
+    log, _ = train(flags_of(folder, {**OTHERWISE, "--schedule": "nested"}), num_ranks=2)
     for name in ("loss", "generator_loss", "grad_norm"):
         assert [entry[name] for entry in log] == pytest.approx([entry[name] for entry in alone], rel=1e-9)
 
     table = folder / "lengths.csv"
-    assert lengths.main(["--output", str(table), *flags_of(folder)]) == 0
+    assert lengths.main(["--output", str(table), *map(str, as_arguments(flags_of(folder, {})))]) == 0
     data = ["--lengths", str(table), "--global-batch-size", str(BATCH), "--balance", "orchmllm", "--vocab-size", str(VOCABULARY)]
     model = ["--model", str(folder / "model.yaml")]
     replicas = ",".join(f"{name}={1 if name == 'llm' else 2}" for name in UNITS)
@@ -123,7 +118,8 @@ def test_it_trains_as_one_process_does_and_the_tools_agree_with_it(
 def predict(folder: Path, monkeypatch: pytest.MonkeyPatch, *, schedule: str) -> float:
     """Return the seconds that the run predicts of its first step, and write its plan."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    config = parse_arguments(flags_of(folder, "--colocate-units", *OTHERWISE[:-1], schedule), environ={"WORLD_SIZE": "2"})
+    flags = flags_of(folder, {**OTHERWISE, "--schedule": schedule})
+    config = parse_arguments([*map(str, as_arguments(flags))], environ={"WORLD_SIZE": "2"})
     graph = choose_trained(read_model(config.model.model), config.model)
     plan = plan_colocated(graph, sizes={**dict.fromkeys(UNITS, UnitSizes()), "llm": UnitSizes(2)}, world_size=2)
     plan.to_file(folder / "plan.yaml")

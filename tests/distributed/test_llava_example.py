@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoProcessor, AutoTokenizer, GenerationConfig
 
 from multimodal.data.index.index_cache import FOLDER_NAME
-from tests.distributed.launch import REPOSITORY, launch
+from tests.distributed.launch import REPOSITORY, launch, train
 
 EXAMPLE = REPOSITORY / "examples" / "llava"
 SMALL = {"--train-iters": 2, "--global-batch-size": 4, "--num-workers": 0, "--lr-warmup-iters": 0, "--log-interval": 1}
@@ -30,11 +30,8 @@ def write_inputs(folder: Path, kind: str) -> tuple[Path, Path]:
     return folder / "model", make_inputs.write_data(folder / "data", num_samples=24)
 
 
-def train(stage: str, flags: dict[str, Any]) -> str:
-    given = {"--config": EXAMPLE / f"{stage}.yaml", **SMALL, **flags}
-    done = launch([part for pair in given.items() for part in pair], num_ranks=2)
-    assert done.exit_codes == (0, 0), done.output
-    return done.output
+def said_by(stage: str, flags: dict[str, Any]) -> str:
+    return train({"--config": EXAMPLE / f"{stage}.yaml", **SMALL, **flags}, num_ranks=2)[1].output
 
 
 def changed(before: Path, after: Path) -> set[str]:
@@ -47,13 +44,13 @@ def test_llava_in_two_stages(tmp_path: Path) -> None:
     """The projector alone, then all; the second run finds the index of the first."""
     model, data = write_inputs(tmp_path, "llava")
     first, written = tmp_path / "projector", tmp_path / "first"
-    train("projector", {"--load-hf": model, "--data-path": data, "--save": first, "--save-hf": written})
+    said_by("projector", {"--load-hf": model, "--data-path": data, "--save": first, "--save-hf": written})
     assert changed(model, written) and all("projector" in key for key in changed(model, written))
     (index,) = (data.parent / FOLDER_NAME).iterdir()
     before = index.stat().st_mtime_ns
     trained = tmp_path / "trained"
     model_flags = {"--model": model, "--tokenizer-model": model, "--load": first, "--save-hf": trained}
-    assert "starting at step 0 from the weights of" in train("all", {**model_flags, "--data-path": data, "--eval-iters": 1})
+    assert "starting at step 0 from the weights of" in said_by("all", {**model_flags, "--data-path": data, "--eval-iters": 1})
     assert index.stat().st_mtime_ns == before and [*(data.parent / FOLDER_NAME).iterdir()] == [index]
     assert len(changed(model, trained)) > len(changed(model, written))
     assert (trained / "chat_template.jinja").read_text() == make_inputs.LLAVA_TEMPLATE
@@ -73,7 +70,7 @@ def test_transformers_asks_as_the_model_is_taught_and_stops_where_it_does(kind: 
 
 def test_qwen2_5_vl_begins(tmp_path: Path) -> None:
     model, data = write_inputs(tmp_path, "qwen2_5_vl")
-    assert "step 2/2" in train("projector", {"--load-hf": model, "--data-path": data})
+    assert "step 2/2" in said_by("projector", {"--load-hf": model, "--data-path": data})
 
 
 def cut_off(data: Path, model: Path) -> None:
@@ -97,7 +94,7 @@ def test_what_is_wrong_with_data_ends_every_rank(spoil: Callable[[Path, Path], N
     model, data = write_inputs(tmp_path, "llava")
     spoil(data, model)
     flags = {"--config": EXAMPLE / "projector.yaml", **SMALL, "--load-hf": model, "--data-path": data}
-    done = launch([part for pair in flags.items() for part in pair], num_ranks=2, timeout_seconds=90)
+    done = launch(flags, num_ranks=2, timeout_seconds=90)
     assert all(code not in (0, None) for code in done.exit_codes), done.output
     assert done.output.count(WRONG[spoil]) == 1, done.output
     assert "Traceback" not in done.output

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import SlotMode
 from tests.distributed.gradient_case import GradientCase, plan_case
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.launch import launch
+from tests.distributed.launch import train
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import working_flags, write_working_files
@@ -156,13 +155,6 @@ def test_a_plan_of_the_planner_trains_with_the_losses_of_one_process(tmp_path: P
     common = {**working_flags(tmp_path), "--global-batch-size": 4, "--dtype": "float64", "--log-json": tmp_path / "log.jsonl"}
     planned = {name: value for name, value in common.items() if not name.endswith("-dp")}
     losses = []
-    for num_ranks, run in ((4, [*_parts(planned), "--plan", file, *prescribed]), (1, [*_parts(common), "--colocate-units"])):
-        launched = launch(run, num_ranks=num_ranks)
-        assert not any(launched.exit_codes), launched.output
-        losses.append([json.loads(each)["loss"] for each in (tmp_path / "log.jsonl").read_text().splitlines()])
-        (tmp_path / "log.jsonl").unlink()
+    for num_ranks, chosen in ((4, {**planned, "--plan": [file, *prescribed]}), (1, {**common, "--colocate-units": None})):
+        losses.append([entry["loss"] for entry in train(chosen, num_ranks=num_ranks)[0]])
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
-
-
-def _parts(flags: Mapping[str, object]) -> list[object]:
-    return [part for pair in flags.items() for part in pair]

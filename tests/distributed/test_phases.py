@@ -12,22 +12,14 @@ from tests.distributed.small_run import manifest_entries, working_flags, write_w
 START = {"--lr": 1e-2, "--lr-decay-style": "linear", "--train-iters": 4, "--seed": 3, "--dtype": "float64"}
 
 
-def train(folder: Path, *flags: object, **changed: object) -> tuple[list[dict[str, Any]], str]:
-    """Train on two ranks in the folder `run`; returns what was logged, and what was said. A list has a flag's several values."""
+def run(folder: Path, *switches: str, **changed: object) -> tuple[list[dict[str, Any]], str]:
+    """Train on two ranks in the folder `run`; returns what was logged, if all went well, and what was said."""
     log = folder / "log.jsonl"
-    log.unlink(missing_ok=True)
     places = {"--load": folder / "run", "--save": folder / "run", "--log-json": log}
-    given = {
-        **working_flags(folder),
-        **START,
-        **places,
-        **{f"--{name.replace('_', '-')}": value for name, value in changed.items()},
-    }
-    words = [word for flag, value in given.items() for word in (flag, *(value if isinstance(value, list) else [value]))]
-    done = launch([*words, *flags], num_ranks=2)
-    if done.exit_codes != (0, 0):
-        return [], done.output
-    return [json.loads(line) for line in log.read_text().splitlines()], done.output
+    named = {f"--{name.replace('_', '-')}": value for name, value in changed.items()}
+    log.unlink(missing_ok=True)
+    done = launch({**working_flags(folder), **START, **places, **named, **dict.fromkeys(switches)}, num_ranks=2)
+    return [] if any(done.exit_codes) else [json.loads(line) for line in log.read_text().splitlines()], done.output
 
 
 @pytest.fixture
@@ -41,36 +33,36 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_phases_of_one_run(folder: Path) -> None:
-    first, _ = train(folder)
+    first, _ = run(folder)
     assert [entry["step"] for entry in first] == [1, 2, 3, 4]
 
     mixture = {"data_path": [0.75, folder / "data", 0.25, folder / "texts"], "global_batch_size": 4, "train_iters": 6}
-    _, said = train(folder, **mixture)
+    _, said = run(folder, **mixture)
     assert "it was trained with --global-batch-size 2, this run has 4" in said
     assert "add --new-phase to go on otherwise from here" in said
 
     second = {**mixture, "lr": 4e-3, "lr_decay_style": "cosine", "tokens_per_microbatch": 40}
-    found, said = train(folder, "--new-phase", "--freeze", "vision", "--exit-interval", "5", **second)
+    found, said = run(folder, "--new-phase", freeze="vision", exit_interval=5, **second)
     assert "a new phase begins after step 4, 8 samples" in said
     assert [entry["step"] for entry in found] == [5]
     assert found[0]["learning_rate"] == pytest.approx(4e-3, rel=0.02), "the schedule begins anew"
     assert found[0]["loss"] < first[0]["loss"], "the weights are those of the first phase"
 
-    again, said = train(folder, "--new-phase", "--freeze", "vision", **second)
+    again, said = run(folder, "--new-phase", freeze="vision", **second)
     assert [entry["step"] for entry in again] == [6]
     assert "a new phase begins" not in said
     assert again[0]["learning_rate"] < found[0]["learning_rate"], "the same command goes on with the schedule"
 
-    _, said = train(folder, "--new-phase", **{**second, "lr": 1e-3})
+    _, said = run(folder, "--new-phase", **{**second, "lr": 1e-3})
     assert "of --train-iters 6, 6 steps are done, which leaves 0 for a schedule" in said
 
 
 def test_a_phase_in_two_runs_is_that_of_one(folder: Path) -> None:
     """Losses of a mixture that is interrupted are those without interruption, to 1e-9, whoever balances."""
     changed = {"data_path": [3, folder / "data", 1, folder / "texts"], "global_batch_size": 3, "tokens_per_microbatch": 30}
-    whole, _ = train(folder, **changed, save=folder / "whole", load=folder / "whole")
+    whole, _ = run(folder, **changed, save=folder / "whole", load=folder / "whole")
     for first, balance in ((0, "disttrain"), (2, "entrain")):
-        part, _ = train(folder, "--exit-interval", "2", **changed, balance=balance)
+        part, _ = run(folder, **changed, exit_interval=2, balance=balance)
         assert [entry["step"] for entry in part] == [first + 1, first + 2]
         for entry, expected in zip(part, whole[first : first + 2], strict=True):
             assert entry["loss"] == pytest.approx(expected["loss"], rel=1e-9)

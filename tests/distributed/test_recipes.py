@@ -17,7 +17,7 @@ from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.search.trials import QUICK, SearchBudget
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
-from tests.distributed.launch import REPOSITORY, launch
+from tests.distributed.launch import REPOSITORY, train
 from tests.distributed.small_run import MODEL, working_flags, write_working_files
 from tests.unit.plan.planners.planning_cases import TWO, request
 from tools import emulate, plan, simulate
@@ -77,20 +77,12 @@ def test_an_added_schedule_and_an_added_balancer_train(tmp_path: Path) -> None:
     """Two processes, which get the rows before pretrain_mllm.py starts, as if these stood in the registries."""
     write_working_files(tmp_path)
     (tmp_path / "sitecustomize.py").write_text("from tests.distributed.added_rows import add_rows\nadd_rows()\n")
-    log = tmp_path / "log.jsonl"
-    flags = {**working_flags(tmp_path), "--dtype": "float64", "--log-json": log}
-    added = {"--schedule": SCHEDULE, "--balance": BALANCER}
+    flags = {**working_flags(tmp_path), "--dtype": "float64", "--log-json": tmp_path / "log.jsonl"}
+    environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
     losses = []
-    for chosen in (added, {}):
-        launched = launch(
-            [part for pair in {**flags, **chosen}.items() for part in pair],
-            num_ranks=2,
-            environment={"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"},
-            is_new_program=bool(chosen),
-        )
-        assert launched.exit_codes == (0, 0), launched.output
-        losses.append([json.loads(line)["loss"] for line in log.read_text().splitlines()])
-        log.unlink()
+    for chosen in ({"--schedule": SCHEDULE, "--balance": BALANCER}, {}):
+        entries, _ = train({**flags, **chosen}, num_ranks=2, environment=environment, is_new_program=bool(chosen))
+        losses.append([entry["loss"] for entry in entries])
     assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
 
 

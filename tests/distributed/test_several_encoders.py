@@ -23,7 +23,7 @@ from multimodal.data.packing import pack_language_microbatch
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.assignment import Atom
 from tests.distributed.hugging_face_comparison import BETAS, DECAY, RATE, step_in_torch, weights_of
-from tests.distributed.launch import launch
+from tests.distributed.launch import train
 from tests.distributed.test_hugging_face_audio import MAX_TOKENS, omni_thinker, qwen2_audio
 from tests.distributed.wide_transformers import build_wide_model
 from tools import convert
@@ -34,13 +34,11 @@ MAX_FRAMES = 2 * MAX_TOKENS
 CLIPS = {"a.wav": (16000, 5000), "b.wav": (8000, 900)}
 """Rate and samples."""
 SAMPLES = (("picture.png", "a.wav", "b.wav"), ("b.wav",), (), ("picture.png",))
-PLANS: Mapping[str, tuple[str, ...]] = {
-    "apart": ("--vision-dp", "1", "--audio-dp", "1", "--llm-tp", "2", "--llm-dp", "1", "--schedule", "1f1b"),
-    "together": (
-        *("--colocate-units", "--llm-cp", "2", "--audio-cp", "2", "--balance", "orchmllm", "--schedule", "zb-h1"),
-        *("--data-parallel-sharding-strategy", "optim_grads_params"),
-    ),
-    "sound": ("--colocate-units", "--llm-tp", "2", "--data-parallel-sharding-strategy", "optim_grads_params"),
+SHARED = {"--colocate-units": None, "--data-parallel-sharding-strategy": "optim_grads_params"}
+PLANS: Mapping[str, Mapping[str, object]] = {
+    "apart": {"--vision-dp": 1, "--audio-dp": 1, "--llm-tp": 2, "--llm-dp": 1, "--schedule": "1f1b"},
+    "together": {**SHARED, "--llm-cp": 2, "--audio-cp": 2, "--balance": "orchmllm", "--schedule": "zb-h1"},
+    "sound": {**SHARED, "--llm-tp": 2},
 }
 
 
@@ -139,10 +137,8 @@ def test_a_step_is_that_of_transformers(make: Any, plans: tuple[str, ...], fixed
     }
     for name in plans:
         target, log = tmp_path / name, tmp_path / f"{name}.jsonl"
-        flags = {**shared, "--save-hf": target, "--log-json": log}
-        done = launch([*(part for pair in flags.items() for part in pair), *PLANS[name]], num_ranks=4)
-        assert done.exit_codes == (0,) * 4, done.output
-        assert json.loads(log.read_text().splitlines()[0])["loss"] == pytest.approx(expected_loss, rel=1e-12), name
+        entries, _ = train({**shared, "--save-hf": target, "--log-json": log, **PLANS[name]}, num_ranks=4)
+        assert entries[0]["loss"] == pytest.approx(expected_loss, rel=1e-12), name
         trained = weights_of(target)
         for key, expected in weights_of(stepped).items():
             assert (trained[key] - expected).abs().max() < 1e-9, (name, key)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
-from tests.distributed.launch import Launched, launch
+from tests.distributed.launch import Launched, as_arguments, launch
 from tests.distributed.small_run import working_flags, write_working_files
 
 NUM_RANKS = 3
@@ -33,7 +33,7 @@ def train(folder: Path, *flags: object, meanwhile: Callable[[Sequence[int], Path
             meanwhile(processes, folder)
 
     return launch(
-        [*(item for pair in kept.items() for item in pair), *flags],
+        [*as_arguments(kept), *flags],
         num_ranks=NUM_RANKS,
         timeout_seconds=2 * PATIENCE_SECONDS,
         meanwhile=when_training,

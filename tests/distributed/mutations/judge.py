@@ -24,8 +24,8 @@ _WITHOUT_EFFECT = frozenset(
 """Flags that say how a run trains or what it writes, and not what it learns: one process does without them."""
 _FIX = re.compile(
     r"\b(use|set|give|leave|remove|choose|raise|lower|add|keep|write|rename|replace|correct|change|launch|install|start|list|take|make|"
-    r"must be|must|expected|needs|make room|save|resume|put|name|regenerate|copy|repair|convert|re-create|delete|shorten|"
-    r"has no|are|is one of|invalid choice|lists all flags)\b"
+    r"must be|must|expected|needs|make room|save|resume|put|name|regenerate|copy|repair|convert|re-create|delete|shorten|pass|"
+    r"did you mean|has no|are|is one of|invalid choice|lists all flags)\b"
 )
 
 
@@ -33,7 +33,8 @@ class Outcome(NamedTuple):
     """What became of one mutation."""
 
     mutation: Mutation
-    is_refused: bool
+    exit_codes: tuple[int, ...]
+    """By rank; none where it hangs."""
     problems: tuple[str, ...]
     """Empty: as it should be."""
     message: str
@@ -41,22 +42,26 @@ class Outcome(NamedTuple):
     seconds: float
     output: str
 
+    @property
+    def is_refused(self) -> bool:
+        """Tell whether every rank ended by itself, and with an error."""
+        return bool(self.exit_codes) and 0 not in self.exit_codes
+
 
 def judge(mutation: Mutation, inputs: Inputs, launched: Launched) -> Outcome:
     """Hold a launch against what must be true of every launch."""
     output, codes = launched.output, launched.exit_codes
     messages = [line for line in output.splitlines() if "error:" in line]
     message = messages[0] if messages else ""
-    is_refused = all(code not in (0, None) for code in codes)
     if all(code == 0 for code in codes):
         problems = ["it was accepted, but must be refused"] if mutation.must_be_refused else _compare(inputs)
-    elif not is_refused:
+    elif 0 in codes:
         problems = [f"some ranks ended well and some did not: {codes}"]
     else:
         problems = _problems_of_refusal(mutation, messages)
     if "Traceback" in output or "frame #" in output:
         problems.append("the output holds a traceback")
-    return Outcome(mutation, is_refused, tuple(problems), message, launched.seconds, output)
+    return Outcome(mutation, codes, tuple(problems), message, launched.seconds, output)
 
 
 def _problems_of_refusal(mutation: Mutation, messages: Sequence[str]) -> list[str]:
@@ -77,8 +82,8 @@ def _compare(inputs: Inputs) -> list[str]:
         return []
     found = _losses(inputs.folder / "log.jsonl")
     flags = {flag: value for flag, value in inputs.flags.items() if flag not in _WITHOUT_EFFECT and not flag.startswith(_SIZES)}
-    alone = Inputs(inputs.folder, inputs.random, flags | {"--log-json": inputs.folder / "alone.jsonl"})
-    launched = launch_inputs(alone, num_ranks=1)
+    alone = Inputs(inputs.folder, inputs.random, flags | {"--log-json": inputs.folder / "alone.jsonl"}, num_ranks=1)
+    launched = launch_inputs(alone)
     if isinstance(launched, str) or launched.exit_codes != (0,):
         return [
             f"it was accepted on {NUM_RANKS} ranks, but not on one: {launched if isinstance(launched, str) else launched.output}"

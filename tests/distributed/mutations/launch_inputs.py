@@ -3,15 +3,15 @@
 import subprocess
 from pathlib import Path
 
-from tests.distributed.launch import Launched, launch
+from tests.distributed.launch import Launched, as_arguments, launch
 from tests.distributed.mutations.mutation import Inputs
-from tests.distributed.small_run import NUM_RANKS, working_flags
+from tests.distributed.small_run import working_flags
 
 HANG_SECONDS = 180.0
 """Beyond this a run counts as hanging, also where others keep the machine busy; alone each ends in a few seconds."""
 
 
-def launch_inputs(inputs: Inputs, *, num_ranks: int = NUM_RANKS) -> Launched | str:
+def launch_inputs(inputs: Inputs) -> Launched | str:
     """Launch a run and wait for its end; returns how it ended, or that it hangs."""
     shared = {
         flag: value for flag, value in inputs.flags.items() if not any(flag in own for own in inputs.flags_of_rank.values())
@@ -20,12 +20,12 @@ def launch_inputs(inputs: Inputs, *, num_ranks: int = NUM_RANKS) -> Launched | s
         rank: as_arguments(
             {flag: value for flag, value in inputs.flags.items() if flag not in shared} | inputs.flags_of_rank.get(rank, {})
         )
-        for rank in range(num_ranks)
+        for rank in range(inputs.num_ranks)
     }
     try:
         return launch(
-            as_arguments(shared),
-            num_ranks=num_ranks,
+            shared,
+            num_ranks=inputs.num_ranks,
             timeout_seconds=HANG_SECONDS,
             flags_of_rank=own,
             environment_of_rank=inputs.environment_of_rank,
@@ -44,11 +44,3 @@ def base_flags(folder: Path) -> dict[str, object]:
         "--no-progress-bar": None,
         "--distributed-timeout-minutes": 0.25,
     }
-
-
-def as_arguments(flags: dict[str, object]) -> list[object]:
-    """Return flags as they stand on a command line; None: a switch."""
-    listed: list[object] = []
-    for flag, value in flags.items():
-        listed += [flag] if value is None else [f"{flag}={value}"]
-    return listed

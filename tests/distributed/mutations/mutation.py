@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from tests.distributed.small_run import NUM_RANKS
+
 PLAN = {
     "units": {
         "vision": {"replicas": [{"stages": [{"ranks": [0], "layers": [[0, 3]]}]}]},
@@ -49,6 +51,7 @@ class Inputs:
     flags_of_rank: dict[int, dict[str, object]] = field(default_factory=dict)
     """Flags that one rank has in another form; None: a switch."""
     environment_of_rank: dict[int, dict[str, str]] = field(default_factory=dict)
+    num_ranks: int = NUM_RANKS
     stranger: Callable[[int], object] | None = None
     """Acts at the port of the store, of a run that is elastic for that."""
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from megatron.runtime.recovery.ledger import connect
 from tests.distributed.elastic_run import ElasticRun, Nodes
-from tests.distributed.launch import Launched, launch
+from tests.distributed.launch import Launched, train
 from tests.distributed.mutations.judge import Outcome, judge
-from tests.distributed.mutations.launch_inputs import HANG_SECONDS, as_arguments, base_flags, launch_inputs
+from tests.distributed.mutations.launch_inputs import HANG_SECONDS, base_flags, launch_inputs
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.small_run import NUM_RANKS, write_working_files
 
@@ -24,16 +24,12 @@ def save_given(folder: Path) -> Path:
     """Save what mutations start from: a checkpoint and, where transformers is installed, a folder and adapters."""
     folder.mkdir(parents=True, exist_ok=True)
     write_working_files(folder)
-    _train(base_flags(folder) | {"--save": folder / Given.CHECKPOINT})
+    train(base_flags(folder) | {"--save": folder / Given.CHECKPOINT}, num_ranks=NUM_RANKS)
     if find_spec("transformers") is not None:
         small_llava().save_pretrained(folder / Given.FOLDER)
-        _train(_from_folder(folder) | {"--freeze": "vision", "--lora-rank": 2, "--save-adapter": folder / Given.ADAPTER})
+        adapted = {"--freeze": "vision", "--lora-rank": 2, "--save-adapter": folder / Given.ADAPTER}
+        train(_from_folder(folder) | adapted, num_ranks=NUM_RANKS)
     return folder
-
-
-def _train(flags: dict[str, object]) -> None:
-    launched = launch(as_arguments(flags), num_ranks=NUM_RANKS)
-    assert launched.exit_codes == (0,) * NUM_RANKS, launched.output
 
 
 def _from_folder(folder: Path) -> dict[str, object]:
@@ -69,7 +65,7 @@ def run_mutation(mutation: Mutation, *, folder: Path, given: Path, seed: int = 0
         return _run_elastic(mutation, inputs)
     launched = launch_inputs(inputs)
     if isinstance(launched, str):
-        return Outcome(mutation, False, (launched,), "", HANG_SECONDS, "")
+        return Outcome(mutation, (), (launched,), "", HANG_SECONDS, "")
     return judge(mutation, inputs, launched)
 
 
@@ -87,7 +83,7 @@ def _run_elastic(mutation: Mutation, inputs: Inputs) -> Outcome:
         launched = Launched((code,), (run.output,), time.monotonic() - start)
         del kept  # connections that were held open
     except subprocess.TimeoutExpired:
-        return Outcome(mutation, False, ("it hangs",), "", HANG_SECONDS, run.output)
+        return Outcome(mutation, (), ("it hangs",), "", HANG_SECONDS, run.output)
     finally:
         run.close()
     outcome = judge(mutation, inputs, launched)
