@@ -82,7 +82,7 @@ def test_replicas_that_differ_become_alike_and_differ_again(tmp_path: Path, inpu
     The second time, all ranks have updated, and the first one has not reported.
     """
     nodes = Nodes(5, sizes=(2, 3), replicas=(2, 3))
-    with running(tmp_path, inputs, nodes, deaths="4:reduction:4,0:report:13", holds="6") as run:
+    with running(tmp_path, inputs, nodes, deaths="4:forward:4,0:report:13", holds="6") as run:
         run.wait_for_step(5)
         run.let_return(4)
         run.wait_until(lambda: "with 5 nodes" in run.output, "return of the node")
@@ -95,7 +95,7 @@ def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(tmp_path: Path
     """One replica over two nodes of two ranks: half of the state is lost with any rank, as a node dies as one."""
     flags = ("--save", tmp_path / "saved", "--save-interval", 4)
     nodes = Nodes(2, gpus=2, fault_tolerance=0, sizes=(2,))
-    with running(tmp_path, inputs, nodes, flags=flags, deaths="0:reduction:7") as run:
+    with running(tmp_path, inputs, nodes, flags=flags, deaths="0:forward:7") as run:
         run.wait_until(lambda: "waiting: 1 nodes are left" in run.output, "wait for nodes")
         run.let_return(0)
         assert "going back to a checkpoint" in check(run, inputs)
