@@ -7,17 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from megatron.runtime.checkpoint.claim import MARK_NAME, Writer
-from tests.distributed.launch import train
+from tests.distributed.launch import launch
 from tests.distributed.small_run import working_flags, write_working_files
 
 PRETRAINED_STEPS = 4
 
 
 def run(folder: Path, log: Path, *flags: object) -> tuple[list[dict[str, Any]], str]:
-    """Train on two ranks; returns what was logged, and what was said."""
+    """Train on two ranks; returns what is in the log, which a run that was requeued goes on with, and what was said."""
     base = {**working_flags(folder), "--lr": 1e-2, "--log-json": log, "--train-iters": PRETRAINED_STEPS}
-    entries, launched = train({**base, **dict(zip(flags[::2], flags[1::2], strict=True))}, num_ranks=2)
-    return entries, launched.output
+    done = launch({**base, **dict(zip(flags[::2], flags[1::2], strict=True))}, num_ranks=2)
+    assert done.exit_codes == (0, 0), done.output
+    return [json.loads(line) for line in log.read_text().splitlines()], done.output
 
 
 def leave_mark_of_a_killed_run(folder: Path) -> None:
