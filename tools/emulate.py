@@ -25,9 +25,8 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
-from megatron.runtime.flags.field_flags import refusing
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import BUILDERS, simulated_only
+from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
@@ -84,8 +83,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    names = [name for name, row in BUILDERS.items() if row.can_train]
-    parser.add_argument("--schedule", type=refusing(simulated_only()), choices=names, default="1f1b", help="the builder")
+    parser.add_argument("--schedule", choices=BUILDERS, default="1f1b", help="the builder")
     parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
     parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")

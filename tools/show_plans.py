@@ -17,7 +17,6 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.filling_report import FillingReport
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import Prediction
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import UnitPlan
 from tools.command_line import format_seconds
 
@@ -98,7 +97,7 @@ def print_plan(planned: PredictedRun, request: PlanningRequest, *, cluster: Path
         f"peak memory {prediction.peak_memory_bytes / 1e9:.2f} GB of {request.cluster.memory_gb:g} GB"
         f"\n{size_of_checkpoint(run, request).describe()}"
     )
-    if BUILDERS[run.schedule].can_train:
+    if not run.repeats_encoders:
         console.print(run.training_flags(cluster))
     columns = ("tp", "cp", "pp", "virtual_stages", "dp", *(["ep"] if run.plan.units_with_shared_experts else []), "gpus")
     titles = ("virtual" if each == "virtual_stages" else "GPUs" if each == "gpus" else each for each in columns)

@@ -31,7 +31,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_costs import TableCosts
-from multimodal.cost.table_model import build_table_step, replicate_encoders
+from multimodal.cost.table_model import build_table_step
 from multimodal.cost.tokens.deal_items import DEFAULT_BLOCK_SIZE
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
@@ -174,13 +174,9 @@ def _flag(name: str) -> str:
 
 def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
     """Yield the steps to simulate."""
-    row = BUILDERS[flags.schedule]
     if flags.costs is not None:
         table = CostTable.from_file(flags.costs)
-        step = build_table_step(table)
-        if row.copies_encoders:
-            table, step = replicate_encoders(table)
-        yield CostedStep(*row.step_for(*step), TableCosts(table))
+        yield CostedStep(*build_table_step(table), TableCosts(table))
         return
     graph, cluster = read_model(flags.model), Cluster.from_file(flags.cluster)
     plan = read_plan(flags.plan, graph=graph)
@@ -198,7 +194,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
         assignment = BALANCERS[flags.balance or "none"](lengths, graph=graph, plan=plan, options=options)
         validate_assignment(assignment, lengths, graph=graph, plan=plan)
         assignment = as_computed(assignment, lengths, graph=graph, plan=plan)
-        step = row.step_for(assignment.shape(graph, plan), assignment)
+        step = assignment.shape(graph, plan), assignment
         yield CostedStep(*step, ModelCosts(*step, lengths, cluster, vocab_size, run_options(flags, cluster), profile))
 
 

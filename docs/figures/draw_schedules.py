@@ -34,43 +34,34 @@ class Figure(NamedTuple):
     llm_stages: list[Layers] = STAGES
     encoder_ranks: tuple[tuple[int, ...], ...] = ((0,), (1,))
     """Ranks of the stages of each encoder; the LLM's are 2 and 3."""
-    is_replicated: bool = False
-    """True if the ranks hold whole copies of the encoder instead, and the first copy has all microbatches."""
 
 
 def figure_of(name: str, row: ScheduleRow) -> Figure:
     """Choose stages and ranks that suit the schedule of a registry row."""
     title = f"{name}: {row.meaning}"
-    on_llm_ranks = ((2, 3), (2, 3))
     if row.virtual_stages is VirtualStages.EXPECTED:
         return Figure(title, llm_stages=V_SHAPED if row.is_folded else INTERLEAVED)
-    if row.copies_encoders or row.num_rounds or (row.needs_costs and not row.fills_memory):
-        return Figure(title, encoder_ranks=on_llm_ranks, is_replicated=row.copies_encoders)
+    if row.num_rounds or (row.needs_costs and not row.fills_memory):
+        return Figure(title, encoder_ranks=((2, 3), (2, 3)))
     return Figure(title, encoder_ranks=((0, 1), (0, 1))) if row.fewest_encoders > 1 else Figure(title)
 
 
-def build_example(figure: Figure) -> tuple[StepShape, Assignment]:
+def build_example(figure: Figure) -> StepShape:
     """Return a vision and an audio encoder that feed an LLM of two stages: eight samples with one item for each encoder."""
     shape = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
     encoders = ("vision", "audio")
     units = {name: {"role": "encoder", "num_layers": 2, **shape} for name in encoders}
     graph = ModelGraph.from_dict({"units": units | {"llm": {"role": "backbone", "num_layers": 4, **shape}}})
-    replicas = {
-        name: [_encoder_stages((rank,)) for rank in ranks] if figure.is_replicated else [_encoder_stages(ranks)]
-        for name, ranks in zip(encoders, figure.encoder_ranks, strict=True)
-    }
-    replicas["llm"] = [[{"ranks": [rank], "layers": layers} for rank, layers in zip((2, 3), figure.llm_stages, strict=True)]]
-    all_stages = [stage for unit_replicas in replicas.values() for stages in unit_replicas for stage in stages]
+    stages = {name: _encoder_stages(ranks) for name, ranks in zip(encoders, figure.encoder_ranks, strict=True)}
+    stages["llm"] = [{"ranks": [rank], "layers": layers} for rank, layers in zip((2, 3), figure.llm_stages, strict=True)]
+    all_stages = [stage for of_unit in stages.values() for stage in of_unit]
     first_rank = min(stage["ranks"][0] for stage in all_stages)
     for stage in all_stages:
         stage["ranks"] = [rank - first_rank for rank in stage["ranks"]]
-    plan = Plan.from_dict(
-        {"units": {name: {"replicas": [{"stages": stages} for stages in unit]} for name, unit in replicas.items()}}
-    )
+    plan = Plan.from_dict({"units": {name: {"replicas": [{"stages": of_unit}]} for name, of_unit in stages.items()}})
     items = {"vision": 0, "audio": 1, "llm": -1}
-    placed = {name: tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)) for name, item in items.items()}
-    assignment = Assignment({name: (placed[name], *[()] * (len(each) - 1)) for name, each in replicas.items()})
-    return assignment.shape(graph, plan), assignment
+    placed = {name: (tuple((Atom(sample, item),) for sample in range(NUM_MICROBATCHES)),) for name, item in items.items()}
+    return Assignment(placed).shape(graph, plan)
 
 
 def _encoder_stages(ranks: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -86,8 +77,7 @@ def main() -> None:
         if row.num_rounds > 1:
             continue  # repeats the schedule of one round
         figure = figure_of(name, row)
-        shape, _ = row.step_for(*build_example(figure))
-        timeline = timeline_of_unit_costs(build_schedule(row, shape))
+        timeline = timeline_of_unit_costs(build_schedule(row, build_example(figure)))
         draw_timeline(timeline, folder / f"{name}.png", title=figure.title)
 
 

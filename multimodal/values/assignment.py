@@ -44,10 +44,6 @@ class Assignment:
         """Microbatches that this replica processes."""
         return int(self.placed[unit].counts[replica])
 
-    def num_own_microbatches(self, unit: str, replica: int) -> int:
-        """Number of microbatches whose results are used, which come first; fewer than all only if encoder copies repeat work."""
-        return self.num_microbatches(unit, replica)
-
     def atoms(self, place: MicrobatchPlace) -> Microbatch:
         """The atoms of one microbatch, in packing order."""
         if isinstance(self.units, PlacedUnits):

@@ -63,7 +63,7 @@ def phrases() -> Iterator[str]:
 
 
 def _schedules(is_meant: Callable[[ScheduleRow], bool]) -> str:
-    return _listed(name for name, row in BUILDERS.items() if row.can_train and is_meant(row))
+    return _listed(name for name, row in BUILDERS.items() if is_meant(row))
 
 
 def _listed(names: Iterable[str]) -> str:

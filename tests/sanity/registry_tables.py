@@ -43,14 +43,10 @@ def _needs(row: ScheduleRow) -> Iterator[str]:
         yield "stages of its shape"
     if row.fewest_encoders:
         yield f"{row.fewest_encoders} encoder{'s' if row.fewest_encoders > 1 else ''} or more"
-    if row.copies_encoders:
-        yield "copies of encoders beside every stage of the LLM"
     if row.needs_messages:
         yield "ranks that wait for each other"
     if row.needs_costs:
         yield "durations"
-    if not row.can_train:
-        yield "simulation: no run trains with it"
 
 
 def pass_table() -> str:

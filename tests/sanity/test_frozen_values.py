@@ -39,9 +39,7 @@ def test_frozen_values_are_set_when_they_are_made(path):
 ORDERING = [
     path
     for path in list_python_files("multimodal/schedule/builders", "multimodal/schedule/passes", "multimodal/values/work")
-    if path.name != "encoders_replicated.py" and path != ROOT / "multimodal" / "schedule" / "builders" / "__init__.py"
 ]
-"""All but the baseline that repeats samples, and its row."""
 
 
 @pytest.mark.parametrize("path", ORDERING, ids=module_name)

@@ -14,7 +14,7 @@ REGISTRIES = {
 }
 CHOOSING = {
     *(f"multimodal/plan/planners/{name}.py" for name in ("entrain", "optimus")),
-    *(f"multimodal/plan/planners/baselines/{name}.py" for name in ("encoders_colocated", "encoders_replicated")),
+    "multimodal/plan/planners/baselines/encoders_colocated.py",
     "multimodal/plan/planners/planning_request.py",
     "multimodal/plan/planners/templates/template_plan.py",
 }

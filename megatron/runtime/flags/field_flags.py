@@ -100,7 +100,7 @@ def field_flags(group_name: str) -> tuple[FieldFlag, ...]:
     """List the flags of one group of the configuration, in the order of its fields; fields filled per unit have none.
 
     A field whose metadata has `choices` takes a name that is registered when this is called; one with `names` takes several such
-    names. Names that `refused` returns are refused for its reasons.
+    names.
     """
     group = GROUPS[group_name]
     hints, helps = _field_hints(group), field_docstrings(group)
@@ -146,17 +146,6 @@ def finite_number(text: str) -> float:
     return number
 
 
-def refusing(reasons: Mapping[str, str]) -> Callable[[str], str]:
-    """Return a parser of text that refuses some words, each for a reason."""
-
-    def parse(text: str) -> str:
-        if text in reasons:
-            raise argparse.ArgumentTypeError(reasons[text])
-        return text
-
-    return parse
-
-
 def flag_of(name: str) -> str:
     """Spell the flag of a field or unit name: dashes for underscores, two in front."""
     return "--" + name.replace("_", "-")
@@ -192,8 +181,7 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str, group: str) -> Fie
         shared["help"] = f"{help_text.removesuffix('.')}: {', '.join(names())}."
     if get_origin(hint) is Literal or "choices" in metadata:
         choices = metadata["choices"]() if "choices" in metadata else get_args(hint)
-        parse = refusing(metadata["refused"]()) if "refused" in metadata else str
-        return FieldFlag(flag=flag_of(field.name), parse=parse, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
+        return FieldFlag(flag=flag_of(field.name), parse=str, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
     is_list = get_origin(hint) is tuple
     parse, metavar = _PARSERS[get_args(hint)[0] if is_list else hint]
     metavar = metadata.get("metavar", metavar)

@@ -15,17 +15,16 @@ from multimodal.values.plan import Plan
 def problems_of_schedule(config: RunConfig, graph: ModelGraph, plan: Plan) -> Iterator[str]:
     """Yield what is wrong between the schedule, its passes, the units' virtual stages and the plan."""
     name, schedule, plan_file = config.training.schedule, BUILDERS[config.training.schedule], config.parallelism.plan
-    others = {other: row for other, row in BUILDERS.items() if row.can_train}
     for unit_name, unit in plan.units.items() if plan_file is None else ():  # a plan file may cut layers in any way
         count, flag = len(unit.replicas[0].stages[0].layer_ranges), f"{flag_of(unit_name)}-virtual-pipeline-model-parallel-size"
         if count > 1 and schedule.virtual_stages is VirtualStages.NO_USE:
-            fitting = [other for other, row in others.items() if row.virtual_stages is not VirtualStages.NO_USE]
+            fitting = [other for other, row in BUILDERS.items() if row.virtual_stages is not VirtualStages.NO_USE]
             yield (
                 f"{flag} {count}: --schedule {name} has no use for virtual stages; choose --schedule "
                 f"{' or '.join(fitting)}, or leave {flag} out"
             )
         if count > V_SHAPE_RANGES and schedule.is_folded:
-            dealt = [other for other, row in others.items() if row.virtual_stages is VirtualStages.EXPECTED and not row.is_folded]
+            dealt = [other for other, row in BUILDERS.items() if row.virtual_stages is VirtualStages.EXPECTED and not row.is_folded]
             yield (
                 f"{flag} {count}: --schedule {name} folds {V_SHAPE_RANGES} virtual stages per pipeline rank into a V; "
                 f"use {V_SHAPE_RANGES}, or --schedule {' or '.join(dealt)}"

@@ -15,7 +15,6 @@ from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe_kinds, describe_sizes
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -142,7 +141,7 @@ def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun
             planned = row.plan_best(request, max_actions=request.max_actions)
         except BraidError:
             continue
-        if planned.run.num_gpus == request.num_gpus and BUILDERS[planned.run.schedule].can_train:
+        if planned.run.num_gpus == request.num_gpus and not planned.run.repeats_encoders:
             found.append(planned)
     if not found:
         raise PlanError(

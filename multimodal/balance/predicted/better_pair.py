@@ -67,7 +67,7 @@ def _alternatives(chosen: Pair, predictor: StepPredictor) -> Iterator[Pair]:
             yield Pair(name, chosen.schedule)
     has_virtual_stages = any(unit.has_virtual_stages for unit in plan.units.values())
     for name, row in BUILDERS.items():
-        is_allowed = row.can_train and row.splits_backwards <= given.splits_backwards
+        is_allowed = row.splits_backwards <= given.splits_backwards
         is_met = row.layout is None or row.layout.is_met(graph, plan)
         if name != chosen.schedule and is_allowed and is_met and row.is_for(graph, has_virtual_stages=has_virtual_stages):
             yield Pair(chosen.balance, name, keeps_more=row.in_flight > given.in_flight)

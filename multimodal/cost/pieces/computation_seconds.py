@@ -206,12 +206,9 @@ class ComputationSeconds:
     def _waits_for_the_slowest(self, unit: str, seconds: Floats) -> Floats:
         """Return the seconds that each computation waits for the slowest replica's of the same number: they share weights."""
         placed = self.loads.assignment.placed[unit]
-        counts = [self.loads.assignment.num_own_microbatches(unit, replica) for replica in range(placed.num_replicas)]
-        own = np.flatnonzero(placed.index_in_replica < np.array(counts, np.int64)[placed.replica_of_microbatch])
-        index, late = placed.index_in_replica[own], np.zeros_like(seconds)
         slowest = np.zeros((*seconds.shape[:2], int(placed.counts.max(initial=0))))
-        np.maximum.at(slowest.T, index, seconds[:, :, own].T)
-        late[:, :, own] = slowest[:, :, index] - seconds[:, :, own]
+        np.maximum.at(slowest.T, placed.index_in_replica, seconds.T)
+        late: Floats = slowest[:, :, placed.index_in_replica] - seconds
         return late
 
     def _compute_together(self, unit: str, found: Floats, rows: UnitLoad | Sequence[ComputedLoad], *, of_subsets: bool) -> None:

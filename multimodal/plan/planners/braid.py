@@ -223,7 +223,7 @@ class PlanSearch:
 
     def _phased(self, run: PlannedRun, balance: str) -> str:
         """Return the phased schedule with the fewest rounds that fits: fewer rounds wait less and keep more."""
-        phased = sorted((row.num_rounds, name) for name, row in BUILDERS.items() if row.num_rounds and row.can_train)
+        phased = sorted((row.num_rounds, name) for name, row in BUILDERS.items() if row.num_rounds)
         names = [name for _, name in phased]
 
         def fits(name: str) -> bool:
@@ -239,7 +239,7 @@ class PlanSearch:
         """
         below = self._least_seconds(RANKING)
         for planner in planners:
-            tuned = [each for each in tune(planner, self.trials, below=below) if BUILDERS[each.run.schedule].can_train]
+            tuned = [each for each in tune(planner, self.trials, below=below) if not each.run.repeats_encoders]
             if tuned:
                 self.tuned.append((planner, tuned))
 
@@ -306,7 +306,7 @@ class PlanSearch:
 
     def best(self, count: int) -> list[PredictedRun]:
         """Return the best simulated runs that can train, by their expected seconds."""
-        return list(islice((each for each in self.trials.expected() if BUILDERS[each.run.schedule].can_train), count))
+        return list(islice((each for each in self.trials.expected() if not each.run.repeats_encoders), count))
 
     def choose(self) -> PredictedRun:
         """Judge the best runs as every planner's plan is judged in the end, and return the best plan of all that fit.
@@ -331,7 +331,7 @@ class PlanSearch:
 
     def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the simulated runs that fit and can train, the shortest step first."""
-        return [each for each in self.trials.fitting(fidelity) if BUILDERS[each.run.schedule].can_train]
+        return [each for each in self.trials.fitting(fidelity) if not each.run.repeats_encoders]
 
     def _least_seconds(self, fidelity: Fidelity) -> float:
         """Return the shortest step of these runs."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.search.plan_to_fit import describe_kinds
 from multimodal.plan.planners.search.prediction import Prediction
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.plan import Plan
 
 
@@ -25,9 +24,9 @@ def plan_text(
     tools/simulate.py that reproduce the prediction.
     """
     lines = [f"# A plan by the planner '{run.planner}'"]
-    if BUILDERS[run.schedule].can_train:
+    if not run.repeats_encoders:
         lines += ["# Run it with", f"#   pretrain_mllm.py --plan {name} {run.training_flags(cluster)}"]
-    if simulate_flags:
+    if simulate_flags and not run.repeats_encoders:
         lines.append(f"# Predict it again with\n#   tools/simulate.py --plan {name} {simulate_flags}")
     lines += ["#", "# Made for:", *(f"#   {name}: {value}" for name, value in made_for.items())]
     lines += ["#", "# Predicted:", *(f"#   {name}: {value}" for name, value in predicted(run, prediction).items())]

@@ -12,7 +12,6 @@ from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import without_idle_units
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, memory_concessions, plan_to_fit
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import BraidError, NothingFitsError, PlanError
 from multimodal.values.plan import MOST_RANKS
 
@@ -84,7 +83,7 @@ def _works(planner: PlannerRow, request: PlanningRequest, max_actions: int | Non
         return find(planner, asked) is not None
     *_, least = memory_concessions(replace(asked, micro_batch_size=request.default_micro_batch_size))
     others = (find(row, least) for row in PLANNERS.values() if not row.searches_others)
-    if any(found is not None and BUILDERS[found.run.schedule].can_train for found in others):
+    if any(found is not None and not found.run.repeats_encoders for found in others):
         return True
     budget = min(request.time_budget_seconds, SEARCH_BUDGET_SECONDS)
     return find(planner, replace(least, time_budget_seconds=budget, on_progress=None)) is not None

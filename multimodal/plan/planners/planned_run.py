@@ -40,6 +40,8 @@ class PlannedRun:
     """Nominal seconds of the simulations by which the planner chose it, which searches add to their own."""
     notes: tuple[str, ...] = field(default=(), compare=False)
     """Notes about the search, for the user."""
+    repeats_encoders: bool = False
+    """True if every stage of the LLM computes all encoders (`RepeatedStep`): a baseline that is predicted and never run."""
 
     @cached_property
     def key(self) -> str:

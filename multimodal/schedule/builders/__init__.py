@@ -12,7 +12,6 @@ from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b, build_eagerest_1f1b
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
-from multimodal.schedule.builders.encoders_replicated import build_encoders_replicated, replicate_microbatches
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
 from multimodal.schedule.builders.interleaved_zb import build_interleaved_zb
@@ -22,7 +21,6 @@ from multimodal.schedule.builders.optimus import build_optimus
 from multimodal.schedule.builders.zb_h1 import build_eager_zero_bubble, build_zb_h1
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -62,8 +60,6 @@ class ScheduleRow:
     """Its effect, in one line."""
     source: str = ""
     """The paper that introduced it, or that uses it as a baseline."""
-    can_train: bool = True
-    """False if it can only be simulated and planned with."""
     splits_backwards: bool = False
     """True if every backward is an input gradient and a weight gradient."""
     runs_segments: bool = False
@@ -79,9 +75,6 @@ class ScheduleRow:
     """The layout that its builder requires; it raises ScheduleError for other plans."""
     num_rounds: int = 0
     """If units that share ranks run in phases: rounds of such phases in a step. More rounds keep less and wait more."""
-    copies_encoders: bool = False
-    """True if each stage of the LLM holds a replica of every encoder and computes all encoder outputs that its LLM replica
-    uses."""
     fewest_encoders: int = 0
     role_of_encoders: str = ""
     """A verb and an object, such as `arranges encoders`, for the message that there are too few."""
@@ -113,13 +106,6 @@ class ScheduleRow:
                 f"{', '.join(fed)}: encoders that encoders feed; {self.meaning}: for others only; choose {self.otherwise}"
             )
         return build(shape)
-
-    def step_for(self, shape: StepShape, assignment: Assignment) -> tuple[StepShape, Assignment]:
-        """Return the step that the schedule is built and simulated for, including work that copies of encoders repeat.
-
-        Raises ScheduleError as `replicate_microbatches`.
-        """
-        return replicate_microbatches(shape, assignment) if self.copies_encoders else (shape, assignment)
 
     @property
     def keeps_all(self) -> bool:
@@ -297,24 +283,5 @@ BUILDERS: dict[str, ScheduleRow] = {
         role_of_encoders="runs several encoders as one",
         takes_fed_encoders=False,
     ),
-    "encoders-replicated": ScheduleRow(
-        build=build_encoders_replicated,
-        meaning="every stage of the LLM runs all encoders",
-        source="Cornstarch 2",
-        can_train=False,
-        copies_encoders=True,
-        takes_fed_encoders=False,
-        fewest_encoders=1,
-    ),
 }
 """Every schedule by the name that selects it. Rows can be added at any time."""
-
-
-def simulated_only() -> dict[str, str]:
-    """Return, for each schedule that no run can use, the reason and the schedule to choose instead."""
-    return {
-        name: f"{name} is a baseline of tools/plan.py and tools/simulate.py alone: {row.meaning}, which would be useless work in "
-        f"a run; choose {row.otherwise}"
-        for name, row in BUILDERS.items()
-        if not row.can_train
-    }

@@ -85,17 +85,6 @@ class NumberedMicrobatches:
             raise KeyError(place)
         return int(self.first[unit] + counted.microbatch_starts[replica] + microbatch)
 
-    def numbers_in(self, other: "NumberedMicrobatches", numbers: Integers) -> Integers:
-        """Return the numbers that other microbatches have for the same places."""
-        found = np.empty_like(numbers)
-        for unit, first in self.first.items():
-            here, there = self.counts[unit], other.counts[unit]
-            is_own = (numbers >= first) & (numbers < first + here.num_microbatches)
-            own = numbers[is_own] - first
-            replicas = here.replica_of_microbatch[own]
-            found[is_own] = other.first[unit] + there.microbatch_starts[replicas] + here.index_in_replica[own]
-        return found
-
     def places(self, numbers: Integers) -> list[MicrobatchPlace]:
         """Return the microbatches of these numbers."""
         found: list[MicrobatchPlace] = []

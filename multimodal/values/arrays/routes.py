@@ -75,12 +75,6 @@ class Routes(RouteEnds):
         """Routes by the microbatch that they lead to, in the order of their sources."""
         return _ByEnd(self.microbatches, self.targets, self.make)
 
-    def among(self, placed: Mapping[str, PlacedAtoms]) -> "Routes":
-        """Return the same routes for replicas that have more microbatches, which come behind those that they have here."""
-        numbered = NumberedMicrobatches({unit: placed[unit] for unit in self.microbatches.units})
-        sources, targets = (self.microbatches.numbers_in(numbered, numbers) for numbers in (self.sources, self.targets))
-        return Routes(numbered, sources, targets, self.atom_starts, self.sample_ids, self.item_indices)
-
     def make(self, numbers: Integers) -> tuple[Route, ...]:
         """Return routes as objects. O(their atoms)."""
         starts, atoms = take_rows(self.atom_starts, np.arange(len(self.sample_ids)), numbers)

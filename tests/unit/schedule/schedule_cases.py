@@ -118,24 +118,16 @@ def cases() -> st.SearchStrategy[StepShape]:
 
 @st.composite
 def placed_cases(draw: st.DrawFn) -> PlacedCase:
-    """Random graphs (none to three encoders, any part frozen), plans (disjoint, colocated, copies) and assignments."""
+    """Random graphs (none to three encoders, any part frozen), plans (disjoint, colocated) and assignments."""
     encoders = draw(st.sampled_from([(), ("vision",), ("vision", "audio"), ("vision", "joint"), ("vision", "audio", "joint")]))
     frozen = [unit for unit in (*encoders, "llm") if draw(st.booleans())]
     graph = build_graph(*encoders, frozen=frozen, frozen_projectors=[unit for unit in encoders if draw(st.booleans())])
     colocated = draw(st.booleans())
     alike = colocated and draw(st.booleans())
-    llm_size = draw(st.integers(1, 2)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    copies = colocated and not alike and draw(st.booleans())
     units, first_rank = {}, 0
     for name in graph.unit_names:
         if alike and units and name in encoders:
             units[name] = units[encoders[0]]
-            continue
-        if copies:
-            dp, pp, tp = llm_size if name == "llm" else (llm_size[0] * llm_size[1], 1, llm_size[2])
-            units[name] = build_unit_plan(
-                graph, name, dp=dp, pp=pp, tp=tp, chunks=draw(st.integers(1, 2)) if name == "llm" else 1
-            )
             continue
         dp, pp, tp = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 2))
         layout = draw(st.sampled_from([{}, {}, {"chunks": 2}, {"v_shaped": True}]))
@@ -194,35 +186,20 @@ def builders_for(case: StepShape) -> list[str]:
     stages = [[[stage.ranks for stage in replica.virtual_stages] for replica in unit.replicas] for unit in encoders]
     has_no_v = not any(is_v_shaped(unit) for unit in case.plan.units.values())
     is_apart = any(each != stages[0] for each in stages)
-    has_no_copies = any(not _are_copies(unit, case.plan.units["llm"]) for unit in encoders)
     return [
         name
         for name, row in BUILDERS.items()
         if not (row.is_folded and has_no_v)
         and not (row.fewest_encoders > 1 and is_apart)
-        and not (row.copies_encoders and has_no_copies)
         and (row.takes_fed_encoders or not fed_encoders(case.graph))
     ]
-
-
-def shape_for(builder: str, case: PlacedCase) -> StepShape:
-    """The shape of a case as the builder is given it."""
-    return BUILDERS[builder].step_for(*case)[0]
-
-
-def _are_copies(encoder: UnitPlan, llm: UnitPlan) -> bool:
-    """Whether an encoder has one whole replica beside every stage of the LLM."""
-    wanted = [stage.ranks for replica in llm.replicas for stage in replica.stages]
-    is_whole = encoder.num_virtual_stages == 1
-    return is_whole and sorted(stage.ranks for replica in encoder.replicas for stage in replica.stages) == sorted(wanted)
 
 
 @st.composite
 def built_cases(draw: st.DrawFn) -> tuple[StepShape, str]:
     """A random case and a builder that it allows."""
-    case = draw(placed_cases())
-    builder = draw(st.sampled_from(builders_for(case.shape)))
-    return shape_for(builder, case), builder
+    case = draw(cases())
+    return case, draw(st.sampled_from(builders_for(case)))
 
 
 def all_alike(case: StepShape) -> bool:

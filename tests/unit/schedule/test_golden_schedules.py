@@ -11,7 +11,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
-from tests.unit.schedule.schedule_cases import golden_cases, placed_golden_cases, shape_for
+from tests.unit.schedule.schedule_cases import golden_cases
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
 
@@ -32,8 +32,7 @@ def test_every_builder_has_golden_text() -> None:
 
 @pytest.mark.parametrize(("name", "builder"), SHOWN)
 def test_builder_gives_the_golden_schedule(name: str, builder: str) -> None:
-    case = shape_for(builder, placed_golden_cases()[name])
-    assert schedule_to_text(BUILDERS[builder](case)) == (GOLDEN / f"{name}.{builder}.txt").read_text()
+    assert schedule_to_text(BUILDERS[builder](golden_cases()[name])) == (GOLDEN / f"{name}.{builder}.txt").read_text()
 
 
 @pytest.mark.parametrize("name", golden_cases())

@@ -19,7 +19,7 @@ from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
-from tests.unit.schedule.schedule_cases import PlacedCase, builders_for, built_cases, cases, placed_cases, shape_for
+from tests.unit.schedule.schedule_cases import builders_for, built_cases, cases
 from tests.unit.values.work.dependencies import dependencies
 
 
@@ -37,8 +37,7 @@ def test_any_builder_on_any_plan(built: tuple[StepShape, str], forward_only: boo
         assert schedule_from_text(schedule_to_text(schedule), step, lowered=schedule.lowered) == schedule
     durations = [timeline_of_unit_costs(schedule).duration_seconds for schedule in (compute, lowered)]
     assert durations[0] == durations[1] > 0, "messages take no time"
-    if not BUILDERS[builder].copies_encoders:  # copies run what their own stage of the LLM asks for
-        assert_forwards_in_order(compute)
+    assert_forwards_in_order(compute)
     assert listing.kernels is not None
     with patch.object(listing, "kernels", None), patch.object(linking, "kernels", None):
         assert BUILDERS[builder](step) == compute
@@ -100,11 +99,11 @@ def test_1f1b_never_keeps_more_than_gpipe(case: StepShape) -> None:
 
 
 @settings(max_examples=40)
-@given(case=placed_cases())
-def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: PlacedCase) -> None:
-    for builder in set(BUILDERS) - set(builders_for(case.shape)):
-        refused = not BUILDERS[builder].takes_fed_encoders and fed_encoders(case.shape.graph)
+@given(case=cases())
+def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepShape) -> None:
+    for builder in set(BUILDERS) - set(builders_for(case)):
+        refused = not BUILDERS[builder].takes_fed_encoders and fed_encoders(case.graph)
         layout = rf"{builder} needs .* found .* in the plan, or choose "
         message = f"{layout}|encoders that encoders feed.*; choose " if refused else layout
         with pytest.raises(ScheduleError, match=message):
-            BUILDERS[builder](shape_for(builder, case))
+            BUILDERS[builder](case)

@@ -41,14 +41,6 @@ def test_a_table_and_a_model_exclude_each_other(model_flags: list[str], capsys: 
     assert "--model would be ignored beside --costs" in capsys.readouterr().err
 
 
-def test_a_baseline_that_is_useless_to_run_is_refused(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(SystemExit):
-        main(["--costs", str(ROOT / "examples/costs/cornstarch-vlm-m.yaml"), "--schedule", "encoders-replicated"])
-    said = capsys.readouterr().err
-    assert "--schedule: encoders-replicated is a baseline of tools/plan.py and tools/simulate.py alone" in said
-    assert "useless work in a run; choose 1f1b" in said
-
-
 def test_what_is_missing_is_named(model_flags: list[str], capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(ConfigError, match="--cluster is missing"):
         build_run(model_flags[:2], "1f1b", "", num_iterations=1)

@@ -65,18 +65,12 @@ def test_a_baseline_that_cannot_be_run_is_predicted_and_says_so(flags, tmp_path,
     data = ["--uniform-lengths", "vision=64,llm=128", "--planner", "encoders-replicated", "--fix", "llm:pp=2"]
     output = tmp_path / "plan.yaml"
     answer = json.loads(plan(capsys, *flags, *data, "--output", str(output), "--json"))
-    assert answer["schedule"] == "encoders-replicated"
     (note,) = answer["notes"]
-    assert "useless work in a run; choose 1f1b" in note
+    assert "predicted and never run" in note
     text = output.read_text()
-    assert f"#   {note}\n" in text and "pretrain_mllm.py" not in text
-    simulated = next(line for line in text.splitlines() if "tools/simulate.py --plan" in line).split("--plan plan.yaml ")[1]
-    assert simulate_main(["--plan", str(output), *simulated.split(), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
-    assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+    assert f"#   {note}\n" in text and "pretrain_mllm.py" not in text and "tools/simulate.py" not in text
     table = plan(capsys, *flags, *data)
-    assert "--schedule" not in table and "choose 1f1b" in " ".join(table.split())
+    assert "--schedule" not in table and "predicted and never run" in " ".join(table.split())
 
 
 def test_a_context_parallel_plan_is_written_and_simulated_alike(flags, tmp_path, capsys):
@@ -126,7 +120,7 @@ def test_a_comparison_of_all_has_a_row_of_optimus_and_braid_is_not_behind_it(fla
     compared = json.loads(plan(capsys, *flags, *data))["compare"]
     assert set(compared) >= set(PLANNERS) and "error" not in compared["optimus"]
     planned = [compared[name] for name in PLANNERS if "error" not in compared[name]]
-    trained = [each for each in planned if BUILDERS[each["schedule"]].can_train]
+    trained = [each for each in planned if not any("never run" in note for note in each["notes"])]
     assert compared["braid"]["iteration_seconds"] <= min(each["iteration_seconds"] for each in trained) * (1 + 1e-9)
 
 

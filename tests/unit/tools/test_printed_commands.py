@@ -90,11 +90,12 @@ def test_what_is_printed_runs(asked: Asked, tmp_path: Path, fused_layers: None, 
     more = [*asked.more.split(), *(("--freeze", asked.frozen) if asked.frozen else ())]
     flags = [*write_inputs(tmp_path, asked), *more, "--simulate-all", "--output", plan]
     answer = run(plan_main, capsys, *flags)
-    if not asked.frozen:
+    is_run = "pretrain_mllm.py" in plan.read_text()
+    if not asked.frozen and is_run:
         again = run(simulate_main, capsys, *printed(plan, "tools/simulate.py"))
         assert again["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
         assert again["peak_memory_bytes"] == answer["peak_memory_bytes"]
-    if BUILDERS[answer["schedule"]].can_train:
+    if is_run:
         config = parse(tmp_path, asked, num_gpus=answer["num_gpus_used"])
         assert (config.training.schedule, config.training.balance) == (answer["schedule"], answer["balance"])
 

@@ -1,7 +1,12 @@
-"""Encoders-replicated: the LLM's pipeline, with a copy of every encoder in each of its stages (Cornstarch, section 2)."""
+"""Encoders-replicated: every LLM stage computes the encoders again (Llama's multimodal training; Cornstarch, figure 1b).
 
+A baseline that is predicted and never run, as most of its work is redundant. Repeated work is simulated as additional
+microbatches of encoder replicas, one beside every LLM stage, whose outputs go nowhere.
+"""
+
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes, shared_stage_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
@@ -9,8 +14,22 @@ from multimodal.plan.planners.estimate.step_estimate import choose_candidates
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.schedule.builders import simulated_only
+from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.schedule.list_schedule import place_reductions
+from multimodal.values.action import Action, ActionKind
+from multimodal.values.arrays.microbatches import MicrobatchPlace, NumberedMicrobatches
+from multimodal.values.arrays.routes import Routes
+from multimodal.values.arrays.rows import integers
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import PlanError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.schedule import Lane, Schedule, lane_of
+from multimodal.values.shape import StepShape
+
+NOTE = (
+    "encoders-replicated is a baseline that is predicted and never run: every stage of the LLM runs all encoders, which would be "
+    "useless work in a run; its prediction is 1F1B with that work"
+)
 
 
 def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
@@ -21,11 +40,10 @@ def plan_encoders_replicated(request: PlanningRequest) -> PlannedRun:
     their own behind the LLM. Raises PlanError if nothing fits, or dp or pp of an encoder are fixed to other sizes.
     """
     chosen, seconds = choose_candidates(request, _candidates(request))[0]
-    replicated = _replicate(request, chosen)
-    is_repeated = request.graph.encoders and chosen.layouts[request.graph.backbone.name].pipeline_parallel_size > 1
-    schedule = "encoders-replicated" if is_repeated else "1f1b"
-    run = replicated.to_run(request, seconds=seconds, schedule=schedule)
-    return replace(run, notes=(simulated_only()[schedule],)) if is_repeated else run
+    run = _replicate(request, chosen).to_run(request, seconds=seconds, schedule="1f1b")
+    if request.graph.encoders and chosen.layouts[request.graph.backbone.name].pipeline_parallel_size > 1:
+        return replace(run, repeats_encoders=True, notes=(NOTE,))
+    return run
 
 
 def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
@@ -57,3 +75,115 @@ def _replicate(request: PlanningRequest, candidate: Candidate) -> Candidate:
         for unit in graph.encoders
     }
     return replace(candidate, layouts={**candidate.layouts, **encoders})
+
+
+@dataclass(frozen=True)
+class RepeatedStep:
+    """A step whose encoders also compute, after their own microbatches, those that others compute for the LLM stage beside them.
+
+    original: the step without repeated work; each encoder has a replica of one stage on the ranks of every LLM stage.
+    """
+
+    original: StepShape
+    original_assignment: Assignment
+
+    @property
+    def assignment(self) -> Assignment:
+        """The assignment with the repeated microbatches, for costs. O(routes x LLM stages)."""
+        units = dict(self.original_assignment.units)
+        for encoder in (unit.name for unit in self.original.graph.encoders):
+            copies = range(self.original.plan.units[encoder].data_parallel_size)
+            rows = [_microbatches_of_copy(encoder, copy, self.original) for copy in copies]
+            units[encoder] = tuple(tuple(map(self.original_assignment.atoms, row)) for row in rows)
+        return _RepeatedAssignment(units, self.original_assignment)
+
+    def build(self, shape: StepShape) -> Schedule:
+        """Build the 1F1B of an LLM whose every stage runs the encoders for each microbatch, in the compute dialect.
+
+        The replica that originally has an encoder microbatch computes it for use. The copies beside the other stages of the LLM
+        replica that uses it repeat its forward right before their stage's forward, and its backward, if the encoder has one,
+        right after their stage's backward. Encoders whose results only their own stage uses run at the same places.
+
+        shape: that of `assignment`.
+        """
+        lanes = (_LaneWithEncoders(lane, self.original) for lane in build_one_f_one_b(self.original).lanes)
+        return place_reductions(Schedule.of_lanes(shape, [lane_of(each.lane.ranks, each.actions()) for each in lanes]))
+
+
+@dataclass(frozen=True)
+class _RepeatedAssignment(Assignment):
+    original: Assignment = field(default_factory=Assignment)
+
+    def routes(self, graph: ModelGraph) -> Routes:
+        """Return the original's routes: no unit takes repeated results. They come behind those that a replica has itself."""
+        routes = self.original.routes(graph)
+        numbered = NumberedMicrobatches({unit: self.placed[unit] for unit in routes.microbatches.units})
+        sources, targets = (
+            integers(map(numbered.number, routes.microbatches.places(ends))) for ends in (routes.sources, routes.targets)
+        )
+        return replace(routes, microbatches=numbered, sources=sources, targets=targets)
+
+
+def _microbatches_of_copy(encoder: str, copy: int, shape: StepShape) -> tuple[MicrobatchPlace, ...]:
+    """Return the microbatches that an encoder's replica computes: its own, then others' in the order in which they are used."""
+    backbone, plan = shape.graph.backbone.name, shape.plan
+    beside, _ = plan.stage_of_ranks[backbone, plan.units[encoder].replicas[copy].ranks]
+    own = [MicrobatchPlace(encoder, copy, number) for number in range(shape.num_microbatches(encoder, copy))]
+    takers = [MicrobatchPlace(backbone, beside, number) for number in range(shape.num_microbatches(backbone, beside))]
+    taken = (source for taker in takers for source in shape.routes.sources_of.get(taker, ()) if source.unit == encoder)
+    return tuple(dict.fromkeys((*own, *taken)))
+
+
+class _LaneWithEncoders:
+    """Rewrites one lane: encoder work, repeated or for this stage only, moves next to the LLM action that needs it."""
+
+    def __init__(self, lane: Lane, original: StepShape) -> None:
+        self.lane, self.graph, self.plan, self.original = lane, original.graph, original.plan, original
+        graph, plan = original.graph, original.plan
+        self.forward_of: dict[MicrobatchPlace, Action] = {}
+        """Encoder microbatch -> its forward on these ranks, which runs when the LLM needs it."""
+        for encoder in (unit.name for unit in graph.encoders if (unit.name, lane.ranks) in plan.stage_of_ranks):
+            copy, _ = plan.stage_of_ranks[encoder, lane.ranks]
+            for number, place in enumerate(_microbatches_of_copy(encoder, copy, original)):
+                if place.replica != copy or self._stays_here(place):
+                    self.forward_of[place] = Action(ActionKind.FORWARD, encoder, copy, 0, number)
+
+    def _stays_here(self, place: MicrobatchPlace) -> bool:
+        """Return True if an encoder's own microbatch is used only by the LLM's first stage on these ranks."""
+        targets = self.original.routes.targets_of.get(place, ())
+        return all(self.plan.virtual_stage(target.unit, target.replica, 0).ranks == self.lane.ranks for target in targets)
+
+    def actions(self) -> Iterator[Action]:
+        """Yield the lane's computations, without reductions."""
+        moved = set(self.forward_of)
+        actions = [
+            action
+            for action in self.lane.actions
+            if action.kind is not ActionKind.REDUCE_GRADIENTS
+            and action.microbatch_place not in moved
+        ]
+        num_left = Counter(each for action in actions if action.kind is ActionKind.BACKWARD for each in self._encoded_for(action))
+        for action in actions:
+            if action.kind is ActionKind.FORWARD:
+                waiting = [each for each in self._encoded_for(action) if each in moved]
+                moved.difference_update(waiting)
+                yield from (self.forward_of[each] for each in waiting)
+            yield action
+            if action.kind is ActionKind.BACKWARD:
+                done = self._encoded_for(action)
+                num_left.subtract(done)
+                yield from (self._backward_of(each) for each in done if not num_left[each] and self._has_backward(each))
+
+    def _encoded_for(self, action: Action) -> list[MicrobatchPlace]:
+        """Return the microbatches that encoders on these ranks compute for an action of the LLM."""
+        if action.unit != self.graph.backbone.name:
+            return []
+        target = action.microbatch_place
+        return [source for source in self.original.routes.sources_of.get(target, ()) if source in self.forward_of]
+
+    def _has_backward(self, place: MicrobatchPlace) -> bool:
+        return self.original.backward_need(place.unit, place.replica, 0).has_backward
+
+    def _backward_of(self, place: MicrobatchPlace) -> Action:
+        return self.forward_of[place]._replace(kind=ActionKind.BACKWARD)
+

@@ -16,6 +16,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.update_seconds import update_seconds
+from multimodal.plan.planners.baselines.encoders_replicated import RepeatedStep
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICAS, choose_part
@@ -232,14 +233,18 @@ def prepare_step(
 ) -> PreparedStep:
     """Place the samples as the run would; plan: the run's, or a share of its replicas.
 
-    is_checked: True if the assignment is validated. Raises AssignmentError, and ScheduleError as `step_for`.
+    is_checked: True if the assignment is validated. Raises AssignmentError.
     """
-    row = BUILDERS[run.schedule]
-    placed = assign(run, request, plan, lengths, is_checked=is_checked)
-    shape, assignment = row.step_for(placed.shape(request.graph, plan), placed)
+    row, builder = BUILDERS[run.schedule], None
+    assignment = assign(run, request, plan, lengths, is_checked=is_checked)
+    shape = assignment.shape(request.graph, plan)
+    if run.repeats_encoders:
+        repeated = RepeatedStep(shape, assignment)
+        assignment, builder = repeated.assignment, repeated.build
+        shape = assignment.shape(request.graph, plan)
     costs = _step_costs(run, request, shape, assignment, lengths)
     known = costs if request.profile is None else _step_costs(run, replace(request, profile=None), shape, assignment, lengths)
-    return PreparedStep(shape, assignment, costs, row.with_costs(known), passes_named(",".join(run.passes)))
+    return PreparedStep(shape, assignment, costs, builder or row.with_costs(known), passes_named(",".join(run.passes)))
 
 
 def _simulate(

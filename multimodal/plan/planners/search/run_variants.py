@@ -52,8 +52,8 @@ def other_schedules(run: PlannedRun, request: PlanningRequest) -> Iterator[Plann
 
 def fitting_schedules(run: PlannedRun, request: PlanningRequest) -> list[tuple[str, ScheduleRow]]:
     """List the schedules that are meant for a run's plan, those that keep least first."""
-    trainable = ((name, row) for name, row in BUILDERS.items() if row.can_train)
-    rows = [entry for entry in trainable if entry[1].is_for(request.graph, has_virtual_stages=run.has_virtual_stages)]
+    has_several = run.has_virtual_stages
+    rows = [entry for entry in BUILDERS.items() if entry[1].is_for(request.graph, has_virtual_stages=has_several)]
     return sorted(rows, key=lambda entry: (not entry[1].is_tried_first, entry[1].in_flight))
 
 

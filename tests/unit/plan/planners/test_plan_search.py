@@ -61,7 +61,7 @@ def test_all_schedules_for_single_ranges_are_tried():
     wanted = {
         name
         for name, row in BUILDERS.items()
-        if row.can_train and row.virtual_stages is not VirtualStages.EXPECTED and not row.fewest_encoders
+        if row.virtual_stages is not VirtualStages.EXPECTED and not row.fewest_encoders
     }
     assert tried == wanted and "gpipe" in tried
 
@@ -76,12 +76,6 @@ def test_all_schedules_for_virtual_stages_are_tried_and_zb_v_on_folded_ones():
     }
     for run in runs:
         assert not BUILDERS[run.schedule].is_folded or is_v_shaped(run.plan.units["llm"])
-
-
-def test_what_cannot_train_is_not_found(monkeypatch):
-    monkeypatch.setitem(BUILDERS, "gpipe", replace(BUILDERS["gpipe"], can_train=False))
-    asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
-    assert "gpipe" not in {run.schedule for run in varied(asked, "megatron")}
 
 
 def searched(*glances):
