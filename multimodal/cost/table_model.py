@@ -1,10 +1,9 @@
 """Builds the step that a cost table describes."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
-from multimodal.cost.cost_table import CostTable, StageSeconds, UnitSeconds
+from multimodal.cost.cost_table import CostTable, UnitSeconds
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import ConfigError

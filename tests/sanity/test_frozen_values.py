@@ -4,7 +4,7 @@ import ast
 
 import pytest
 
-from tests.sanity.repository import ROOT, list_python_files, module_name
+from tests.sanity.repository import list_python_files, module_name
 
 OF_SAMPLES = ("multimodal.values.assignment", "multimodal.values.arrays.placed_atoms")
 
@@ -36,13 +36,11 @@ def test_frozen_values_are_set_when_they_are_made(path):
     assert list_setters(path.read_text()) == []
 
 
-ORDERING = [
-    path
-    for path in list_python_files("multimodal/schedule/builders", "multimodal/schedule/passes", "multimodal/values/work")
-]
-
-
-@pytest.mark.parametrize("path", ORDERING, ids=module_name)
+@pytest.mark.parametrize(
+    "path",
+    list_python_files("multimodal/schedule/builders", "multimodal/schedule/passes", "multimodal/values/work"),
+    ids=module_name,
+)
 def test_builders_and_passes_read_no_samples(path):
     assert list_readings_of_samples(path.read_text()) == []
 

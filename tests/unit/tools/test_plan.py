@@ -6,7 +6,6 @@ import yaml
 
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.templates.template_set import TemplateSet
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan

@@ -14,7 +14,7 @@ from megatron.runtime.flags import device_rules
 from megatron.runtime.flags.arguments import parse_arguments
 from multimodal.data.length_table import write_length_table
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
-from multimodal.schedule.builders import BUILDERS, fed_encoders
+from multimodal.schedule.builders import fed_encoders
 from multimodal.values.model_graph import Experts, ModelGraph
 from tests.sanity.repository import ROOT
 from tests.unit.plan.planners.planning_cases import AUDIO, GRAPHS, LLM, VISION, random_lengths

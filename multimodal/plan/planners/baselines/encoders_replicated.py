@@ -186,4 +186,3 @@ class _LaneWithEncoders:
 
     def _backward_of(self, place: MicrobatchPlace) -> Action:
         return self.forward_of[place]._replace(kind=ActionKind.BACKWARD)
-

@@ -9,7 +9,6 @@ from multimodal.balance import UNBALANCED
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.trials import SearchBudget, Trials
-from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import GRAPHS, TEXT_ONLY, random_lengths, request, with_memory
 

@@ -59,9 +59,7 @@ def test_all_schedules_for_single_ranges_are_tried():
     asked = request(TEXT_ONLY, fixed_sizes={"llm": FixedSizes(pipeline_parallel_size=2, virtual_stages=1)})
     tried = {run.schedule for run in varied(asked, "megatron")}
     wanted = {
-        name
-        for name, row in BUILDERS.items()
-        if row.virtual_stages is not VirtualStages.EXPECTED and not row.fewest_encoders
+        name for name, row in BUILDERS.items() if row.virtual_stages is not VirtualStages.EXPECTED and not row.fewest_encoders
     }
     assert tried == wanted and "gpipe" in tried
 

@@ -1,6 +1,5 @@
 """Flags offer what is registered, and the choices that are written twice are held together."""
 
-from dataclasses import replace
 from typing import Any, get_args, get_type_hints
 
 import pytest
