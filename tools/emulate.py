@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
@@ -83,7 +83,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--schedule", choices=BUILDERS, default="1f1b", help="the builder")
+    names = f"one of {', '.join(BUILDERS)}, or a name with parameters, such as dip:rounds=6"
+    parser.add_argument("--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"the builder: {names}")
     parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
     parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")

@@ -38,7 +38,7 @@ from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
@@ -138,7 +138,8 @@ def build_parser() -> Parser:
     data.add_argument("--context-parallel-distribution", choices=tuple(TokenDistribution), help="What ranks share (by-item).")
     data.add_argument("--context-parallel-block-size", type=count, metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
     when = parser.add_argument_group("the schedule")
-    when.add_argument("--schedule", required=True, choices=BUILDERS, help="Builds the schedule.")
+    names = f"one of {', '.join(BUILDERS)}, or a name with parameters, such as dip:rounds=6"
+    when.add_argument("--schedule", required=True, type=schedule_name, metavar="NAME", help=f"Builds the schedule: {names}.")
     when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")

@@ -10,7 +10,7 @@ from megatron.core.pipeline_parallel import schedules
 from megatron.runtime import platform
 from megatron.runtime.drop_in.forward_backward import ForwardBackward
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.errors import ConfigError
+from multimodal.values.errors import ConfigError, ScheduleError
 
 _NAME = "get_forward_backward_func"
 _ORIGINAL = schedules.get_forward_backward_func
@@ -23,12 +23,13 @@ def apply(*, schedule: str = "1f1b") -> None:
     The name is replaced in megatron-core and in every module that has imported it so far. Applying again changes the schedule for
     all later calls. On a machine without CUDA the replacements of `platform` are installed, too.
 
-    schedule: a name in `BUILDERS` whose actions are whole forwards and backwards.
+    schedule: a name in `BUILDERS`, with or without parameters, whose actions are whole forwards and backwards.
     Raises ConfigError if there is no such schedule. A schedule that splits backwards is refused in the first step.
     """
-    if schedule not in BUILDERS:
-        names = ", ".join(sorted(BUILDERS))
-        raise ConfigError(f"there is no schedule '{schedule}'; give patches.apply(schedule=...) one of {names}")
+    try:
+        BUILDERS[schedule]
+    except ScheduleError as problem:
+        raise ConfigError(f"patches.apply(schedule=...): {problem}") from None
     platform.install()
     function = ForwardBackward(schedule=schedule).forward_backward
 

@@ -7,13 +7,11 @@ import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import interleaved_spans
+from multimodal.schedule.builders.room_ahead import MEMORY_SHARE
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
-
-MEMORY_SHARE = 0.9
-"""Share of a rank's memory that may be used, which is also the planners' default."""
 
 
 def encoder_limits(shape: StepShape, costs: StepCosts, *, memory_factor: float) -> Integers:

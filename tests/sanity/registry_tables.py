@@ -17,7 +17,7 @@ def schedule_table() -> str:
         header,
         (
             (
-                f"`{name}`",
+                f"`{name}` is `{row.alias_of}`" if row.alias_of else f"`{name}`",
                 row.meaning,
                 _kept(row),
                 "in two" if row.splits_backwards else "whole",
@@ -36,6 +36,19 @@ def _kept(row: ScheduleRow) -> str:
     if row.fills_memory:
         return "as memory allows"
     return "as 1F1B" if row.in_flight == 1 else f"{row.in_flight:g} x 1F1B"
+
+
+def parameter_table() -> str:
+    """What may follow a schedule's name."""
+    return _table(
+        ("schedule", "key", "values"),
+        (
+            (f"`{name}`", f"`{key}`", parameter.values or "none: `NAME:KEY` alone")
+            for name, row in BUILDERS.items()
+            if not row.alias_of
+            for key, parameter in row.parameters.items()
+        ),
+    )
 
 
 def _needs(row: ScheduleRow) -> Iterator[str]:
@@ -94,13 +107,14 @@ def planner_table() -> str:
     )
 
 
-TABLES: dict[str, Callable[[], str]] = {
-    "schedule.md": schedule_table,
-    "passes.md": pass_table,
-    "balance.md": balancer_table,
-    "planning.md": planner_table,
-}
-"""Page -> its table."""
+TABLES: tuple[tuple[str, Callable[[], str]], ...] = (
+    ("schedule.md", schedule_table),
+    ("schedule.md", parameter_table),
+    ("passes.md", pass_table),
+    ("balance.md", balancer_table),
+    ("planning.md", planner_table),
+)
+"""Pages and their tables."""
 
 
 def _yes(fact: bool) -> str:
@@ -115,7 +129,7 @@ def _table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def main() -> None:
     """Put each table in the place of the one that begins as it does."""
-    for name, render in TABLES.items():
+    for name, render in TABLES:
         path, table = ROOT / "docs" / name, render()
         first = re.escape(table.split("\n", 1)[0])
         text = path.read_text()

@@ -17,7 +17,7 @@ from multimodal.data.mixture import NamedData, read_mixture
 from multimodal.data.sample_program import DIGITS_PROGRAM
 from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.passes import PASSES
 from multimodal.values.errors import ConfigError
 
@@ -34,11 +34,6 @@ DIGITS = "digits"
 """Value in place of a path of data: the program `DIGITS_PROGRAM`."""
 PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
 """Filled from the flags that contain a unit's name; has no flag of its own."""
-
-
-def schedules_to_train() -> tuple[str, ...]:
-    """List the schedules that a run may use."""
-    return tuple(BUILDERS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +188,7 @@ class TrainingConfig:
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
-    schedule: str = field(default="1f1b", metadata={"choices": schedules_to_train})
+    schedule: str = field(default="1f1b", metadata={"choices": lambda: tuple(BUILDERS), "parse": schedule_name})
     """Order of forwards and backwards on every rank; some need virtual stages."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B", "names": lambda: tuple(PASSES)})
     """Passes that rewrite the schedule, one after another; on CUDA by default reduce-by-layer,gather-parameters where they change

@@ -5,7 +5,7 @@ import ast
 import inspect
 import math
 import textwrap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from functools import cache
 from pathlib import Path
@@ -100,7 +100,7 @@ def field_flags(group_name: str) -> tuple[FieldFlag, ...]:
     """List the flags of one group of the configuration, in the order of its fields; fields filled per unit have none.
 
     A field whose metadata has `choices` takes a name that is registered when this is called; one with `names` takes several such
-    names.
+    names. With `parse` it also takes what that function does.
     """
     group = GROUPS[group_name]
     hints, helps = _field_hints(group), field_docstrings(group)
@@ -181,7 +181,8 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str, group: str) -> Fie
         shared["help"] = f"{help_text.removesuffix('.')}: {', '.join(names())}."
     if get_origin(hint) is Literal or "choices" in metadata:
         choices = metadata["choices"]() if "choices" in metadata else get_args(hint)
-        return FieldFlag(flag=flag_of(field.name), parse=str, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
+        parse = metadata.get("parse", str)
+        return FieldFlag(flag=flag_of(field.name), parse=parse, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
     is_list = get_origin(hint) is tuple
     parse, metavar = _PARSERS[get_args(hint)[0] if is_list else hint]
     metavar = metadata.get("metavar", metavar)

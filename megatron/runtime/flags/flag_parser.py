@@ -124,7 +124,7 @@ def _add_field(arguments: Any, flag: FieldFlag) -> None:
         action=_StoreOnce,
         dest=flag.name,
         type=flag.parse,
-        choices=flag.choices or None,
+        choices=(flag.choices or None) if flag.parse is str else None,
         nargs="+" if flag.is_list else None,
         metavar=flag.metavar,
         help=_escape(flag.help + flag.described_default()),

@@ -24,7 +24,8 @@ def problems_of_schedule(config: RunConfig, graph: ModelGraph, plan: Plan) -> It
                 f"{' or '.join(fitting)}, or leave {flag} out"
             )
         if count > V_SHAPE_RANGES and schedule.is_folded:
-            dealt = [other for other, row in BUILDERS.items() if row.virtual_stages is VirtualStages.EXPECTED and not row.is_folded]
+            expecting = ((other, row) for other, row in BUILDERS.items() if row.virtual_stages is VirtualStages.EXPECTED)
+            dealt = [other for other, row in expecting if not row.is_folded]
             yield (
                 f"{flag} {count}: --schedule {name} folds {V_SHAPE_RANGES} virtual stages per pipeline rank into a V; "
                 f"use {V_SHAPE_RANGES}, or --schedule {' or '.join(dealt)}"
@@ -48,7 +49,8 @@ def _useless_schedule(name: str, schedule: ScheduleRow, graph: ModelGraph, plan:
     """Refuse schedules that equal a simpler one for this model and plan."""
     ignored, leave_out = f"--schedule {name} would be ignored:", f"leave it out, which is --schedule {schedule.otherwise}"
     if len(graph.encoders) < schedule.fewest_encoders:
-        yield f"{ignored} it {schedule.role_of_encoders}, and the model has {len(graph.encoders) or 'none'}; {leave_out}"
+        use = "runs several encoders as one" if schedule.fewest_encoders > 1 else "arranges encoders"
+        yield f"{ignored} it {use}, and the model has {len(graph.encoders) or 'none'}; {leave_out}"
     if (fed := fed_encoders(graph)) and not schedule.takes_fed_encoders:
         yield (
             f"--schedule {name}: is for models whose encoders all feed the LLM, but {', '.join(fed)} takes what other "

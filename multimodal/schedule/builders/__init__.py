@@ -1,8 +1,9 @@
-"""Schedules: builders from a step to the compute dialect, one file each, and a row of facts about each."""
+"""Schedules: builders from a step to the compute dialect, one file per algorithm, and a row of facts about each."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from argparse import ArgumentTypeError
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import partial
 from typing import NamedTuple
@@ -10,15 +11,14 @@ from typing import NamedTuple
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.dip import build_dip
-from multimodal.schedule.builders.eager_1f1b import build_eager_1f1b, build_eagerest_1f1b
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
 from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
 from multimodal.schedule.builders.interleaved_zb import build_interleaved_zb
 from multimodal.schedule.builders.nested import build_nested
-from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, build_one_f_one_b_in_memory
 from multimodal.schedule.builders.optimus import build_optimus
-from multimodal.schedule.builders.zb_h1 import build_eager_zero_bubble, build_zb_h1
+from multimodal.schedule.builders.zb_h1 import build_zb_h1, build_zb_h1_in_memory
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.errors import ScheduleError
@@ -50,6 +50,15 @@ class Layout(NamedTuple):
     """The shape in words, for messages."""
 
 
+class Parameter(NamedTuple):
+    """What may follow a schedule's name and a colon: `name:key=value`, or `name:key` for what is either on or off."""
+
+    values: str
+    """The values that it takes, in words; empty if the key stands alone."""
+    vary: Callable[["ScheduleRow", str], "ScheduleRow"]
+    """From the schedule and a value to the schedule with this value; raises ValueError if it does not take the value."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ScheduleRow:
     """One schedule: its builder, and all facts that flags, planners, estimates, tools and pages read."""
@@ -76,10 +85,7 @@ class ScheduleRow:
     num_rounds: int = 0
     """If units that share ranks run in phases: rounds of such phases in a step. More rounds keep less and wait more."""
     fewest_encoders: int = 0
-    role_of_encoders: str = ""
-    """A verb and an object, such as `arranges encoders`, for the message that there are too few."""
-    takes_fed_encoders: bool = True
-    """False if it is only for models in which no encoder feeds another one."""
+    """Encoders for which it is meant at least: 1 if it arranges encoders, 2 if it runs all of them as one."""
     needs_costs: bool = False
     """True if the order depends on durations; the schedule is built anew for every step."""
     fills_memory: bool = False
@@ -90,6 +96,10 @@ class ScheduleRow:
     """The equivalent schedule if the model or the plan lacks its requirements."""
     is_tried_first: bool = False
     """True if a search tries it on every kind of layout that suits it, not only on the best layouts."""
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    """Key -> what may be chosen about it."""
+    alias_of: str = ""
+    """What its name stands for, with parameters; empty if it stands for itself."""
 
     def __call__(self, shape: StepShape) -> Schedule:
         """Build the schedule, so that a row is a `Builder`. One that needs costs takes unit costs; see `with_costs`."""
@@ -97,15 +107,17 @@ class ScheduleRow:
 
     def with_costs(self, costs: StepCosts) -> Builder:
         """Return the builder for a step with these costs."""
-        build = partial(self.build, costs=costs) if self.needs_costs else self.build
-        return build if self.takes_fed_encoders else partial(self._build_unfed, build)
+        return partial(self.build, costs=costs) if self.needs_costs else self.build
 
-    def _build_unfed(self, build: Builder, shape: StepShape) -> Schedule:
-        if fed := fed_encoders(shape.graph):
-            raise ScheduleError(
-                f"{', '.join(fed)}: encoders that encoders feed; {self.meaning}: for others only; choose {self.otherwise}"
-            )
-        return build(shape)
+    @property
+    def takes_fed_encoders(self) -> bool:
+        """False if it is only for models in which no encoder feeds another one, as it runs all of them as one."""
+        return self.fewest_encoders < 2
+
+    def described_parameters(self) -> str:
+        """List the parameters and their values: `rounds=a whole number of at least 1`; `none` if there are none."""
+        forms = (f"{key}={parameter.values}" if parameter.values else key for key, parameter in self.parameters.items())
+        return ", ".join(forms) or "none"
 
     @property
     def keeps_all(self) -> bool:
@@ -124,14 +136,130 @@ def fed_encoders(graph: ModelGraph) -> list[str]:
     return [unit.name for unit in graph.encoders if graph.upstream(unit.name)]
 
 
-DIP_ROUNDS = (2, 4, 8, 16)
-"""Numbers of rounds that `dip-N` offers."""
+class ScheduleTable(dict[str, ScheduleRow]):
+    """Schedules by name; one with parameters (`dip:rounds=6`, `optimus:keep=2,split`) is made when it is asked for.
 
-EAGER_FACTOR = 2.0
-"""Microbatches in flight under eager 1F1B, over those of 1F1B."""
+    Iteration yields the rows and aliases alone, which is what searches try. Rows can be added at any time.
+    """
 
-LEAN_FACTOR = 2.0
-"""Microbatches in flight in encoders under `optimus-lean`, over those of 1F1B."""
+    def __init__(self, rows: Mapping[str, ScheduleRow | str]) -> None:
+        """Take rows, and aliases: names with parameters of rows before them."""
+        super().__init__()
+        self._made: dict[str, ScheduleRow] = {}
+        for name, row in rows.items():
+            self[name] = replace(self[row], alias_of=row) if isinstance(row, str) else row
+
+    def __missing__(self, text: str) -> ScheduleRow:
+        """Read a name with parameters; raises ScheduleError, which names those that are known."""
+        if text not in self._made:
+            self._made[text] = self._read(text)
+        return self._made[text]
+
+    def _read(self, text: str) -> ScheduleRow:
+        name, _, given = text.partition(":")
+        row = self.get(name)
+        if row is None:
+            raise ScheduleError(f"there is no schedule '{name}'; choose one of {', '.join(self)}")
+        entries = [entry.partition("=") for entry in given.split(",")]
+        keys = [key for key, _, _ in entries]
+        if repeated := [key for key in keys if keys.count(key) > 1]:
+            raise ScheduleError(f"schedule '{text}' gives {repeated[0]} twice; leave one out")
+        for key, _, value in entries:
+            parameter = row.parameters.get(key)
+            if parameter is None:
+                raise ScheduleError(f"schedule '{name}' has no parameter '{key}'; it has: {row.described_parameters()}")
+            try:
+                row = parameter.vary(row, value)
+            except ValueError:
+                wanted = parameter.values or "no value"
+                raise ScheduleError(f"schedule '{text}': {key} takes {wanted}, found '{value}'") from None
+        return row
+
+
+def schedule_name(text: str) -> str:
+    """Return the name of a schedule, with or without parameters, as a flag is given; for argparse, whose error it raises."""
+    try:
+        BUILDERS[text]
+    except ScheduleError as problem:
+        raise ArgumentTypeError(str(problem)) from None
+    return text
+
+
+IN_MEMORY = "memory"
+"""Value of `ahead` for as far as memory allows."""
+
+
+def _factor(text: str) -> float:
+    """Read a factor of at least 1; raises ValueError."""
+    factor = float(text)
+    if not 1 <= factor < math.inf:
+        raise ValueError(text)
+    return factor
+
+
+def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
+    if value == IN_MEMORY:
+        return _run_ahead_in_memory(row, build_one_f_one_b_in_memory, meaning="1F1B")
+    factor = _factor(value)
+    return replace(
+        row,
+        build=partial(build_one_f_one_b, memory_factor=factor),
+        meaning="1F1B whose forwards run ahead where memory allows",
+        source="Entrain 4.5.3",
+        in_flight=factor,
+        needs_messages=True,
+    )
+
+
+def _run_zero_bubble_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
+    if value != IN_MEMORY:
+        raise ValueError(value)
+    row = _run_ahead_in_memory(row, build_zb_h1_in_memory, meaning="zb-h1")
+    return replace(row, source=f"Entrain 4.5.3; {_ZERO_BUBBLE}", is_tried_first=False)
+
+
+def _run_ahead_in_memory(row: ScheduleRow, build: Callable[..., Schedule], *, meaning: str) -> ScheduleRow:
+    return replace(
+        row,
+        build=build,
+        meaning=f"{meaning} whose forwards run ahead as far as the memory model allows",
+        source="Entrain 4.5.3",
+        fills_memory=True,
+        needs_costs=True,
+        needs_messages=True,
+    )
+
+
+def _run_in_rounds(row: ScheduleRow, value: str) -> ScheduleRow:
+    num_rounds = int(value)
+    if num_rounds < 1:
+        raise ValueError(value)
+    return replace(
+        row,
+        build=partial(build_dip, num_rounds=num_rounds),
+        meaning=f"the phases of dip in {num_rounds} rounds" if num_rounds > 1 else row.meaning,
+        num_rounds=num_rounds,
+        fewest_encoders=0 if num_rounds > 1 else 1,
+    )
+
+
+def _keep_fewer(row: ScheduleRow, value: str) -> ScheduleRow:
+    factor = _factor(value)
+    meaning = "the same with fewer activations of encoders"
+    return replace(row, build=partial(row.build, memory_factor=factor), meaning=meaning, in_flight=factor)
+
+
+def _split_backwards(row: ScheduleRow, value: str) -> ScheduleRow:
+    if value:
+        raise ValueError(value)
+    return replace(
+        row,
+        build=partial(row.build, splits_backwards=True),
+        meaning="optimus with weight gradients in bubbles as well",
+        source=f"{row.source}; Qi et al.",
+        splits_backwards=True,
+    )
+
 
 _DEALT = Layout(interleaves, "a unit whose stages hold several layer ranges each, dealt in turn")
 _V_SHAPED = Layout(
@@ -139,149 +267,107 @@ _V_SHAPED = Layout(
     "a unit whose stages hold two layer ranges each in the shape of a V, the first stage the first and the last",
 )
 _ZERO_BUBBLE = "Qi et al., Zero Bubble Pipeline Parallelism"
-_OPTIMUS = ScheduleRow(
-    build=build_optimus,
-    meaning="encoder work in the bubbles of the LLM's pipeline",
-    source="Optimus, Algorithm 2",
-    in_flight=math.inf,
-    only_encoders_keep_more=True,
-    virtual_stages=VirtualStages.OPTIONAL,
-    fewest_encoders=1,
-    role_of_encoders="arranges encoders",
-    runs_segments=True,
-    needs_costs=True,
-    needs_messages=True,
-)
 
-BUILDERS: dict[str, ScheduleRow] = {
-    "gpipe": ScheduleRow(
-        build=build_gpipe, meaning="all forwards, then all backwards", source="Huang et al., GPipe", in_flight=math.inf
-    ),
-    "breadth-first": ScheduleRow(
-        build=build_breadth_first,
-        meaning="all microbatches through one layer range before the next",
-        source="Lamy-Poirier, Breadth-First Pipeline Parallelism",
-        in_flight=math.inf,
-        virtual_stages=VirtualStages.EXPECTED,
-        otherwise="gpipe",
-    ),
-    "1f1b": ScheduleRow(
-        build=build_one_f_one_b,
-        meaning="one forward, one backward in turn after the warm-up",
-        source="Narayanan et al., PipeDream-flush",
-    ),
-    "eager-1f1b": ScheduleRow(
-        build=partial(build_eager_1f1b, memory_factor=EAGER_FACTOR),
-        meaning="1F1B whose forwards run ahead where memory allows",
-        source="Entrain 4.5.3",
-        in_flight=EAGER_FACTOR,
-        needs_messages=True,
-    ),
-    "eager-1f1b-memory": ScheduleRow(
-        build=build_eagerest_1f1b,
-        meaning="1F1B whose forwards run ahead as far as the memory model allows",
-        source="Entrain 4.5.3",
-        fills_memory=True,
-        needs_costs=True,
-        needs_messages=True,
-    ),
-    "interleaved-1f1b": ScheduleRow(
-        build=build_interleaved_1f1b,
-        meaning="1F1B over layer ranges dealt to the stages in turn",
-        source="Narayanan et al., Megatron-LM 2.2",
-        virtual_stages=VirtualStages.EXPECTED,
-        layout=_DEALT,
-    ),
-    "interleaved-zb": ScheduleRow(
-        build=build_interleaved_zb,
-        meaning="interleaved 1F1B with weight gradients where a lane would be idle",
-        source=_ZERO_BUBBLE,
-        splits_backwards=True,
-        virtual_stages=VirtualStages.EXPECTED,
-        layout=_DEALT,
-        fills_memory=True,
-        needs_costs=True,
-        needs_messages=True,
-    ),
-    "zb-h1": ScheduleRow(
-        build=build_zb_h1,
-        meaning="1F1B with weight gradients where a lane would be idle",
-        source=_ZERO_BUBBLE,
-        splits_backwards=True,
-        virtual_stages=VirtualStages.OPTIONAL,
-        is_tried_first=True,
-    ),
-    "zb-v": ScheduleRow(
-        build=build_zb_v,
-        meaning="no bubble on stages that hold the layers in the shape of a V",
-        source=_ZERO_BUBBLE,
-        splits_backwards=True,
-        virtual_stages=VirtualStages.EXPECTED,
-        is_folded=True,
-        layout=_V_SHAPED,
-        otherwise="zb-h1",
-    ),
-    "zb-memory": ScheduleRow(
-        build=build_eager_zero_bubble,
-        meaning="zb-h1 whose forwards run ahead as far as the memory model allows",
-        source=f"Entrain 4.5.3; {_ZERO_BUBBLE}",
-        splits_backwards=True,
-        virtual_stages=VirtualStages.OPTIONAL,
-        fills_memory=True,
-        needs_costs=True,
-        needs_messages=True,
-    ),
-    "dip": ScheduleRow(
-        build=build_dip,
-        meaning="encoders, then the LLM, then encoders, on the same ranks",
-        source="DIP",
-        in_flight=math.inf,
-        num_rounds=1,
-        fewest_encoders=1,
-        role_of_encoders="arranges encoders",
-    ),
-    **{
-        f"dip-{rounds}": ScheduleRow(
-            build=partial(build_dip, num_rounds=rounds),
-            meaning=f"the phases of dip in {rounds} rounds",
+BUILDERS = ScheduleTable(
+    {
+        "gpipe": ScheduleRow(
+            build=build_gpipe, meaning="all forwards, then all backwards", source="Huang et al., GPipe", in_flight=math.inf
+        ),
+        "breadth-first": ScheduleRow(
+            build=build_breadth_first,
+            meaning="all microbatches through one layer range before the next",
+            source="Lamy-Poirier, Breadth-First Pipeline Parallelism",
+            in_flight=math.inf,
+            virtual_stages=VirtualStages.EXPECTED,
+            otherwise="gpipe",
+        ),
+        "1f1b": ScheduleRow(
+            build=build_one_f_one_b,
+            meaning="one forward, one backward in turn after the warm-up",
+            source="Narayanan et al., PipeDream-flush",
+            parameters={"ahead": Parameter(f"a factor of at least 1 or {IN_MEMORY}", _run_ahead)},
+        ),
+        "eager-1f1b": "1f1b:ahead=2",
+        "eager-1f1b-memory": f"1f1b:ahead={IN_MEMORY}",
+        "interleaved-1f1b": ScheduleRow(
+            build=build_interleaved_1f1b,
+            meaning="1F1B over layer ranges dealt to the stages in turn",
+            source="Narayanan et al., Megatron-LM 2.2",
+            virtual_stages=VirtualStages.EXPECTED,
+            layout=_DEALT,
+        ),
+        "interleaved-zb": ScheduleRow(
+            build=build_interleaved_zb,
+            meaning="interleaved 1F1B with weight gradients where a lane would be idle",
+            source=_ZERO_BUBBLE,
+            splits_backwards=True,
+            virtual_stages=VirtualStages.EXPECTED,
+            layout=_DEALT,
+            fills_memory=True,
+            needs_costs=True,
+            needs_messages=True,
+        ),
+        "zb-h1": ScheduleRow(
+            build=build_zb_h1,
+            meaning="1F1B with weight gradients where a lane would be idle",
+            source=_ZERO_BUBBLE,
+            splits_backwards=True,
+            virtual_stages=VirtualStages.OPTIONAL,
+            is_tried_first=True,
+            parameters={"ahead": Parameter(IN_MEMORY, _run_zero_bubble_ahead)},
+        ),
+        "zb-v": ScheduleRow(
+            build=build_zb_v,
+            meaning="no bubble on stages that hold the layers in the shape of a V",
+            source=_ZERO_BUBBLE,
+            splits_backwards=True,
+            virtual_stages=VirtualStages.EXPECTED,
+            is_folded=True,
+            layout=_V_SHAPED,
+            otherwise="zb-h1",
+        ),
+        "zb-memory": f"zb-h1:ahead={IN_MEMORY}",
+        "dip": ScheduleRow(
+            build=build_dip,
+            meaning="encoders, then the LLM, then encoders, on the same ranks",
             source="DIP",
             in_flight=math.inf,
-            num_rounds=rounds,
-        )
-        for rounds in DIP_ROUNDS
-    },
-    "optimus": _OPTIMUS,
-    "optimus-lean": replace(
-        _OPTIMUS,
-        build=partial(build_optimus, memory_factor=LEAN_FACTOR),
-        meaning="the same with fewer activations of encoders",
-        in_flight=LEAN_FACTOR,
-    ),
-    "optimus-zb": replace(
-        _OPTIMUS,
-        build=partial(build_optimus, splits_backwards=True),
-        meaning="optimus with weight gradients in bubbles as well",
-        source="Optimus, Algorithm 2; Qi et al.",
-        splits_backwards=True,
-    ),
-    "nested": ScheduleRow(
-        build=build_nested,
-        meaning="encoders and generators in pauses of the LLM's pipeline",
-        source="BigMac",
-        only_encoders_keep_more=True,
-        virtual_stages=VirtualStages.OPTIONAL,
-        fewest_encoders=1,
-        role_of_encoders="arranges encoders",
-        needs_costs=True,
-        needs_messages=True,
-    ),
-    "encoders-colocated": ScheduleRow(
-        build=build_encoders_colocated,
-        meaning="several encoders run as one in the same stages",
-        source="Cornstarch 2",
-        fewest_encoders=2,
-        role_of_encoders="runs several encoders as one",
-        takes_fed_encoders=False,
-    ),
-}
-"""Every schedule by the name that selects it. Rows can be added at any time."""
+            num_rounds=1,
+            fewest_encoders=1,
+            parameters={"rounds": Parameter("a whole number of at least 1", _run_in_rounds)},
+        ),
+        **{f"dip-{rounds}": f"dip:rounds={rounds}" for rounds in (2, 4, 8, 16)},
+        "optimus": ScheduleRow(
+            build=build_optimus,
+            meaning="encoder work in the bubbles of the LLM's pipeline",
+            source="Optimus, Algorithm 2",
+            in_flight=math.inf,
+            only_encoders_keep_more=True,
+            virtual_stages=VirtualStages.OPTIONAL,
+            fewest_encoders=1,
+            runs_segments=True,
+            needs_costs=True,
+            needs_messages=True,
+            parameters={"keep": Parameter("a factor of at least 1", _keep_fewer), "split": Parameter("", _split_backwards)},
+        ),
+        "optimus-lean": "optimus:keep=2",
+        "optimus-zb": "optimus:split",
+        "nested": ScheduleRow(
+            build=build_nested,
+            meaning="encoders and generators in pauses of the LLM's pipeline",
+            source="BigMac",
+            only_encoders_keep_more=True,
+            virtual_stages=VirtualStages.OPTIONAL,
+            fewest_encoders=1,
+            needs_costs=True,
+            needs_messages=True,
+        ),
+        "encoders-colocated": ScheduleRow(
+            build=build_encoders_colocated,
+            meaning="several encoders run as one in the same stages",
+            source="Cornstarch 2",
+            fewest_encoders=2,
+        ),
+    }
+)
+"""Every schedule by the name that selects it, and aliases of schedules with parameters that searches try as well."""

@@ -10,7 +10,6 @@ from multimodal.values.action import ActionKind
 from multimodal.values.arrays.microbatches import MicrobatchCounts
 from multimodal.values.arrays.routes import RouteEnds
 from multimodal.values.arrays.rows import row_starts
-from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
@@ -28,11 +27,9 @@ def build_dip(shape: StepShape, *, num_rounds: int = 1) -> Schedule:
     the LLM's phase. Meant for plans whose encoders share the LLM's lanes; an encoder on lanes of its own runs as in GPipe.
 
     num_rounds: rounds into which the step is cut by the LLM's microbatches, each with the three phases; an encoder then keeps the
-    activations of one round only. OrchMLLM's iterations (one mini-batch each) are such rounds with accumulated gradients. Raises
-    ScheduleError for less than one.
+    activations of one round only, at least 1. OrchMLLM's iterations (one mini-batch each) are such rounds with accumulated
+    gradients.
     """
-    if num_rounds < 1:
-        raise ScheduleError(f"dip: num_rounds must be at least 1, found {num_rounds}")
     encoders = frozenset(unit.name for unit in shape.graph.encoders)
     limits = forward_limits(shape)
     limits = {stage: limit for stage, limit in limits.items() if stage[0] not in encoders}

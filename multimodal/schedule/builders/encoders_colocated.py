@@ -23,9 +23,13 @@ def build_encoders_colocated(shape: StepShape) -> Schedule:
     stage: a dependency that the model does not have, and the reason why modality parallelism (`1f1b` on disjoint ranks) is
     faster. A schedule holds only orders inside lanes, so when it runs, only these orders remain of the dependency.
 
-    Raises ScheduleError when the encoders do not share all their stages.
+    Raises ScheduleError if an encoder feeds another one, or the encoders do not share all their stages.
     """
     encoders = [unit.name for unit in shape.graph.encoders]
+    if fed := [name for name in encoders if shape.graph.upstream(name)]:
+        raise ScheduleError(
+            f"encoders-colocated runs encoders as one, and {', '.join(fed)} takes what other encoders give; choose 1f1b"
+        )
     _check_layout(encoders, shape.plan)
     work = step_work(shape)
     existing = frozenset(work.computed)

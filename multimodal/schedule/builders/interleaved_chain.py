@@ -22,7 +22,9 @@ def chain_of_replica(shape: StepShape, replica: int) -> tuple[Position, ...] | N
     """
     held = [name for name in shape.graph.unit_names if replica < shape.plan.units[name].data_parallel_size]
     units = [name for name in held if shape.num_microbatches(name, replica)] or held
-    return dealt_positions(units, shape.plan, replica) if _is_coupled(shape, units, replica) else None
+    is_coupled = len({shape.num_microbatches(unit, replica) for unit in units}) == 1
+    is_coupled = is_coupled and all(_is_straight(shape, *edge) for edge in shape.graph.edges)
+    return dealt_positions(units, shape.plan, replica) if is_coupled else None
 
 
 def dealt_positions(units: Sequence[str], plan: Plan, replica: int) -> tuple[Position, ...] | None:
@@ -59,12 +61,6 @@ def chain_actions(
         position = positions[step.chunk * num_lanes + lane]
         for unit, stage in position if step.kind is ActionKind.FORWARD else reversed(position):
             yield Action(step.kind, unit, replica, stage, step.microbatch)
-
-
-def _is_coupled(shape: StepShape, units: Sequence[str], replica: int) -> bool:
-    """Return True if microbatch k of every unit needs microbatch k of the others, and nothing else."""
-    counts = {shape.num_microbatches(unit, replica) for unit in units}
-    return len(counts) == 1 and all(_is_straight(shape, *edge) for edge in shape.graph.edges)
 
 
 def _is_straight(shape: StepShape, source: str, target: str) -> bool:

@@ -1,13 +1,12 @@
 """Interleaved 1F1B whose weight gradients wait for idle time (Qi et al., Zero Bubble Pipeline Parallelism)."""
 
-import math
 from collections.abc import Collection
 
 import numpy as np
 
-from multimodal.cost.step_costs import Floats, StepCosts
+from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
-from multimodal.schedule.encoder_limits import MEMORY_SHARE
+from multimodal.schedule.builders.room_ahead import MEMORY_SHARE
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.schedule.split_in_line import (
     fills_of,
@@ -42,12 +41,11 @@ def build_interleaved_zb(shape: StepShape, costs: StepCosts) -> Schedule:
     if shape.forward_only:
         return best.schedule
     split, reduced = split_in_line(in_line, shape.graph.unit_names), reduced_units(shape, costs)
-    room: Floats | None = None
+    room = MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(in_line.num_lanes)])
     for num_more in MORE_IN_FLIGHT:
         filled = fill_pipelines(split, costs, _movable(split, reduced, num_more))
         if filled.end >= (1 - _LEAST_GAIN) * best.end:
             break
-        room = _room(in_line, costs) if room is None else room
         if (_most_kept(filled.schedule, costs) > room).any():
             break
         best = filled
@@ -58,13 +56,6 @@ def _movable(in_line: Schedule, reduced: Collection[str], num_more: int) -> Mova
     """Return the weight gradients as movable work; lanes may keep `num_more` microbatches more than in the given order."""
     last = weights_before_last(in_line, reduced)
     return Movable(fills_of(in_line, (), last), weights_before_forwards_of_lanes(in_line, num_more).joined(last))
-
-
-def _room(schedule: Schedule, costs: StepCosts) -> Floats:
-    """Return [num_lanes] bytes per rank that microbatches may keep; infinite if costs know no memory."""
-    if math.isinf(costs.memory_bytes):
-        return np.full(schedule.num_lanes, math.inf)
-    return MEMORY_SHARE * costs.memory_bytes - np.array([costs.static_bytes(lane) for lane in range(schedule.num_lanes)])
 
 
 def _most_kept(schedule: Schedule, costs: StepCosts) -> Integers:

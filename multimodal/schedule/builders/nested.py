@@ -12,7 +12,7 @@ import numpy as np
 from multimodal.cost.step_costs import Floats, StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
-from multimodal.schedule.compile_schedule import connected_lanes
+from multimodal.schedule.compile_schedule import component_of_lane
 from multimodal.schedule.execute_lanes import execute_unit
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.values.action import ActionKind
@@ -21,7 +21,7 @@ from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.pieces import UnitPieces
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 _REDUCTION = KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
 _SHORTEST_SECONDS = 1e-9
@@ -73,9 +73,7 @@ class _Pauses:
         self.shape, self.work = shape, step_work(shape)
         self.units, self.llm = self.work.pieces.units, self.work.pieces.units[shape.graph.backbone.name]
         self.start, self.end = _llm_times(shape, costs)
-        self.component_of_lane = np.zeros(len(shape.plan.lanes), np.int64)
-        for index, lanes in enumerate(connected_lanes(shape)):
-            self.component_of_lane[list(lanes)] = index
+        self.component_of_lane = component_of_lane(shape)
 
     @property
     def keys(self) -> Integers:
@@ -87,7 +85,10 @@ class _Pauses:
         found: dict[str, _Moments] = {}
         for each in reversed(self.shape.graph.units):  # an encoder after those that it feeds
             if each.role is not Role.BACKBONE:
-                found[each.name] = self._moments(each.name, each.role, found)
+                unit = self.units[each.name]
+                of_encoder = each.role is Role.ENCODER
+                groups = self._groups(unit)
+                found[each.name] = self._of_encoder(unit, groups, found) if of_encoder else self._of_generator(unit, groups)
         moments = np.unique(np.concatenate([np.zeros(0), *(each.ravel() for of_unit in found.values() for each in of_unit)]))
         keys = np.zeros((4, self.work.num_computed), np.int64)
         keys[0] = 2 * np.searchsorted(moments, self.start, side="right")
@@ -126,12 +127,6 @@ class _Pauses:
         """Return True if other lanes wait, within the pause, for an encoder's forwards."""
         return bool(self._pauses_between(name).any()) or any(map(self._is_awaited, self._fed(name)))
 
-    def _moments(self, name: str, role: Role, found: Mapping[str, _Moments]) -> _Moments:
-        """Return the pauses of a unit; found: those of the encoders that it feeds."""
-        unit = self.units[name]
-        groups = self._groups(unit)
-        return self._of_encoder(unit, groups, found) if role is Role.ENCODER else self._of_generator(unit, groups)
-
     def _groups(self, unit: UnitPieces) -> Integers:
         """[num_microbatches] the group of each microbatch: one microbatch of each replica in connected lanes.
 
@@ -144,6 +139,7 @@ class _Pauses:
         return numbers.ravel()
 
     def _of_encoder(self, unit: UnitPieces, groups: Integers, found: Mapping[str, _Moments]) -> _Moments:
+        """Return the pauses of an encoder; found: those of the encoders that it feeds."""
         needed, returned = np.full(groups.max(initial=-1) + 1, np.inf), np.zeros(groups.max(initial=-1) + 1)
         for target in self.shape.graph.downstream(unit.unit):
             given, taken = self.shape.routes.of_edge(unit.unit, target)
@@ -155,8 +151,9 @@ class _Pauses:
         apart = self._pauses_between(unit.unit)[:, None]
         shape = unit.forward.shape
         moments = _Moments(np.zeros(shape), np.zeros(shape))
-        components = self._component_starts(unit, groups)
-        for first, end in pairwise(components):
+        # Groups of a component have consecutive numbers.
+        components = np.append(np.unique(groups[unit.counted.index_in_replica == 0]), groups.max(initial=-1) + 1)
+        for first, end in pairwise(components.tolist()):
             columns = (groups >= first) & (groups < end)
             number = groups[columns] - first
             before = np.minimum.accumulate(needed[first:end][::-1])[::-1]
@@ -167,11 +164,6 @@ class _Pauses:
             place = np.searchsorted(pauses, after)[number] + apart
             moments.backward[:, columns] = pauses_and_end[np.minimum(place, len(pauses))]
         return moments
-
-    def _component_starts(self, unit: UnitPieces, groups: Integers) -> list[int]:
-        """Return the first group of each component, and their number: groups of a component have consecutive numbers."""
-        firsts = np.unique(groups[unit.counted.index_in_replica == 0])
-        return [*firsts.tolist(), int(groups.max(initial=-1)) + 1]
 
     def _pauses_between(self, unit: str) -> Integers:
         """[num_stages] the number of pauses between a stage and the LLM (or the fed encoder): one for each change of lanes."""
@@ -198,13 +190,8 @@ class _Pauses:
 
 def _llm_times(shape: StepShape, costs: StepCosts) -> tuple[Floats, Floats]:
     """Return when each computation of the LLM would start and end if nothing else took time, [num_computed]; 0 for others."""
-    llm = shape.graph.backbone.name
+    llm, work = shape.graph.backbone.name, step_work(shape)
     in_line = (build_interleaved_1f1b if is_interleaved(shape.plan.units[llm]) else build_one_f_one_b)(shape)
-    return execute_unit(in_line, llm, seconds=np.maximum(_SHORTEST_SECONDS, _seconds(step_work(shape), costs)))
-
-
-def _seconds(work: StepWork, costs: StepCosts) -> Floats:
-    computed = np.flatnonzero(work.kinds != _REDUCTION)
-    seconds = np.zeros(work.num_computed)
-    seconds[computed] = costs.of_pieces(work, computed).seconds
-    return seconds
+    computed, seconds = np.flatnonzero(work.kinds != _REDUCTION), np.full(work.num_computed, _SHORTEST_SECONDS)
+    seconds[computed] = np.maximum(_SHORTEST_SECONDS, costs.of_pieces(work, computed).seconds)
+    return execute_unit(in_line, llm, seconds=seconds)

@@ -1,9 +1,12 @@
 """1F1B over the unit graph: forwards and backwards alternate, with just enough activations in flight to fill the pipeline."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.builders.room_ahead import build_within_memory
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan
@@ -11,15 +14,38 @@ from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 
 
-def build_one_f_one_b(shape: StepShape) -> Schedule:
+def build_one_f_one_b(shape: StepShape, *, memory_factor: float = 1.0) -> Schedule:
     """Build the 1F1B schedule over the unit graph, in the compute dialect.
 
     Encoder and LLM stages form one pipeline. For a single unit this is textbook 1F1B (PipeDream-flush): stage s of P runs P - s -
     1 forwards, then forwards and backwards in turn, then the remaining backwards, whatever their durations: frozen or slow stages
     keep the same order. `StepShape.forward_only` leaves backwards and reductions out (evaluation).
+
+    memory_factor: microbatches that a stage may have in flight over those of 1F1B, rounded down (eager 1F1B, Entrain 4.5.3).
+    With more, it runs a forward whenever no backward is ready; before a backward it has as many in flight as 1F1B. If deferred
+    samples make backwards late, the forwards of the steady phase are already done. With uniform work it is as long as 1F1B.
     """
-    limits = forward_limits(shape)
-    return list_schedule(shape, Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, limits)))
+    floors = forward_limits(shape)
+    return _build(shape, floors, {stage: math.floor(memory_factor * limit) for stage, limit in floors.items()})
+
+
+def build_one_f_one_b_in_memory(shape: StepShape, *, costs: StepCosts) -> Schedule:
+    """Build eager 1F1B with as many microbatches in flight as memory has room for, in the compute dialect.
+
+    `costs` gives the bytes that microbatches keep and the memory of a rank. Of several depths that fit, including that of 1F1B,
+    the one with the shortest step is taken (`build_within_memory`).
+    """
+    floors = forward_limits(shape)
+    return build_within_memory(
+        shape,
+        floors,
+        costs=costs,
+        build=lambda scaled: _build(shape, floors, {stage: scaled(stage, limit) for stage, limit in floors.items()}),
+    )
+
+
+def _build(shape: StepShape, floors: Mapping[StageKey, int], limits: Mapping[StageKey, int]) -> Schedule:
+    return list_schedule(shape, Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, floors)))
 
 
 def forward_limits(shape: StepShape) -> dict[StageKey, int]:

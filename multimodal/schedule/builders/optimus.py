@@ -48,10 +48,7 @@ def _ways_to_split(shape: StepShape) -> list[list[str]]:
     """Return the sets of units whose backwards are split: none; all but encoders on the LLM's ranks; if these train, all."""
     ranks = set(shape.plan.units[shape.graph.backbone.name].ranks)
     encoders = {unit.name for unit in shape.graph.encoders}
-    trained = [name for name in shape.graph.unit_names if _has_backward(shape, name)]
+    keeping = {key[0] for key in shape.stages if shape.backward_need(*key).has_backward}
+    trained = [name for name in shape.graph.unit_names if name in keeping]
     apart = [name for name in trained if name not in encoders or ranks.isdisjoint(shape.plan.units[name].ranks)]
     return [[], apart, trained] if len(apart) < len(trained) else [[], apart]
-
-
-def _has_backward(shape: StepShape, unit: str) -> bool:
-    return any(shape.backward_need(*key).has_backward for key in shape.stages if key[0] == unit)

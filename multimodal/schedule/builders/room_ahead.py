@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from math import floor, isinf
 
 import numpy as np
-from numpy.typing import NDArray
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.encoder_limits import MEMORY_SHARE
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
@@ -17,6 +17,8 @@ from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
+MEMORY_SHARE = 0.9
+"""Share of a rank's memory that may be used, which is also the planners' default."""
 FACTORS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0, 4.0)
 """Candidates for the microbatches kept at most, over those that a schedule needs."""
 _TRIED = (1.0, 2.0, 4.0)
@@ -82,19 +84,13 @@ def _kept_bytes(shape: StepShape, costs: StepCosts) -> Iterator[tuple[StageKey, 
 
 def _exchanging_replicas(shape: StepShape) -> dict[tuple[str, int], int]:
     """Return a group number for each (unit, replica): replicas between which samples travel, directly or not, share one."""
-    places = sorted({stage[:2] for stage in shape.stages})
-    numbers = {place: number for number, place in enumerate(places)}
-    groups: NDArray[np.int64] = np.arange(len(places))
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(stage[:2] for stage in shape.stages))}
     pairs = [
-        (numbers[source, first], numbers[target, second])
+        (numbers[source, given], numbers[target, taken])
         for source, target in shape.graph.edges
-        for first, second in shape.replica_routes(source, target)
+        for given, taken in shape.replica_routes(source, target)
     ]
     ends = np.array(pairs, np.int64).reshape(-1, 2)
-    before = None
-    while before is None or not np.array_equal(before, groups):
-        before = groups.copy()
-        least = groups[ends].min(axis=1)
-        for side in (0, 1):
-            np.minimum.at(groups, ends[:, side], least)
+    linked = coo_matrix((np.ones(len(ends), np.int8), ends.T), shape=(len(numbers), len(numbers)))
+    groups = connected_components(linked, directed=False)[1]
     return {place: int(groups[number]) for place, number in numbers.items()}

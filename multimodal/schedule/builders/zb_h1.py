@@ -28,7 +28,7 @@ def build_zb_h1(shape: StepShape) -> Schedule:
     return list_schedule(split_all(shape), policy)
 
 
-def build_eager_zero_bubble(shape: StepShape, *, costs: StepCosts) -> Schedule:
+def build_zb_h1_in_memory(shape: StepShape, *, costs: StepCosts) -> Schedule:
     """Build ZB-H1 with forwards that run ahead as far as the memory of each lane allows, in the compute dialect.
 
     If memory allows, a stage stores more microbatches between forward and weight gradient than in ZB-H1, and runs a forward

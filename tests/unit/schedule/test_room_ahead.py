@@ -7,8 +7,7 @@ import pytest
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.one_f_one_b import forward_limits
-from multimodal.schedule.builders.room_ahead import FACTORS, factors_within_memory
-from multimodal.schedule.encoder_limits import MEMORY_SHARE
+from multimodal.schedule.builders.room_ahead import FACTORS, MEMORY_SHARE, factors_within_memory
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Place

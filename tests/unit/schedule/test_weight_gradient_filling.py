@@ -10,7 +10,7 @@ import pytest
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.encoder_limits import MEMORY_SHARE
+from multimodal.schedule.builders.room_ahead import MEMORY_SHARE
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards, weights_before_forwards_of_lanes
 from multimodal.schedule.text import schedule_to_text
