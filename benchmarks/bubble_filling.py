@@ -33,7 +33,7 @@ from multimodal.plan.planners.search.plan_to_fit import describe_sizes
 from multimodal.plan.planners.search.prediction import prepare_step
 from multimodal.plan.planners.search.simulated_part import keep_replicas
 from multimodal.schedule.bubbles import BUBBLE_KINDS
-from multimodal.schedule.compile_schedule import connected_lanes
+from multimodal.schedule.compile_schedule import component_of_lane
 from multimodal.schedule.measure_filling import Filling, measure_filling
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.sample_lengths import draw_length_batches
@@ -72,7 +72,7 @@ def fill(setup: Setup, run: PlannedRun, cluster: Cluster, repeats: int) -> dict[
     seconds = []
     for _ in range(repeats):
         whole = prepare_step(run, request, run.plan, batch)
-        for cached in (step_work, unit_costs, connected_lanes):
+        for cached in (step_work, unit_costs, component_of_lane):
             cached.cache_clear()
         started = time.process_time()
         whole.builder(whole.shape)

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 
 from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.schedule.expert_groups import computed_together
@@ -15,7 +17,8 @@ from multimodal.values.action import Action, ActionKind, Resource, action_to_tex
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, StepWork, take_rows
+from multimodal.values.work.pieces import Bools
+from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, StepWork, row_starts, take_rows
 
 _COMPUTE, _RECEIVE = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.RECEIVE]
 _LACKING = -1
@@ -153,131 +156,178 @@ def compile_schedule(schedule: Schedule) -> CompiledSchedule:
 
     Raises ScheduleError if an action needs one that the schedule lacks. O((actions + dependencies) log actions).
     """
-    work, pieces, num_lanes = schedule.work, schedule.pieces, schedule.num_lanes
-    component_of_lane = _components(schedule.shape)
-    lane_order = np.argsort(component_of_lane, kind="stable")
-    _, by_component = take_rows(schedule.lane_starts, np.arange(len(pieces)), lane_order)  # slots, lane after lane
-    resources, collective_of = work.resources, work.collective_rows[0]
+    work, components = schedule.work, component_of_lane(schedule.shape)
+    lane_order = np.argsort(components, kind="stable")
     inside = InsideSlots.of(schedule) if schedule.has_inside else None
-    is_entry = (resources[pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
-    is_node = is_entry & (collective_of[pieces] < 0)
-    joined = computed_together(work)
-    joint_pieces = pieces if joined is None else joined[pieces]
-    nodes = _first_seen(joint_pieces[by_component][is_node[by_component]])
-    collectives = _first_seen(collective_of[pieces[by_component]])
-    collectives = collectives[collectives >= 0]
-    num_nodes = len(nodes) + len(collectives)
-
-    node_of_piece = np.full(work.num_pieces(lowered=schedule.lowered), _LACKING)
-    node_of_piece[nodes] = np.arange(len(nodes))
-    others = np.zeros(0, np.int64)
-    if joined is not None:
-        others = np.flatnonzero(joined[: work.num_computed] != np.arange(work.num_computed))
-        others = others[np.isin(others, pieces)]
-        node_of_piece[others] = node_of_piece[joined[others]]
-    if inside is not None:
-        node_of_piece[inside.pieces] = node_of_piece[inside.carriers]
-    members = np.unique(pieces[collective_of[pieces] >= 0])
-    node_of_collective = np.full(len(work.collective_rows[1]), _LACKING)
-    node_of_collective[collectives] = len(nodes) + np.arange(len(collectives))
-    node_of_piece[members] = node_of_collective[collective_of[members]]
-    receive_slots = np.flatnonzero(resources[pieces] == _RECEIVE)
-    receives = pieces[receive_slots]
-    node_of_piece[receives] = node_of_piece[receives - 1]  # A piece that needs the receive waits for the send.
-    sends = node_of_piece[receives]
-
-    by_collective = members[np.lexsort((members, node_of_piece[members]))]
-    owners = np.concatenate((nodes, by_collective))
-    if inside is not None or len(others):
-        owners = np.concatenate((owners, others, np.unique(inside.pieces) if inside is not None else others[:0]))
-        owners = owners[np.argsort(node_of_piece[owners], kind="stable")]
-    need_starts, needed = take_rows(*work.needs_in(lowered=schedule.lowered), owners)
-    needs = node_of_piece[needed]
-    _check_needs(schedule, owners, need_starts, needed, needs, receives[sends == _LACKING])
-    owning = np.repeat(node_of_piece[owners], np.diff(need_starts))
-    needs, owning = needs[needs != owning], owning[needs != owning]  # needs between pieces of one node are met by their order
-    num_needs = np.bincount(owning, minlength=num_nodes)
-
-    entries = np.flatnonzero(is_entry)
+    nodes = _number_nodes(schedule, lane_order, inside)
+    receives = _receives(schedule, nodes, lane_order)
+    need_starts, needs = _needs_of_nodes(schedule, nodes, inside, unsent=receives.unsent)
+    entries = np.flatnonzero(_are_entries(schedule))
     lane_of_entry = schedule.lane_of_slot[entries]
-    receiver_order = np.lexsort((np.argsort(lane_order)[schedule.lane_of_slot[receive_slots]], sends))
-    kinds = np.full(num_nodes, NodeKind.COLLECTIVE, np.uint8)
-    kinds[: len(nodes)] = np.where(resources[nodes] == _COMPUTE, NodeKind.COMPUTE, NodeKind.SEND)
-    first_receive_slots = np.full(num_nodes, -1)
-    first_receive_slots[sends[receiver_order][::-1]] = receive_slots[receiver_order][::-1]
-    zeros = np.zeros(num_nodes)
+    kinds = np.full(nodes.num_nodes, NodeKind.COLLECTIVE, np.uint8)
+    kinds[: len(nodes.alone)] = np.where(work.resources[nodes.alone] == _COMPUTE, NodeKind.COMPUTE, NodeKind.SEND)
+    zeros = np.zeros(nodes.num_nodes)
     return CompiledSchedule(
         schedule=schedule,
         arrays=EventArrays(
-            lane_starts=_starts(np.bincount(lane_of_entry, minlength=num_lanes)),
-            lane_nodes=node_of_piece[pieces[entries]],
-            lane_fillers=_fillers(schedule, entries, node_of_piece),
+            lane_starts=row_starts(np.bincount(lane_of_entry, minlength=schedule.num_lanes)),
+            lane_nodes=nodes.of_piece[schedule.pieces[entries]],
+            lane_fillers=_fillers(schedule, entries, nodes.of_piece),
             kinds=kinds,
-            need_starts=_starts(num_needs),
+            need_starts=need_starts,
             needs=needs,
-            receiver_starts=_starts(np.bincount(sends, minlength=num_nodes)),
-            receivers=schedule.lane_of_slot[receive_slots][receiver_order],
+            receiver_starts=receives.starts,
+            receivers=receives.lanes,
             seconds=zeros,
             latency_seconds=zeros,
-            links=np.full(num_nodes, -1),
+            links=np.full(nodes.num_nodes, -1),
             num_links=0,
         ),
-        pieces=np.concatenate((nodes, work.collective_rows[2][work.collective_rows[1][collectives]])),
+        pieces=np.concatenate((nodes.alone, work.collective_rows[2][work.collective_rows[1][nodes.collectives]])),
         slots=entries,
         lane_of_entry=lane_of_entry,
-        component_of_lane=component_of_lane,
-        receive_slots=first_receive_slots,
-        computed=_computed_pieces(schedule, nodes, others, node_of_piece, inside),
+        component_of_lane=components,
+        receive_slots=receives.first_slots,
+        computed=_computed_pieces(schedule, nodes, inside),
         tensor_parallel_seconds=zeros,
         inside=inside,
-        together=others,
+        together=nodes.together,
     )
 
 
+class _Nodes(NamedTuple):
+    """The nodes of a schedule: pieces by themselves, then collectives."""
+
+    alone: Integers
+    """The pieces that are nodes, pipeline by pipeline in the order of their lanes."""
+    collectives: Integers
+    """The number of each collective."""
+    members: Integers
+    """The scheduled pieces that are part of collectives."""
+    together: Integers
+    """The computations that are part of another one's node, because replicas that share experts run them together."""
+    of_piece: Integers
+    """[num_pieces] the node of each piece; that of a receive is its send's, that of work inside its carrier's; -1: none."""
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes."""
+        return len(self.alone) + len(self.collectives)
+
+
+def _are_entries(schedule: Schedule) -> Bools:
+    """Return which slots take their turn in a lane: all but receives, which only post, and work inside others."""
+    is_entry: Bools = (schedule.work.resources[schedule.pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
+    return is_entry
+
+
+def _number_nodes(schedule: Schedule, lane_order: Integers, inside: InsideSlots | None) -> _Nodes:
+    """Number the nodes in the order in which lanes come to them; lane_order: the lanes, pipeline by pipeline."""
+    work, pieces = schedule.work, schedule.pieces
+    collective_of, collective_starts, _ = work.collective_rows
+    _, by_component = take_rows(schedule.lane_starts, np.arange(len(pieces)), lane_order)  # slots, lane after lane
+    is_node = _are_entries(schedule) & (collective_of[pieces] < 0)
+    joined = computed_together(work)
+    joint_pieces = pieces if joined is None else joined[pieces]
+    alone = _first_seen(joint_pieces[by_component][is_node[by_component]])
+    collectives = _first_seen(collective_of[pieces[by_component]])
+    collectives = collectives[collectives >= 0]
+
+    of_piece = np.full(work.num_pieces(lowered=schedule.lowered), _LACKING)
+    of_piece[alone] = np.arange(len(alone))
+    together = np.zeros(0, np.int64)
+    if joined is not None:
+        together = np.flatnonzero(joined[: work.num_computed] != np.arange(work.num_computed))
+        together = together[np.isin(together, pieces)]
+        of_piece[together] = of_piece[joined[together]]
+    if inside is not None:
+        of_piece[inside.pieces] = of_piece[inside.carriers]
+    members = np.unique(pieces[collective_of[pieces] >= 0])
+    of_collective = np.full(len(collective_starts), _LACKING)
+    of_collective[collectives] = len(alone) + np.arange(len(collectives))
+    of_piece[members] = of_collective[collective_of[members]]
+    receives = pieces[work.resources[pieces] == _RECEIVE]
+    of_piece[receives] = of_piece[receives - 1]  # A piece that needs the receive waits for the send.
+    return _Nodes(alone, collectives, members, together, of_piece)
+
+
+class _Receives(NamedTuple):
+    """The lanes that receive what each node sends, in the order of `lane_order`, as rows."""
+
+    starts: Integers
+    lanes: Integers
+    first_slots: Integers
+    """[num_nodes] the slot of the first receive; -1: none."""
+    unsent: Integers
+    """The receives whose sends the schedule lacks."""
+
+
+def _receives(schedule: Schedule, nodes: _Nodes, lane_order: Integers) -> _Receives:
+    slots = np.flatnonzero(schedule.work.resources[schedule.pieces] == _RECEIVE)
+    sends = nodes.of_piece[schedule.pieces[slots]]
+    unsent = schedule.pieces[slots[sends == _LACKING]]
+    slots, sends = slots[sends != _LACKING], sends[sends != _LACKING]
+    order = np.lexsort((np.argsort(lane_order)[schedule.lane_of_slot[slots]], sends))
+    first_slots = np.full(nodes.num_nodes, -1)
+    first_slots[sends[order][::-1]] = slots[order][::-1]
+    starts = row_starts(np.bincount(sends, minlength=nodes.num_nodes))
+    return _Receives(starts, schedule.lane_of_slot[slots][order], first_slots, unsent)
+
+
+def _needs_of_nodes(
+    schedule: Schedule, nodes: _Nodes, inside: InsideSlots | None, *, unsent: Integers
+) -> tuple[Integers, Integers]:
+    """Return the nodes that each node needs, as rows; raises ScheduleError if an action needs one that the schedule lacks."""
+    work, of_piece = schedule.work, nodes.of_piece
+    owners = np.concatenate((nodes.alone, nodes.members[np.lexsort((nodes.members, of_piece[nodes.members]))]))
+    if inside is not None or len(nodes.together):
+        of_inside = np.unique(inside.pieces) if inside is not None else owners[:0]
+        owners = np.concatenate((owners, nodes.together, of_inside))
+        owners = owners[np.argsort(of_piece[owners], kind="stable")]
+    starts, needed = take_rows(*work.needs_in(lowered=schedule.lowered), owners)
+    needs, owning = of_piece[needed], np.repeat(owners, np.diff(starts))
+    if (needs == _LACKING).any():
+        first = int(np.argmax(needs == _LACKING))
+        raise _lacks(schedule, owning[first], needed[first])
+    if len(unsent):
+        raise _lacks(schedule, unsent[0], unsent[0] - 1)
+    owning = of_piece[owning]
+    is_other = needs != owning  # needs between pieces of one node are met by their order
+    return row_starts(np.bincount(owning[is_other], minlength=nodes.num_nodes)), needs[is_other]
+
+
+def _lacks(schedule: Schedule, owner: int, need: int) -> ScheduleError:
+    action, missing = (action_to_text(schedule.work.action(int(piece))) for piece in (owner, need))
+    return ScheduleError(f"{action} needs {missing}, which the schedule lacks; validate it first")
+
+
 @lru_cache(maxsize=32)
-def connected_lanes(shape: StepShape) -> tuple[tuple[int, ...], ...]:
-    """Return the lanes that routes and pipelines connect, component by component, ordered by their first lane.
+def component_of_lane(shape: StepShape) -> Integers:
+    """[num_lanes] Return a number for the lanes that routes and pipelines connect; numbers rise with the first lanes.
 
     With equal data parallel sizes, a component is one replica of every unit. O(stages x ranks + routes).
     """
     plan = shape.plan
     lanes_of = {
-        (name, index): sorted({plan.lane_of_rank[rank] for rank in replica.ranks})
+        (name, index): [plan.lane_of_rank[rank] for rank in replica.ranks]
         for name in shape.graph.unit_names
         for index, replica in enumerate(plan.units[name].replicas)
     }
-    root = list(range(len(plan.lanes)))
-    for lanes in lanes_of.values():
-        _unite(root, lanes)
+    pairs = [(lanes[0], lane) for lanes in lanes_of.values() for lane in lanes]
     for source, target in shape.graph.edges:
-        for ends in shape.replica_routes(source, target):
-            _unite(root, [lanes_of[end][0] for end in zip((source, target), ends, strict=True)])
-    members: dict[int, list[int]] = {}
-    for lane in range(len(root)):
-        members.setdefault(_find(root, lane), []).append(lane)
-    return tuple(map(tuple, members.values()))
+        routes = shape.replica_routes(source, target)
+        pairs += [(lanes_of[source, given][0], lanes_of[target, taken][0]) for given, taken in routes]
+    firsts, others = zip(*pairs, strict=True)
+    size = len(plan.lanes)
+    linked = coo_matrix((np.ones(len(pairs), np.int8), (firsts, others)), shape=(size, size))
+    components: Integers = connected_components(linked, directed=False)[1].astype(np.int64)
+    return components
 
 
-def _components(shape: StepShape) -> Integers:
-    """Return each lane's component, [num_lanes]."""
-    component_of_lane = np.zeros(len(shape.plan.lanes), np.int64)
-    for index, lanes in enumerate(connected_lanes(shape)):
-        component_of_lane[list(lanes)] = index
-    return component_of_lane
-
-
-def _find(root: list[int], lane: int) -> int:
-    while root[lane] != lane:
-        root[lane] = root[root[lane]]
-        lane = root[lane]
-    return lane
-
-
-def _unite(root: list[int], lanes: Sequence[int]) -> None:
-    """Make the lowest lane the root of all, so that components are ordered by their first lanes."""
-    roots = sorted({_find(root, lane) for lane in lanes})
-    for lane in roots[1:]:
-        root[lane] = roots[0]
+def connected_lanes(shape: StepShape) -> list[Integers]:
+    """Return the lanes of each of `component_of_lane`."""
+    components = component_of_lane(shape)
+    return np.split(np.argsort(components, kind="stable"), np.cumsum(np.bincount(components))[:-1])
 
 
 def _first_seen(values: Integers) -> Integers:
@@ -285,21 +335,6 @@ def _first_seen(values: Integers) -> Integers:
     different, first = np.unique(values, return_index=True)
     in_order: Integers = different[np.argsort(first)]
     return in_order
-
-
-def _check_needs(
-    schedule: Schedule, owners: Integers, starts: Integers, needed: Integers, needs: Integers, unsent: Integers
-) -> None:
-    """Raise ScheduleError if an action needs one that the schedule lacks."""
-    lacking = np.flatnonzero(needs == _LACKING)
-    if not len(lacking) and not len(unsent):
-        return
-    if len(lacking):
-        owner, need = owners[np.searchsorted(starts, lacking[0], side="right") - 1], needed[lacking[0]]
-    else:
-        owner, need = unsent[0], unsent[0] - 1
-    action, missing = (action_to_text(schedule.work.actions[int(piece)]) for piece in (owner, need))
-    raise ScheduleError(f"{action} needs {missing}, which the schedule lacks; validate it first")
 
 
 def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> Bytes:
@@ -315,11 +350,9 @@ def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> 
     return fills
 
 
-def _computed_pieces(
-    schedule: Schedule, nodes: Integers, together: Integers, node_of_piece: Integers, inside: InsideSlots | None
-) -> ComputedPieces:
+def _computed_pieces(schedule: Schedule, nodes: _Nodes, inside: InsideSlots | None) -> ComputedPieces:
     work = schedule.work
-    pieces = np.append(nodes[work.resources[nodes] == _COMPUTE], together)
+    pieces = np.append(nodes.alone[work.resources[nodes.alone] == _COMPUTE], nodes.together)
     if inside is not None:
         pieces = np.append(pieces, np.unique(inside.pieces))
     _, places = np.unique(work.places[pieces], return_inverse=True)
@@ -327,7 +360,7 @@ def _computed_pieces(
     first_forwards = np.full(int(places.max(initial=-1)) + 1, -1)
     is_first = (work.kinds[pieces] == KIND_NUMBERS[ActionKind.FORWARD]) & (work.pieces.parts[pieces] <= 0)
     first_forwards[places[is_first]] = np.flatnonzero(is_first)
-    return ComputedPieces(pieces, node_of_piece[pieces], places, first_forwards)
+    return ComputedPieces(pieces, nodes.of_piece[pieces], places, first_forwards)
 
 
 def _of_nodes(values: Floats, num_alone: int, collective_starts: Integers) -> Floats:
@@ -344,7 +377,3 @@ def _check_durations(values: Floats, pieces: Integers, work: StepWork) -> None:
             f"costs of {action_to_text(work.action(int(pieces[index])))}: found {values[index]} seconds; every duration must be "
             "finite and not negative, and the tensor parallel share no longer than the computation"
         )
-
-
-def _starts(lengths: ArrayLike) -> Integers:
-    return np.concatenate(([0], np.cumsum(np.asarray(lengths, np.int64))))

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.compile_schedule import connected_lanes
+from multimodal.schedule.compile_schedule import component_of_lane, connected_lanes
 from multimodal.schedule.encoder_limits import encoder_limits
 from multimodal.schedule.encoder_ranges import Parts, PlacedParts, count_fine_pieces, cut_finely, join_parts
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
@@ -194,7 +194,7 @@ class _Filling:
     def alike_pipelines(self) -> list[list[Integers]]:
         """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""
         found: dict[bytes, list[Integers]] = {}
-        for pipeline in map(np.array, connected_lanes(self.cut)):
+        for pipeline in connected_lanes(self.cut):
             pieces = self._pieces_of(pipeline)
             to_fill = self._lanes_to_fill(pieces, pipeline)
             group = found.setdefault(b"".join(array.tobytes() for array in (*vars(to_fill).values(), self.waiting[pieces])), [])
@@ -254,14 +254,11 @@ class _Filling:
     def _pieces_of_lane(self) -> Mapping[int, Integers]:
         """The first lane of each pipeline -> its computations."""
         pipelines = connected_lanes(self.cut)
-        pipeline_of_lane = np.zeros(self.in_line.num_lanes, np.int64)
-        for index, pipeline in enumerate(pipelines):
-            pipeline_of_lane[list(pipeline)] = index
         pieces = np.flatnonzero(self.work.kinds != _REDUCTION)
-        owners = pipeline_of_lane[self.work.first_lanes][self.work.computed_stages[pieces]]
+        owners = component_of_lane(self.cut)[self.work.first_lanes][self.work.computed_stages[pieces]]
         ends = np.cumsum(np.bincount(owners, minlength=len(pipelines)))
         rows = np.split(pieces[np.argsort(owners, kind="stable")], ends[:-1])
-        return {pipeline[0]: row for pipeline, row in zip(pipelines, rows, strict=True)}
+        return {int(pipeline[0]): row for pipeline, row in zip(pipelines, rows, strict=True)}
 
     def _lanes_to_fill(self, pieces: Integers, pipeline: Integers) -> LanesToFill:
         """Return a pipeline's part of a step with its own numbers of pieces and lanes: encoders fill, all else keeps its order.
