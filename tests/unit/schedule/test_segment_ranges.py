@@ -1,19 +1,13 @@
 import re
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate import timeline_of_unit_costs
-from multimodal.schedule.text import lanes_from_text, schedule_from_text, schedule_to_text
+from multimodal.schedule.text import lanes_from_text, schedule_from_text
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import ActionKind, Place, SegmentRange, action_to_text
+from multimodal.values.action import Place, SegmentRange, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import Cuts, SegmentCut
-from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.built_schedules import cut_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.values.work.dependencies import dependencies
 
@@ -114,16 +108,3 @@ def test_ranges_that_do_not_make_up_the_whole_are_refused(now: str, then: str, m
     broken = (VISION + REST).replace(now, then)
     with pytest.raises(ScheduleError, match=re.escape(message)):
         validate_schedule(schedule_from_text(broken, small()))
-
-
-@settings(max_examples=60)
-@given(built=cut_schedules(), lowered=st.booleans())
-def test_any_cut_is_valid_in_both_dialects_and_round_trips(built: tuple[StepShape, Schedule], lowered: bool) -> None:
-    case, schedule = built
-    if lowered:
-        schedule = insert_communication(schedule)
-    validate_schedule(schedule)
-    assert schedule_from_text(schedule_to_text(schedule), case, lowered=lowered) == schedule
-    timeline = timeline_of_unit_costs(schedule)
-    ran = {event.action for event in timeline.events if event.action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)}
-    assert ran == {action for action in schedule.work.computed if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)}

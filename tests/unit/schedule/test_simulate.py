@@ -16,14 +16,12 @@ from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.unit_cost import UnitCosts
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, action_to_text
+from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, lane_of
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.built_schedules import built_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
-from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
-from tests.unit.values.work.dependencies import dependencies
+from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
 
 
 def lower(case: StepShape, builder: str = "1f1b", *passes: str) -> Schedule:
@@ -161,17 +159,6 @@ def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: 
         assert all(before.end_seconds <= after.start_seconds for before, after in pairwise(own))
 
 
-@settings(max_examples=40)
-@given(case=cases(), seed=st.integers(0, 1000), passes=st.lists(st.sampled_from(("fill", "gather-parameters")), unique=True))
-def test_all_lane_time_is_busy_or_of_one_kind_of_bubble(case: StepShape, seed: int, passes: list[str]) -> None:
-    found = simulate(case, lower(case, "1f1b", *passes), RandomCosts(seed=seed))
-    assert tuple(found.bubble) == BUBBLE_KINDS and min(found.bubble.values()) >= 0
-    if found.iteration_seconds:
-        assert sum(found.bubble.values()) + found.busy_fraction == pytest.approx(1.0, abs=1e-9)
-        assert found.timeline.duration_seconds <= found.iteration_seconds * (1 + 1e-12)
-        assert found.ideal_seconds <= found.iteration_seconds * (1 + 1e-12)
-
-
 @pytest.mark.parametrize("vision", [(3, 2, 1), (6, 1, 1)])
 @pytest.mark.parametrize("is_colocated", [False, True])
 def test_replicas_that_are_alike_have_one_structure(vision: tuple[int, int, int], is_colocated: bool) -> None:
@@ -200,32 +187,6 @@ def _component(compiled: CompiledSchedule, lanes: tuple[int, ...]) -> list[list[
         of_lane = [[node, *need] for node, need in zip(nodes, needs, strict=True) if arrays.kinds[node] != NodeKind.COLLECTIVE]
         rows.append([[each - first if arrays.kinds[each] != NodeKind.COLLECTIVE else -1 for each in row] for row in of_lane])
     return rows
-
-
-@settings(max_examples=100)
-@given(built=built_schedules())
-def test_a_compiled_schedule_needs_what_the_dependency_rule_says(built: tuple[StepShape, Schedule, bool]) -> None:
-    _, schedule, lowered = built
-    compiled = compile_schedule(schedule)
-    arrays, sends = compiled.arrays, {}
-    for action in schedule.work.actions:
-        if ACTION_TABLE[action.kind].resource is Resource.RECEIVE:
-            (sends[action],) = dependencies(action, schedule.shape, lowered=True)
-    collective = np.array([arrays.kinds[node] == NodeKind.COLLECTIVE for node in range(arrays.num_nodes)])
-    for node in np.flatnonzero(~collective).tolist():
-        action = compiled.actions[compiled.pieces[node]]
-        found = [
-            compiled.actions[compiled.pieces[need]]
-            for need in arrays.needs[arrays.need_starts[node] :][: np.diff(arrays.need_starts)[node]]
-        ]
-        wanted = [sends.get(need, need) for need in dependencies(action, schedule.shape, lowered=lowered)]
-        assert [
-            each._replace(replica=0) if ACTION_TABLE[each.kind].resource is Resource.COLLECTIVE else each for each in found
-        ] == [each._replace(replica=0) if ACTION_TABLE[each.kind].resource is Resource.COLLECTIVE else each for each in wanted]
-    for lane, entry in zip(compiled.lane_of_entry.tolist(), range(len(compiled.slots)), strict=True):
-        action = schedule.lane(lane).actions[int(compiled.slots[entry] - schedule.lane_starts[lane])]
-        node_action = compiled.actions[compiled.pieces[arrays.lane_nodes[entry]]]
-        assert node_action == action or ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE
 
 
 def test_a_schedule_that_cannot_finish_is_refused_with_its_place() -> None:

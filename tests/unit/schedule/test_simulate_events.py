@@ -1,18 +1,8 @@
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from multimodal.references import simulate_events as references
-from multimodal.schedule import simulate_events as module
-from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.compile_schedule import compile_schedule
-from multimodal.schedule.passes import PASSES
-from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate_events import EventArrays, EventTimes, NodeKind, simulate_events
-from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import cases
-from tests.unit.schedule.uniform_costs import RandomCosts
 
 
 def simulate_events_reference(arrays):
@@ -132,24 +122,3 @@ def test_lanes_that_wait_for_each_other_stop(simulate):
     times = simulate(build_arrays([[0, 1], [2]], seconds=[1, 1, 1], needs={1: [2], 2: [1]}))
     assert np.isnan(times.start_seconds).tolist() == [False, True, True]
     assert times.positions.tolist() == [1, 0]
-
-
-@settings(max_examples=80)
-@given(
-    case=cases(),
-    builder=st.sampled_from(("gpipe", "1f1b")),
-    passes=st.lists(st.sampled_from(("split-backward", "fill", "gather-parameters")), unique=True),
-    seed=st.integers(0, 1000),
-)
-def test_the_kernel_equals_its_reference_to_the_last_bit(case: StepShape, builder: str, passes: list[str], seed: int) -> None:
-    schedule = BUILDERS[builder](case)
-    for name in passes:
-        schedule = PASSES[name](schedule)
-    lowered = insert_communication(schedule)
-    arrays = compile_schedule(lowered).with_costs(RandomCosts(seed=seed)).arrays
-    fast, reference = simulate_events(arrays), simulate_events_reference(arrays)
-    assert module.kernels is not None
-    assert not np.isnan(reference.start_seconds).any()
-    assert fast.start_seconds.tobytes() == reference.start_seconds.tobytes()
-    assert fast.end_seconds.tobytes() == reference.end_seconds.tobytes()
-    assert fast.positions.tolist() == reference.positions.tolist()

@@ -1,0 +1,170 @@
+"""What holds for every schedule: of any builder, after any passes, on any plan, for any samples."""
+
+import pickle
+from collections import defaultdict
+from collections.abc import Hashable
+from dataclasses import replace
+from itertools import pairwise
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import multimodal.schedule.link_actions as linking
+import multimodal.schedule.list_schedule as listing
+from multimodal.plan.communicators import track_of
+from multimodal.references.simulate_events import simulate_events as simulate_events_reference
+from multimodal.schedule import simulate_events as events
+from multimodal.schedule.bubbles import BUBBLE_KINDS
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.compile_schedule import compile_schedule
+from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.passes.insert_communication import insert_communication
+from multimodal.schedule.settle_fillers import settle_fillers
+from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
+from multimodal.schedule.simulate_events import NodeKind
+from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
+from multimodal.values.schedule import Schedule
+from multimodal.values.shape import StepShape
+from tests.unit.schedule.built_schedules import cut_schedules
+from tests.unit.schedule.nccl_replay import replay
+from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
+from tests.unit.schedule.uniform_costs import RandomCosts
+from tests.unit.values.work.dependencies import dependencies
+
+
+@settings(max_examples=200)
+@given(
+    built=built_cases(),
+    forward_only=st.booleans(),
+    passes=st.lists(st.sampled_from(sorted(PASSES)), unique=True, max_size=3),
+    num_queues=st.sampled_from([1, 2, 8, 33]),
+    seed=st.integers(0, 1000),
+)
+def test_any_builder_with_any_passes_on_any_plan(
+    built: tuple[StepShape, str], forward_only: bool, passes: list[str], num_queues: int, seed: int
+) -> None:
+    case, builder = built
+    step = replace(case, forward_only=forward_only)
+    schedule = BUILDERS[builder](step)
+    assert_forwards_in_order(schedule)
+    assert listing.kernels is not None and events.kernels is not None
+    with patch.object(listing, "kernels", None), patch.object(linking, "kernels", None):
+        assert BUILDERS[builder](step) == schedule, "the kernels change nothing"
+    for name in () if forward_only else passes:
+        schedule = PASSES[name](schedule)
+    check_both_dialects(schedule, num_queues=num_queues, seed=seed)
+
+
+@settings(max_examples=60)
+@given(built=cut_schedules(), num_queues=st.sampled_from([1, 33]), seed=st.integers(0, 1000))
+def test_any_computations_in_any_ranges_of_segments(built: tuple[StepShape, Schedule], num_queues: int, seed: int) -> None:
+    check_both_dialects(built[1], num_queues=num_queues, seed=seed)
+
+
+def check_both_dialects(schedule: Schedule, *, num_queues: int, seed: int) -> None:
+    lowered = insert_communication(schedule)
+    for each in (schedule, lowered):
+        validate_schedule(each)
+        assert schedule_from_text(schedule_to_text(each), each.shape, lowered=each.lowered).lanes == each.lanes
+        assert pickle.loads(pickle.dumps(each)) == each
+        assert_run_by_its_reference(each)
+        assert_compiled_by_the_rule_of_dependencies(each)
+    if not schedule.has_fillers:
+        durations = [timeline_of_unit_costs(each).duration_seconds for each in (schedule, lowered)]
+        assert durations[0] == durations[1] > 0, "messages take no time"
+    for tracks in (as_run, by_pair, all_on_one):
+        assert not replay(lowered, num_queues=num_queues, track_of=tracks)
+    assert_simulated_to_the_last_moment(lowered, RandomCosts(seed=seed))
+
+
+def assert_forwards_in_order(schedule: Schedule) -> None:
+    for lane in schedule.lanes:
+        order = defaultdict(list)
+        for action in lane.actions:
+            if action.kind is ActionKind.FORWARD:
+                order[action[1:4]].append(action.microbatch)
+        assert all(microbatches == list(range(len(microbatches))) for microbatches in order.values())
+
+
+def assert_run_by_its_reference(schedule: Schedule) -> None:
+    times = np.array([0.1 * (len(each.unit) + 2 * each.stage + each.microbatch % 3) for each in schedule.work.computed])
+    for seconds in (None, times):
+        schedule.made.clear()
+        fast = execute_lanes(schedule, seconds=seconds)
+        schedule.made.clear()
+        with patch.object(events, "kernels", None):
+            slow = execute_lanes(schedule, seconds=seconds)
+        assert (fast.events, fast.positions.tolist(), fast.done) == (slow.events, slow.positions.tolist(), slow.done)
+
+
+def assert_compiled_by_the_rule_of_dependencies(schedule: Schedule) -> None:
+    """Every node needs what its action does (a receive: its send), of any replica where that is a collective."""
+
+    def any_replica(action: Action) -> Action:
+        return action._replace(replica=0) if ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE else action
+
+    def needs(action: Action) -> list[Action]:
+        found = dependencies(action, schedule.shape, lowered=schedule.lowered)
+        receives = [ACTION_TABLE[need.kind].resource is Resource.RECEIVE for need in found]
+        return [needs(need)[0] if is_receive else any_replica(need) for need, is_receive in zip(found, receives, strict=True)]
+
+    compiled = compile_schedule(schedule)
+    arrays, node_actions = compiled.arrays, [compiled.actions[piece] for piece in compiled.pieces.tolist()]
+    rows = list(pairwise(arrays.need_starts.tolist()))
+    for node in np.flatnonzero(arrays.kinds != NodeKind.COLLECTIVE).tolist():
+        found = arrays.needs[slice(*rows[node])].tolist()
+        assert [any_replica(node_actions[need]) for need in found] == needs(node_actions[node])
+    for piece, node in zip(schedule.pieces[compiled.slots].tolist(), arrays.lane_nodes.tolist(), strict=True):
+        action = compiled.actions[piece]
+        assert node_actions[node] == action or ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE
+
+
+def assert_simulated_to_the_last_moment(lowered: Schedule, costs: RandomCosts) -> None:
+    """Kernel and reference agree to the last bit, lane time is busy or idle of one kind, and settled fillers change nothing."""
+    found = simulate_schedule(lowered, costs)
+    start, end, positions = simulate_events_reference(**vars(found.compiled.arrays))
+    assert not np.isnan(start).any()
+    assert (found.times.start_seconds.tobytes(), found.times.end_seconds.tobytes()) == (start.tobytes(), end.tobytes())
+    assert found.times.positions.tolist() == positions.tolist()
+    assert tuple(found.bubble) == BUBBLE_KINDS and min(found.bubble.values()) >= 0
+    if found.iteration_seconds:
+        assert sum(found.bubble.values()) + found.busy_fraction == pytest.approx(1.0, abs=1e-9)
+        assert max(found.timeline.duration_seconds, found.ideal_seconds) <= found.iteration_seconds * (1 + 1e-12)
+    if lowered.has_fillers:
+        settled = settle_fillers(lowered, costs)
+        validate_schedule(settled)
+        assert not any(lane.fillers for lane in settled.lanes)
+        assert [set(lane.actions) for lane in settled.lanes] == [set(lane.actions) for lane in lowered.lanes]
+        assert simulate_schedule(settled, costs).iteration_seconds == pytest.approx(found.iteration_seconds, rel=1e-9)
+
+
+def as_run(action: Action) -> Hashable:
+    """The communicators of a run."""
+    assert action.peer is not None
+    return track_of("forward" if action.kind.value.endswith("F") else "backward", action.place, action.peer)
+
+
+def by_pair(action: Action) -> Hashable:
+    """A communicator for each pair of stages and direction."""
+    assert action.peer is not None
+    return action.kind.value[-1], frozenset((action.place[:3], action.peer[:3]))
+
+
+def all_on_one(action: Action) -> Hashable:
+    """One communicator."""
+    return ""
+
+
+@pytest.mark.parametrize("builder", ["1f1b", "zb-h1"])
+def test_receives_posted_long_before_their_time_deadlock(builder: str) -> None:
+    """The model of GPUs finds what it is there to find: a receive in the one queue before what its sender waits for."""
+    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 2, 1)}, {"vision": deal(6, 1), "llm": deal(6, 1)})
+    lowered = insert_communication(BUILDERS[builder](case))
+    assert not replay(lowered, num_queues=1, track_of=by_pair)
+    assert replay(lowered, num_queues=1, track_of=by_pair, posted_ahead=8)
