@@ -37,7 +37,8 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     np.maximum.at(computed_at, compiled.component_of_lane[lanes], end)
     pipeline_end = computed_at[compiled.component_of_lane[lanes[is_last]]]
     after = float(np.sum(iteration_seconds - pipeline_end))
-    reduces = _reduces_gradients(compiled)
+    collectives = compiled.pieces[arrays.kinds == NodeKind.COLLECTIVE]
+    reduces = bool((compiled.schedule.work.kinds[collectives] == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]).any())
     num_idle_lanes = num_lanes - int(is_last.sum())
     seconds = {
         "dp_all_gather": float(gathering.sum()),
@@ -49,11 +50,6 @@ def bubble_fractions(compiled: CompiledSchedule, times: EventTimes, *, iteration
     }
     lane_time = num_lanes * iteration_seconds
     return {kind: seconds[kind] / lane_time if lane_time else 0.0 for kind in BUBBLE_KINDS}
-
-
-def _reduces_gradients(compiled: CompiledSchedule) -> bool:
-    pieces = compiled.pieces[compiled.arrays.kinds == NodeKind.COLLECTIVE]
-    return bool((compiled.schedule.work.kinds[pieces] == KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]).any())
 
 
 def _gathered_at(compiled: CompiledSchedule, times: EventTimes) -> Floats:

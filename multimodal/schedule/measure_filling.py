@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,7 +51,11 @@ def measure_filling(builder: Builder, shape: StepShape, costs: StepCosts, *, pas
     encoding = _lane_seconds(filled, encoders)
     if not encoding:
         return None
-    share = partial(_share, alone=alone, encoding=encoding)
+
+    def share(found: Simulation) -> float:
+        added = found.num_lanes * (found.iteration_seconds - alone.iteration_seconds)
+        return min(1.0, max(0.0, 1 - added / encoding))
+
     return Filling(share(simulate(coarse, costs)), share(filled), alone, filled)
 
 
@@ -67,11 +70,6 @@ def order_coarsely(schedule: Schedule) -> Schedule:
     order = kept[np.lexsort((kept, phases[kept], lanes))]
     rows = np.split(pieces[order], np.cumsum(np.bincount(lanes, minlength=schedule.num_lanes))[:-1])
     return place_reductions(Schedule.of_numbers(schedule.shape, rows))
-
-
-def _share(found: Simulation, *, alone: Simulation, encoding: float) -> float:
-    added = found.num_lanes * (found.iteration_seconds - alone.iteration_seconds)
-    return min(1.0, max(0.0, 1 - added / encoding))
 
 
 def _lane_seconds(found: Simulation, units: frozenset[str]) -> float:

@@ -12,7 +12,7 @@ from multimodal.schedule.bubbles import bubble_fractions
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule
 from multimodal.schedule.expert_groups import check_expert_groups
 from multimodal.schedule.inside_slots import InsideSlots
-from multimodal.schedule.simulate_events import EventTimes, Floats, NodeKind, simulate_events
+from multimodal.schedule.simulate_events import EventTimes, NodeKind, simulate_events
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import Place
 from multimodal.values.arrays.rows import row_numbers
@@ -130,20 +130,11 @@ def timeline_of_unit_costs(schedule: Schedule) -> Timeline:
 
 
 def _run(compiled: CompiledSchedule) -> EventTimes:
+    """Run a schedule; raises ScheduleError, with every lane's position, if any work never ran."""
     times = simulate_events(compiled.arrays)
-    _check_finished(compiled, times)
-    return times
-
-
-def _iteration_seconds(compiled: CompiledSchedule, times: EventTimes) -> float:
-    return float(np.max(times.end_seconds + compiled.arrays.latency_seconds, initial=0.0))
-
-
-def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
-    """Raise ScheduleError, with every lane's position, if any work never ran."""
     never = np.isnan(times.end_seconds)
     if not never.any():
-        return
+        return times
     check_expert_groups(compiled.schedule)
     entries = compiled.arrays.lane_starts[:-1] + times.positions
     is_stuck = entries < compiled.arrays.lane_starts[1:]
@@ -153,6 +144,10 @@ def _check_finished(compiled: CompiledSchedule, times: EventTimes) -> None:
         f"the schedule cannot finish: {int(never.sum())} actions never run; validate_schedule says why\n"
         + show_slots(compiled.schedule.lanes, marked=stuck)
     )
+
+
+def _iteration_seconds(compiled: CompiledSchedule, times: EventTimes) -> float:
+    return float(np.max(times.end_seconds + compiled.arrays.latency_seconds, initial=0.0))
 
 
 def build_timeline(compiled: CompiledSchedule, times: EventTimes) -> Timeline:
@@ -228,12 +223,9 @@ def peak_activation_bytes(
     moments = np.concatenate((allocated_at, freed_at))
     changes = np.concatenate((num_bytes, -num_bytes))
     turns = np.concatenate((np.ones(len(lanes)), np.where(freed_at > allocated_at, 0, 2)))
-    return _peaks(np.concatenate((lanes, lanes)), moments, turns, changes, compiled.arrays.num_lanes)
-
-
-def _peaks(lanes: Integers, moments: Floats, turns: Floats, changes: Integers, num_lanes: int) -> tuple[int, ...]:
+    lanes = np.concatenate((lanes, lanes))
     order = np.lexsort((turns, moments, lanes))
     kept = np.cumsum(changes[order])  # Every lane ends with nothing, so the next one starts from 0.
-    peaks = np.zeros(num_lanes, np.int64)
+    peaks = np.zeros(compiled.arrays.num_lanes, np.int64)
     np.maximum.at(peaks, lanes[order], kept)
     return tuple(peaks.tolist())

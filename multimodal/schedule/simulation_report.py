@@ -24,7 +24,7 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
         "update_seconds": update_seconds,
         "ideal_seconds": sum(each.ideal_seconds for each in simulations) / len(simulations),
         "mfu": over_time(lambda each: each.mfu),
-        "bubble": {kind: over_time(_bubble_of(kind)) for kind in first.bubble},
+        "bubble": {kind: over_time(lambda each, kind=kind: each.bubble[kind]) for kind in first.bubble},  # type: ignore[misc]
         "busy_fraction": over_time(lambda each: each.busy_fraction),
         "peak_memory_bytes": max(each.peak_memory_bytes for each in simulations),
         "num_lanes": first.num_lanes,
@@ -33,10 +33,6 @@ def report_simulations(simulations: Sequence[Simulation], *, update_seconds: flo
         "lanes": _lanes(first),
         "stages": _stages(first),
     }
-
-
-def _bubble_of(kind: str) -> Callable[[Simulation], float]:
-    return lambda simulation: simulation.bubble[kind]
 
 
 def _step(simulation: Simulation, update_seconds: float) -> Mapping[str, Any]:

@@ -142,7 +142,9 @@ def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
     If the others have ended by then, and the last one keeps its place in line, the stage's gradients are reduced while other
     stages still compute. schedule: a result of `split_in_line`.
     """
-    work, position = schedule.work, _positions(schedule)
+    work = schedule.work
+    position = np.zeros(work.num_computed, np.int64)
+    position[schedule.pieces] = np.arange(len(schedule.pieces))
     found = [np.zeros((2, 0), np.int64)]
     for name in units:
         grid = work.pieces.units[name]
@@ -152,12 +154,6 @@ def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:
                     weights = backwards[np.argsort(position[backwards])] + 1
                     found.append(np.stack((np.full(len(weights) - 1, weights[-1]), weights[:-1])))
     return Waits(*np.concatenate(found, axis=1))
-
-
-def _positions(schedule: Schedule) -> Integers:
-    position = np.zeros(schedule.work.num_computed, np.int64)
-    position[schedule.pieces] = np.arange(len(schedule.pieces))
-    return position
 
 
 _FORWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _REDUCTION = (

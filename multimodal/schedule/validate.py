@@ -54,16 +54,11 @@ class _SlotOrder:
         self.slot_of_piece = np.full(self.work.num_pieces(lowered=schedule.lowered), -1)
         self.slot_of_piece[schedule.pieces] = np.arange(len(schedule.pieces))
 
-    @property
-    def is_in_one_lane(self) -> bool:
-        """True if every piece belongs to one lane."""
-        return self.work.is_in_one_lane
-
     def slots_of(self, pieces: Integers, lanes: Integers) -> Integers:
         """Return the slot of each piece in a lane; -1 if it is not there."""
         if not len(self.schedule.pieces):
             return np.full(len(pieces), -1)
-        if self.is_in_one_lane:
+        if self.work.is_in_one_lane:
             slots = self.slot_of_piece[pieces]
             return np.where((slots >= 0) & (self.schedule.lane_of_slot[slots] == lanes), slots, -1)
         by_key, ascending = self._keys_of_slots
@@ -94,7 +89,7 @@ class _SlotOrder:
             raise self._error(piece, problem, {lane: int(self.schedule.lane_starts[lane + 1])})
 
     def _all_stand_in_their_lane(self) -> bool:
-        if not self.is_in_one_lane or (self.slot_of_piece < 0).any():
+        if not self.work.is_in_one_lane or (self.slot_of_piece < 0).any():
             return False
         lanes = self.work.lane_rows[1][self.work.stage_numbers[: len(self.slot_of_piece)]]
         return np.array_equal(self.schedule.lane_of_slot[self.slot_of_piece], lanes)
@@ -118,7 +113,7 @@ class _SlotOrder:
     def check_needs(self) -> None:
         """Check that an action's needs never come after it in the same lane; a receive's may, since it only posts."""
         schedule = self.schedule
-        if self.is_in_one_lane and self._needs_stand_before():
+        if self.work.is_in_one_lane and self._needs_stand_before():
             return
         slots = np.flatnonzero(self.work.resources[schedule.pieces] != _RECEIVE)
         starts, needed = take_rows(*self.work.needs_in(lowered=schedule.lowered), schedule.pieces[slots])
@@ -174,7 +169,7 @@ class _SlotOrder:
             return
         send, receive = int(sends[wrong[0]]), int(receives[wrong[0]])
         source, target = (int(self.schedule.lane_of_slot[slot]) for slot in (send, receive))
-        text = action_to_text(self._action(int(self.schedule.pieces[send])))
+        text = action_to_text(self.work.action(int(self.schedule.pieces[send])))
         problem = (
             f"wrong message order: lane {target} receives it when lane {source} sends {text}; "
             "messages between two lanes match by order, so post receives in the order of the sends"
@@ -196,12 +191,9 @@ class _SlotOrder:
         in_order = order_by(source, target)
         return pairs[in_order], slots[in_order]
 
-    def _action(self, piece: int) -> Action:
-        return self.work.actions[piece]
-
     def _error(self, piece: int, problem: str, slots: dict[int, int]) -> ScheduleError:
         marked = {lane: slot - int(self.schedule.lane_starts[lane]) for lane, slot in slots.items()}
-        return slot_error(self._action(piece), problem, self.schedule.lanes, marked)
+        return slot_error(self.work.action(piece), problem, self.schedule.lanes, marked)
 
 
 def _check_progress(schedule: Schedule, before: Schedule | None) -> Execution:

@@ -41,9 +41,12 @@ def _fill_lane(lane: Lane, shape: StepShape, receiving: Collection[Action], *, s
     for position, slot in enumerate(lane.slots):
         action, carrier = slot.action, _carrier(lane, position)
         waits = slot.mode is SlotMode.IN_LINE and carrier in receiving
+        is_whole = action.kind is ActionKind.BACKWARD and action.covers is None
+        # After a split, the waits of a carrier would have other numbers.
+        carries = position > 0 and lane.slots[position - 1].mode is SlotMode.INSIDE
         if waits and action.kind is ActionKind.WEIGHT_GRADIENT:
             slots.append(Slot(action, SlotMode.FILLS_WAIT))
-        elif splits and waits and action.covers is None and _can_split(action, shape) and not _carries(lane, position):
+        elif splits and waits and is_whole and not carries and shape.backward_need(*action[1:4]) is BackwardNeed.FULL:
             slots.append(Slot(action._replace(kind=ActionKind.INPUT_GRADIENT)))
             slots.append(Slot(action._replace(kind=ActionKind.WEIGHT_GRADIENT), SlotMode.FILLS_WAIT))
         else:
@@ -59,12 +62,3 @@ def _carrier(lane: Lane, position: int) -> Action | None:
         if slot.action.kind is not ActionKind.WEIGHT_GRADIENT and slot.mode is not SlotMode.INSIDE:
             return slot.action
     return None
-
-
-def _carries(lane: Lane, position: int) -> bool:
-    """Return True if something runs inside an action: after a split, its waits would have other numbers."""
-    return position > 0 and lane.slots[position - 1].mode is SlotMode.INSIDE
-
-
-def _can_split(action: Action, shape: StepShape) -> bool:
-    return action.kind is ActionKind.BACKWARD and shape.backward_need(*action[1:4]) is BackwardNeed.FULL

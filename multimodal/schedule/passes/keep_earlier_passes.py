@@ -31,7 +31,8 @@ def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass
         def rewritten(schedule: Schedule) -> Schedule:
             cut = schedule.shape.cuts.reduced_by_layer
             _check_fillers(schedule)
-            moved = rewrite(_plain(schedule))
+            whole = (with_whole_reductions(lane, schedule.shape) for lane in schedule.lanes)
+            moved = rewrite(schedule.with_lanes(lane_of(lane.ranks, lane.actions) for lane in whole))
             if cut:
                 moved = cut_reductions(moved.with_lanes(_with_early_reductions(lane, cut) for lane in moved.lanes), cut)
                 if moved.shape.cuts.reduced_by_layer != cut:
@@ -40,7 +41,8 @@ def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass
                 moved = refill(moved)
             elif not cut:
                 return moved
-            moved = _with_unchanged_lanes(schedule, moved)
+            pairs = zip(schedule.lanes, moved.lanes, strict=True)
+            moved = moved.with_lanes(old if old.actions == new.actions else new for old, new in pairs)
             return schedule if never_longer and _is_longer(moved, schedule) else moved
 
         return rewritten
@@ -59,12 +61,6 @@ def _check_fillers(schedule: Schedule) -> None:
                 )
 
 
-def _plain(schedule: Schedule) -> Schedule:
-    """Return the same actions with whole reductions and without fillers."""
-    lanes = (with_whole_reductions(lane, schedule.shape) for lane in schedule.lanes)
-    return schedule.with_lanes(lane_of(lane.ranks, lane.actions) for lane in lanes)
-
-
 def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
     """Move the reductions of these stages right behind the last backward that they need."""
     actions = list(lane.actions)
@@ -74,12 +70,6 @@ def _with_early_reductions(lane: Lane, stages: Set[tuple[str, int]]) -> Lane:
             actions.remove(reduction)
             actions.insert(own[-1] + 1, reduction)
     return lane_of(lane.ranks, actions)
-
-
-def _with_unchanged_lanes(before: Schedule, after: Schedule) -> Schedule:
-    """Keep the original lanes where no action moved."""
-    pairs = zip(before.lanes, after.lanes, strict=True)
-    return after.with_lanes(old if old.actions == new.actions else new for old, new in pairs)
 
 
 def _is_longer(after: Schedule, before: Schedule) -> bool:

@@ -1,6 +1,6 @@
 """Lets a stage's gradients be reduced layer by layer while the backward of its last microbatch still runs."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import replace
 
 from multimodal.schedule.execute_lanes import execute_lanes
@@ -24,7 +24,8 @@ def reduce_by_layer(schedule: Schedule) -> Schedule:
     """
     if schedule.shape.cuts.reduced_by_layer:
         return schedule
-    return cut_reductions(schedule, set(_reduced_stages(schedule)))
+    reductions = (action for lane in schedule.lanes for action in lane.actions if action.kind is ActionKind.REDUCE_GRADIENTS)
+    return cut_reductions(schedule, {key for action in reductions for key in _cut_together(action, schedule.shape)})
 
 
 def cut_reductions(schedule: Schedule, stages: Set[tuple[str, int]]) -> Schedule:
@@ -67,14 +68,6 @@ def with_whole_reductions(lane: Lane, shape: StepShape) -> Lane:
 def _reductions(action: Action, shape: StepShape) -> list[Slot]:
     """Return all reductions of an action's stage in a step."""
     return [Slot(action._replace(covers=covers)) for covers in shape.reductions(*action[1:4])]
-
-
-def _reduced_stages(schedule: Schedule) -> Iterator[tuple[str, int]]:
-    shape = schedule.shape
-    for lane in schedule.lanes:
-        for action in lane.actions:
-            if action.kind is ActionKind.REDUCE_GRADIENTS:
-                yield from _cut_together(action, shape)
 
 
 def _cut_together(reduction: Action, shape: StepShape) -> list[tuple[str, int]]:
