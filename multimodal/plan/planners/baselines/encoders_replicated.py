@@ -159,8 +159,7 @@ class _LaneWithEncoders:
         actions = [
             action
             for action in self.lane.actions
-            if action.kind is not ActionKind.REDUCE_GRADIENTS
-            and action.microbatch_place not in moved
+            if action.kind is not ActionKind.REDUCE_GRADIENTS and action.microbatch_place not in moved
         ]
         num_left = Counter(each for action in actions if action.kind is ActionKind.BACKWARD for each in self._encoded_for(action))
         for action in actions:
