@@ -153,9 +153,8 @@ PROOFS = {
     },
     "Prediction": {
         "of the very schedules that run": (
-            "unit/schedule/test_simulate_events.py::test_the_kernel_equals_its_reference_to_the_last_bit",
+            "unit/schedule/test_every_schedule.py::test_any_builder_with_any_passes_on_any_plan",
             "distributed/test_memory_model.py::test_peaks_are_predicted",
-            "unit/schedule/test_simulate.py::test_all_lane_time_is_busy_or_of_one_kind_of_bubble",
         ),
         "emulation of the real runtime": ("distributed/test_emulation.py::test_every_computation_takes_its_seconds_on_its_lane",),
         "held against each other": ("unit/tools/test_trace.py::test_diff_reads_timelines_and_traces",),
