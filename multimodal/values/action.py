@@ -52,33 +52,37 @@ class ActionRow(NamedTuple):
     """One row of the action table."""
 
     resource: Resource
-    has_microbatch: bool
-    has_peer: bool
     memory: Memory
     meaning: str
 
+    @property
+    def has_microbatch(self) -> bool:
+        """False if such actions are for all microbatches of a stage."""
+        return self.resource is not Resource.COLLECTIVE
+
+    @property
+    def has_peer(self) -> bool:
+        """True if such actions are one end of a message."""
+        return self.resource in (Resource.SEND, Resource.RECEIVE)
+
 
 ACTION_TABLE: Mapping[ActionKind, ActionRow] = {
-    ActionKind.FORWARD: ActionRow(Resource.COMPUTE, True, False, Memory.ALLOCATES, "forward of one microbatch through one stage"),
-    ActionKind.BACKWARD: ActionRow(
-        Resource.COMPUTE, True, False, Memory.FREES, "backward: whatever gradients the stage must give"
-    ),
+    ActionKind.FORWARD: ActionRow(Resource.COMPUTE, Memory.ALLOCATES, "forward of one microbatch through one stage"),
+    ActionKind.BACKWARD: ActionRow(Resource.COMPUTE, Memory.FREES, "backward: whatever gradients the stage must give"),
     ActionKind.INPUT_GRADIENT: ActionRow(
-        Resource.COMPUTE, True, False, Memory.KEEPS, "first half of a split backward: the gradient of the stage's input"
+        Resource.COMPUTE, Memory.KEEPS, "first half of a split backward: the gradient of the stage's input"
     ),
     ActionKind.WEIGHT_GRADIENT: ActionRow(
-        Resource.COMPUTE, True, False, Memory.FREES, "second half of a split backward: the gradients of the stage's weights"
+        Resource.COMPUTE, Memory.FREES, "second half of a split backward: the gradients of the stage's weights"
     ),
-    ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, True, True, Memory.KEEPS, "send activations to the peer"),
-    ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive activations from the peer"),
-    ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, True, True, Memory.FREES, "send gradients to the peer"),
-    ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, True, True, Memory.ALLOCATES, "receive gradients from the peer"),
+    ActionKind.SEND_FORWARD: ActionRow(Resource.SEND, Memory.KEEPS, "send activations to the peer"),
+    ActionKind.RECEIVE_FORWARD: ActionRow(Resource.RECEIVE, Memory.ALLOCATES, "receive activations from the peer"),
+    ActionKind.SEND_BACKWARD: ActionRow(Resource.SEND, Memory.FREES, "send gradients to the peer"),
+    ActionKind.RECEIVE_BACKWARD: ActionRow(Resource.RECEIVE, Memory.ALLOCATES, "receive gradients from the peer"),
     ActionKind.GATHER_PARAMETERS: ActionRow(
-        Resource.COLLECTIVE, False, False, Memory.KEEPS, "gather a stage's updated parameters over replicas"
+        Resource.COLLECTIVE, Memory.KEEPS, "gather a stage's updated parameters over replicas"
     ),
-    ActionKind.REDUCE_GRADIENTS: ActionRow(
-        Resource.COLLECTIVE, False, False, Memory.KEEPS, "reduce a stage's gradients over replicas"
-    ),
+    ActionKind.REDUCE_GRADIENTS: ActionRow(Resource.COLLECTIVE, Memory.KEEPS, "reduce a stage's gradients over replicas"),
 }
 
 

@@ -11,7 +11,6 @@ import numpy as np
 from multimodal.values.action import Action
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.lane import NO_WAIT, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
-from multimodal.values.plan import Plan
 from multimodal.values.shape import StepShape
 from multimodal.values.work.read_cuts import check_coverages, read_cuts
 from multimodal.values.work.step_work import Bytes, Integers, StepWork, step_work
@@ -82,7 +81,9 @@ class Schedule:
         lane that does not execute its stage, or twice in a lane. O(actions log).
         """
         rows = tuple(lanes)
-        _check_ranks(rows, shape.plan)
+        if (ranks := tuple(lane.ranks for lane in rows)) != shape.plan.lanes:
+            found, wanted = (" | ".join(",".join(map(str, lane)) for lane in lanes) for lanes in (ranks, shape.plan.lanes))
+            raise ScheduleError(f"the schedule's lanes have ranks {found}, the plan's {wanted}; build it for this plan")
         check_coverages(rows, shape)
         shape = shape.with_cuts(read_cuts(chain.from_iterable(lane.actions for lane in rows), shape.plan))
         numbers = step_work(shape).numbers(lowered=lowered)
@@ -180,18 +181,6 @@ def _unpickled(
     )
     found._lanes.update(lanes)
     return found
-
-
-def _check_ranks(lanes: Sequence[Lane], plan: Plan) -> None:
-    ranks = tuple(lane.ranks for lane in lanes)
-    if ranks != plan.lanes:
-        raise ScheduleError(
-            f"the schedule's lanes have ranks {_show_ranks(ranks)}, the plan's {_show_ranks(plan.lanes)}; build it for this plan"
-        )
-
-
-def _show_ranks(lanes: tuple[tuple[int, ...], ...]) -> str:
-    return " | ".join(",".join(map(str, ranks)) for ranks in lanes)
 
 
 def _belong(work: StepWork, lanes: Sequence[Sequence[int | None]]) -> bool:

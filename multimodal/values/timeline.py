@@ -47,21 +47,9 @@ class Timeline:
         return cls(
             tuple(tuple(ranks) for ranks in value["lanes"]),
             tuple(
-                TimelineEvent(
-                    Action(
-                        ActionKind(kind),
-                        unit,
-                        replica,
-                        stage,
-                        microbatch,
-                        Place(*peer) if peer else None,
-                        _coverage(ActionKind(kind), covers),
-                    ),
-                    lane,
-                    start,
-                    end,
-                )
-                for (kind, unit, replica, stage, microbatch, peer, covers), lane, start, end in value["events"]
+                TimelineEvent(Action._make((kind, *place, peer and Place(*peer), _coverage(kind, covers))), *interval)
+                for (name, *place, peer, covers), *interval in value["events"]
+                for kind in [ActionKind(name)]
             ),
         )
 

@@ -15,10 +15,10 @@ import math
 import re
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 from types import NoneType, UnionType
 from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -201,40 +201,26 @@ def _read_text(plain: Plain, limits: Mapping[str, Any]) -> str:
     return plain.value
 
 
-def _read_integer(plain: Plain, limits: Mapping[str, Any]) -> int:
-    if not isinstance(plain.value, int) or isinstance(plain.value, bool):
-        _refuse_number(plain, limits, noun="integer")
-    _check_bounds(plain, {"minimum": -LARGEST_INTEGER, "maximum": LARGEST_INTEGER, **limits}, noun="integer")
-    return plain.value
+def _read_number(plain: Plain, limits: Mapping[str, Any], *, noun: str, kinds: tuple[type, ...], largest: float) -> Any:
+    value, article = plain.value, "an" if noun == "integer" else "a"
+    is_number = isinstance(value, kinds) and not isinstance(value, bool) and value == value
+    bounds = {"minimum": -largest, "maximum": largest, **limits} if is_number else limits
+    minimum, above = bounds.get("minimum"), bounds.get("above")
+    if not is_number or value < minimum or value <= (-math.inf if above is None else above):
+        expected = f"{article} {noun}" + (f" of at least {minimum:g}" if minimum is not None and above is None else "")
+        if above == 0 or (minimum == 1 and noun == "integer"):
+            expected = f"a positive {noun}"
+        is_quoted = isinstance(value, str) and _NUMBER.fullmatch(value)
+        plain.refuse(expected, hint=_WITHOUT_QUOTES if is_quoted else "")
+    if value > (most := bounds["maximum"]):
+        plain.refuse(f"{article} {noun} of at most " + (f"{most:,}" if isinstance(most, int) else f"{most:g}"))
+    return kinds[-1](value)
 
 
-def _read_number(plain: Plain, limits: Mapping[str, Any]) -> float:
-    if not isinstance(plain.value, (int, float)) or isinstance(plain.value, bool) or plain.value != plain.value:
-        _refuse_number(plain, limits, noun="number")
-    _check_bounds(plain, {"minimum": -sys.float_info.max, "maximum": sys.float_info.max, **limits}, noun="number")
-    return float(plain.value)
-
-
-_SCALARS = {bool: _read_bool, int: _read_integer, float: _read_number, str: _read_text}
+_SCALARS: Mapping[Any, Callable[[Plain, Mapping[str, Any]], Any]] = {
+    bool: _read_bool,
+    int: partial(_read_number, noun="integer", kinds=(int,), largest=LARGEST_INTEGER),
+    float: partial(_read_number, noun="number", kinds=(int, float), largest=sys.float_info.max),
+    str: _read_text,
+}
 _WITHOUT_QUOTES = "; write it without quotes"
-
-
-def _check_bounds(plain: Plain, limits: Mapping[str, Any], *, noun: str) -> None:
-    if plain.value < limits["minimum"] or plain.value <= limits.get("above", -math.inf):
-        _refuse_number(plain, limits, noun=noun)
-    if plain.value > (most := limits["maximum"]):
-        plain.refuse(f"{_article(noun)} of at most " + (f"{most:,}" if isinstance(most, int) else f"{most:g}"))
-
-
-def _refuse_number(plain: Plain, limits: Mapping[str, Any], *, noun: str) -> NoReturn:
-    minimum, above = limits.get("minimum"), limits.get("above")
-    if above == 0 or (minimum == 1 and noun == "integer"):
-        expected = f"a positive {noun}"
-    else:
-        expected = _article(noun) + (f" of at least {minimum:g}" if minimum is not None and above is None else "")
-    is_quoted = isinstance(plain.value, str) and _NUMBER.fullmatch(plain.value)
-    plain.refuse(expected, hint=_WITHOUT_QUOTES if is_quoted else "")
-
-
-def _article(noun: str) -> str:
-    return f"an {noun}" if noun == "integer" else f"a {noun}"

@@ -60,13 +60,7 @@ class EmulatedStage(UnitStage):
     cost: returns the cost of an action; stage_index: of this virtual stage; stage: arguments of UnitStage.
     """
 
-    def __init__(
-        self,
-        *,
-        cost: Cost,
-        stage_index: int,
-        **stage: Any,
-    ) -> None:
+    def __init__(self, *, cost: Cost, stage_index: int, **stage: Any) -> None:
         super().__init__(**stage)
         self._cost, self._stage_index = cost, stage_index
         kinds = self.unit.layers[self.layer_range.start : self.layer_range.stop]

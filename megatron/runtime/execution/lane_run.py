@@ -64,17 +64,11 @@ class LaneRun(ABC):
     def backward(self, action: Action) -> None:
         """Run a microbatch's backward: collect its output's gradient, compute, and publish its inputs' gradients."""
 
-    def input_gradient(self, action: Action) -> None:
-        """Run a backward that defers weight gradients."""
+    def refuse(self, action: Action) -> None:
+        """Run a kind of action that not all subclasses have: a split backward's halves, and gathering parameters."""
         raise NotImplementedError(f"{action} should have been refused")
 
-    def weight_gradient(self, action: Action) -> None:
-        """Compute the weight gradients that an input gradient deferred."""
-        raise NotImplementedError(f"{action} should have been refused")
-
-    def gather_parameters(self, action: Action) -> None:
-        """Start gathering a stage's parameters."""
-        raise NotImplementedError(f"{action} should have been refused")
+    input_gradient = weight_gradient = gather_parameters = refuse
 
     @abstractmethod
     def reduce_gradients(self, action: Action) -> None:

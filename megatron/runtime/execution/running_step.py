@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from megatron.runtime.execution.segment_pass import SegmentPass
 from megatron.runtime.execution.step_messages import RankResources, StepMessages
-from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput, stack_items
@@ -111,12 +110,12 @@ class RunningStep(StepMessages):
 
     def reduce_gradients(self, action: Action) -> None:
         """Start a reduction, or finish one that a backward has begun; or, before that backward, prepare it."""
-        unit, is_early = self.executor.gradients[action.unit], self.step.shape.begins_early(action)
-        start = unit.expect_last_backward if is_early else unit.start_reduction
-        if isinstance(unit, UnlikeGradients) and not is_early:
-            assert isinstance(action.covers, LayerRange)
-            start = partial(unit.start_reduction_of, layers=action.covers)
-        self.start_collective(action, start)
+        unit = self.executor.gradients[action.unit]
+        if self.step.shape.begins_early(action):
+            self.start_collective(action, unit.expect_last_backward)
+        else:
+            layers = action.covers if isinstance(action.covers, LayerRange) else None
+            self.start_collective(action, partial(unit.start_reduction, layers=layers))
 
     def _forward_segments(self, action: Action) -> None:
         """Run a range of segments; the first one collects inputs, the last one hands outputs on."""

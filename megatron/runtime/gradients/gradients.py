@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from megatron.runtime.communication.units import Membership
 from megatron.runtime.gradients.scheduled_collectives import (
+    Bucket,
     ReductionByLayer,
     buckets_of_replicas,
     finish_gradient_reduction,
@@ -29,6 +30,7 @@ from megatron.runtime.gradients.scheduled_collectives import (
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.state_shares import StateShares
 from multimodal.model.unit_stage import UnitStage
+from multimodal.values.action import LayerRange
 
 
 class UnitGradients:
@@ -72,27 +74,36 @@ class UnitGradients:
         for wrapped in self.wrapped.values():
             wrapped.zero_grad_buffer()
 
-    def start_reduction(self, stage_index: int) -> Callable[[], None]:
-        """Sum one stage's gradients over tensor parallel ranks that had different tokens, then start the sum over replicas.
+    def start_reduction(self, stage_index: int, layers: LayerRange | None = None) -> Callable[[], None]:
+        """Start summing a stage's gradients over all ranks that hold its parameters; returns a function that waits for it.
 
-        For gradients, context parallel ranks count as replicas: they hold the same parameters and had other tokens. Returns a
-        function that waits for it. Every rank must start the reductions of a group in one order.
+        After `expect_last_backward` it is the rest of them. layers: those to sum, in units with unlike replicas. Context parallel
+        ranks count as replicas: they had other tokens. Every rank must start the reductions of a group in one order.
         """
         by_layer = self._by_layer.get(stage_index)
         if by_layer is not None and by_layer.is_expecting:
             return by_layer.complete()
-        self._sum_over_tensor_parallel(self.stages[stage_index].parameters())
-        return start_gradient_reduction(self.wrapped[stage_index])
+        return self._start_at_once(stage_index, layers)
 
     def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
         """Let the next backward of a stage start its reduction, layer by layer; `start_reduction` then starts the rest."""
         if stage_index not in self._by_layer:
-            wrapped = self.wrapped[stage_index]
-            buckets = list(buckets_of_replicas(wrapped, prepare=self._sum_over_tensor_parallel))
-            finish = partial(finish_gradient_reduction, wrapped)
-            self._by_layer[stage_index] = ReductionByLayer(wrapped, buckets=buckets, finish=finish)
+            finish = partial(self._finish, stage_index)
+            self._by_layer[stage_index] = ReductionByLayer(
+                self.wrapped[stage_index], buckets=self._buckets(stage_index), finish=finish
+            )
         self._by_layer[stage_index].expect_last_backward()
         return nothing_to_wait_for
+
+    def _start_at_once(self, stage_index: int, layers: LayerRange | None) -> Callable[[], None]:
+        self._sum_over_tensor_parallel(self.stages[stage_index].parameters())
+        return start_gradient_reduction(self.wrapped[stage_index])
+
+    def _buckets(self, stage_index: int) -> Sequence[Bucket]:
+        return list(buckets_of_replicas(self.wrapped[stage_index], prepare=self._sum_over_tensor_parallel))
+
+    def _finish(self, stage_index: int) -> None:
+        finish_gradient_reduction(self.wrapped[stage_index])
 
     def _sum_over_tensor_parallel(self, parameters: Iterable[Parameter]) -> None:
         group = self.membership.groups.tp

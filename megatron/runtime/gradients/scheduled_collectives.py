@@ -58,8 +58,9 @@ class ReductionByLayer:
         return len(self._buckets)
 
     def expect_last_backward(self) -> None:
-        """Announce that the next backward through this stage completes its gradients."""
-        assert not self.is_expecting, "the last reduction of this stage was not completed"
+        """Announce that the next backward through this stage completes its gradients; for several pieces, once is enough."""
+        if self.is_expecting:
+            return
         self._missing = [set(parameters) for parameters in self._parameters]
         self.num_started, self.is_expecting = 0, True
 

@@ -16,7 +16,7 @@ from megatron.runtime.gradients.scheduled_collectives import nothing_to_wait_for
 from megatron.runtime.gradients.sharded_layer import LayerPass, ShardedLayer, Visit, WeightPiece
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.action import ActionKind
+from multimodal.values.action import ActionKind, LayerRange
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 
@@ -171,7 +171,7 @@ class ShardedUnit:
             if layer.gradient_share is not None:
                 layer.gradient_share.zero_()
 
-    def start_reduction(self, stage_index: int) -> Callable[[], None]:
+    def start_reduction(self, stage_index: int, layers: LayerRange | None = None) -> Callable[[], None]:
         """Do nothing: gradients are reduced microbatch by microbatch, and weights gathered layer by layer."""
         return nothing_to_wait_for
 

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 
 from megatron.runtime.communication.units import GroupBook, Membership
 from megatron.runtime.gradients.gradients import UnitGradients, main_gradient
-from megatron.runtime.gradients.scheduled_collectives import Bucket, ReductionByLayer, nothing_to_wait_for
+from megatron.runtime.gradients.scheduled_collectives import Bucket
 from megatron.runtime.gradients.state_shares import StateShares
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.unit_stage import UnitStage
@@ -50,32 +50,19 @@ class UnlikeGradients(UnitGradients):
         self._unit, self._book = unit, book
         self._running: dict[int, list[Callable[[], None]]] = {index: [] for index in stages}
 
-    def start_reduction_of(self, stage_index: int, *, layers: LayerRange) -> Callable[[], None]:
-        """Start summing the gradients of some layers of a stage; returns a function that waits for them.
-
-        After `expect_last_backward` these are the stage's last, and the function waits for all that has started since.
-        """
-        by_layer = self._by_layer.get(stage_index)
-        if by_layer is not None and by_layer.is_expecting:
-            return by_layer.complete()
+    def _start_at_once(self, stage_index: int, layers: LayerRange | None) -> Callable[[], None]:
+        assert layers is not None, "replicas that are not alike reduce by layers"
         first = self.stages[stage_index].layer_range.start
         for layer in reversed(range(first + layers.first, first + layers.end)):
             self._start_layer(stage_index, layer)
         return partial(self._finish, stage_index)
 
-    def expect_last_backward(self, stage_index: int) -> Callable[[], None]:
-        """Let the next backward of a stage start its reductions, layer by layer; `start_reduction_of` starts the rest."""
-        if stage_index not in self._by_layer:
-            layers = [each for each in reversed(self.stages[stage_index].layer_range) if self._parameters(stage_index, each)]
-            buckets = [
-                Bucket([each for _, each in self._parameters(stage_index, layer)], partial(self._start_layer, stage_index, layer))
-                for layer in layers
-            ]
-            finish = partial(self._finish, stage_index)
-            self._by_layer[stage_index] = ReductionByLayer(self.wrapped[stage_index], buckets=buckets, finish=finish)
-        if not self._by_layer[stage_index].is_expecting:
-            self._by_layer[stage_index].expect_last_backward()
-        return nothing_to_wait_for
+    def _buckets(self, stage_index: int) -> list[Bucket]:
+        return [
+            Bucket([each for _, each in parameters], partial(self._start_layer, stage_index, layer))
+            for layer in reversed(self.stages[stage_index].layer_range)
+            if (parameters := self._parameters(stage_index, layer))
+        ]
 
     def sum_shared_embeddings(self) -> None:
         """Give all copies of tied word embeddings, on first and last stages of all replicas, the sum of their gradients."""

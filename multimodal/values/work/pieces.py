@@ -20,17 +20,8 @@ Bools = NDArray[np.bool_]
 KINDS = tuple(ActionKind)
 """The kind of action for each kind number."""
 KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}
-_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT, _GATHER, _REDUCTION = (
-    KIND_NUMBERS[kind]
-    for kind in (
-        ActionKind.FORWARD,
-        ActionKind.BACKWARD,
-        ActionKind.INPUT_GRADIENT,
-        ActionKind.WEIGHT_GRADIENT,
-        ActionKind.GATHER_PARAMETERS,
-        ActionKind.REDUCE_GRADIENTS,
-    )
-)
+_FORWARD, _BACKWARD, _INPUT_GRADIENT, _WEIGHT_GRADIENT = (KIND_NUMBERS[ActionKind(letter)] for letter in "FBIW")
+_GATHER, _REDUCTION = KIND_NUMBERS[ActionKind.GATHER_PARAMETERS], KIND_NUMBERS[ActionKind.REDUCE_GRADIENTS]
 _WHOLE = -1
 AnyPlace = TypeVar("AnyPlace", Place, MicrobatchPlace)
 

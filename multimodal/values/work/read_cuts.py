@@ -30,7 +30,7 @@ def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
     split: set[Place] = set()
     num_subsets: dict[MicrobatchPlace, int] = {}
     gathers, by_layer = False, set()
-    ranges: dict[Place, list[Action]] = defaultdict(list)
+    ranges: dict[Place, list[tuple[ActionKind, SegmentRange]]] = defaultdict(list)
     unlike = _UnlikeReductions(plan)
     for action in actions:
         kind = action.kind
@@ -44,7 +44,7 @@ def read_cuts(actions: Iterable[Action], plan: Plan) -> Cuts:
             microbatch = action.microbatch_place
             num_subsets[microbatch] = max(num_subsets.get(microbatch, 0), action.covers.index + 1)
         elif isinstance(action.covers, SegmentRange):
-            ranges[action.place].append(action)
+            ranges[action.place].append((kind, action.covers))
         elif isinstance(action.covers, LayerRange) and action.unit not in unlike.units:
             by_layer.add((action.unit, action.stage))
     segments = {place: _segment_cut(pieces) for place, pieces in ranges.items()}
@@ -95,17 +95,13 @@ class _UnlikeReductions:
             yield from (layers != each for each in unit.shared_ranges if len(each) > 1 and layers in (each, each[:1], each[1:]))
 
 
-def _segment_cut(pieces: Sequence[Action]) -> SegmentCut:
+def _segment_cut(ranges: Sequence[tuple[ActionKind, SegmentRange]]) -> SegmentCut:
     """Return the cut of one place; `check_coverages` has found that its ranges follow each other."""
     firsts: dict[ActionKind, set[int]] = {ActionKind.FORWARD: set(), ActionKind.BACKWARD: set()}
-    for kind, covered in _covered(pieces):
+    for kind, covered in ranges:
         firsts[kind].add(covered.first)
     forward, backward = (tuple(sorted(each - {0})) for each in firsts.values())
-    return SegmentCut(max(covered.end for _, covered in _covered(pieces)), forward, backward)
-
-
-def _covered(pieces: Iterable[Action]) -> Iterator[tuple[ActionKind, SegmentRange]]:
-    return ((action.kind, action.covers) for action in pieces if isinstance(action.covers, SegmentRange))
+    return SegmentCut(max(covered.end for _, covered in ranges), forward, backward)
 
 
 def check_coverages(lanes: Sequence[Lane], shape: StepShape) -> None:

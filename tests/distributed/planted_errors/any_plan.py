@@ -33,7 +33,7 @@ def _no_sum_over_replicas() -> Iterator[None]:
 def _one_norm_not_summed_over_tensor_parallel_ranks() -> Iterator[None]:
     original = UnitGradients.start_reduction
 
-    def started(gradients: UnitGradients, stage_index: int) -> Callable[[], None]:
+    def started(gradients: UnitGradients, stage_index: int, layers: Any = None) -> Callable[[], None]:
         norms = [p for n, p in gradients.stages[stage_index].named_parameters() if n.endswith("input_layernorm.weight")]
         for parameter in norms[:1]:
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
