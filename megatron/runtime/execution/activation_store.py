@@ -65,8 +65,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
     def _pack(self, tensor: Tensor) -> Tensor:
         self.add(tensor)
-        # Detached: a hook that returned an operation's own output would create a reference cycle with the graph.
-        return tensor if tensor.is_leaf else tensor.detach()
+        return detached(tensor)
+
+
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor for a graph to keep: a hook that returned an operation's own output would create a reference cycle."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def storage_identity(tensor: Tensor) -> int:

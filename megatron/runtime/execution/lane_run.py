@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
-from megatron.runtime.execution.activation_store import ActivationStore, size_of
+from megatron.runtime.execution.activation_store import ActivationStore, detached, size_of
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.model.weight_gradient_queue import DeferWeightGradients
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
@@ -123,7 +123,7 @@ class LaneRun(ABC):
         self.num_waits = number + 1
         for action in self.inside.pop(number, ()):
             self.is_filling = self.is_inside = True
-            with torch.enable_grad(), DeferWeightGradients(None), saved_tensors_hooks(_detached, lambda tensor: tensor):
+            with torch.enable_grad(), DeferWeightGradients(None), saved_tensors_hooks(detached, lambda tensor: tensor):
                 HANDLERS[action.kind](self, action)
             self.is_filling = self.is_inside = False
 
@@ -159,11 +159,6 @@ class LaneRun(ABC):
             f"{action_to_text(action)}: was to run in wait {wait} (counted from 0) inside {action_to_text(carrier)}, which has "
             f"{waits}; let it run in another one, or between computations"
         )
-
-
-def _detached(tensor: Tensor) -> Tensor:
-    """Return a tensor for a graph to keep: a hook that returned the tensor itself would create a reference cycle."""
-    return tensor if tensor.is_leaf else tensor.detach()
 
 
 HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {

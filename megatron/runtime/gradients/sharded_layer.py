@@ -206,7 +206,13 @@ class LayerPass:
         target = self._positions.get(layer, -1)
         while self._position < target:
             self._leave()
-            self._enter_next()
+            if self._position < 0:
+                self._start_gathering(0)
+            self._position += 1
+            self._is_inside = True
+            self._start_gathering(self._position + 1)
+            for key in self._visits[self._position].gathers:
+                self._layers[key].finish_gathering()
 
     def leave(self, layer: int) -> None:
         """Release a layer's weights, and reduce its gradients."""
@@ -221,15 +227,6 @@ class LayerPass:
         for visit in self._visits:
             for layer in visit.reduces:
                 self._layers[layer].finish_reduction()
-
-    def _enter_next(self) -> None:
-        if self._position < 0:
-            self._start_gathering(0)
-        self._position += 1
-        self._is_inside = True
-        self._start_gathering(self._position + 1)
-        for layer in self._visits[self._position].gathers:
-            self._layers[layer].finish_gathering()
 
     def _leave(self) -> None:
         if not self._is_inside:

@@ -98,7 +98,9 @@ class TokenPlacement:
     def num_rows_given(self, route: Route, *, rank: int) -> int:
         """Return the number of rows of a route that a context parallel rank of its source sends."""
         shares = self.row_shares(route)
-        return self._step.num_rows_of_route(route) if shares is None else len(shares.given[self._index(route.source.unit, rank)])
+        if shares is None:
+            return self._step.num_rows_of_route(route)
+        return len(shares.given[rank if self._sizes[route.source.unit] > 1 else 0])
 
     def output_rows(self, route: Route, *, rank: int) -> Tensor:
         """[num_rows]: positions of the rows sent by context parallel rank `rank` in its output of the route's sample subset."""
@@ -150,9 +152,6 @@ class TokenPlacement:
     def _subset(self, place: MicrobatchPlace, part: int) -> Microbatch:
         return self._step.assignment.atoms(place) if part == WHOLE else self._step.subsets(place)[part]
 
-    def _index(self, unit: str, rank: int) -> int:
-        return rank if self._sizes[unit] > 1 else 0
-
     def _given(self, route: Route) -> tuple[Rows, ...]:
         rows = self._step.source_rows(route).numpy()
         if self._sizes[route.source.unit] == 1:
@@ -165,7 +164,7 @@ class TokenPlacement:
         if size == 1:
             return (np.arange(self._step.num_rows_of_route(route)),)
         rows, tokens = self._uses_of(route)
-        owners = _owners(self._shares_of(route.target, WHOLE), tokens)
+        owners = self._shares_of(route.target, WHOLE).owner_of_token[tokens]
         return tuple(np.unique(rows[owners == rank]) for rank in range(size))
 
     def _uses_of(self, route: Route) -> tuple[Rows, Rows]:
@@ -176,7 +175,10 @@ class TokenPlacement:
             if self._step.graph.unit(unit).role is Role.GENERATOR:
                 found = self._made_of(piece, unit, first_token)
             else:
-                first = first_token[piece.item] + self._first_joined(route, piece.item)
+                first = first_token[piece.item]
+                if not self._is_backbone(route.target):
+                    item = self._in_document(piece.item)
+                    first += first_joined_token(self._step.graph, unit, item, source=route.source.unit)
                 found = iter([(np.arange(piece.num_rows), first + np.arange(piece.num_rows))])
             uses += [np.stack((start + rows, tokens)) for rows, tokens in found]
             start += piece.num_rows
@@ -201,12 +203,6 @@ class TokenPlacement:
     def _is_backbone(self, place: MicrobatchPlace) -> bool:
         return self._step.graph.unit(place.unit).role is Role.BACKBONE
 
-    def _first_joined(self, route: Route, atom: Atom) -> int:
-        if self._is_backbone(route.target):
-            return 0
-        graph, item = self._step.graph, self._in_document(atom)
-        return first_joined_token(graph, route.target.unit, item, source=route.source.unit)
-
     def _item(self, unit: str, atom: Atom) -> ItemLengths:
         return self._in_document(atom).inside(unit)
 
@@ -222,7 +218,7 @@ class TokenPlacement:
             tokens = [np.array([first_token[piece.item]]) for piece in pieces]
         else:
             tokens = [first_token[atom] + _first_of_merged(self._item(place.unit, atom)) for atom in atoms]
-        return _owners(shares, np.concatenate(tokens)) if tokens else np.empty(0, dtype=np.int64)
+        return shares.owner_of_token[np.concatenate(tokens)] if tokens else np.empty(0, dtype=np.int64)
 
     @memoized
     def _shares_of(self, place: MicrobatchPlace, part: int) -> TokenShares:
@@ -281,10 +277,6 @@ class TokenPlacement:
 def _context_rank(plan: Plan, end: MicrobatchPlace, rank: int) -> int | None:
     unit = plan.units[end.unit]
     return unit.context_parallel_rank(rank) if rank in unit.replicas[end.replica].ranks else None
-
-
-def _owners(shares: TokenShares, tokens: Rows) -> Rows:
-    return shares.owner_of_token[tokens].astype(np.int64)
 
 
 def _first_of_merged(item: ItemLengths) -> Rows:
