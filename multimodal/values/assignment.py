@@ -51,19 +51,6 @@ class Assignment:
         return self.units[place.unit][place.replica][place.microbatch]
 
     @cached_property
-    def place_of_atom(self) -> Mapping[str, Mapping[Atom, tuple[int, int]]]:
-        """unit -> atom -> (replica, microbatch)."""
-        return {
-            unit: {
-                atom: (replica_index, microbatch_index)
-                for replica_index, replica in enumerate(replicas)
-                for microbatch_index, microbatch in enumerate(replica)
-                for atom in microbatch
-            }
-            for unit, replicas in self.units.items()
-        }
-
-    @cached_property
     def _routes_by_edges(self) -> dict[tuple[tuple[str, str], ...], Routes]:
         return {}
 

@@ -159,13 +159,12 @@ def emulated_step(schedule: Schedule, assignment: Assignment, *, num_tokens: int
 
 
 def _lengths(graph: ModelGraph, assignment: Assignment, num_tokens: int) -> Sequence[SampleLengths]:
-    backbone = graph.backbone.name
-    samples = sorted(atom.sample_id for replica in assignment.units[backbone] for group in replica for atom in group)
-    unit_of: dict[int, dict[int, str]] = {sample: {} for sample in samples}
-    for unit in graph.units:
-        if unit in graph.item_encoders:
-            for atom in assignment.place_of_atom[unit.name]:
-                unit_of[atom.sample_id][atom.item_index] = unit.name
+    backbone, placed = graph.backbone.name, assignment.placed
+    unit_of: dict[int, dict[int, str]] = {sample: {} for sample in sorted(placed[backbone].sample_ids.tolist())}
+    for unit in graph.item_encoders:
+        columns = placed[unit.name].sample_ids.tolist(), placed[unit.name].item_indices.tolist()
+        for sample, index in zip(*columns, strict=True):
+            unit_of[sample][index] = unit.name
     found = []
     for sample, units in unit_of.items():
         num_items = max(units, default=-1) + 1

@@ -51,7 +51,12 @@ def test_an_encoder_replica_works_in_the_order_of_need(name, graph, build_plan, 
     plan = build_plan(**dict(zip(("vision", "audio", "llm"), replicas, strict=True)))
     options = BalanceOptions(micro_batch_size=2, encoder_micro_batch_sizes=sizes)
     assignment = BALANCERS[name](lengths, graph=graph, plan=plan, options=options)
-    round_of_sample = {atom.sample_id: place[1] for atom, place in assignment.place_of_atom["llm"].items()}
+    round_of_sample = {
+        atom.sample_id: number
+        for replica in assignment.units["llm"]
+        for number, microbatch in enumerate(replica)
+        for atom in microbatch
+    }
     for unit in ("vision", "audio"):
         for replica in assignment.units[unit]:
             rounds = [round_of_sample[atom.sample_id] for microbatch in replica for atom in microbatch]

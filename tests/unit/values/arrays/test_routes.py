@@ -12,7 +12,12 @@ def plain_routes(step: PlacedCase) -> list[Route]:
     """Every route, found atom by atom."""
     between: dict[tuple[MicrobatchPlace, MicrobatchPlace], list[Atom]] = {}
     for source, target in step.shape.graph.edges:
-        places = step.assignment.place_of_atom[source]
+        places = {
+            atom: (replica, index)
+            for replica, microbatches in enumerate(step.assignment.units[source])
+            for index, microbatch in enumerate(microbatches)
+            for atom in microbatch
+        }
         for replica, microbatches in enumerate(step.assignment.units[target]):
             for index, microbatch in enumerate(microbatches):
                 for taken in microbatch:  # an item, where the target is an encoder
@@ -41,7 +46,6 @@ def test_an_assignment_of_arrays_is_the_one_of_objects(step: PlacedCase) -> None
     arrays = Assignment.of_arrays({unit: PlacedAtoms.of_replicas(each) for unit, each in given_objects.units.items()})
     for other in (arrays, pickle.loads(pickle.dumps(arrays)), Assignment.from_dict(arrays.to_dict())):
         assert other == given_objects and other.to_dict() == given_objects.to_dict()
-        assert other.place_of_atom == given_objects.place_of_atom
         for place in step.shape.microbatches:
             assert other.atoms(place) == given_objects.units[place.unit][place.replica][place.microbatch]
             assert other.num_microbatches(*place[:2]) == len(given_objects.units[place.unit][place.replica])
