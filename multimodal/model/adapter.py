@@ -9,7 +9,7 @@ New rows of a frozen vocabulary are an adapter, too: A is what is added to them,
 """
 
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -67,8 +67,9 @@ def attach_adapters(layer: Module, modules: Collection[str], *, rank: int, scale
         weight: Tensor = linear.weight  # type: ignore[assignment]
         for name, shape in ((DOWN, (rank, weight.shape[1])), (UP, (weight.shape[0], rank))):
             linear.register_parameter(name, Parameter(torch.empty(shape, dtype=weight.dtype, device=weight.device)))
-        whole = linear.lora_b if linear.splits_inputs else linear.lora_a
-        whole.sequence_parallel = linear.tp_group.size() > 1  # type: ignore[union-attr, operator]
+        whole = linear.lora_b if splits_inputs(linear) else linear.lora_a
+        is_summed = linear.sequence_parallel if is_engine_linear(linear) else linear.tp_group.size() > 1  # type: ignore[union-attr, operator]
+        whole.sequence_parallel = is_summed  # type: ignore[union-attr, assignment]
         linear.lora_scale = scale  # type: ignore[assignment]
 
 
@@ -92,6 +93,16 @@ def attach_new_rows(layer: Module, matrix: Module, tokens: range, *, tensor_para
 def share_adapter(linear: Module, owner: Module) -> None:
     """Let a linear layer that multiplies by another module's weight have that module's adapter, too."""
     linear.__dict__["adapter_owner"] = owner  # no submodule: its parameters have one name
+
+
+def is_engine_linear(linear: Module) -> bool:
+    """Return True for a linear layer of Transformer Engine, whose adapter is computed apart (`engine_adapter.py`)."""
+    return hasattr(linear, "parallel_mode")
+
+
+def splits_inputs(linear: Any) -> bool:
+    """Return True if each tensor parallel rank has some inputs of a linear layer, False if it has some outputs."""
+    return bool(linear.parallel_mode == "row" if is_engine_linear(linear) else linear.splits_inputs)
 
 
 def adapter_of(linear: Module) -> Adapter | None:

@@ -1,8 +1,8 @@
 """One virtual stage of a unit: the layers of one range, built for this rank only."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,13 +15,13 @@ from torch.utils.checkpoint import checkpoint
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.adapter import adapter_of, attach_adapters, attach_new_rows, share_adapter
 from multimodal.model.collectives import RankLink, share_rows
+from multimodal.model.engine_adapter import adapt_engine_linears
 from multimodal.model.layers.carried_states import CarriedStates, join
-from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerPart, StagePass, State
+from multimodal.model.layers.layer_kind import Exchange, HeadOutput, LayerContext, LayerPart, StagePass, State
 from multimodal.model.layers.registry import kind_of, sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.rotary import frequency_divisors, rotary_frequencies
 from multimodal.model.stage_input import PackedInput, pack_lengths, pad_rows
-from multimodal.model.stage_segments import StageSegments, join_segments
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import BuildOptions, build_transformer_config
 from multimodal.model.weight_gradient_queue import (
@@ -34,6 +34,42 @@ from multimodal.model.weight_gradient_queue import (
 )
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
+
+
+@dataclass(frozen=True)
+class StageSegments:
+    """The parts of a stage's layers.
+
+    A forward that ends with a segment stops right behind its collective, which is then under way; parts behind the collective (a
+    residual sum) run with the next segment. A backward stops at the same places, so its collectives are under way there, too.
+    """
+
+    parts: tuple[LayerPart, ...]
+    layers: tuple[int, ...]
+    """[num_parts] the layer of each part, by its index in the unit."""
+    starts: tuple[int, ...]
+    """[num_segments + 1] the first part of each segment, then the number of parts."""
+
+    @property
+    def num_segments(self) -> int:
+        """Number of segments."""
+        return len(self.starts) - 1
+
+
+def join_segments(layers: Iterable[tuple[int, tuple[tuple[LayerPart, ...], ...]]]) -> StageSegments:
+    """Return the segments of a stage; layers: indices of its layers, and the parts of each of their segments."""
+    parts: list[LayerPart] = []
+    layer_of_part: list[int] = []
+    starts, num_behind = [], 0
+    for index, segments in layers:
+        for segment in segments:
+            starts.append(len(parts) - num_behind)
+            # A forward stops behind the segment's last collective; parts behind that run with the next segment.
+            ends = [place for place, part in enumerate(segment, start=1) if part.exchange is not Exchange.NONE]
+            num_behind = len(segment) - ends[-1] if ends else 0
+            parts += segment
+            layer_of_part += [index] * len(segment)
+    return StageSegments(tuple(parts), tuple(layer_of_part), (*starts, len(parts)))
 
 
 class LayerGuard(Protocol):
@@ -291,6 +327,7 @@ class UnitStage(MegatronModule):
         if modules := self.unit.adapted_modules(index):
             assert self.unit.lora is not None
             attach_adapters(self.layers[str(index)], modules, rank=self.unit.lora.rank, scale=self.unit.lora.scale)
+            adapt_engine_linears(self.layers[str(index)])
         if tokens := self.unit.new_rows(self.unit.layers[index]):
             layer, (matrix,) = self.layers[str(index)], kind_of(self.unit, index).column_parallel
             attach_new_rows(layer, getattr(layer, matrix), tokens, tensor_parallel_rank=self.groups.tp.rank())

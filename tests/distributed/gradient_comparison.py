@@ -47,7 +47,7 @@ def assert_matches(
                 for group in unit.tensor_parallel_groups(stage):
                     where = f"replica {replica_index}, ranks {group} of {stage.ranks}"
                     seen |= _compare_shards([found[rank] for rank in group], expected, unit_name, where, tolerance)
-    if seen != set(expected.gradients):
+    if seen != set(expected.gradients) or not seen:
         raise MismatchError(f"gradients are missing: {sorted(set(expected.gradients) - seen)[:3]}")
 
 

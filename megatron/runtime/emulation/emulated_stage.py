@@ -22,8 +22,7 @@ from multimodal.model.layers.registry import kind_of
 from multimodal.model.parameter_sharding import WHOLE as WHOLE_PARAMETER
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.stage_segments import StageSegments
-from multimodal.model.unit_stage import UnitStage
+from multimodal.model.unit_stage import StageSegments, UnitStage
 from multimodal.model.weight_gradient_queue import active_queue
 from multimodal.schedule.align_replicas import exchanges_tokens
 from multimodal.values.action import Action, ActionKind, Place

@@ -95,11 +95,6 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
 def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
     """Yield adapters, sizes and callbacks of units that other flags do not allow."""
     adapted = [unit.name for unit in graph.units if unit.lora is not None]
-    if adapted and config.model.fp8_format is not None:
-        yield (
-            f"unit '{adapted[0]}' has adapters (LoRA), which only linear layers of torch can have, and those have no "
-            f"--fp8-format {config.model.fp8_format}; leave one of the two out"
-        )
     if config.checkpoint.save_adapter is not None and not adapted:
         yield "--save-adapter would be ignored: nothing has adapters; add --lora-rank N or leave it out"
     if config.parallelism.plans_itself:

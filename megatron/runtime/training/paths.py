@@ -21,7 +21,7 @@ def describe_paths(session: Session) -> str:
 def _describe_layers(graph: ModelGraph, options: BuildOptions) -> str:
     local = [] if options.transformer_impl == "local" else [unit.name for unit in graph.units if unit.needs_local_layers]
     found = LAYERS[options.transformer_impl]
-    return f"{found} ({' and '.join(local)}, for adapters or post norms: {LAYERS['local']})" if local else found
+    return f"{found} ({' and '.join(local)}, for post norms: {LAYERS['local']})" if local else found
 
 
 def describe_fusions(options: BuildOptions) -> list[str]:

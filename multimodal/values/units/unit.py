@@ -332,8 +332,8 @@ class Unit:
 
     @property
     def needs_local_layers(self) -> bool:
-        """True if transformer layers are megatron-core's own: they have adapters, or norms behind their branches."""
-        return self.lora is not None or self.transformer.has_post_norms
+        """True if transformer layers are megatron-core's own: they have norms behind their branches."""
+        return self.transformer.has_post_norms
 
     def adapted_modules(self, layer_index: int) -> tuple[str, ...]:
         """Return the linear layers of this layer that have adapters."""

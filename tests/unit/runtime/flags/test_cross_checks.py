@@ -239,14 +239,10 @@ def test_transformer_engine_must_be_installed(parse_on_base: Parse, monkeypatch:
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     with pytest.raises(ConfigError, match="has no float64"):
         parse_on_base("--transformer-impl transformer_engine --dtype float64")
-    for line in ("", "--lora-rank 8"):
+    for line in ("", "--lora-rank 8", "--lora-rank 8 --fp8-format e4m3"):
         assert (
             parse_on_base(f"--transformer-impl transformer_engine --bf16 {line}").model.transformer_impl == "transformer_engine"
         )
-    with pytest.raises(
-        ConfigError, match=r"has adapters \(LoRA\), .* and those have no --fp8-format e4m3; leave one of the two out"
-    ):
-        parse_on_base("--transformer-impl transformer_engine --bf16 --fp8-format e4m3 --lora-rank 8")
 
 
 def test_attention_backends_must_fit_mask_device_and_precision(parse_on_base: Parse, monkeypatch: pytest.MonkeyPatch) -> None:
