@@ -19,7 +19,7 @@ class EngineLimit(NamedTuple):
     """A use that needs local layers."""
 
     name: str
-    """As the table of defaults in docs/runtime.md has it."""
+    """As the table of defaults in docs/gpu.md has it."""
     is_met: Callable[[LayerUse], bool]
 
 
