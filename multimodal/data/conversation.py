@@ -50,6 +50,8 @@ class ItemSegment:
     is_sound: bool = False
     num_tiles: int = 1
     """Number of consecutive items, with equal shares of these tokens."""
+    row_length: int | None = None
+    """Tokens of a row of an image, with the one that ends it; None: rows have no ends."""
 
 
 @dataclass(frozen=True, slots=True)

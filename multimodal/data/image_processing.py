@@ -64,6 +64,8 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
     """
     if image_input.image_size is not None:
         return image_input.grid_size, image_input.grid_size
+    if image_input.longest_side is not None:
+        return _grid_within(height, width, longest_side=image_input.longest_side, patch_size=image_input.patch_size)
     new_height, new_width = smart_resize(
         height,
         width,
@@ -72,6 +74,16 @@ def image_grid(*, width: int, height: int, image_input: ImageInput) -> tuple[int
         max_pixels=image_input.max_pixels,
     )
     return new_height // image_input.patch_size, new_width // image_input.patch_size
+
+
+def _grid_within(height: int, width: int, *, longest_side: int, patch_size: int) -> tuple[int, int]:
+    """Return the (rows, columns) of patches by Pixtral's rule: scaled down to a longest side, then rounded up."""
+    if min(height, width) < 1 or max(height, width) > MAX_SIDE:
+        raise DataError(f"an image of {width}x{height} pixels does not exist; correct its size")
+    ratio = max(height / longest_side, width / longest_side)
+    if ratio > 1:
+        height, width = math.floor(height / ratio), math.floor(width / ratio)
+    return max(1, -(-height // patch_size)), max(1, -(-width // patch_size))
 
 
 @lru_cache(maxsize=2**16)

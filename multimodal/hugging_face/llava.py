@@ -1,8 +1,9 @@
-"""LLaVA-1.5: a CLIP, SigLIP or DINOv2 vision tower, a projector of two layers, and a Llama, Qwen2 or Qwen3."""
+"""LLaVA-1.5: a CLIP, SigLIP, DINOv2 or Pixtral vision tower, a projector of two layers, and a Llama, Mistral, Qwen2 or Qwen3."""
 
 from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, require
+from multimodal.hugging_face.pixtral import PIXTRAL, is_pixtral, pixtral_names, read_pixtral, write_pixtral
 from multimodal.hugging_face.processors import write_image_processor
 from multimodal.hugging_face.text_families import decoder_names
 from multimodal.hugging_face.text_models import read_inner_text, write_inner_text
@@ -27,6 +28,7 @@ _PROJECTOR = (
     Weight("mlp.linear_fc2", ("multi_modal_projector.linear_2",)),
 )
 _NAMES = {name: names_inside(tower, _TOWER, last=_PROJECTOR) for name, tower in TOWERS.items()}
+_NAMES[PIXTRAL] = pixtral_names(_TOWER, _PROJECTOR)
 _INSIDE = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
@@ -50,8 +52,12 @@ def read_llava(config: Config) -> dict[str, Any]:
 
 def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
     where, given = "vision_config: ", config.get("vision_config") or {}
-    tower = tower_named(given.get("model_type"), where=where)
-    vision = read_tower(given, class_token=_class_token(config, tower), where=where)
+    if given.get("model_type") == PIXTRAL:
+        require({"vision_feature_select_strategy": "default", **config}, {"vision_feature_select_strategy": ("full",)})
+        vision = read_pixtral(given, where=where)
+    else:
+        tower = tower_named(given.get("model_type"), where=where)
+        vision = read_tower(given, class_token=_class_token(config, tower), where=where)
     return {
         **vision,
         "num_layers": _num_layers_used(config, vision["num_layers"]),
@@ -84,20 +90,20 @@ def write_llava(graph: ModelGraph) -> dict[str, Any]:
     """Return a config.json for towers all of whose layers are used, without the last one if a norm follows it."""
     (vision,), image = graph.encoders, graph.encoders[0].image
     assert image is not None
-    tower = tower_of(vision)
+    has_last_norm = not is_pixtral(vision) and tower_of(vision).has_last_norm
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
         "text_config": write_inner_text(graph.backbone),
         "vision_config": {
-            **write_tower(vision),
-            "num_hidden_layers": vision.transformer.num_layers + tower.has_last_norm,
+            **(write_pixtral(vision) if is_pixtral(vision) else write_tower(vision)),
+            "num_hidden_layers": vision.transformer.num_layers + has_last_norm,
             "vision_use_head": False,
         },
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": True,
-        "image_seq_length": image.num_output_tokens((image.grid_size,) * 2) if image.image_size else None,
-        "vision_feature_layer": -1 - tower.has_last_norm,
+        **({"image_seq_length": image.num_output_tokens((image.grid_size,) * 2)} if image.image_size else {}),
+        "vision_feature_layer": -1 - has_last_norm,
         "vision_feature_select_strategy": "default" if image.class_token == "dropped" else "full",
         "tie_word_embeddings": graph.backbone.ties_embeddings,
     }
@@ -106,6 +112,8 @@ def write_llava(graph: ModelGraph) -> dict[str, Any]:
 def llava_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the patch embedding and of unused tensors, such as those behind the last used layer."""
     vision, tower = graph.encoders[0], tower_of(graph.encoders[0])
+    if is_pixtral(vision):
+        return {f"{_TOWER}patch_conv.weight": patch_shape(vision)}
     size, inner = vision.transformer.hidden_size, vision.transformer.ffn_hidden_size
     if tower.is_scaled:
         return {f"{_TOWER}{key}": shape for key, shape in _dinov2_shapes(vision).items()}
@@ -153,7 +161,7 @@ LLAVA = Architecture(
     "llava",
     read_llava,
     write_llava,
-    (lambda vision: _NAMES[tower_of(vision).model_type], decoder_names("language_model.")),
+    (lambda vision: _NAMES[PIXTRAL if is_pixtral(vision) else tower_of(vision).model_type], decoder_names("language_model.")),
     is_unused=is_unused,
     spellings=SPELLINGS,
     module_spelling=SPELLINGS[2],

@@ -67,8 +67,10 @@ def with_processors(plain: dict[str, Any], processors: Processors) -> dict[str, 
 
 
 def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[str, Any]:
-    require(processor, _COMPUTED, where="the image processor's ")
     image, size = unit["image"], processor.get("size")
+    longest = image.get("longest_side")
+    pads = {} if longest is None else {"do_pad": (True, False, None)}  # what is padded is not looked at
+    require(processor, {**_COMPUTED, **pads}, where="the image processor's ")
     sides = size if isinstance(size, Mapping) else {"height": size}
     values = {"mean": processor["image_mean"], "std": processor["image_std"]}
     if image.get("image_size") is not None:
@@ -76,6 +78,11 @@ def _with_images(unit: Mapping[str, Any], processor: Mapping[str, Any]) -> dict[
         if processor.get("crop_to_patches"):
             require(processor, {"min_patches": (1, None)}, where="the image processor's ")
             values["max_tiles"] = processor.get("max_patches") or _MAX_TILES
+    elif longest is not None:
+        patch = image["patch_size"]
+        require(processor, {"patch_size": (patch, {"height": patch, "width": patch})}, where="the image processor's ")
+        require(sides, {"width": (sides.get("height"),)}, where="the image processor's size: ")
+        values["longest_side"] = sides.get("longest_edge") or sides.get("height") or longest
     else:
         require(processor, {key: (image[ours],) for key, ours in _PATCHES.items()}, where="the image processor's ")
         bounds = processor.get("min_pixels", sides.get("shortest_edge")), processor.get("max_pixels", sides.get("longest_edge"))
@@ -117,6 +124,10 @@ def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[st
     values = {"mean": image.mean, "std": image.std}
     written: dict[str, Any] = {**switches, "rescale_factor": 1 / 255, "resample": 3}
     written |= {f"image_{key}": list(value) * (image.in_channels // len(value)) for key, value in values.items()}
+    if image.longest_side is not None:
+        patch = dict.fromkeys(("height", "width"), image.patch_size)
+        written |= {"patch_size": patch, "size": {"longest_edge": image.longest_side}}
+        return {**written, "image_processor_type": kind or "PixtralImageProcessor"}
     if image.image_size is None:
         sizes = {theirs: getattr(image, ours) for theirs, ours in _PATCHES.items()}
         bounds = {"min_pixels": image.min_pixels, "max_pixels": image.max_pixels}

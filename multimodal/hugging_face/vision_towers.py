@@ -187,7 +187,7 @@ def names_inside(tower: Tower, prefix: str, *, last: tuple[Weight, ...] | None =
     return UnitNames(tuple(first), tower.names.body, tower.names.last if last is None else last, prefix + tower.names.prefix)
 
 
-_LAYER = re.compile(r"encoder\.layers?\.(\d+)\.")
+_LAYER = re.compile(r"(?:encoder|transformer)\.layers?\.(\d+)\.")
 _UNUSED = re.compile(r"(?:post_layernorm|layernorm|head|embeddings\.(?:position_ids|mask_token))\b")
 _TEXT = ("text_model.", "text_projection.", "visual_projection.", "logit_scale", "logit_bias")
 

@@ -15,16 +15,18 @@ def rotary_frequencies(
     dtype: torch.dtype,
     sections: Sequence[int] = (),
     is_interleaved: bool = False,
+    is_staggered: bool = False,
     scaling: Sequence[float] = (),
     divisors: Tensor | None = None,
 ) -> Tensor:
     """Return the angles by which megatron-core's layers rotate queries and keys.
 
     positions: [num_tokens] or [num_tokens, num_axes], integers. The channel pairs of a head are shared evenly among the axes, as
-    in Qwen2-VL's vision encoder with rows and columns. With `sections` (its LLM), the pairs of one axis are `sections[axis]`
-    successive pairs; if interleaved (Qwen3-VL), every third pair as long as the axis has pairs left, and all other pairs belong
-    to the first axis. Frequencies are those of a single axis. scaling: as in Transformer.rotary_scaling, for one axis; divisors:
-    of the LLM's frequencies, [head_channels / 2], for every token or [num_tokens, head_channels / 2].
+    in Qwen2-VL's vision encoder with rows and columns; staggered axes take turns in the frequencies of one (Pixtral). With
+    `sections` (Qwen2-VL's LLM), the pairs of one axis are `sections[axis]` successive pairs; if interleaved (Qwen3-VL), every
+    third pair as long as the axis has pairs left, and all other pairs belong to the first axis. Frequencies are those of a single
+    axis. scaling: as in Transformer.rotary_scaling, for one axis; divisors: of the LLM's frequencies, [head_channels / 2], for
+    every token or [num_tokens, head_channels / 2].
 
     Shape: [num_tokens, 1, 1, head_channels] in `dtype` (float32, or float64 for exact checks).
     """
@@ -39,7 +41,9 @@ def rotary_frequencies(
     num_axes = positions.shape[1]
     channels = head_channels // num_axes
     exponent = torch.arange(0, channels, 2, device=positions.device, dtype=dtype) / channels
-    inverse = _slowed(1.0 / base**exponent, scaling)  # [channels / 2]
+    if is_staggered:
+        exponent = exponent + torch.arange(0, 2 * num_axes, 2, device=positions.device)[:, None] / head_channels
+    inverse = _slowed(1.0 / base**exponent, scaling)  # [channels / 2], or [num_axes, channels / 2]
     angles = (positions.to(dtype)[:, :, None] * inverse).flatten(1)  # [num_tokens, head_channels / 2]
     angles = angles if divisors is None else angles / divisors
     return torch.cat((angles, angles), dim=-1)[:, None, None, :]

@@ -38,6 +38,8 @@ class PackedInput:
     item_rows: Tensor | None = None
     """[num_item_tokens]: rows that encoder outputs fill, in the order in which they are given; for the first stage of the LLM, or
     of an encoder that other encoders feed."""
+    item_ends: Tensor | None = None
+    """[num_item_tokens]: True for those that keep the text's own token, behind the rows of an image; None: no rows have ends."""
     item_sources: Tensor | None = None
     """[num_item_tokens]: the unit that each row comes from, as its index in the order of the model's edges; for the first stage
     of an encoder, or a generator, that encoders feed."""
@@ -54,7 +56,8 @@ class PackedInput:
     window_lengths: tuple[int, ...] = ()
     """Tokens of each window, in that order."""
     kept_rows: Tensor | None = None
-    """[num_patches]: this rank's tokens that are not dropped; for encoders that drop some at their end."""
+    """[num_patches]: this rank's tokens that are not dropped; for encoders that drop some at their end. For encoders of images
+    whose rows have ends in the LLM, as `find_row_ends` returns them."""
     share: RankShare | None = None
     """Tokens that this rank holds; None: all."""
     packed: PackedLengths | None = None
@@ -99,6 +102,19 @@ class PackedInput:
         shares = self.share.shares
         assert isinstance(shares, WholeItemShares) and not shares.cut_lengths, "items are cut"
         return shares.lengths_of(self.share.rank)
+
+
+def find_row_ends(places: Tensor) -> Tensor:
+    """Return the patch for each of an encoder's output tokens, and the number of patches for a token behind a row.
+
+    places: [num_patches, 2], rows and columns, of whole images. Returns [num_patches + num_rows].
+    """
+    num_patches, columns = len(places), places[:, 1]
+    is_last = torch.ones_like(columns, dtype=torch.bool)
+    is_last[:-1] = columns[1:] != columns[:-1] + 1
+    sources = torch.arange(num_patches, device=places.device).repeat_interleave(1 + is_last.long())
+    sources[1:][sources[1:] == sources[:-1]] = num_patches
+    return sources
 
 
 def pack_lengths(batch: PackedInput, num_rows: int) -> PackedLengths:
@@ -156,6 +172,7 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     if batch.item_rows is not None:
         is_held, parts["item_rows"] = local_rows(batch.item_rows)
         parts["item_sources"] = None if batch.item_sources is None else batch.item_sources[is_held]
+        parts["item_ends"] = None if batch.item_ends is None else batch.item_ends[is_held]
     if batch.generator_rows is not None:
         parts["generator_rows"] = local_rows(batch.generator_rows)[1]
     if batch.target_rows is not None:

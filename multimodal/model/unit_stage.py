@@ -300,6 +300,7 @@ class UnitStage(MegatronModule):
             dtype=dtype,
             sections=shape.rotary_sections,
             is_interleaved=shape.has_interleaved_sections,
+            is_staggered=shape.has_staggered_axes,
             scaling=shape.rotary_scaling,
             divisors=frequency_divisors(
                 shape.rotary_factors,

@@ -77,6 +77,15 @@ def registers_and_llama() -> Any:
     return build(vision, LlamaConfig(**SHAPE, vocab_size=VOCABULARY), vision_feature_select_strategy="full")
 
 
+def pixtral() -> Any:
+    from transformers import MistralConfig, PixtralVisionConfig
+
+    shape = {key: value for key, value in VISION.items() if key != "num_attention_heads"} | {"num_attention_heads": 2}
+    vision = PixtralVisionConfig(**shape, hidden_act="silu", rope_parameters={"rope_type": "axial", "rope_theta": 50.0})
+    text = MistralConfig(**SHAPE, vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=None)
+    return build(vision, text, vision_feature_select_strategy="full", vision_feature_layer=-1)
+
+
 def internvl() -> Any:
     from transformers import InternVLConfig, InternVLForConditionalGeneration, InternVLVisionConfig, Qwen2Config
 
@@ -175,3 +184,29 @@ def test_frozen_towers_are_left_as_they_are(ranks: RankPool, tmp_path: Path) -> 
     sizes, options = PLANS["vision tp 2 and pp 2, llm zb-h1"]
     expected = replace(found.expected, gradients=trained)
     assert_matches(found.case(sizes, graph=frozen, **options), ranks, run=FromFolder(found.folder), expected=expected)
+
+
+SIZES = (
+    SampleShape((("vision", 3, 5), ("vision", 1, 1)), 9, 4),
+    SampleShape((), 5, 5),
+    SampleShape((("vision", 2, 2),), 7, 3),
+    SampleShape((("vision", 4, 1), ("vision", 1, 5), ("vision", 2, 4)), 8, 2),
+)
+
+
+def images_of_many_sizes(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+    """Padded to one size, as the image processor does; tokens behind rows keep the ids that were drawn for them."""
+    images, sizes = [], []
+    for item, start, length in source.text(index).item_starts:
+        rows, columns = source.item_grid(index, item)
+        token_ids[start : start + length].view(rows, columns + 1)[:, :-1] = IMAGE_TOKEN
+        patches = torch.from_numpy(source.item(index, item).patches).double().view(rows, columns, 3, PATCH, PATCH)
+        image = patches.permute(2, 0, 3, 1, 4).reshape(3, rows * PATCH, columns * PATCH)
+        sizes.append(tuple(image.shape[1:]))
+        images.append(torch.nn.functional.pad(image, (0, 20 - image.shape[2], 0, 20 - image.shape[1]), value=7.0))
+    return {"pixel_values": torch.stack(images), "image_sizes": torch.tensor(sizes)} if images else {}
+
+
+def test_pixtral_equals_transformers(ranks: RankPool, tmp_path: Path) -> None:
+    comparison = compare_logits(pixtral, tmp_path / "model", ranks, shapes=SIZES, inputs=images_of_many_sizes)
+    comparison.assert_under_plans(PLANS, ranks)

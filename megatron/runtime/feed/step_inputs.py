@@ -197,7 +197,8 @@ def _language_input(
         unit.name: unit.image.merge_size
         for unit in step.graph.encoders
         if unit.image is not None and unit.queries is None and step.graph.item_units(unit.name) == (unit.name,)
-    }  # results of queries, and of other encoders' joins, have no rows and columns
+        if not unit.image.has_row_ends
+    }  # results of queries, and of other encoders' joins, have no rows and columns, and row ends none that are known
     packed = pack_language_microbatch(
         step.assignment.atoms(place),
         source=source,
@@ -210,6 +211,13 @@ def _language_input(
         for route in step.routes.to_target.get(place, ())
         for atom in route.atoms
     )
+    ends = [
+        _row_ends(source.item_grid(source_index[atom.sample_id], atom.item_index)[1], packed.item_spans[atom][1])
+        if (image := step.graph.unit(route.source.unit).image) is not None and image.has_row_ends
+        else torch.zeros(packed.item_spans[atom][1], dtype=torch.bool)
+        for route in step.routes.to_target.get(place, ())
+        for atom in route.atoms
+    ]
     target_rows = packed.is_target.nonzero()[:, 0]
     generators = {unit.name for unit in step.graph.generators}
     generator_rows = [
@@ -224,12 +232,18 @@ def _language_input(
         positions=packed.position_ids,
         token_ids=packed.token_ids,
         item_rows=torch.cat([torch.arange(item.start, item.start + item.num_tokens) for item in items]) if items else None,
+        item_ends=torch.cat(ends) if any(bool(each.any()) for each in ends) else None,
         items=items,
         target_rows=target_rows,
         targets=packed.labels[target_rows],
         generator_rows=torch.tensor(generator_rows) if generator_rows else None,
     )
     return packed_input, tuple(sample_of_row[target_rows].tolist())
+
+
+def _row_ends(num_columns: int, num_tokens: int) -> torch.Tensor:
+    """Return [num_tokens]: True for the tokens of an image that end its rows."""
+    return torch.arange(num_tokens) % (num_columns + 1) == num_columns
 
 
 def _lengths(cu_seqlens: torch.Tensor) -> tuple[int, ...]:

@@ -33,9 +33,13 @@ class PatchEmbeddingLayer(Layer):
 
     @property
     def num_vector_entries(self) -> int:
-        """The bias, if there is one."""
+        """The bias and the norm, if there are any."""
         has_bias = self.unit.image is None or self.unit.image.has_patch_bias
-        return self.unit.transformer.hidden_size if has_bias else 0
+        return self.unit.transformer.hidden_size * has_bias + self.norm_vector_entries() * self._has_norm
+
+    @property
+    def _has_norm(self) -> bool:
+        return self.unit.image is not None and self.unit.image.has_pre_norm
 
     @property
     def can_be_built(self) -> bool:
@@ -43,9 +47,10 @@ class PatchEmbeddingLayer(Layer):
         return self.unit.image is not None
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """The patches, for the weight gradient."""
-        trains = case.need.trains_weights
-        return ActivationBytes(replicated=1.0 * trains * case.bytes_per_element * load.num_tokens * self.input_values)
+        """The patches, for the weight gradient, and the norm's input."""
+        trains, size = case.need.trains_weights, case.bytes_per_element
+        norm = self.norm_bytes(trains=trains, size=size) * self._has_norm
+        return ActivationBytes(replicated=1.0 * trains * load.num_tokens * (size * self.input_values + norm))
 
 
 class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
@@ -61,14 +66,7 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
         """Positions, class token, registers, bias and norm: all parameters that are not part of a product."""
         image, hidden = self._image, self.unit.transformer.hidden_size
         vectors = image.num_positions + image.num_class_tokens + image.has_patch_bias
-        return hidden * vectors + (self.norm_vector_entries() if image.has_pre_norm else 0)
-
-    def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """The patches, and the norm's input."""
-        patches = super().saved_bytes(load, case).replicated
-        trains, size = case.need.trains_weights, case.bytes_per_element
-        norm = self.norm_bytes(trains=trains, size=size) if self._image.has_pre_norm and trains else 0.0
-        return ActivationBytes(replicated=patches + load.num_tokens * norm)
+        return hidden * vectors + self.norm_vector_entries() * image.has_pre_norm
 
     @property
     def _image(self) -> ImageInput:

@@ -197,7 +197,8 @@ class ChatFormat:
             placeholder = self._placeholders[kind]
             ids += token_ids[done:place]
             flags += trained[done:place].tolist()
-            run = [*placeholder.before, *[placeholder.token_id] * item.num_output_tokens, *placeholder.after]
+            own = placeholder.tokens(item.num_output_tokens, row_length=item.row_length)
+            run = [*placeholder.before, *own, *placeholder.after]
             is_cut = len(ids) + len(run) > seq_length
             if is_cut:
                 break

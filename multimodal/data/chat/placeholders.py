@@ -11,6 +11,8 @@ from multimodal.values.errors import ConfigError
 _CONFIG_KEYS = {"image": ("image_token_id", "image_token_index"), "audio": ("audio_token_id", "audio_token_index")}
 _WRAPPED = {"internvl": ("<img>", "</img>")}
 """Model type -> tokens that the processor, rather than the template, puts around an image."""
+_ROW_ENDS = "[IMG_BREAK]", "[IMG_END]"
+"""Tokens that Pixtral's processor puts behind the rows of an image, and behind the last one."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,15 @@ class Placeholder:
     before: tuple[int, ...]
     """Tokens that the processor, rather than the template, puts before it."""
     after: tuple[int, ...]
+    row_ends: tuple[int, int] | None = None
+    """Tokens behind the rows of an image, and behind the last one; None: rows have no ends."""
+
+    def tokens(self, num_tokens: int, *, row_length: int | None) -> list[int]:
+        """Return the tokens of an item; row_length: tokens of an image's rows with their ends, if they have any."""
+        if row_length is None or self.row_ends is None:
+            return [self.token_id] * num_tokens
+        rows = [*[self.token_id] * (row_length - 1), self.row_ends[0]] * (num_tokens // row_length)
+        return [*rows[:-1], self.row_ends[1]]
 
 
 def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str, Placeholder]:
@@ -34,6 +45,9 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
         except ValueError as problem:
             raise ConfigError(f"{folder / 'config.json'}: is no JSON ({problem}); copy the model's folder again") from problem
     config = {**config, **config.get("thinker_config", {})}
+    ends = tuple(map(tokenizer.id_of, _ROW_ENDS)) if (config.get("vision_config") or {}).get("model_type") == "pixtral" else ()
+    if MISSING in ends:
+        raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_ROW_ENDS)}; give the model's own")
     wrap = [tokenizer.id_of(token) for token in _WRAPPED.get(config.get("model_type"), ())]
     if MISSING in wrap:
         raise ConfigError(f"{folder}: the tokenizer lacks {' or '.join(_WRAPPED[config['model_type']])}; give the model's own")
@@ -48,7 +62,8 @@ def find_placeholders(folder: Path, tokenizer: HuggingFaceTokenizer) -> dict[str
             continue
         around = (MISSING, MISSING) if wrap or token_id != own else (start, end)
         spelling = _spelled_placeholder(kind, token_id, around=around, folder=folder, tokenizer=tokenizer)
-        found[kind] = Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]))
+        row_ends = (ends[0], ends[1]) if ends and kind == "image" else None
+        found[kind] = Placeholder(token_id, spelling, tuple(wrap[:1]), tuple(wrap[1:]), row_ends)
     return found
 
 

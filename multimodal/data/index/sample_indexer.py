@@ -159,7 +159,8 @@ def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph
     if unit.role is Role.GENERATOR:
         return GeneratedSegment()
     num_output_tokens = sum(count_llm_tokens(graph, unit, tile.grid) for tile in tiles)
-    return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles))
+    row_length = tiles[0].grid[1] + 1 if unit.image is not None and unit.image.has_row_ends else None
+    return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles), row_length=row_length)
 
 
 def _reason_of(segment: ImageSegment | AudioSegment) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.layers.projectors.mlp import drops_tokens
 from multimodal.model.layers.registry import LAYER_KINDS
-from multimodal.model.stage_input import PackedInput, pack_lengths
+from multimodal.model.stage_input import PackedInput, find_row_ends, pack_lengths
 
 
 def prepare_input(batch: PackedInput, context: InputContext) -> PackedInput:
@@ -13,6 +13,8 @@ def prepare_input(batch: PackedInput, context: InputContext) -> PackedInput:
     unit = context.unit
     if drops_tokens(unit):
         batch = batch.with_kept_rows()
+    if unit.image is not None and unit.image.has_row_ends:
+        batch = replace(batch, kept_rows=find_row_ends(batch.positions))
     packed = pack_lengths(batch, context.num_padded_rows(batch.num_tokens))
     for name in dict.fromkeys(unit.layers):
         if name in LAYER_KINDS:

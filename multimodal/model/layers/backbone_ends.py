@@ -45,11 +45,14 @@ class TokenEmbedding(torch.nn.Module):
         )
         self.link = RankLink(groups.tp, is_sequence_parallel=False)
 
-    def forward(self, token_ids: Tensor, item_rows: Tensor | None, item_embeddings: Tensor | None) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, item_rows: Tensor | None, item_embeddings: Tensor | None, item_ends: Tensor | None = None
+    ) -> Tensor:
         """Look up the tokens' embeddings and insert the items'.
 
         token_ids: [num_tokens]; item_rows: [num_item_tokens], the row for each row of item_embeddings [num_item_tokens,
-        channels]. The inputs of the LLM's first layers from items (deepstack) are in the channels behind the hidden states.
+        channels]; item_ends: [num_item_tokens], True where the token's own embedding stays. The inputs of the LLM's first layers
+        from items (deepstack) are in the channels behind the hidden states.
 
         Returns [num_tokens, 1, channels], the same on every tensor parallel rank.
         """
@@ -58,7 +61,10 @@ class TokenEmbedding(torch.nn.Module):
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
         hidden = pad_channels(hidden, self.num_channels)
         if item_rows is not None and item_embeddings is not None:
-            hidden = hidden.index_copy(0, item_rows, pad_channels(item_embeddings, self.num_channels).to(hidden.dtype))
+            given = pad_channels(item_embeddings, self.num_channels).to(hidden.dtype)
+            if item_ends is not None:
+                given = torch.where(item_ends[:, None], hidden.index_select(0, item_rows), given)
+            hidden = hidden.index_copy(0, item_rows, given)
         return hidden[:, None]
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
@@ -93,7 +99,7 @@ class TokenEmbeddingKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Look up all tokens."""
-        embedded: Tensor = layer(given.batch.token_ids, given.batch.item_rows, given.item_embeddings)
+        embedded: Tensor = layer(given.batch.token_ids, given.batch.item_rows, given.item_embeddings, given.batch.item_ends)
         return embedded
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:

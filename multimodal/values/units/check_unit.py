@@ -98,6 +98,9 @@ def _rotary(unit: Unit) -> Iterator[Rule]:
         yield "rotary_factors", not shape.rotary_factors or needs_length, problem
         problem = "factors that differ need rotary_short_length beside them; add it"
         yield "rotary_factors", short_length is None and len({*shape.rotary_factors}) > 1, problem
+    problem = "has_staggered_axes belongs to encoders with rotary positions; remove it here"
+    suits = unit.role is Role.ENCODER and shape.has_rotary_positions
+    yield "has_staggered_axes", shape.has_staggered_axes and not suits, problem
     num_axes = 4 if unit.role is Role.ENCODER or unit.image is not None else 2
     yield (
         "num_attention_heads" if shape.kv_channels is None else "kv_channels",
@@ -165,11 +168,16 @@ def _projector(unit: Unit) -> Iterator[Rule]:
         yield "queries", size % heads > 0, problem
 
 
+_NO_ENDS = "has_row_ends", False
+
+
 def _image(unit: Unit) -> Iterator[Rule]:
     if unit.image is None:
         return
-    for key, default in (("class_token", None), ("max_tiles", 1), ("position_grid", None), ("deepstack_layers", ())):
+    for key, default in (("class_token", None), ("max_tiles", 1), ("position_grid", None), ("deepstack_layers", ()), _NO_ENDS):
         is_broken = unit.role is Role.GENERATOR and getattr(unit.image, key) != default
         yield "image", is_broken, f"{key} belongs to encoders; remove it here"
+    problem = "has_row_ends belongs to encoders that give the LLM every patch; leave it out, or queries and has_projector false"
+    yield "image", unit.image.has_row_ends and (unit.queries is not None or not unit.has_projector), problem
     problem = problem_of_image(unit.image)
     yield "image", bool(problem), problem

@@ -22,6 +22,9 @@ class ImageInput:
     image_size: int | None = field(default=None, metadata=up_to(2**14))
     """Pixels of both sides to which every image is brought; None: native resolution, within the bounds above. What is no whole
     patch on the right and at the bottom is cut off (SigLIP: 384 pixels, patches of 14)."""
+    longest_side: int | None = field(default=None, metadata=up_to(2**14))
+    """Native resolution: larger images are scaled until their longer side has so many pixels, and both sides are made whole
+    patches, rounded up (Pixtral); None: within the bounds above."""
     fit: Literal["stretch", "crop"] = "stretch"
     """Images of one size. stretch: both sides are scaled independently; crop: the shorter side is scaled, the longer one cut."""
     shorter_side: int | None = field(default=None, metadata=up_to(2**14))
@@ -40,7 +43,9 @@ class ImageInput:
     has_patch_bias: bool = True
     """Encoders: the patch embedding has a bias."""
     has_pre_norm: bool = False
-    """Encoders that add learned positions: a norm follows them (CLIP)."""
+    """Encoders: a norm follows the embedding of patches and learned positions, if there are any (CLIP, Pixtral)."""
+    has_row_ends: bool = False
+    """Encoders of images at native resolution: in the LLM a token of the text stands behind every row of patches (Pixtral)."""
     num_frames: int = field(default=1, metadata=up_to(2**10))
     """Frames that a patch covers; an image is repeated in all of them."""
     window_size: int | None = field(default=None, metadata=up_to(2**14))
@@ -87,8 +92,9 @@ class ImageInput:
         return grid[0] * grid[1] + self.num_class_tokens
 
     def num_output_tokens(self, grid: tuple[int, int]) -> int:
-        """Tokens that leave the encoder."""
-        return grid[0] * grid[1] // self.merge_size**2 + self.num_class_tokens * (self.class_token == "kept")
+        """Tokens that leave the encoder, and of the text those that end rows."""
+        kept = self.num_class_tokens * (self.class_token == "kept")
+        return grid[0] * grid[1] // self.merge_size**2 + kept + grid[0] * self.has_row_ends
 
     @property
     def merge_factor(self) -> int:
@@ -190,6 +196,12 @@ def problem_of_image(image: ImageInput) -> str:
         return (
             f"image_size {image.image_size} holds {image.grid_size} patches of patch_size {image.patch_size} a side, no "
             f"multiple of merge_size {image.merge_size}; change one of them"
+        )
+    is_native = image.image_size is None and image.position_grid is None
+    if (image.has_row_ends or image.longest_side) and not (is_native and image.merge_size == 1 and image.class_token is None):
+        return (
+            "has_row_ends and longest_side are for images at native resolution, with merge_size 1 and without class_token and "
+            "position_grid; correct these, or leave them out"
         )
     if image.max_tiles > 1 and (image.image_size is None or image.fit != "stretch"):
         return f"max_tiles {image.max_tiles} is for images of one size (image_size) with fit stretch; set these, or leave it out"

@@ -76,6 +76,8 @@ class Transformer:
     """The outputs of attention and MLP are scaled, channel by channel, before they are added to the residual stream."""
     has_rotary_positions: bool = True
     """False: layers use no positions; the unit's first layer adds learned ones."""
+    has_staggered_axes: bool = False
+    """Encoders with rows and columns: columns rotate by the frequencies between those of rows (Pixtral), not by the same."""
     rotary_base: float = field(default=10000.0, metadata={"above": 0, "maximum": 1e30})
     rotary_scaling: tuple[float, ...] = field(default=(), metadata={"above": 0, "maximum": 1e30})
     """Backbone only: Llama 3.1's rule for long contexts: factor, low_freq_factor, high_freq_factor, original context length."""

@@ -229,10 +229,10 @@ class Unit:
     def keeps_items_whole(self) -> bool:
         """True if context parallel ranks do not cut an encoder's items.
 
-        An item must be whole where windows are made, and where tokens are merged beside a class token or in a clip with a
-        remainder. Queries attend to all of an item.
+        An item must be whole where windows are made, where rows get ends, and where tokens are merged beside a class token or in
+        a clip with a remainder. Queries attend to all of an item.
         """
-        if self.has_windows or self.queries is not None:
+        if self.has_windows or self.queries is not None or bool(self.image and self.image.has_row_ends):
             return True
         merges = self.merge_factor > 1
         return merges and (self.audio is not None or bool(self.image and self.image.class_token))
@@ -269,9 +269,10 @@ class Unit:
         return self.projector_hidden_size or self.merged_size
 
     def num_output_tokens(self, grid: tuple[int, int]) -> int:
-        """Number of tokens that leave an encoder for an item with this grid."""
+        """Number of tokens that leave an encoder for an item with this grid, with those that end rows in the LLM."""
         assert self.item_input is not None, f"unit '{self.name}' takes no items"
-        return self.num_outputs(self.item_input.num_tokens(grid))
+        num_row_ends = grid[0] if self.image is not None and self.image.has_row_ends else 0
+        return self.num_outputs(self.item_input.num_tokens(grid)) + num_row_ends
 
     def num_outputs(self, num_tokens: int) -> int:
         """Number of tokens that leave an encoder for an item with this many tokens inside."""

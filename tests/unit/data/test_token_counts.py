@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image, ImageFile
 
@@ -53,6 +54,19 @@ def internvl(image: ImageInput) -> Callable[[int, int], int]:
     return lambda height, width: counted(height, width) - 2
 
 
+def pixtral(image: ImageInput) -> Callable[[int, int], int]:
+    """The count of the rule that the processor calls."""
+    module = pytest.importorskip("transformers.models.pixtral.image_processing_pil_pixtral", reason="it is not in this version")
+
+    def counted(height: int, width: int) -> int:
+        size, patch = (image.longest_side,) * 2, (image.patch_size,) * 2
+        found = module.get_resize_output_image_size(np.zeros((height, width, 3), bool), size=size, patch_size=patch)
+        rows, columns = (side // image.patch_size for side in found)
+        return rows * (columns + 1)
+
+    return counted
+
+
 def count(processor: Any, **attributes: Any) -> Callable[[int, int], int]:
     """The processor's own count, without the tokenizer that building one needs."""
     itself = SimpleNamespace(_merge_kwargs=lambda **given: {"images_kwargs": {}}, **attributes)
@@ -67,6 +81,7 @@ FAMILIES: Mapping[str, tuple[ImageInput, Callable[[ImageInput], Callable[[int, i
     "Qwen3-VL": (ImageInput(num_frames=2, patch_size=16, min_pixels=65536, max_pixels=16777216), qwen2_5_vl),
     "LLaVA": (ImageInput(image_size=336, merge_size=1, class_token="dropped", fit="crop"), llava("default")),
     "LLaVA with its class token": (ImageInput(image_size=336, merge_size=1, class_token="kept", fit="crop"), llava("full")),
+    "Pixtral": (ImageInput(patch_size=16, merge_size=1, longest_side=1024, has_row_ends=True), pixtral),
     "InternVL": (ImageInput(image_size=448, class_token="dropped"), internvl),
     "InternVL with tiles": (ImageInput(image_size=448, class_token="dropped", max_tiles=12), internvl),
     "InternVL with few tiles": (ImageInput(image_size=448, class_token="dropped", max_tiles=3), internvl),

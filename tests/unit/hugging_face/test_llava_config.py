@@ -65,6 +65,61 @@ def test_siglip_keeps_every_patch(tmp_path: Path) -> None:
     assert (whole.transformer.num_layers, whole.projector_norm) == (27, "none")
 
 
+PIXTRAL: dict[str, Any] = {
+    "text_config": {
+        "model_type": "mistral",
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "intermediate_size": 14336,
+        "sliding_window": None,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e9,
+        "vocab_size": 131072,
+    },
+    "vision_config": {
+        "model_type": "pixtral",
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "image_size": 1024,
+        "patch_size": 16,
+        "rope_theta": 10000.0,
+    },
+    "vision_feature_layer": -1,
+    "vision_feature_select_strategy": "full",
+    "image_token_index": 10,
+}
+"""What pixtral-12b says, and no more."""
+
+
+def test_pixtral_keeps_sizes_and_ends_rows(tmp_path: Path) -> None:
+    processor = {
+        "image_mean": [0.4, 0.4, 0.4],
+        "image_std": [1, 2, 3],
+        "do_pad": True,
+        "size": {"longest_edge": 512},
+        "patch_size": {"height": 16, "width": 16},
+    }
+    vision = read(tmp_path, processor, **PIXTRAL).unit("vision")
+    assert vision.image is not None
+    assert vision.layers == ("patch_embedding", *["transformer"] * 24, "projector")
+    assert (vision.image.longest_side, vision.num_output_tokens((3, 5)), vision.keeps_items_whole) == (512, 18, True)
+    assert (vision.transformer.activation, vision.transformer.has_staggered_axes) == ("swiglu", True)
+    graph = read(tmp_path, **PIXTRAL)
+    assert graph.unit("vision").transformer == vision.transformer
+    assert architecture_of(graph).to_processor(graph)["size"] == {"longest_edge": 512}
+    for changes, message in (
+        ({"vision_feature_select_strategy": "default"}, "vision_feature_select_strategy is 'default', and only 'full'"),
+        ({"vision_config": {**PIXTRAL["vision_config"], "hidden_act": "gelu"}}, "hidden_act is 'gelu', and only 'silu'"),
+        ({"vision_config": {**PIXTRAL["vision_config"], "head_dim": 32}}, "head_dim is 32, and only 64"),
+    ):
+        with pytest.raises(ModelError, match=message):
+            read(tmp_path, **{**PIXTRAL, **changes})
+    with pytest.raises(ModelError, match="patch_size is 14, and only 16"):
+        read(tmp_path, {**processor, "patch_size": 14}, **PIXTRAL)
+
+
 def test_it_can_be_planned(tmp_path: Path) -> None:
     small = {**CLIP, "num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 128}

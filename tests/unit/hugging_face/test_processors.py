@@ -49,6 +49,22 @@ def test_pixels_are_those_of_transformers(fit: Any, build: Any, changes: Any, si
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_pixels_of_pixtral_are_those_of_transformers(size: tuple[int, int]) -> None:
+    module = pytest.importorskip("transformers.models.pixtral", reason="transformers is not installed (pip install 'braid[hf]')")
+    kind = getattr(module, "PixtralImageProcessorPil", module.PixtralImageProcessor)
+    patch = {"height": 6, "width": 6}
+    processor = kind(size={"longest_edge": 48}, patch_size=patch, image_mean=list(MEAN), image_std=list(STD))
+    image = Image.effect_noise(size, 80).convert("RGB")
+    described = ImageInput(patch_size=6, merge_size=1, longest_side=48, has_row_ends=True, mean=MEAN, std=STD)
+    found = image_to_patches(image, image_input=described)
+    rows, columns = found.grid
+    expected = processor(images=[image], return_tensors="np")["pixel_values"][0]
+    assert expected.shape == (3, rows * 6, columns * 6)
+    patches = expected.reshape(3, rows, 6, columns, 6).transpose(1, 3, 0, 2, 4).reshape(rows * columns, -1)
+    np.testing.assert_allclose(normalised_patches(torch.from_numpy(found.patches), described).numpy(), patches, atol=1e-6)
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_tiles_are_those_of_transformers(size: tuple[int, int]) -> None:
     module = pytest.importorskip("transformers.models.got_ocr2", reason="transformers is not installed (pip install 'braid[hf]')")
     kind = getattr(module, "GotOcr2ImageProcessorPil", module.GotOcr2ImageProcessor)

@@ -31,6 +31,13 @@ def test_images_give_half_of_the_pairs_to_rows_and_half_to_columns() -> None:
     assert angles.flatten().tolist() == pytest.approx(half + half, abs=1e-12)
 
 
+def test_staggered_axes_take_turns_in_the_frequencies_of_one() -> None:
+    places = torch.tensor([[2, 3]])
+    angles = rotary_frequencies(places, head_channels=8, base=10000.0, dtype=torch.float64, is_staggered=True)
+    half = [2.0, 2.0 / 100, 3.0 / 10, 3.0 / 1000]
+    assert angles.flatten().tolist() == pytest.approx(half + half, abs=1e-12)
+
+
 @pytest.mark.parametrize(("first", "second", "shift"), [([3], [1], [4]), ([3, 1], [0, 2], [5, 7])])
 def test_only_distances_count(first: list[int], second: list[int], shift: list[int]) -> None:
     generator = torch.Generator().manual_seed(0)

@@ -17,13 +17,20 @@ from multimodal.values.model_graph import ImageInput
 
 
 class PatchEmbedding(torch.nn.Module):
-    """One linear map per patch, the same on every tensor parallel rank."""
+    """One linear map per patch, the same on every tensor parallel rank, and perhaps a norm."""
 
     def __init__(
-        self, *, patch_channels: int, hidden_size: int, precision: Precision, has_bias: bool, image: ImageInput | None = None
+        self,
+        *,
+        patch_channels: int,
+        hidden_size: int,
+        precision: Precision,
+        has_bias: bool,
+        image: ImageInput | None = None,
+        norm: Module | None = None,
     ) -> None:
         super().__init__()
-        self.image = image
+        self.image, self.norm = image, norm
         device, dtype = torch.cuda.current_device(), precision.params_dtype
         self.weight = torch.nn.Parameter(torch.empty(hidden_size, patch_channels, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype)) if has_bias else None
@@ -31,7 +38,8 @@ class PatchEmbedding(torch.nn.Module):
     def forward(self, patches: Tensor) -> Tensor:
         """patches: [num_patches, patch_channels], bytes or any float dtype; returns [num_patches, 1, hidden_size]."""
         values = normalised_patches(patches, self.image).to(self.weight.dtype)
-        return deferrable_linear(values, self.weight, self.bias)[:, None]
+        hidden = deferrable_linear(values, self.weight, self.bias)
+        return (hidden if self.norm is None else self.norm(hidden))[:, None]
 
 
 class PatchEmbeddingKind(LayerKind):
@@ -41,12 +49,15 @@ class PatchEmbeddingKind(LayerKind):
 
     def build(self, context: LayerContext, index: int) -> PatchEmbedding:
         """Build it for the patches of the unit's images."""
+        image, config = context.unit.image, dataclasses.replace(context.config, sequence_parallel=False)
+        has_norm = image is not None and image.has_pre_norm
         return PatchEmbedding(
             patch_channels=context.patch_channels,
-            hidden_size=context.config.hidden_size,
+            hidden_size=config.hidden_size,
             precision=context.options.precision,
-            has_bias=context.unit.image is None or context.unit.image.has_patch_bias,
-            image=context.unit.image,
+            has_bias=image is None or image.has_patch_bias,
+            image=image,
+            norm=Norm(config, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:

@@ -16,6 +16,7 @@ from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePas
 from multimodal.model.layers.opaque_module import find_callback
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
+from multimodal.model.stage_input import find_row_ends
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import AudioInput, ImageInput, Unit
@@ -33,6 +34,7 @@ class MergedTokens(torch.nn.Module):
         self.is_sequence_sharded = config.sequence_parallel
         self.group = groups.tp
         self.drops_tokens = drops_tokens(unit)
+        self.has_row_ends = unit.image is not None and unit.image.has_row_ends
         self.normalises_merged = unit.projector_norm == "merged"
         size = unit.merged_size if self.normalises_merged else config.hidden_size
         kind = unit.projector_normalization or config.normalization
@@ -153,9 +155,13 @@ class ProjectorKind(LayerKind):
         return Projector(context.unit, config=context.config, groups=context.groups, output_size=size)
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Merge and project; returns [num_merged_tokens, output_size]."""
-        projected: Tensor = layer(hidden, given.batch.positions, given.batch.kept_rows)
-        return projected
+        """Merge and project; returns [num_merged_tokens, output_size], with rows of zeros in the places of row ends."""
+        batch = given.batch
+        projected: Tensor = layer(hidden, batch.positions, batch.kept_rows)
+        if not layer.has_row_ends:
+            return projected
+        sources = find_row_ends(batch.positions) if batch.kept_rows is None else batch.kept_rows
+        return torch.cat((projected, projected.new_zeros(1, projected.shape[1]))).index_select(0, sources)
 
     def output_size(self, context: LayerContext) -> int:
         """Return the hidden size of the units downstream; raises ModelError if they differ."""

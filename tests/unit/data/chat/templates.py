@@ -37,7 +37,7 @@ FORGETFUL = (
 """Qwen3's in short: only the last answer has thoughts, so that what is rendered first does not stay as it was."""
 SPECIAL = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<image>", "<s>"),
-    *("</s>", "<img>", "</img>", "<IMG_CONTEXT>"),
+    *("</s>", "<img>", "</img>", "<IMG_CONTEXT>", "[IMG_BREAK]", "[IMG_END]"),
 )
 
 

@@ -123,6 +123,16 @@ def test_placeholders_are_expanded_as_processors_do(
     assert not conversation.is_trained[placeholders].any()
 
 
+def test_rows_of_an_image_end_as_pixtrals_processor_ends_them(open_model: Callable[..., Model]) -> None:
+    config = {"model_type": "llava", "image_token_index": 267, "vision_config": {"model_type": "pixtral"}}
+    model = open_model(LLAVA, **config)
+    conversation = model.build([ItemSegment(6, row_length=3), TextSegment("user", "and"), ItemSegment(3, row_length=3), ANSWER])
+    own, row_break, end = model.theirs.convert_tokens_to_ids(["<image>", "[IMG_BREAK]", "[IMG_END]"])
+    spans = [conversation.token_ids[start : start + length].tolist() for _, start, length in conversation.item_starts]
+    assert spans == [[own, own, row_break, own, own, end], [own, own, end]]
+    assert not any(conversation.is_trained[start : start + length].any() for _, start, length in conversation.item_starts)
+
+
 def test_a_begin_token_is_added_as_a_processor_adds_it(open_model: Callable[..., Model], tmp_path: Path) -> None:
     """A model with a processor: unless the template writes one. A text model: never."""
     model = open_model(LLAVA, adds_begin=True)
