@@ -305,7 +305,7 @@ def _randomize(parameter: torch.Tensor, name: str, sharding: ParameterSharding, 
 
 def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: int) -> dict[str, torch.Tensor]:
     text, lengths = case.source.text(index), case.source.lengths(index)
-    embeddings, rows, generated = [], [], []
+    embeddings, rows, ends, generated = [], [], [], []
     encoded: list[tuple[str, torch.Tensor]] = []
     items: list[ItemSpan] = []
     for item, start, length in text.item_starts:
@@ -317,6 +317,9 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
         embeddings.append(output)
         encoded.append((unit, output))
         rows.append(torch.arange(start, start + length))
+        image = case.graph.unit(unit).image
+        columns = case.source.item_grid(index, item)[1] if image is not None and image.has_row_ends else length
+        ends.append(torch.arange(length) % (columns + 1) == columns)
         items.append(ItemSpan(start, length, unit))
     target_rows = torch.from_numpy(text.is_target).nonzero()[:, 0]
     batch = PackedInput(
@@ -324,6 +327,7 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
         torch.arange(lengths.num_tokens),
         token_ids=torch.from_numpy(text.token_ids),
         item_rows=torch.cat(rows) if rows else None,
+        item_ends=torch.cat(ends) if ends else None,
         items=tuple(items),
         target_rows=target_rows,
         targets=torch.from_numpy(text.labels)[target_rows],

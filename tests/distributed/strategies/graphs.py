@@ -140,6 +140,8 @@ def deepstacks(draw: st.DrawFn, graph: ModelGraph) -> ModelGraph:
         most = 0 if unit.has_linear_projector or unit.queries else in_both
         layers = draw(st.sets(st.integers(0, unit.transformer.num_layers - 1), max_size=most)) if most else ()
         position_grid = draw(st.sampled_from([None, 3]))
-        return replace(unit, image=replace(unit.image, position_grid=position_grid, deepstack_layers=tuple(sorted(layers))))
+        may_end_rows = position_grid is None and unit.image.merge_size == 1 and unit.queries is None
+        own = {"position_grid": position_grid, "has_row_ends": may_end_rows and draw(st.booleans())}
+        return replace(unit, image=replace(unit.image, **own, deepstack_layers=tuple(sorted(layers))))
 
     return replace(graph, units=tuple(map(changed, graph.units)))

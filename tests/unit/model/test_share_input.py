@@ -6,7 +6,7 @@ import torch
 
 from multimodal.attention.packed_lengths import ItemSpan
 from multimodal.cost.tokens.token_shares import BlockShares, RankShare
-from multimodal.model.stage_input import PackedInput, share_input
+from multimodal.model.stage_input import PackedInput, find_row_ends, share_input
 
 SHARES = BlockShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)
 """Tokens 0 1 | 2 3 4 5 | 6 7 | 8; the last of four ranks has none."""
@@ -56,3 +56,11 @@ def test_a_generator_counts_the_conditions_that_its_tokens_take() -> None:
         [],
     ]
     assert [own.patches.flatten().tolist() for own in found if own.patches is not None] == [[0, 1, 6, 7], [2, 3, 4, 5], [8], []]
+
+
+def test_rows_of_patches_end_with_a_token_that_comes_from_none() -> None:
+    """Of images with 2 x 2 patches, 3 x 1 and 1 x 3."""
+    grids = [(2, 2), (3, 1), (1, 3)]
+    places = torch.tensor([(row, column) for rows, columns in grids for row in range(rows) for column in range(columns)])
+    assert find_row_ends(places).tolist() == [0, 1, 10, 2, 3, 10, 4, 10, 5, 10, 6, 10, 7, 8, 9, 10]
+    assert find_row_ends(places[:0]).tolist() == []
