@@ -11,11 +11,15 @@ machine, `--at-once` runs beside each other; seconds are from the start of the f
 
 import argparse
 import json
+import multiprocessing
+import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the mutations are those of the tests, which are not installed
 
@@ -31,13 +35,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the mutations; returns the number of those that broke the claim."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--number", type=int, default=500, help="kinds of mutations to draw; 0: all")
-    parser.add_argument("--area", help="only kinds of this area (flag, model, cluster, folder, adapter, producer, ...)")
+    parser.add_argument("--area", nargs="+", help="only kinds of these areas (flag, model, folder, adapter, producer, ...)")
     parser.add_argument("--seed", type=int, default=0, help="which kinds are drawn")
     parser.add_argument("--at-once", type=int, default=2, help="runs beside each other")
     parser.add_argument("--json", type=Path, help="also write every outcome into this file")
     arguments = parser.parse_args(argv)
-    drawn = list_mutations() if arguments.area or not arguments.number else draw_mutations(arguments.number, seed=arguments.seed)
-    mutations = [mutation for mutation in drawn if arguments.area in (None, mutation.area)][: arguments.number or None]
+    mutations = draw_mutations(arguments.number or sys.maxsize, seed=arguments.seed, areas=arguments.area)
     outcomes = _run(mutations, num_at_once=arguments.at_once, seed=arguments.seed)
     _print_table(outcomes)
     if arguments.json:
@@ -47,18 +50,31 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(mutations: Sequence[Mutation], *, num_at_once: int, seed: int) -> list[Outcome]:
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        given = save_given(folder / "base")
+    """Run mutations in processes, each of which launches from its main thread alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        given = save_given(Path(folder) / "base")
+        run_one = partial(_run_one, folder=Path(folder), given=given, seed=seed)
+        outcomes = []
+        with ProcessPoolExecutor(num_at_once, multiprocessing.get_context("spawn")) as pool:
+            for mutation, found in zip(mutations, pool.map(run_one, [mutation.name for mutation in mutations]), strict=True):
+                outcomes.append(outcome := Outcome(mutation, *found))
+                if outcome.problems:
+                    print(f"-- {mutation.name}: {'; '.join(outcome.problems)}\n{outcome.output}", flush=True)
+        return outcomes
 
-        def run(index: int) -> Outcome:
-            outcome = run_mutation(mutations[index], folder=folder / str(index), given=given, seed=seed)
-            if outcome.problems:
-                print(f"-- {outcome.mutation.name}: {'; '.join(outcome.problems)}\n{outcome.output}", flush=True)
-            return outcome
 
-        with ThreadPoolExecutor(num_at_once) as pool:
-            return list(pool.map(run, range(len(mutations))))
+def _run_one(name: str, *, folder: Path, given: Path, seed: int) -> tuple[Any, ...]:
+    """Run one mutation by its name; returns its outcome without the mutation, which cannot travel between processes."""
+    mutation = _mutations_by_name()[name]
+    own = Path(tempfile.mkdtemp(dir=folder))
+    outcome = run_mutation(mutation, folder=own / "run", given=given, seed=seed)
+    shutil.rmtree(own, ignore_errors=True)
+    return outcome[1:]
+
+
+@cache
+def _mutations_by_name() -> dict[str, Mutation]:
+    return {mutation.name: mutation for mutation in list_mutations()}
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:

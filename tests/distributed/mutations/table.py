@@ -1,6 +1,7 @@
 """The table of all kinds of mutations, and draws from it."""
 
 import random
+from collections.abc import Collection
 
 from tests.distributed.mutations.checkpoints import checkpoint_mutations
 from tests.distributed.mutations.connections import connection_mutations
@@ -38,12 +39,13 @@ def list_mutations() -> tuple[Mutation, ...]:
     return found
 
 
-def draw_mutations(number: int, *, seed: int) -> tuple[Mutation, ...]:
-    """Returns `number` different kinds, drawn so that every area has its share."""
+def draw_mutations(number: int, *, seed: int, areas: Collection[str] | None = None) -> tuple[Mutation, ...]:
+    """Returns at most `number` different kinds of some areas (None: of all), drawn so that every area has its share."""
     generator = random.Random(seed)
     by_area: dict[str, list[Mutation]] = {}
     for mutation in list_mutations():
-        by_area.setdefault(mutation.area, []).append(mutation)
+        if areas is None or mutation.area in areas:
+            by_area.setdefault(mutation.area, []).append(mutation)
     for area in by_area.values():
         generator.shuffle(area)
     drawn: list[Mutation] = []
