@@ -7,6 +7,7 @@ Braid writes them, they are the A here; otherwise they are stacked by rows, so t
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -202,7 +203,7 @@ def _trained_tokens(folder: Path, config: Mapping[str, Any]) -> tuple[int, int] 
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _is_rank(value: Any) -> bool:
@@ -309,13 +310,15 @@ def _read_header(path: Path) -> Mapping[str, _Stored]:
         with open(path, "rb") as file:
             size = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             header = json.loads(file.read(min(size, _LARGEST_HEADER)))
-        first = _LENGTH_BYTES + size
-        return {
-            key: _Stored(tuple(entry["shape"]), *(first + offset for offset in entry["data_offsets"]))
-            for key, entry in header.items()
-            if key != "__metadata__"
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        first, tensors = _LENGTH_BYTES + size, {}
+        for key, entry in header.items():
+            if key != "__metadata__":
+                start, stop = entry["data_offsets"]
+                if not 0 <= start <= stop <= path.stat().st_size - first:
+                    raise ValueError(f"{key} has the offsets {start} to {stop}")
+                tensors[key] = _Stored(tuple(entry["shape"]), first + start, first + stop)
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as problem:
         raise ConfigError(f"{path}: is no safetensors file ({problem}); copy it again") from problem
 
 

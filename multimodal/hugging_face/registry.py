@@ -109,9 +109,9 @@ def _type_problems(config: Mapping[str, Any], place: str = "") -> Iterator[str]:
 
 def read_graph(folder: str | Path) -> ModelGraph:
     """Return the model graph of a Hugging Face folder; a ModelError names the file and the key."""
-    architecture, config = read_config(folder)
+    (architecture, config), processors = read_config(folder), read_processors(folder)
     try:
-        return ModelGraph.from_dict(with_processors(architecture.to_graph(config), read_processors(folder)))
+        return ModelGraph.from_dict(with_processors(architecture.to_graph(config), processors))
     except BraidError as problem:
         raise ModelError(f"{Path(folder) / CONFIG_NAME}: {problem}") from None
 

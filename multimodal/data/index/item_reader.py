@@ -1,5 +1,6 @@
 """Decodes single items, in any process, from the description that the index of a data set has of them."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -51,6 +52,12 @@ class ItemReader:
         is_embedded = item.path.startswith(EMBEDDED)
         name, content = ("its image", self._embedded(item.path)) if is_embedded else (item.path, None)
         return read_image(name, content=content, size=item.size, image_input=found, where=where, tile=item.tile)
+
+    def is_shaped(self, wanted: WantedItem, pixels: ItemPixels) -> bool:
+        """Return True if an item has the grid, the patches and the values that follow from its description."""
+        found, grid = self._inputs[wanted.item.unit], wanted.item.grid
+        num_patches = found.num_tokens(grid) if isinstance(found, AudioInput) else math.prod(grid)
+        return pixels.grid == grid and pixels.patches.shape == (num_patches, found.num_patch_values)
 
 
 def item_inputs(graph: ModelGraph) -> dict[str, ItemInput]:

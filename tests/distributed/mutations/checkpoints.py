@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.mutations.files import place_mutations
 from tests.distributed.mutations.flags import set_flag
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
 from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
@@ -25,6 +26,9 @@ def checkpoint_mutations() -> Iterator[Mutation]:
         for which in range(3):
             apply = partial(_change_checkpoint, change=change, which=which)
             yield Mutation(f"checkpoint: file {which} {name}", apply, ("saved",), must_be_refused=True, given=Given.CHECKPOINT)
+    for file in ("braid.json", "tensors.json", "rank_00000.bin"):
+        find = partial(_find, file=file)
+        yield from place_mutations("checkpoint", find, file=file, given=Given.CHECKPOINT)
     for leaf in LEAVES:
         apply = partial(_change_manifest_of_checkpoint, leaf=leaf)
         yield Mutation(f"checkpoint: something = {short(leaf)}", apply, ("saved",), must_be_refused=True, given=Given.CHECKPOINT)
@@ -48,6 +52,10 @@ def checkpoint_mutations() -> Iterator[Mutation]:
 def _change_checkpoint(inputs: Inputs, *, change: Callable[[Inputs, Path], object], which: int) -> None:
     files = sorted(path for path in inputs.checkpoint.rglob("*") if path.is_file())
     change(inputs, files[which % len(files)])
+
+
+def _find(inputs: Inputs, *, file: str) -> Path:
+    return inputs.checkpoint / file
 
 
 def _flip(inputs: Inputs, path: Path) -> None:

@@ -39,8 +39,8 @@ def elastic_mutations() -> Iterator[Mutation]:
     """Send noise to the store, hold connections open, and write what a stranger makes up, or has read, under the run's keys."""
     talks: dict[str, Talk] = {}
     for name, noise in NOISE.items():
-        talks[f"sends {name}"] = partial(_send, noise=noise, num_peers=1)
-        talks[f"{NUM_PEERS} connections that send {name}"] = partial(_send, noise=noise, num_peers=NUM_PEERS)
+        talks[f"sends {name}"] = partial(send, noise=noise, num_peers=1)
+        talks[f"{NUM_PEERS} connections that send {name}"] = partial(send, noise=noise, num_peers=NUM_PEERS)
     for key in KEYS:
         for name, value in VALUES.items():
             talks[f"writes {name} at {key}"] = partial(_write, key=key, value=value)
@@ -50,14 +50,14 @@ def elastic_mutations() -> Iterator[Mutation]:
     for name, value in VALUES.items():
         talks[f"writes {NUM_EVENTS} events: {name}"] = partial(_flood, value=value)
     for name, talk in talks.items():
-        yield Mutation(f"elastic: {short(name) if len(name) > 80 else name}", partial(_meet, talk=talk))
+        yield Mutation(f"elastic: {short(name) if len(name) > 80 else name}", partial(_meet, talk=talk), must_train=True)
 
 
 def _meet(inputs: Inputs, *, talk: Talk) -> None:
     inputs.stranger = talk
 
 
-def _send(port: int, *, noise: bytes, num_peers: int) -> list[socket.socket]:
+def send(port: int, *, noise: bytes, num_peers: int) -> list[socket.socket]:
     """Connect and send; returns the connections, which stay open as long as they are kept."""
     peers = []
     for _ in range(num_peers):

@@ -1,5 +1,6 @@
 """Mutations of the files that say what is trained and where: any value, the edges, and the text as a whole."""
 
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tests.distributed.mutations.mutation import Inputs, Mutation, short
+from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
 from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
 from tests.distributed.small_run import MODEL
 
@@ -36,8 +37,10 @@ def write_model(inputs: Inputs, model: Any) -> None:
     (inputs.folder / "model.yaml").write_text(yaml.safe_dump(model, sort_keys=False))
 
 
-def text_mutations(area: str, find: Callable[[Inputs], Path]) -> Iterator[Mutation]:
-    """Replace the text of a file, whatever it says."""
+def text_mutations(
+    area: str, find: Callable[[Inputs], Path], *, file: str = "", must_be_refused: bool = True
+) -> Iterator[Mutation]:
+    """Replace the text of a file, whatever it says; file: its name, if the area's name does not say which."""
     changes: dict[str, Callable[[bytes], bytes]] = {
         "empty": lambda text: b"",
         "truncated": lambda text: text[: len(text) // 2 - 7],
@@ -54,7 +57,29 @@ def text_mutations(area: str, find: Callable[[Inputs], Path]) -> Iterator[Mutati
         ),
     }
     for name, change in changes.items():
-        yield Mutation(f"{area}: {name}", partial(rewrite, find=find, change=change), (area,), must_be_refused=True)
+        apply = partial(rewrite, find=find, change=change)
+        yield Mutation(f"{area}: {file} {name}".replace("  ", " "), apply, (file or area,), must_be_refused)
+
+
+def place_mutations(
+    area: str, find: Callable[[Inputs], Path], *, file: str, given: Given | None = None, is_optional: bool = False
+) -> Iterator[Mutation]:
+    """Remove a file, or put something else in its place; is_optional: a run without it may train."""
+    changes: dict[str, Callable[[Path], object]] = {
+        "a pipe": os.mkfifo,
+        "a folder": Path.mkdir,
+        "a link to itself": lambda path: path.symlink_to(path),
+        "removed": lambda path: None,
+    }
+    for name, change in changes.items():
+        apply = partial(_put, find=find, change=change)
+        yield Mutation(f"{area}: {file} is {name}", apply, (file,), not is_optional, given)
+
+
+def _put(inputs: Inputs, *, find: Callable[[Inputs], Path], change: Callable[[Path], object]) -> None:
+    path = find(inputs)
+    path.unlink()
+    change(path)
 
 
 def rewrite(inputs: Inputs, *, find: Callable[[Inputs], Path], change: Callable[[bytes], bytes]) -> None:

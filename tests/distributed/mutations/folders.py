@@ -1,6 +1,7 @@
 """Mutations of a folder of Hugging Face that the run starts from, and of adapters of PEFT: their configs and weights."""
 
 import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from importlib.util import find_spec
@@ -8,7 +9,7 @@ from operator import getitem
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.mutations.files import rewrite, text_mutations
+from tests.distributed.mutations.files import place_mutations, rewrite, text_mutations
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation, short
 from tests.distributed.mutations.nested_documents import LEAVES, places, replaced
 
@@ -18,7 +19,69 @@ MODEL_KEYS = (
     *("text_config.num_attention_heads", "text_config.vocab_size", "text_config.rms_norm_eps", "vision_config.patch_size"),
     *("vision_config.image_size", "vision_config.num_hidden_layers", "text_config.tie_word_embeddings"),
 )
-ADAPTER_KEYS = ("peft_type", "r", "lora_alpha", "target_modules", "bias", "base_model_name_or_path", "use_dora")
+ADAPTER_KEYS = (
+    *("peft_type", "r", "lora_alpha", "target_modules", "bias", "base_model_name_or_path", "use_dora", "task_type", "use_rslora"),
+    *("rank_pattern", "alpha_pattern", "modules_to_save", "lora_dropout", "fan_in_fan_out", "layers_to_transform", "lora_bias"),
+    *(
+        "layers_pattern",
+        "exclude_modules",
+        "megatron_config",
+        "trainable_token_indices",
+        "target_parameters",
+        "init_lora_weights",
+    ),
+)
+_PATTERNS: dict[str, Any] = {
+    "a name and no rank": {"rank_pattern": {"q_proj": "2"}},
+    "another rank": {"rank_pattern": {"q_proj": 3}},
+    "no expression": {"rank_pattern": {"(": 2}},
+    "an expression that runs for ever": {"alpha_pattern": {"(x+x+)+y": 2.0}},
+    "alpha of a layer that is not there": {"alpha_pattern": {"layers.99.q_proj": 2.0}},
+    "an infinite alpha": {"alpha_pattern": {"q_proj": math.inf}},
+    "targets by an expression that runs for ever": {"target_modules": "(.*a)*(.*b)*(.*c)*(.*d)*x"},
+    "one target of several": {"target_modules": ["q_proj"]},
+    "a target of no layer beside the others": {"target_modules": ["nobody", *(f"{name}_proj" for name in "qkvo")]},
+}
+OPTIONAL_KEYS: dict[str, tuple[str, ...]] = {
+    "preprocessor_config.json": (
+        *("image_mean", "image_std", "size", "do_resize", "do_normalize", "do_rescale", "rescale_factor", "resample", "do_pad"),
+        *("crop_size", "do_center_crop", "image_processor_type", "min_pixels", "patch_size", "crop_to_patches"),
+    ),
+    "tokenizer_config.json": ("bos_token", "eos_token", "tokenizer_class", "chat_template", "add_bos_token", "model_max_length"),
+    "generation_config.json": ("eos_token_id", "transformers_version"),
+}
+"""Files that say how data are read; a run without one of them may train."""
+NEEDED_KEYS: dict[str, tuple[str, ...]] = {
+    "model.safetensors.index.json": ("weight_map", "metadata", "metadata.total_size"),
+    "tokenizer.json": (
+        *(
+            "version",
+            "truncation",
+            "padding",
+            "normalizer",
+            "pre_tokenizer",
+            "post_processor",
+            "decoder",
+            "added_tokens",
+            "model",
+        ),
+        *("model.type", "model.vocab", "model.merges", "model.unk_token", "model.vocab.a", "model.byte_fallback"),
+    ),
+}
+TEMPLATES: dict[str, str] = {
+    "empty": "",
+    "cut off": "{% for message in messages %}{{ message",
+    "of an unknown filter": "{{ messages | no_such_filter }}",
+    "raises": "{{ raise_exception('no conversation pleases') }}",
+    "reaches for classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+    "includes a file": "{% include '/etc/passwd' %}",
+    "calls itself": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "says nothing of the answer": "{{ messages[0]['content'] }}",
+    "divides by nothing": "{{ 1 // 0 }}",
+    "asks otherwise than it taught": "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}?{% endif %}",
+    "is nested deeply": "{% if true %}" * 5000,
+}
 Header = dict[str, Any]
 
 
@@ -30,31 +93,46 @@ def folder_mutations() -> Iterator[Mutation]:
         (Given.FOLDER, "config.json", "model.safetensors", MODEL_KEYS),
         (Given.ADAPTER, "adapter_config.json", "adapter_model.safetensors", ADAPTER_KEYS),
     ):
-        of_config, of_weights = partial(_file, given=given, name=config), partial(_file, given=given, name=weights)
-        for key in keys:
-            for leaf in LEAVES:
-                apply = partial(_set_key, find=of_config, path=key.split("."), leaf=leaf)
-                yield Mutation(f"{given}: {key} = {short(leaf)}", apply, given=given)
-        for leaf in LEAVES:
-            apply = partial(_set_something, find=of_config, leaf=leaf)
-            yield Mutation(f"{given}: something = {short(leaf)}", apply, given=given)
-        for mutation in text_mutations(given, of_config):
-            if not mutation.name.endswith("expands"):  # JSON has no aliases
-                yield mutation._replace(names=(config,), given=given)
+        yield from _json_mutations(given, given, config, keys)
         for name, change in _WEIGHTS.items():
-            apply = partial(rewrite, find=of_weights, change=change)
+            apply = partial(rewrite, find=partial(_file, given=given, name=weights), change=change)
             yield Mutation(f"{given}: weights {name}", apply, must_be_refused=True, given=given)
-        for name in (config, weights):
-            apply = partial(_remove, find=partial(_file, given=given, name=name))
-            yield Mutation(f"{given}: without {name}", apply, (name,), must_be_refused=True, given=given)
+        yield from place_mutations(given, partial(_file, given=given, name=weights), file=weights, given=given)
+    for name, values in _PATTERNS.items():
+        yield Mutation(f"adapter: {name}", partial(_update, values=values), given=Given.ADAPTER)
+    for file, keys in (OPTIONAL_KEYS | NEEDED_KEYS).items():
+        area = {"model.safetensors.index.json": "index"}.get(file, file.partition("_")[0].removesuffix(".json"))
+        yield from _json_mutations(area, Given.CHAT, file, keys, is_optional=file in OPTIONAL_KEYS)
+    template = partial(_file, given=Given.CHAT, name="chat_template.jinja")
+    for name, text in TEMPLATES.items():
+        apply = partial(rewrite, find=template, change=lambda _, text=text: text.encode())
+        yield Mutation(f"template: {name}", apply, ("chat_template.jinja",), must_be_refused=True, given=Given.CHAT)
+    yield from place_mutations("template", template, file="chat_template.jinja", given=Given.CHAT, is_optional=True)
+
+
+def _json_mutations(area: str, given: Given, file: str, keys: Sequence[str], *, is_optional: bool = False) -> Iterator[Mutation]:
+    """Change some keys of a file, and one at random; cut it, replace it, take it away."""
+    find = partial(_file, given=given, name=file)
+    for key in keys:
+        for leaf in LEAVES:
+            apply = partial(_set_key, find=find, path=key.split("."), leaf=leaf)
+            yield Mutation(f"{area}: {key} = {short(leaf)}", apply, given=given)
+    for leaf in LEAVES:
+        apply = partial(_set_something, find=find, leaf=leaf)
+        yield Mutation(f"{area}: something of {file} = {short(leaf)}", apply, given=given)
+    for mutation in text_mutations(area, find, file=file, must_be_refused=not is_optional):
+        if not mutation.name.endswith("expands"):  # JSON has no aliases
+            yield mutation._replace(given=given)
+    yield from place_mutations(area, find, file=file, given=given, is_optional=is_optional)
 
 
 def _file(inputs: Inputs, *, given: Given, name: str) -> Path:
     return inputs.folder / given / name
 
 
-def _remove(inputs: Inputs, *, find: Callable[[Inputs], Path]) -> None:
-    find(inputs).unlink()
+def _update(inputs: Inputs, *, values: dict[str, Any]) -> None:
+    path = _file(inputs, given=Given.ADAPTER, name="adapter_config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
 
 
 def _set_key(inputs: Inputs, *, find: Callable[[Inputs], Path], path: Sequence[str], leaf: Any) -> None:
@@ -78,8 +156,13 @@ def _with_header(content: bytes, *, change: Callable[[Header], object]) -> bytes
 
 
 def _first(header: Header) -> Header:
-    tensor: Header = next(tensor for name, tensor in header.items() if name != "__metadata__")
+    tensor: Header = next(tensor for name, tensor in header.items() if name != "__metadata__" and len(tensor["shape"]) == 2)
     return tensor
+
+
+def _drop(header: Header) -> None:
+    """Leave out the last tensor of the file, whose numbers stay."""
+    del header[max(header, key=lambda name: header[name].get("data_offsets", [0])[0])]
 
 
 def _rename(header: Header) -> None:
@@ -101,4 +184,11 @@ _WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
     "beyond the file": partial(_with_header, change=lambda header: _first(header)["data_offsets"].__setitem__(1, 2**40)),
     "backwards": partial(_with_header, change=lambda header: _first(header)["data_offsets"].reverse()),
     "under another name": partial(_with_header, change=_rename),
+    "transposed": partial(_with_header, change=lambda header: _first(header)["shape"].reverse()),
+    "without a tensor": partial(_with_header, change=_drop),
+    "with a shape that is none": partial(_with_header, change=lambda header: _first(header).update(shape="8")),
+    "with a huge shape": partial(_with_header, change=lambda header: _first(header).update(shape=[2**40, 2**40])),
+    "over another tensor": partial(_with_header, change=lambda header: _first(header).update(data_offsets=[0, 128])),
+    "with a header nested deeply": lambda content: (10**6).to_bytes(8, "little") + b"[" * 10**6,
+    "that are no numbers": lambda content: content[:-64] + b"\xff" * 64,
 }

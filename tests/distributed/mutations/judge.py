@@ -18,14 +18,14 @@ _WITHOUT_EFFECT = frozenset(
         *("--schedule-passes", "--recompute-granularity", "--micro-batch-size", "--balance", "--balance-granularity"),
         *("--balance-num-microbatches", "--merge-encoders", "--unit-costs", "--rearrange-nodes"),
         *("--context-parallel-distribution", "--context-parallel-block-size", "--lengths-from", "--num-workers"),
-        *("--save", "--tensorboard-dir", "--report-dir", "--cluster"),
+        *("--save", "--tensorboard-dir", "--report-dir", "--cluster", "--producers", "--producer-token"),
     }
 )
 """Flags that say how a run trains or what it writes, and not what it learns: one process does without them."""
 _FIX = re.compile(
     r"\b(use|set|give|leave|remove|choose|raise|lower|add|keep|write|rename|replace|correct|change|launch|install|start|list|take|make|"
-    r"must be|must|expected|needs|make room|save|resume|put|name|regenerate|copy|repair|convert|re-create|delete|shorten|pass|"
-    r"did you mean|has no|are|is one of|invalid choice|lists all flags)\b"
+    r"must be|must|expected|expects|needs|make room|save|resume|put|name|regenerate|copy|repair|convert|re-create|delete|shorten|"
+    r"pass|did you mean|has no|are|is one of|invalid choice|lists all flags)\b"
 )
 
 
@@ -57,6 +57,8 @@ def judge(mutation: Mutation, inputs: Inputs, launched: Launched) -> Outcome:
         problems = ["it was accepted, but must be refused"] if mutation.must_be_refused else _compare(inputs)
     elif 0 in codes:
         problems = [f"some ranks ended well and some did not: {codes}"]
+    elif mutation.must_train:
+        problems = ["a stranger ended it"]
     else:
         problems = _problems_of_refusal(mutation, messages)
     if "Traceback" in output or "frame #" in output:

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -31,6 +32,19 @@ CLUSTER = {
 """A machine, for a run that goes by durations."""
 
 
+CONFIG = {
+    "train-iters": 2,
+    "global-batch-size": 2,
+    "lr": 1e-3,
+    "seed": 5,
+    "balance": "orchmllm",
+    "schedule-passes": "defer-receives",
+    "freeze": ["vision"],
+    "no-progress-bar": True,
+}
+"""Flags of a run that takes them from a file."""
+
+
 class Given(StrEnum):
     """What a run can be given beside its working files, by the name of its folder."""
 
@@ -39,6 +53,8 @@ class Given(StrEnum):
     """Of Hugging Face."""
     ADAPTER = "adapter"
     """Of PEFT, beside such a folder."""
+    CHAT = "chat"
+    """A folder with a tokenizer, a chat template and an image processor, its weights in several files."""
 
 
 @dataclass
@@ -54,6 +70,8 @@ class Inputs:
     num_ranks: int = NUM_RANKS
     stranger: Callable[[int], object] | None = None
     """Acts at the port of the store, of a run that is elastic for that."""
+    stack: ExitStack = field(default_factory=ExitStack)
+    """What ends with the run."""
 
     def write_cluster(self, cluster: Any) -> Path:
         """Have the run balance by the durations of a machine."""
@@ -71,6 +89,15 @@ class Inputs:
     def checkpoint(self) -> Path:
         """The checkpoint that the run loads."""
         return next((self.folder / "saved").glob("step_*"))
+
+    def write_config(self, config: Any) -> Path:
+        """Have the run take some flags from a file."""
+        path = self.folder / "config.yaml"
+        path.write_text(yaml.safe_dump(config, sort_keys=False))
+        for name in CONFIG:
+            self.flags.pop(f"--{name}", None)
+        self.flags["--config"] = path
+        return path
 
     def write_plan(self, plan: Any) -> Path:
         """Have the run take a plan file in place of the sizes."""
@@ -92,10 +119,12 @@ class Mutation(NamedTuple):
     """What a refusal's message must contain: the flag, or the file and the key."""
     must_be_refused: bool = False
     given: Given | None = None
+    must_train: bool = False
+    """Strangers end no run."""
 
     @property
     def area(self) -> str:
-        """The first word of the name: flag, model, plan, cluster, manifest, image, checkpoint, folder, producer, elastic, ..."""
+        """The first word of the name: flag, model, plan, cluster, manifest, checkpoint, folder, producer, elastic, ..."""
         return self.name.split(":")[0]
 
 

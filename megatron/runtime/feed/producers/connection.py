@@ -22,7 +22,7 @@ from megatron.runtime.feed.producers.wire import (
     pack_wanted,
     unpack_message,
 )
-from multimodal.data.index.item_reader import WantedItem
+from multimodal.data.index.item_reader import ItemReader, WantedItem
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import ConfigError
 
@@ -78,10 +78,14 @@ class RefusedError(WireError):
 class Connection:
     """An open connection; all methods raise WireError if the producer is lost."""
 
-    def __init__(self, address: tuple[str, int], *, context: zmq.Context, keys: Keys, data_set: str) -> None:
-        """Connect, prove the token to each other, and let the producer open the data set. Raises WireError or OSError."""
+    def __init__(self, address: tuple[str, int], *, context: zmq.Context, keys: Keys, data_set: str, local: ItemReader) -> None:
+        """Connect, prove the token to each other, and let the producer open the data set. Raises WireError or OSError.
+
+        local: knows which shapes items must have.
+        """
         with socket.create_connection(address, timeout=HANDSHAKE_SECONDS) as reached:  # says why, where there is nobody
             (host, port), is_long = reached.getpeername()[:2], reached.family == socket.AF_INET6
+        self._local = local
         self.owed: dict[Wanted, None] = {}
         """All that was asked for and has not come, in order."""
         self._waiting: deque[Wanted] = deque()
@@ -141,7 +145,7 @@ class Connection:
             wanted = self._sent.pop(number)
             self._send_requests()
             if wanted is not None:
-                found = _read_answer(wanted, said, payload)
+                found = self._read_answer(wanted, said, payload)
                 del self.owed[wanted]
                 return wanted, found
 
@@ -185,10 +189,12 @@ class Connection:
             raise WireError(str(said["failure"]))
         return int(number.bytes), said, payload.buffer
 
-
-def _read_answer(wanted: Wanted, said: dict[str, Any], payload: memoryview) -> Answer:
-    if "error" in said:
-        return str(said["error"])
-    if isinstance(wanted, WantedItem):
-        return build_pixels(said, payload)
-    return build_block(said, payload, num_samples=len(wanted.samples))
+    def _read_answer(self, wanted: Wanted, said: dict[str, Any], payload: memoryview) -> Answer:
+        if "error" in said:
+            return str(said["error"])
+        if not isinstance(wanted, WantedItem):
+            return build_block(said, payload, num_samples=len(wanted.samples))
+        pixels = build_pixels(said, payload)
+        if not self._local.is_shaped(wanted, pixels):
+            raise WireError(f"an item that is none (of shape {pixels.patches.shape} for a grid of {wanted.item.grid})")
+        return pixels

@@ -175,7 +175,9 @@ class ProducedItems:
     def _connect_once(self, address: str) -> Connection:
         # The process's own context, which is another after a fork. The end of one made here would wait for its sockets, in
         # whichever thread collects garbage.
-        return Connection(self._addresses[address], context=zmq.Context.instance(), keys=self._keys, data_set=self._data_set)
+        return Connection(
+            self._addresses[address], context=zmq.Context.instance(), keys=self._keys, data_set=self._data_set, local=self._local
+        )
 
     def _receive(self, address: str) -> None:
         """Take an item of a producer; give the producer up if there is none."""
