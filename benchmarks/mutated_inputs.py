@@ -12,6 +12,7 @@ machine, `--at-once` runs beside each other; seconds are from the start of the f
 import argparse
 import json
 import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the mutations are those of the tests, which are not installed
 
+from tests.distributed.launch import forking_context
 from tests.distributed.mutations.judge import Outcome
 from tests.distributed.mutations.mutation import Mutation
 from tests.distributed.mutations.run import run_mutation, save_given
@@ -55,12 +57,19 @@ def _run(mutations: Sequence[Mutation], *, num_at_once: int, seed: int) -> list[
         given = save_given(Path(folder) / "base")
         run_one = partial(_run_one, folder=Path(folder), given=given, seed=seed)
         outcomes = []
-        with ProcessPoolExecutor(num_at_once, multiprocessing.get_context("spawn")) as pool:
+        with ProcessPoolExecutor(num_at_once, multiprocessing.get_context("spawn"), initializer=_start_fork_server) as pool:
             for mutation, found in zip(mutations, pool.map(run_one, [mutation.name for mutation in mutations]), strict=True):
                 outcomes.append(outcome := Outcome(mutation, *found))
                 if outcome.problems:
                     print(f"-- {mutation.name}: {'; '.join(outcome.problems)}\n{outcome.output}", flush=True)
         return outcomes
+
+
+def _start_fork_server() -> None:
+    """Import what ranks import, which the first run would be charged for."""
+    first = forking_context().Process(target=os.getpid)
+    first.start()
+    first.join()
 
 
 def _run_one(name: str, *, folder: Path, given: Path, seed: int) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ from tests.distributed.gradient_case import GradientCase, RankGradients, plan_ca
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Plans, case_of, only_text, run_transformers
+from tests.distributed.mutations.folders import WEIGHTS
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.test_hugging_face_llava import clip_and_llama, samples
 from tests.distributed.test_hugging_face_text import SAMPLES, llama, llama_of_long_contexts
@@ -277,6 +278,7 @@ def test_adapters_of_peft_are_trained_on_and_merged(ranks: RankPool, tmp_path: P
         ({"peft_type": "IA3"}, {}, "peft_type is 'IA3', and only 'LORA' can be trained here"),
         ({"use_dora": True}, {}, "use_dora is True"),
         ({"lora_alpha": None}, {}, "lora_alpha is None, expected a number"),
+        ({"lora_alpha": 10**400}, {}, "lora_alpha is 1000+, expected a number"),
         (
             {"alpha_pattern": {"(([a-z_.0-9]+)+)+X": 4}},
             {},
@@ -314,6 +316,17 @@ def test_adapters_that_are_no_lora_of_the_model_are_refused(
     path = tmp_path / "peft" / "adapter_model.safetensors"
     save_file(load_file(path) | added, path)
     with pytest.raises(ConfigError, match=message):
+        read_peft_adapter(tmp_path / "peft", graph=read_model(tmp_path / "model"), base=tmp_path / "model")
+
+
+@pytest.mark.parametrize("damage", ["backwards", "beyond the file", "with a broken header", "with a header nested deeply"])
+def test_a_damaged_header_is_refused(damage: str, tmp_path: Path) -> None:
+    model = llama()
+    model.save_pretrained(tmp_path / "model")
+    write_peft(model, tmp_path / "peft")
+    path = tmp_path / "peft" / "adapter_model.safetensors"
+    path.write_bytes(WEIGHTS[damage](path.read_bytes()))
+    with pytest.raises(ConfigError, match="adapter_model.safetensors: is no safetensors file .*; copy it again"):
         read_peft_adapter(tmp_path / "peft", graph=read_model(tmp_path / "model"), base=tmp_path / "model")
 
 

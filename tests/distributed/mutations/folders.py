@@ -94,7 +94,7 @@ def folder_mutations() -> Iterator[Mutation]:
         (Given.ADAPTER, "adapter_config.json", "adapter_model.safetensors", ADAPTER_KEYS),
     ):
         yield from _json_mutations(given, given, config, keys)
-        for name, change in _WEIGHTS.items():
+        for name, change in WEIGHTS.items():
             apply = partial(rewrite, find=partial(_file, given=given, name=weights), change=change)
             yield Mutation(f"{given}: weights {name}", apply, must_be_refused=True, given=given)
         yield from place_mutations(given, partial(_file, given=given, name=weights), file=weights, given=given)
@@ -170,7 +170,7 @@ def _rename(header: Header) -> None:
     header["no.such.weight"] = header.pop(name)
 
 
-_WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
+WEIGHTS: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
     "truncated": lambda content: content[: len(content) // 2],
     "longer": lambda content: content + b"\0" * 8,

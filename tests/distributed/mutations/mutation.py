@@ -38,7 +38,6 @@ CONFIG = {
     "lr": 1e-3,
     "seed": 5,
     "balance": "orchmllm",
-    "schedule-passes": "defer-receives",
     "freeze": ["vision"],
     "no-progress-bar": True,
 }
