@@ -26,6 +26,7 @@ from tests.distributed.gradient_case import GradientCase, build_session
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import BETAS, DECAY, RATE, case_of, step_in_torch, weights_of
 from tests.distributed.launch import Launched, launch, train
+from tests.distributed.mutations.run import small_llava
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
 from tests.distributed.test_hugging_face_text import SAMPLES
@@ -48,15 +49,6 @@ def small_qwen2(**changes: Any) -> Any:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     return Qwen2ForCausalLM(Qwen2Config(**SHAPE | changes))
-
-
-def small_llava(image_token: int) -> Any:
-    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
-
-    shape = {key: SHAPE[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")}
-    vision = CLIPVisionConfig(**shape, image_size=16, patch_size=4)
-    text = LlamaConfig(**shape, vocab_size=300)
-    return LlavaForConditionalGeneration(LlavaConfig(vision_config=vision, text_config=text, image_token_index=image_token))
 
 
 def write_manifest(folder: Path) -> Path:

@@ -91,7 +91,6 @@ def chat_mutations() -> Iterator[Mutation]:
     """Change a sample in LLaVA's JSON, in chats of JSON lines, and in tables; and these files' bytes."""
     forms = ("chats.jsonl", "llava.json", *(_TABLES if find_spec("pyarrow") is not None else ()))
     for form in forms:
-        area = Path(form).stem if form not in _TABLES else "table"
         held = [leaf for leaf in LEAVES if form not in _TABLES or (leaf != {} and not (type(leaf) is int and leaf > 2**62))]
         for path, value in places(_entry_of(form, 2)):
             if form in _TABLES and path[0] == "messages" and len(path) > 1:
@@ -100,13 +99,13 @@ def chat_mutations() -> Iterator[Mutation]:
             for leaf in held:
                 if leaf != value:
                     apply = partial(_write_chats, form=form, change=partial(_replace, path=path, values=(leaf,)))
-                    yield Mutation(f"{area}: {shown} = {short(leaf)}", apply, (form.partition(".")[0],) * (form not in _TABLES))
+                    yield Mutation(f"chats: {shown} = {short(leaf)}", apply, (form.partition(".")[0],) * (form not in _TABLES))
             apply = partial(_write_chats, form=form, change=partial(_replace, path=path, values=()))
-            yield Mutation(f"{area}: {shown} left out", apply)
+            yield Mutation(f"chats: {shown} left out", apply)
         find = partial(_write_chats, form=form)
         for name, change in _BYTES.items():
-            yield Mutation(f"{area}: {form} {name}", partial(rewrite, find=find, change=change), ("data",), must_be_refused=True)
-        yield from place_mutations(area, find, file=form)
+            yield Mutation(f"chats: {form} {name}", partial(rewrite, find=find, change=change), ("data",), must_be_refused=True)
+        yield from place_mutations("chats", find, file=form)
 
 
 def _replace(entry: Any, *, path: tuple[str | int, ...], values: tuple[Any, ...]) -> Any:

@@ -101,7 +101,7 @@ def folder_mutations() -> Iterator[Mutation]:
     for name, values in _PATTERNS.items():
         yield Mutation(f"adapter: {name}", partial(_update, values=values), given=Given.ADAPTER)
     for file, keys in (OPTIONAL_KEYS | NEEDED_KEYS).items():
-        area = {"model.safetensors.index.json": "index"}.get(file, file.partition("_")[0].removesuffix(".json"))
+        area = next((area for area in ("tokenizer", "preprocessor") if file.startswith(area)), Given.FOLDER)
         yield from _json_mutations(area, Given.CHAT, file, keys, is_optional=file in OPTIONAL_KEYS)
     template = partial(_file, given=Given.CHAT, name="chat_template.jinja")
     for name, text in TEMPLATES.items():
