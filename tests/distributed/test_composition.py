@@ -20,24 +20,22 @@ from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed import hugging_face_comparison as comparison
+from tests.distributed import test_opaque
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.hugging_face_comparison import VOCABULARY
-from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.hugging_face_comparison import MULTIPLE, VOCABULARY
+from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.test_hugging_face_audio import CLIPS, MAX_TOKENS
 from tests.distributed.test_hugging_face_llava import pixels_of
 from tests.distributed.test_hugging_face_text import llama
-from tests.distributed.test_opaque import GROUPS, ITEMS, dinov2
-from tests.distributed.training_case import build_plan
+from tests.distributed.test_opaque import dinov2
 from tests.distributed.wide_transformers import double_precision, randomize_vectors
 
-ONE, TWO = (("vision", 2, 2),), (("vision", 2, 2), ("vision", 2, 2))
-SAMPLES = (SampleShape(ONE, 5, 3), SampleShape(TWO, 4, 2), SampleShape((), 3, 2), SampleShape(ONE, 6, 2), SampleShape((), 6, 2))
+case_of = partial(test_opaque.case_of, vocab_size=MULTIPLE)
 
 
 @pytest.fixture(scope="module")
@@ -101,17 +99,6 @@ def composed(folders: Path, target: Path, encoder: str, **options: Any) -> Model
     return multimodal.compose(
         llm=folders / "llm", encoders={"vision": folders / encoder}, merge_size=2, output=target / "model.yaml", **options
     )
-
-
-def case_of(graph: ModelGraph, *, colocated: bool = False, **changes: Any) -> GradientCase:
-    sizes = {"vision": (1, 1, 2), "llm": (2, 1, 1), **changes.pop("sizes", {})}
-    plan = build_plan(graph, colocated=colocated, **sizes)
-    dealt = {"vision": ITEMS, "llm": GROUPS}
-    counts = {name: unit.data_parallel_size for name, unit in plan.units.items()}
-    assignment = Assignment.from_dict(
-        {name: [dealt[name][index::count] for index in range(count)] for name, count in counts.items()}
-    )
-    return GradientCase(graph, plan, assignment, RandomSource(graph, SAMPLES, 64), **changes)
 
 
 def run_and_save(case: GradientCase, target: str = "") -> RankGradients:

@@ -147,9 +147,9 @@ def qwen3_moe() -> Any:
 
 
 PLANS: Plans = {
-    "tp 2, pp 2, dp 2": ({"llm": (2, 2, 2)}, {}),
+    "tp 2, pp 2": ({"llm": (2, 2, 1)}, {}),
     "sequence parallelism, tp 2, cp 2": ({"llm": (2, 1, 1, 2)}, {"sequence_parallel": True}),
-    "zero 3, tp 2, dp 3": ({"llm": (2, 1, 3)}, {"shards_weights": True}),
+    "zero 3, tp 2, dp 2": ({"llm": (2, 1, 2)}, {"shards_weights": True}),
     "zb-h1, pp 3": ({"llm": (1, 3, 1)}, {"builder": "zb-h1", "recompute": "full"}),
 }
 

@@ -71,7 +71,8 @@ def case_of(graph: ModelGraph, **changes: Any) -> GradientCase:
     assignment = Assignment.from_dict(
         {name: [dealt[name][index::count] for index in range(count)] for name, count in counts.items()}
     )
-    return GradientCase(graph, plan, assignment, RandomSource(graph, SAMPLES, 12), **changes)
+    source = RandomSource(graph, SAMPLES, changes.pop("vocab_size", 12))
+    return GradientCase(graph, plan, assignment, source, **changes)
 
 
 def test_gradients_equal_one_process_under_plans(graph: ModelGraph, ranks: RankPool) -> None:

@@ -124,7 +124,7 @@ def test_it_can_be_planned(tmp_path: Path) -> None:
     small = {**CLIP, "num_hidden_layers": 5, "hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 128}
     text = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "intermediate_size": 128}
     asked = request(read(tmp_path, vision_config=small, text_config=text))
-    assert predict_run(PLANNERS["braid"](asked), asked).iteration_seconds > 0
+    assert predict_run(PLANNERS["disttrain"](asked), asked).iteration_seconds > 0
 
 
 def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:

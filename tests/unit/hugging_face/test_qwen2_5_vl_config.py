@@ -123,7 +123,7 @@ def test_it_can_be_planned(tmp_path: Path) -> None:
     small = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "rope_scaling": {"mrope_section": [2, 3, 3]}}
     vision = {"depth": 4, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "out_hidden_size": 64}
     asked = request(read(tmp_path, **small, num_hidden_layers=4, vision_config=PUBLISHED["vision_config"] | vision))
-    assert predict_run(PLANNERS["braid"](asked), asked).iteration_seconds > 0
+    assert predict_run(PLANNERS["disttrain"](asked), asked).iteration_seconds > 0
 
 
 @pytest.mark.parametrize("num_frames", [1, 2])

@@ -101,5 +101,5 @@ def test_it_can_be_planned(tmp_path: Path) -> None:
     text = {**TEXT, **small, "num_hidden_layers": 4, "rope_scaling": {"mrope_section": [4, 2, 2]}}
     vision = {**VISION, "hidden_size": 64, "num_heads": 4, "intermediate_size": 96, "out_hidden_size": 64, "depth": 4}
     asked = request(read(tmp_path, text_config=text, vision_config=vision | {"deepstack_visual_indexes": [0, 1, 3]}))
-    for name in ("braid", "entrain"):
+    for name in ("disttrain", "entrain"):
         assert predict_run(PLANNERS[name](asked), asked).iteration_seconds > 0

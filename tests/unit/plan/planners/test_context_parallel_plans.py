@@ -32,7 +32,7 @@ def long_request(**changes):
     return request(TWO, **{"lengths": (DOCUMENT,), "global_batch_size": 2, "num_gpus": 32, "time_budget_seconds": 2.0, **changes})
 
 
-@pytest.mark.deep(when=lambda name, graph: name not in ("disttrain", "braid") and graph != "three")
+@pytest.mark.deep(when=lambda name, graph: name != "disttrain" and graph != ("fed" if name == "braid" else "three"))
 @pytest.mark.parametrize(
     ("name", "graph"),
     [
