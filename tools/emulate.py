@@ -83,8 +83,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    names = f"one of {', '.join(BUILDERS)}, or a name with parameters, such as dip:rounds=6"
-    parser.add_argument("--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"the builder: {names}")
+    parser.add_argument(
+        "--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"of {', '.join(BUILDERS.listed())}"
+    )
     parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
     parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")

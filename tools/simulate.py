@@ -138,8 +138,7 @@ def build_parser() -> Parser:
     data.add_argument("--context-parallel-distribution", choices=tuple(TokenDistribution), help="What ranks share (by-item).")
     data.add_argument("--context-parallel-block-size", type=count, metavar="N", help=f"Tokens of a block ({DEFAULT_BLOCK_SIZE}).")
     when = parser.add_argument_group("the schedule")
-    names = f"one of {', '.join(BUILDERS)}, or a name with parameters, such as dip:rounds=6"
-    when.add_argument("--schedule", required=True, type=schedule_name, metavar="NAME", help=f"Builds the schedule: {names}.")
+    when.add_argument("--schedule", required=True, type=schedule_name, metavar="NAME", help=f"Of {', '.join(BUILDERS.listed())}.")
     when.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Rewrite it, in this order: {', '.join(PASSES)}.")
     output = parser.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")

@@ -188,7 +188,10 @@ class TrainingConfig:
         default=None, metadata={"shorthand": ("recompute_activations", "selective", None)}
     )
     """Recompute in the backward instead of storing: the attention core (selective) or whole layers (full)."""
-    schedule: str = field(default="1f1b", metadata={"choices": lambda: tuple(BUILDERS), "parse": schedule_name})
+    schedule: str = field(
+        default="1f1b",
+        metadata={"choices": lambda: tuple(BUILDERS), "parse": schedule_name, "metavar": "NAME", "names": BUILDERS.listed},
+    )
     """Order of forwards and backwards on every rank, also with parameters (dip:rounds=6); some need virtual stages."""
     schedule_passes: str = field(default="", metadata={"metavar": "A,B", "names": lambda: tuple(PASSES)})
     """Passes that rewrite the schedule, one after another; on CUDA by default reduce-by-layer,gather-parameters where they change

@@ -181,8 +181,8 @@ def _field_flag(field: Field[Any], hint: Any, help_text: str, group: str) -> Fie
         shared["help"] = f"{help_text.removesuffix('.')}: {', '.join(names())}."
     if get_origin(hint) is Literal or "choices" in metadata:
         choices = metadata["choices"]() if "choices" in metadata else get_args(hint)
-        parse = metadata.get("parse", str)
-        return FieldFlag(flag=flag_of(field.name), parse=parse, metavar="{" + ",".join(choices) + "}", choices=choices, **shared)
+        parse, metavar = metadata.get("parse", str), metadata.get("metavar", "{" + ",".join(choices) + "}")
+        return FieldFlag(flag=flag_of(field.name), parse=parse, metavar=metavar, choices=choices, **shared)
     is_list = get_origin(hint) is tuple
     parse, metavar = _PARSERS[get_args(hint)[0] if is_list else hint]
     metavar = metadata.get("metavar", metavar)

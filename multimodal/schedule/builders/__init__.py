@@ -114,11 +114,6 @@ class ScheduleRow:
         """False if it is only for models in which no encoder feeds another one, as it runs all of them as one."""
         return self.fewest_encoders < 2
 
-    def described_parameters(self) -> str:
-        """List the parameters and their values: `rounds=a whole number of at least 1`; `none` if there are none."""
-        forms = (f"{key}={parameter.values}" if parameter.values else key for key, parameter in self.parameters.items())
-        return ", ".join(forms) or "none"
-
     @property
     def keeps_all(self) -> bool:
         """True if stages keep more activations the more microbatches a step has."""
@@ -149,6 +144,10 @@ class ScheduleTable(dict[str, ScheduleRow]):
         for name, row in rows.items():
             self[name] = replace(self[row], alias_of=row) if isinstance(row, str) else row
 
+    def listed(self) -> list[str]:
+        """Return all names, those of aliases with what they stand for."""
+        return [f"{name} (is {row.alias_of})" if row.alias_of else name for name, row in self.items()]
+
     def __missing__(self, text: str) -> ScheduleRow:
         """Read a name with parameters; raises ScheduleError, which names those that are known."""
         if text not in self._made:
@@ -160,14 +159,14 @@ class ScheduleTable(dict[str, ScheduleRow]):
         row = self.get(name)
         if row is None:
             raise ScheduleError(f"there is no schedule '{name}'; choose one of {', '.join(self)}")
-        entries = [entry.partition("=") for entry in given.split(",")]
-        keys = [key for key, _, _ in entries]
-        if repeated := [key for key in keys if keys.count(key) > 1]:
-            raise ScheduleError(f"schedule '{text}' gives {repeated[0]} twice; leave one out")
-        for key, _, value in entries:
+        known = ", ".join(f"{key}={each.values}" if each.values else key for key, each in row.parameters.items()) or "none"
+        seen = set[str]()
+        for key, _, value in (entry.partition("=") for entry in given.split(",")):
             parameter = row.parameters.get(key)
-            if parameter is None:
-                raise ScheduleError(f"schedule '{name}' has no parameter '{key}'; it has: {row.described_parameters()}")
+            if parameter is None or key in seen:
+                problem = "is given twice the parameter" if parameter else "has no parameter"
+                raise ScheduleError(f"schedule '{text}' {problem} '{key}'; '{name}' has: {known}")
+            seen.add(key)
             try:
                 row = parameter.vary(row, value)
             except ValueError:
@@ -205,7 +204,7 @@ def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
         row,
         build=partial(build_one_f_one_b, memory_factor=factor),
         meaning="1F1B whose forwards run ahead where memory allows",
-        source="Entrain 4.5.3",
+        source=_EAGER,
         in_flight=factor,
         needs_messages=True,
     )
@@ -214,20 +213,13 @@ def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
 def _run_zero_bubble_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
     if value != IN_MEMORY:
         raise ValueError(value)
-    row = _run_ahead_in_memory(row, build_zb_h1_in_memory, meaning="zb-h1")
-    return replace(row, source=f"Entrain 4.5.3; {_ZERO_BUBBLE}", is_tried_first=False)
+    return replace(_run_ahead_in_memory(row, build_zb_h1_in_memory, meaning="zb-h1"), source=f"{_EAGER}; {row.source}")
 
 
 def _run_ahead_in_memory(row: ScheduleRow, build: Callable[..., Schedule], *, meaning: str) -> ScheduleRow:
-    return replace(
-        row,
-        build=build,
-        meaning=f"{meaning} whose forwards run ahead as far as the memory model allows",
-        source="Entrain 4.5.3",
-        fills_memory=True,
-        needs_costs=True,
-        needs_messages=True,
-    )
+    meaning = f"{meaning} whose forwards run ahead as far as the memory model allows"
+    row = replace(row, build=build, meaning=meaning, source=_EAGER, is_tried_first=False)
+    return replace(row, fills_memory=True, needs_costs=True, needs_messages=True)
 
 
 def _run_in_rounds(row: ScheduleRow, value: str) -> ScheduleRow:
@@ -266,7 +258,7 @@ _V_SHAPED = Layout(
     lambda graph, plan: any(map(is_v_shaped, plan.units.values())),
     "a unit whose stages hold two layer ranges each in the shape of a V, the first stage the first and the last",
 )
-_ZERO_BUBBLE = "Qi et al., Zero Bubble Pipeline Parallelism"
+_ZERO_BUBBLE, _EAGER = "Qi et al., Zero Bubble Pipeline Parallelism", "Entrain 4.5.3"
 
 BUILDERS = ScheduleTable(
     {
