@@ -7,6 +7,7 @@ contributes its shares of the weights and gradients of zero, and computes nothin
 
 from collections import deque
 from collections.abc import Collection, Mapping
+from functools import cache
 from typing import NamedTuple
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource
@@ -70,7 +71,7 @@ class _Alignment:
         self.arrived: dict[Join, dict[int, Action]] = {}
         """Computation that can run -> replica -> its action, which waits for the other replicas."""
         self.queue = deque(range(len(self.lanes)))
-        self._stages: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self._lanes_of = cache(self.plan.lanes_of_stage)
 
     def run(self) -> None:
         while self.queue or self.arrived:
@@ -127,7 +128,7 @@ class _Alignment:
     def _force(self) -> None:
         """Run one computation without waiting for the other replicas."""
         most_left = [
-            (self.positions[lane] - len(self.lanes[lane]), _ORDER[join.kind], lane, join.unit, join.stage, join)
+            (self.positions[lane] - len(self.lanes[lane]), _KINDS.index(join.kind), lane, join.unit, join.stage, join)
             for join, replicas in self.arrived.items()
             for action in replicas.values()
             for lane in self._lanes_of(*action[1:4])
@@ -159,16 +160,5 @@ class _Alignment:
         actions = self.lanes[lane]
         return actions[self.positions[lane]] if self.positions[lane] < len(actions) else None
 
-    def _lanes_of(self, unit: str, replica: int, stage: int) -> tuple[int, ...]:
-        key = unit, replica, stage
-        if key not in self._stages:
-            self._stages[key] = self.plan.lanes_of_stage(unit, replica, stage)
-        return self._stages[key]
 
-
-_ORDER = {
-    ActionKind.FORWARD: 0,
-    ActionKind.BACKWARD: 1,
-    ActionKind.INPUT_GRADIENT: 2,
-    ActionKind.WEIGHT_GRADIENT: 3,
-}
+_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)

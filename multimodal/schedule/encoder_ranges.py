@@ -1,8 +1,9 @@
 """Encoder work in ranges of segments: cut finely to be placed piece by piece, then joined where pieces stay together."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -51,14 +52,15 @@ class Parts(NamedTuple):
 
 def cut_finely(shape: StepShape, units: Collection[str], *, lanes: Collection[int]) -> StepShape:
     """Return the step with every forward and backward of these units in these lanes cut into single segments."""
-    cuts: dict[tuple[int, bool], SegmentCut] = {}
     segments: dict[Place, SegmentCut] = {}
-    for place, num_segments in _places(shape, units, lanes):
-        has_backward = shape.backward_need(*place[:3]).has_backward
-        bounds = tuple(range(1, num_segments))
-        cut = cuts.setdefault((num_segments, has_backward), SegmentCut(num_segments, bounds, bounds if has_backward else ()))
-        if bounds:
-            segments[place] = cut
+    for name in sorted(units):
+        for replica, each in enumerate(shape.plan.units[name].replicas):
+            for stage in each.virtual_stages if shape.lanes_of(name, replica, 0)[0] in lanes else ():
+                key = name, replica, stage.index
+                bounds = tuple(range(1, count_segments(shape.graph.unit(name), stage.layers)))
+                cut = SegmentCut(len(bounds) + 1, bounds, bounds if shape.backward_need(*key).has_backward else ())
+                if bounds:
+                    segments |= {Place(*key, microbatch): cut for microbatch in range(shape.num_microbatches(name, replica))}
     return shape.with_cuts(replace(shape.cuts, segments=segments))
 
 
@@ -70,18 +72,6 @@ def count_fine_pieces(shape: StepShape, units: Collection[str]) -> dict[int, int
             num_segments = sum(count_segments(shape.graph.unit(name), stage.layers) for stage in each.virtual_stages)
             counts[shape.lanes_of(name, replica, 0)[0]] += 2 * num_segments * shape.num_microbatches(name, replica)
     return counts
-
-
-def _places(shape: StepShape, units: Collection[str], lanes: Collection[int]) -> Iterator[tuple[Place, int]]:
-    """Yield the places of units in some lanes, with the number of segments of their stages."""
-    for name in sorted(units):
-        for replica, each in enumerate(shape.plan.units[name].replicas):
-            if shape.lanes_of(name, replica, 0)[0] not in lanes:
-                continue
-            for stage in each.virtual_stages:
-                num_segments = count_segments(shape.graph.unit(name), stage.layers)
-                for microbatch in range(shape.num_microbatches(name, replica)):
-                    yield Place(name, replica, stage.index, microbatch), num_segments
 
 
 class PlacedParts(NamedTuple):
@@ -146,12 +136,7 @@ def _segment_cuts(work: StepWork, pieces: Integers, boundaries: Integers) -> dic
     for stage, microbatch, is_forward, at in zip(*(column.tolist() for column in columns), halves, strict=True):
         unit, replica, index = work.stages[stage]
         found[Place(unit, replica, index, microbatch)][is_forward] = at
-    cuts, counts = dict[Place, SegmentCut](), dict[tuple[str, int, int], int]()
-    known: dict[tuple[int, tuple[int, ...], tuple[int, ...]], SegmentCut] = {}
-    for place, each in found.items():
-        stage = place[:3]
-        if stage not in counts:
-            counts[stage] = count_segments(work.graph.unit(place.unit), work.plan.virtual_stage(*stage).layers)
-        shape = counts[stage], each.get(True, ()), each.get(False, ())
-        cuts[place] = known[shape] if shape in known else known.setdefault(shape, SegmentCut(*shape))
-    return cuts
+    stages = {place[:3] for place in found}
+    counts = {key: count_segments(work.graph.unit(key[0]), work.plan.virtual_stage(*key).layers) for key in stages}
+    shared = cache(SegmentCut)
+    return {place: shared(counts[place[:3]], each.get(True, ()), each.get(False, ())) for place, each in found.items()}

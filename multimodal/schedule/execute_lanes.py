@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from multimodal.schedule.inside_slots import InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, EventTimes, Floats, NodeKind, simulate_events
 from multimodal.schedule.unit_cost import unit_costs
-from multimodal.values.action import Action, Resource
+from multimodal.values.action import Resource
 from multimodal.values.arrays.rows import row_starts, take_rows
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.timeline import TimelineEvent
@@ -52,11 +52,6 @@ class Execution:
         columns = (self.event_lanes, self.start_seconds, self.end_seconds)
         actions = map(self.schedule.work.computed.__getitem__, self.event_pieces[order].tolist())
         return tuple(map(TimelineEvent, actions, *(column[order].tolist() for column in columns)))
-
-    @cached_property
-    def done(self) -> frozenset[Action]:
-        """All complete actions."""
-        return frozenset(map(self.schedule.work.actions.__getitem__, np.flatnonzero(self.is_done).tolist()))
 
     @property
     def duration_seconds(self) -> float:

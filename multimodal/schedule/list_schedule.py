@@ -12,10 +12,9 @@ from multimodal.references.list_schedule import HAS_GRADIENT, HAS_WEIGHT_GRADIEN
 from multimodal.references.list_schedule import list_schedule as reference
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.inside_slots import InsideSlots
-from multimodal.schedule.link_actions import link_actions
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.arrays.rows import order_by, row_numbers, row_starts
+from multimodal.values.arrays.rows import group_rows, order_by, row_numbers, row_starts
 from multimodal.values.parts.cuts import Cuts, StageKey, StageSplit
 from multimodal.values.schedule import NO_WAIT, Schedule, SlotMode
 from multimodal.values.shape import StepShape
@@ -148,15 +147,9 @@ def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, 
     lane_starts, lanes = work.lanes_of(listed)
     before, after = _neighbors(policy.orders)
     microbatches = work.microbatches[listed]
-    links = link_actions(
-        listed=listed,
-        need_starts=work.need_starts,
-        needs=work.needs,
-        flags=flags,
-        microbatches=microbatches,
-        before=before,
-        after=after,
-    )
+    link = link_actions if kernels is None else kernels.link_actions
+    links = link(listed, work.need_starts, work.needs, flags, microbatches, before, after)
+    follower_starts, followers, release_starts, releases = links
     groups, forward_limits, storage_limits, forward_floors = _groups(work, listed, policy)
     return listed, {
         "lane_starts": lane_starts,
@@ -165,12 +158,52 @@ def _list_pieces(shape: StepShape, policy: Policy) -> tuple[Integers, dict[str, 
         "microbatches": microbatches,
         "groups": groups,
         "flags": flags,
-        **links._asdict(),
+        "follower_starts": follower_starts,
+        "followers": followers,
+        "release_starts": release_starts,
+        "releases": releases,
         "phases": policy.phase(work)[listed] if policy.phase else np.zeros(0, np.int64),
         "forward_limits": forward_limits,
         "storage_limits": storage_limits,
         "forward_floors": forward_floors,
     }
+
+
+def link_actions(
+    listed: Integers,
+    need_starts: Integers,
+    needs: Integers,
+    flags: Bytes,
+    microbatches: Integers,
+    before: Integers,
+    after: Integers,
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Return who is told of each action's end: the actions that wait for it, and the forwards whose activations it releases.
+
+    Both are rows (starts, numbers of actions); actions are numbered by their position in `listed`. The C++ kernel has the same
+    result. O(pieces + needs).
+
+    listed: [num_actions] pieces; need_starts, needs: what each piece of the step needs; flags, microbatches: [num_actions];
+    before, after: pairs of pieces, the first of which ends before the second begins. Forwards of one stage, whose pieces follow
+    each other, go in the order of microbatches. An action that follows a forward and uses its activations releases it.
+    """
+    position = np.full(len(need_starts) - 1, -1)
+    position[listed] = np.arange(len(listed))
+    owners = position[row_numbers(need_starts)]
+    needed, owners = position[needs[owners >= 0]], owners[owners >= 0]
+    # Forwards of one stage go in microbatch order; they have consecutive numbers.
+    later = np.flatnonzero((flags & IS_FORWARD > 0) & (microbatches > 0))
+    firsts, thens = np.concatenate((needed, position[listed[later] - 1])), np.concatenate((owners, later))
+    starts, told = group_rows(thens, np.arange(len(thens)), len(listed))
+    firsts, thens = firsts[told], row_numbers(starts)
+    before, after = position[before], position[after]
+    if min(column.min(initial=0) for column in (firsts, before, after)) < 0:
+        raise IndexError("what is waited for is not scheduled")
+    of_first, of_then = flags[firsts], flags[thens]
+    is_released = (of_first & IS_FORWARD > 0) & ((of_then & IS_GRADIENT > 0) | (of_first & HAS_GRADIENT == 0))
+    is_released &= told < len(needed)
+    followers = group_rows(np.concatenate((firsts, before)), np.concatenate((thens, after)), len(listed))
+    return *followers, *group_rows(thens[is_released], firsts[is_released], len(listed))
 
 
 def _by_urgency(work: StepWork, chosen: Integers, policy: Policy) -> Integers:

@@ -1,6 +1,6 @@
 """Breadth-first: all microbatches pass every stage's first layer range, then its second (Lamy-Poirier, 2022)."""
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -72,24 +72,31 @@ def pipeline_rounds(shape: StepShape) -> PipelineRounds:
     c of every stage is round c. Different units are different rounds, unless a replica ends in the lanes in which the next one
     begins and neither has other partners: then the two rounds are one, as a microbatch goes on at once. O(stages + routes).
     """
-    graph, plan = shape.graph, shape.plan
-    flows = _Flows(shape)
+    plan, place = shape.plan, shape.graph.unit_names.index
     own = {
         (unit, index): _rounds_of_stages(replica)
-        for unit in graph.unit_names
+        for unit in shape.graph.unit_names
         for index, replica in enumerate(plan.units[unit].replicas)
     }
     num_rounds = {replica: rounds[-1] + 1 for replica, rounds in own.items()}
-    before: dict[_ReplicaKey, int] = {}
-    after: dict[_ReplicaKey, int] = {}
-    for unit in graph.unit_names:
-        for target in (replica for replica in own if replica[0] == unit):
-            sources = [source for other in graph.upstream(unit) for source in flows.sources[target, other]]
-            before[target] = max((before[of] + num_rounds[of] - flows.is_joined(of, target) for of in sources), default=0)
-    for unit in reversed(graph.unit_names):
-        for source in (replica for replica in own if replica[0] == unit):
-            targets = [target for other in graph.downstream(unit) for target in flows.targets[source, other]]
-            after[source] = max((after[to] + num_rounds[to] - flows.is_joined(source, to) for to in targets), default=0)
+    routes = [
+        ((source, given), (target, taken))
+        for source, target in shape.graph.edges
+        for given, taken in shape.replica_routes(source, target)
+    ]
+    partners = Counter(end for source, target in routes for end in ((source, target[0]), (target, source[0])))
+
+    def joins(source: _ReplicaKey, target: _ReplicaKey) -> bool:
+        """Return True if `target` begins on the lanes where `source` ends, and both route to no other replica of their units."""
+        last = plan.units[source[0]].num_stages_of(source[1]) - 1
+        is_alone = partners[source, target[0]] == partners[target, source[0]] == 1
+        return is_alone and plan.lanes_of_stage(*source, last) == plan.lanes_of_stage(*target, 0)
+
+    before, after = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
+    for source, target in sorted(routes, key=lambda route: place(route[0][0])):
+        before[target] = max(before[target], before[source] + num_rounds[source] - joins(source, target))
+    for source, target in sorted(routes, key=lambda route: -place(route[1][0])):
+        after[source] = max(after[source], after[target] + num_rounds[target] - joins(source, target))
     stages = [(replica, stage, index) for replica, rounds in own.items() for stage, index in enumerate(rounds)]
     return PipelineRounds(
         before={(*replica, stage): before[replica] + index for replica, stage, index in stages},
@@ -109,25 +116,6 @@ def _rounds_of_stages(replica: Replica) -> tuple[int, ...]:
             rounds.append(rounds[-1] if rounds else 0)
         seen.add(stage.stage_index)
     return tuple(rounds)
-
-
-class _Flows:
-    """The replicas that each replica routes to and from, by replica and the other end's unit."""
-
-    def __init__(self, shape: StepShape) -> None:
-        self.plan = shape.plan
-        self.targets: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
-        self.sources: dict[tuple[_ReplicaKey, str], set[_ReplicaKey]] = defaultdict(set)
-        for source, target in shape.graph.edges:
-            for given, taken in shape.replica_routes(source, target):
-                self.targets[(source, given), target].add((target, taken))
-                self.sources[(target, taken), source].add((source, given))
-
-    def is_joined(self, source: _ReplicaKey, target: _ReplicaKey) -> bool:
-        """Return True if `target` begins on the lanes where `source` ends, and both route to no other replica of their units."""
-        last = self.plan.units[source[0]].num_stages_of(source[1]) - 1
-        is_alone = self.targets[source, target[0]] == {target} and self.sources[target, source[0]] == {source}
-        return is_alone and self.plan.lanes_of_stage(*source, last) == self.plan.lanes_of_stage(*target, 0)
 
 
 def _served_by_piece(work: StepWork, shape: StepShape) -> tuple[Integers, Integers]:

@@ -3,8 +3,7 @@
 import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
-from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
-from multimodal.schedule.builders.interleaved_chain import chain_of_replica
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
 from multimodal.values.action import ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan

@@ -3,11 +3,10 @@ import json
 import pytest
 
 from multimodal.schedule.chrome_trace import write_chrome_trace
-from multimodal.schedule.timeline_difference import IDLE, Share, compare_timelines
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline, TimelineEvent
-from tools.trace import main
+from tools.trace import IDLE, Share, compare_timelines, main
 
 FORWARDS = [Action(ActionKind.FORWARD, "llm", 0, stage, 0) for stage in (0, 1)]
 RECEIVE = Action(ActionKind.RECEIVE_FORWARD, "llm", 0, 1, 0, Place("llm", 0, 0, 0))
