@@ -28,22 +28,18 @@ def lowered(case: StepShape, *, builder: str = "1f1b", passes=(), forward_only: 
     return build_schedule(BUILDERS[builder], replace(case, forward_only=forward_only), passes=passes)
 
 
-def align(case: StepShape, schedule: Schedule) -> Joins:
-    return align_replicas(schedule)
-
-
 def kinds_of(joins: Joins, lane: int) -> list[str]:
     return [join.kind.value for position in sorted(joins[lane]) for join in joins[lane][position]]
 
 
 def test_replicas_with_as_many_microbatches_join_nothing():
     case = llm_case([[0], [1], [2]], [[3], [4], [5]], pp=2)
-    assert align(case, lowered(case)) == ({}, {}, {}, {})
+    assert align_replicas(lowered(case)) == ({}, {}, {}, {})
 
 
 def test_a_replica_without_microbatches_joins_everything():
     case = llm_case([[0], [1]], [])
-    joins = align(case, lowered(case))
+    joins = align_replicas(lowered(case))
     assert joins[0] == {}
     assert kinds_of(joins, 1) == ["F", "B", "F", "B"]
     assert list(joins[1]) == [1], "behind the reduction, which does not wait for anyone"
@@ -54,7 +50,7 @@ def test_a_replica_with_fewer_microbatches_joins_the_others_on_the_way():
     """Stage by stage, in the order of the replica with more of them."""
     case = llm_case([[0], [1], [2]], [[3]], pp=2)
     schedule = lowered(case)
-    joins = align(case, schedule)
+    joins = align_replicas(schedule)
     assert [kinds_of(joins, lane) for lane in (0, 1)] == [[], []]
     assert [Counter(kinds_of(joins, lane)) for lane in (2, 3)] == [Counter(F=2, B=2)] * 2
     last = [position == len(schedule.lanes[2].actions) for position in joins[2]]
@@ -63,12 +59,12 @@ def test_a_replica_with_fewer_microbatches_joins_the_others_on_the_way():
 
 def test_forward_only_schedules_join_forwards():
     case = llm_case([[0], [1]], [[2]])
-    assert kinds_of(align(case, lowered(case, forward_only=True)), 1) == ["F"]
+    assert kinds_of(align_replicas(lowered(case, forward_only=True)), 1) == ["F"]
 
 
 def test_both_halves_of_a_backward_are_joined():
     case = llm_case([[0]], [], pp=2)
-    joins = align(case, lowered(case, builder="zb-h1"))
+    joins = align_replicas(lowered(case, builder="zb-h1"))
     assert [kinds_of(joins, lane) for lane in (2, 3)] == [["F", "I", "W"]] * 2
 
 
@@ -76,7 +72,7 @@ def test_encoders_without_an_item_on_one_replica():
     case = build_case(
         build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0], [1]]]}
     )
-    joins = align(case, lowered(case))
+    joins = align_replicas(lowered(case))
     assert [kinds_of(joins, lane) for lane in range(3)] == [[], ["F", "B"], []]
 
 
@@ -87,7 +83,7 @@ def test_encoders_without_an_item_on_one_replica():
 )
 def test_replicas_make_one_sequence_of_computations(case: StepShape, builder: str):
     schedule = lowered(case, builder=builder)
-    joins = align(case, schedule)
+    joins = align_replicas(schedule)
     for unit, sizes in case.plan.units.items():
         for stage in range(sizes.num_virtual_stages):
             sequences = [sequences_of(case, schedule, joins, unit, replica, stage) for replica in range(sizes.data_parallel_size)]
@@ -120,7 +116,7 @@ def test_joined_passes_of_a_forward_are_as_many_as_its_sample_subsets(builder: s
     case = build_case(
         build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0, 1]], []], "llm": [[[0], [1]]]}
     )
-    joins = align(case, lowered(case, builder=builder, passes=(CutMicrobatches(0),)))
+    joins = align_replicas(lowered(case, builder=builder, passes=(CutMicrobatches(0),)))
     found = [join for position in sorted(joins[1]) for join in joins[1][position]]
     num_forward_passes = sum(join.num_passes for join in found if join.kind is ActionKind.FORWARD)
     assert num_forward_passes == sum(join.kind is ActionKind.BACKWARD for join in found)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.breadth_first import build_breadth_first
@@ -16,7 +15,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, cases, deal
+from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, deal
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.7, 1.9
 COMPUTED = (ActionKind.FORWARD, ActionKind.BACKWARD)
@@ -184,14 +183,6 @@ def _busy_and_fill(case: StepShape, events: Sequence[TimelineEvent]) -> list[tup
         least = min(ahead[event.action.unit, event.action.stage] for event in of_lane)
         found.append((sum(event.end_seconds - event.start_seconds for event in of_lane), 3.0 * least))
     return found
-
-
-@settings(max_examples=60)
-@given(case=cases())
-def test_no_forward_follows_a_backward(case: StepShape) -> None:
-    for lane in build_breadth_first(case).lanes:
-        kinds = [action.kind for action in lane.actions if action.kind in COMPUTED]
-        assert kinds == sorted(kinds, key=COMPUTED.index)
 
 
 def test_a_model_in_which_nothing_is_trained_has_forwards_alone() -> None:

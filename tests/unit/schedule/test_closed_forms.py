@@ -30,7 +30,7 @@ def duration(events: tuple[TimelineEvent, ...]) -> float:
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
-@pytest.mark.parametrize("builder", ["gpipe", "1f1b", "eager-1f1b"])
+@pytest.mark.parametrize("builder", ["gpipe", "1f1b", "eager-1f1b", "dip", "encoders-colocated"])
 def test_one_bubble_of_p_minus_1_forwards_and_backwards(builder: str, num_stages: int, num_microbatches: int) -> None:
     events = run(one_unit(num_stages, num_microbatches), builder, {ActionKind.FORWARD: 0.7, ActionKind.BACKWARD: 1.9})
     assert duration(events) == pytest.approx((num_microbatches + num_stages - 1) * (0.7 + 1.9), abs=1e-9)

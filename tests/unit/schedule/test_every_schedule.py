@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import multimodal.schedule.link_actions as linking
 import multimodal.schedule.list_schedule as listing
 from multimodal.plan.communicators import track_of
 from multimodal.references.simulate_events import simulate_events as simulate_events_reference
@@ -20,7 +19,6 @@ from multimodal.schedule import simulate_events as events
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import compile_schedule
-from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.settle_fillers import settle_fillers
@@ -34,6 +32,7 @@ from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import cut_schedules
 from tests.unit.schedule.nccl_replay import replay
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
+from tests.unit.schedule.test_execute_lanes import assert_alike
 from tests.unit.schedule.uniform_costs import RandomCosts
 from tests.unit.values.work.dependencies import dependencies
 
@@ -54,7 +53,7 @@ def test_any_builder_with_any_passes_on_any_plan(
     schedule = BUILDERS[builder](step)
     assert_forwards_in_order(schedule)
     assert listing.kernels is not None and events.kernels is not None
-    with patch.object(listing, "kernels", None), patch.object(linking, "kernels", None):
+    with patch.object(listing, "kernels", None):
         assert BUILDERS[builder](step) == schedule, "the kernels change nothing"
     for name in () if forward_only else passes:
         schedule = PASSES[name](schedule)
@@ -96,11 +95,7 @@ def assert_run_by_its_reference(schedule: Schedule) -> None:
     times = np.array([0.1 * (len(each.unit) + 2 * each.stage + each.microbatch % 3) for each in schedule.work.computed])
     for seconds in (None, times):
         schedule.made.clear()
-        fast = execute_lanes(schedule, seconds=seconds)
-        schedule.made.clear()
-        with patch.object(events, "kernels", None):
-            slow = execute_lanes(schedule, seconds=seconds)
-        assert (fast.events, fast.positions.tolist(), fast.done) == (slow.events, slow.positions.tolist(), slow.done)
+        assert_alike(schedule, seconds)
 
 
 def assert_compiled_by_the_rule_of_dependencies(schedule: Schedule) -> None:

@@ -8,7 +8,7 @@ from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, forward_limits
-from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
+from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import ActionKind
 from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 
@@ -31,17 +31,6 @@ def test_one_unit_gives_textbook_1f1b(num_stages: int, num_microbatches: int) ->
     for stage, lane in enumerate(build_one_f_one_b(case).lanes):
         found = [(action.kind.value, action.microbatch) for action in lane.actions]
         assert found == [*textbook(num_stages, num_microbatches, stage), ("RG", -1)]
-
-
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-@pytest.mark.parametrize("num_microbatches", [4, 8])
-@pytest.mark.parametrize("builder", ["gpipe", "1f1b", "eager-1f1b", "dip", "encoders-colocated"])
-def test_one_unit_takes_the_closed_form_time(num_stages: int, num_microbatches: int, builder: str) -> None:
-    case = build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)})
-    schedule = BUILDERS[builder](case)
-    timeline = timeline_of_unit_costs(schedule)
-    reduction = 1
-    assert timeline.duration_seconds == (num_microbatches + num_stages - 1) * (1 + 2) + reduction
 
 
 def test_a_chain_of_encoder_and_llm_is_one_pipeline() -> None:

@@ -9,34 +9,22 @@ from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, passes_named
-from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.passes.lane_times import duration_of
 from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
-from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Lane, Schedule
 from multimodal.values.shape import StepShape
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
+from tests.unit.schedule.test_passes import check
 from tests.unit.values.work.dependencies import dependencies, needs_message
 
 UNDONE = [(name, later) for name, row in PASSES.items() for later in row.undone_by]
 PAIRS = [pair for pair in itertools.permutations(PASSES, 2) if pair not in UNDONE]
 
 
-def apply(case: StepShape, schedule: Schedule, name: str) -> Schedule:
-    return PASSES[name](schedule)
-
-
-def check(case: StepShape, schedule: Schedule) -> None:
-    """Validate in both dialects: no action is lost, none stands twice, and nothing waits in a circle."""
-    validate_schedule(schedule)
-    lowered = insert_communication(schedule)
-    validate_schedule(lowered)
-
-
-def seconds(case: StepShape, schedule: Schedule) -> list[float]:
+def seconds(schedule: Schedule) -> list[float]:
     """Return how long a schedule takes under unit costs with fillers in line and, if it has any, with fillers in waits."""
     in_line = duration_of(schedule)
     assert in_line is not None
@@ -112,11 +100,11 @@ def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepShape, str], tri
     for names in (*PAIRS, *([tuple(triple[:3])] if is_taken(triple[:3]) else [])):
         schedule = BUILDERS[builder](case)
         for name in names:
-            after = apply(case, schedule, name)
-            check(case, after)
+            after = PASSES[name](schedule)
+            check(after)
             assert_kept(case, schedule, after)
             if name in ("defer-receives", "delay-forward"):
-                assert all(new <= old for new, old in zip(seconds(case, after), seconds(case, schedule), strict=True))
+                assert all(new <= old for new, old in zip(seconds(after), seconds(schedule), strict=True))
             elif names[0] == "delay-forward":
                 assert warm_ups(after) == warm_ups(schedule)
             schedule = after
@@ -127,11 +115,11 @@ def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepShape, str], tri
 def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[StepShape, str], name: str) -> None:
     """The two that move actions into waits may find more the second time; `--schedule-passes` refuses a name given twice."""
     case, builder = built
-    once = apply(case, BUILDERS[builder](case), name)
-    twice = apply(case, once, name)
+    once = PASSES[name](BUILDERS[builder](case))
+    twice = PASSES[name](once)
     if name in ("defer-receives", "delay-forward"):
-        check(case, twice)
-        assert seconds(case, twice) <= seconds(case, once)
+        check(twice)
+        assert seconds(twice) <= seconds(once)
     else:
         assert twice == once
 
@@ -154,10 +142,10 @@ def test_split_backward_cuts_what_fill_has_split() -> None:
         {"vision": (1, 2, 1), "llm": (1, 1, 1)},
         {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]},
     )
-    filled = apply(case, BUILDERS["1f1b"](case), "fill")
+    filled = PASSES["fill"](BUILDERS["1f1b"](case))
     assert "I vision/0/1/0; {W vision/0/1/0} B vision/0/1/1" in schedule_to_text(filled)
-    cut = apply(case, filled, "split-backward")
-    check(case, cut)
+    cut = PASSES["split-backward"](filled)
+    check(cut)
     text = schedule_to_text(cut)
     assert "I vision/0/1/0#0; I vision/0/1/0#1; {W vision/0/1/0#0; W vision/0/1/0#1} B vision/0/1/1" in text
     assert "B vision/0/0/0#0; B vision/0/0/0#1; B vision/0/0/1" in text
@@ -168,8 +156,8 @@ def test_early_parts_stand_before_the_last_and_reductions_by_layer_stay() -> Non
     case = build_case(
         build_graph("vision"), {"vision": (1, 1, 1), "llm": (2, 1, 1)}, {"vision": [[[0, 1]]], "llm": [[[0]], [[1]]]}
     )
-    cut = apply(case, BUILDERS["gpipe"](case), "reduce-by-layer")
-    after = apply(case, cut, "split-backward")
+    cut = PASSES["reduce-by-layer"](BUILDERS["gpipe"](case))
+    after = PASSES["split-backward"](cut)
     first = schedule_to_text(after).splitlines()[0]
     assert first.endswith("F vision/0/0/0; B vision/0/0/0#0; RG vision/0/0[1:10]; B vision/0/0/0#1; RG vision/0/0[0:1]")
 
@@ -178,8 +166,8 @@ def test_fill_stops_before_a_reduction_by_layer() -> None:
     """What fills the last backward may be what its reduction needs: whichever pass comes first has its way."""
     case = build_case(build_graph(), {"llm": (2, 2, 1)}, {"llm": deal(4, 2)})
     text = "RG llm/0/1[1:5]; B llm/0/1/1; RG llm/0/1[0:1]"
-    cut = apply(case, BUILDERS["gpipe"](case), "reduce-by-layer")
-    assert text in schedule_to_text(apply(case, cut, "fill"))
+    cut = PASSES["reduce-by-layer"](BUILDERS["gpipe"](case))
+    assert text in schedule_to_text(PASSES["fill"](cut))
 
 
 @pytest.mark.parametrize("name", ["split-backward", "defer-receives", "delay-forward"])
@@ -187,4 +175,4 @@ def test_a_filler_that_is_no_weight_gradient_is_refused(name: str) -> None:
     case = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": deal(2, 1)})
     schedule = schedule_from_text("lane 0: {F llm/0/0/1} F llm/0/0/0; B llm/0/0/0; B llm/0/0/1; RG llm/0/0", case)
     with pytest.raises(ScheduleError, match="lane 0: F llm/0/0/1 fills a wait, but .* apply them before"):
-        apply(case, schedule, name)
+        PASSES[name](schedule)

@@ -25,15 +25,14 @@ def deferred() -> StepShape:
 
 def run(name: str, case: StepShape, text: str) -> list[str]:
     schedule = PASSES[name](schedule_from_text(text, case))
-    check(case, schedule)
+    check(schedule)
     return schedule_to_text(schedule).splitlines()
 
 
-def check(case: StepShape, schedule: Schedule) -> None:
+def check(schedule: Schedule) -> None:
+    """Both dialects are valid: no action is lost, none stands twice, and nothing waits in a circle."""
     validate_schedule(schedule)
-    lowered = insert_communication(schedule)
-    validate_schedule(lowered)
-    assert schedule_from_text(schedule_to_text(lowered), case, lowered=True) == lowered
+    validate_schedule(insert_communication(schedule))
 
 
 def test_split_backward_runs_a_subset_as_soon_as_its_gradient_is_there() -> None:

@@ -1,29 +1,25 @@
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-import multimodal.schedule.link_actions as linking
+import multimodal.schedule.list_schedule as listing
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
+from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.schedule_cases import builders_for, cases
+from tests.unit.schedule.test_closed_forms import peaks
 from tests.unit.values.work.dependencies import dependencies
 
 
 @pytest.mark.parametrize("is_fast", [True, False])
 def test_an_action_that_waits_for_none_that_is_scheduled_is_refused(is_fast: bool) -> None:
-    columns = {"flags": np.zeros(1, np.uint8), "microbatches": np.zeros(1, np.int64)}
-    pairs = dict.fromkeys(("before", "after"), np.zeros(0, np.int64))
-    needs = {"need_starts": np.array([0, 0, 1]), "needs": np.array([0])}
-    with (
-        patch.object(linking, "kernels", linking.kernels if is_fast else None),
-        pytest.raises(IndexError, match="not scheduled"),
-    ):
-        linking.link_actions(listed=np.array([1]), **needs, **columns, **pairs)
+    run = listing.kernels.link_actions if is_fast and listing.kernels else listing.link_actions
+    needs, nothing = (np.array([0, 0, 1]), np.array([0])), np.zeros(0, np.int64)
+    with pytest.raises(IndexError, match="not scheduled"):
+        run(np.array([1]), *needs, np.zeros(1, np.uint8), np.zeros(1, np.int64), nothing, nothing)
 
 
 @settings(max_examples=40)
@@ -36,9 +32,9 @@ def test_every_dependency_is_itself_expected(case: StepShape) -> None:
 
 
 @settings(max_examples=40)
-@given(case=cases())
-def test_gpipe_does_no_forward_after_a_backward(case: StepShape) -> None:
-    for lane in BUILDERS["gpipe"](case).lanes:
+@given(case=cases(), builder=st.sampled_from(("gpipe", "breadth-first")))
+def test_no_forward_follows_a_backward(case: StepShape, builder: str) -> None:
+    for lane in BUILDERS[builder](case).lanes:
         kinds = [action.kind for action in lane.actions if action.kind is not ActionKind.REDUCE_GRADIENTS]
         assert kinds == sorted(kinds, key=[ActionKind.FORWARD, ActionKind.BACKWARD].index)
 
@@ -46,18 +42,7 @@ def test_gpipe_does_no_forward_after_a_backward(case: StepShape) -> None:
 @settings(max_examples=40)
 @given(case=cases())
 def test_1f1b_never_keeps_more_than_gpipe(case: StepShape) -> None:
-    def peak(builder: str) -> list[int]:
-        peaks = []
-        for lane in BUILDERS[builder](case).lanes:
-            kept, most = 0, 0
-            for action in lane.actions:
-                memory = ACTION_TABLE[action.kind].memory
-                kept += (memory is Memory.ALLOCATES) - (memory is Memory.FREES)
-                most = max(most, kept)
-            peaks.append(most)
-        return peaks
-
-    assert all(ours <= theirs for ours, theirs in zip(peak("1f1b"), peak("gpipe"), strict=True))
+    assert all(ours <= theirs for ours, theirs in zip(peaks(case, "1f1b"), peaks(case, "gpipe"), strict=True))
 
 
 @settings(max_examples=40)

@@ -5,14 +5,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal.cost.step_costs import ComputeCost, StepCosts
+from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule, connected_lanes
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.unit_cost import UnitCosts
@@ -29,10 +29,6 @@ def lower(case: StepShape, builder: str = "1f1b", *passes: str) -> Schedule:
     for name in passes:
         schedule = PASSES[name](schedule)
     return insert_communication(schedule)
-
-
-def simulate(case: StepShape, schedule: Schedule, costs: StepCosts) -> Simulation:
-    return simulate_schedule(schedule, costs)
 
 
 def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> StepShape:
@@ -56,7 +52,7 @@ def without_reductions(schedule: Schedule) -> Schedule:
 def test_uniform_pipelines_match_their_closed_form(builder: str, pp: int, num_microbatches: int) -> None:
     case = pipeline(pp=pp, num_microbatches=num_microbatches)
     costs = UniformCosts(forward=1.25, backward=2.5, model_flops=30.0, peak_flops_per_second=4.0)
-    found = simulate(case, lower(case, builder), costs)
+    found = simulate_schedule(lower(case, builder), costs)
     assert found.iteration_seconds == pytest.approx((num_microbatches + pp - 1) * 3.75, rel=1e-12)
     assert found.ideal_seconds == pytest.approx(num_microbatches * 3.75, rel=1e-12)
     assert found.mfu == pytest.approx(7.5 / found.iteration_seconds)
@@ -70,26 +66,26 @@ def test_uniform_pipelines_match_their_closed_form(builder: str, pp: int, num_mi
 def test_gpipe_pays_each_hop_once_per_direction(pp: int, num_microbatches: int) -> None:
     case = pipeline(pp=pp, num_microbatches=num_microbatches)
     for costs in (UniformCosts(latency=0.25), UniformCosts(latency=0.125, occupied=0.125)):
-        seconds = simulate(case, lower(case, "gpipe"), costs).iteration_seconds
+        seconds = simulate_schedule(lower(case, "gpipe"), costs).iteration_seconds
         assert seconds == (num_microbatches + pp - 1) * 3 + 2 * (pp - 1) * 0.25
 
 
 @pytest.mark.parametrize("num_microbatches", [2, 4, 8])
 def test_1f1b_of_two_stages_pays_a_round_trip_for_every_two_microbatches(num_microbatches: int) -> None:
     case = pipeline(pp=2, num_microbatches=num_microbatches)
-    found = simulate(case, lower(case), UniformCosts(latency=0.25))
+    found = simulate_schedule(lower(case), UniformCosts(latency=0.25))
     assert found.iteration_seconds == (num_microbatches + 1) * 3 + num_microbatches * 0.25
 
 
 def test_replicas_share_a_link_only_if_they_are_said_to() -> None:
     case = pipeline(pp=2, num_microbatches=1, dp=2)
-    seconds = [simulate(case, lower(case), UniformCosts(occupied=0.5, link=link)).iteration_seconds for link in (-1, 7)]
+    seconds = [simulate_schedule(lower(case), UniformCosts(occupied=0.5, link=link)).iteration_seconds for link in (-1, 7)]
     assert seconds == [6 + 1.0, 6 + 1.5]  # Shared, the second forward comes 0.5 late; the gradients then do not meet.
 
 
 def test_reductions_and_gathers_overlap_with_computations() -> None:
     text = "GP vision/0/0; GP llm/0/0; F vision/0/0/0; F llm/0/0/0; B llm/0/0/0; RG llm/0/0; B vision/0/0/0; RG vision/0/0"
-    found = simulate(colocated(), schedule_from_text(f"lane 0: {text}", colocated(), lowered=True), UniformCosts(collective=5.0))
+    found = simulate_schedule(schedule_from_text(f"lane 0: {text}", colocated(), lowered=True), UniformCosts(collective=5.0))
     assert [(action_to_text(event.action), event.start_seconds, event.end_seconds) for event in found.timeline.events] == [
         ("GP vision/0/0", 0, 5),
         ("F vision/0/0/0", 5, 6),
@@ -107,21 +103,21 @@ def test_reductions_and_gathers_overlap_with_computations() -> None:
 def test_a_replica_that_is_done_early_waits_for_the_reduction() -> None:
     case = pipeline(pp=1, num_microbatches=1, dp=2)
     costs = GivenCosts(collective=1.0, seconds=lambda action: 1.0 + action.replica)
-    found = simulate(case, lower(case), costs)
+    found = simulate_schedule(lower(case), costs)
     assert found.iteration_seconds == 5
     assert found.bubble["dp_reduce_scatter"] == pytest.approx((3 + 1) / 10)
 
 
 def test_collectives_inside_layers_are_idle_time() -> None:
     case = pipeline(pp=1, num_microbatches=2)
-    found = simulate(case, lower(case), UniformCosts(tensor_parallel_share=0.25))
+    found = simulate_schedule(lower(case), UniformCosts(tensor_parallel_share=0.25))
     assert (found.iteration_seconds, found.busy_seconds, found.bubble["tp"]) == (6.0, (4.5,), 0.25)
 
 
 def test_peaks_follow_the_microbatches_in_flight() -> None:
     case = pipeline(pp=4, num_microbatches=8)
-    assert simulate(case, lower(case), UniformCosts()).peak_activation_bytes == (40, 30, 20, 10)
-    found = simulate(case, lower(case, "gpipe"), UniformCosts())
+    assert simulate_schedule(lower(case), UniformCosts()).peak_activation_bytes == (40, 30, 20, 10)
+    found = simulate_schedule(lower(case, "gpipe"), UniformCosts())
     assert found.peak_activation_bytes == (80,) * 4
     assert found.peak_total_bytes == (1080, 1081, 1082, 1083)
     assert found.peak_memory_bytes == 1083
@@ -130,19 +126,19 @@ def test_peaks_follow_the_microbatches_in_flight() -> None:
 def test_a_stage_without_a_backward_keeps_nothing() -> None:
     graph = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
     case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(4, 1), "llm": deal(4, 1)})
-    assert simulate(case, lower(case), UniformCosts()).peak_activation_bytes == (10, 10)
+    assert simulate_schedule(lower(case), UniformCosts()).peak_activation_bytes == (10, 10)
 
 
 def test_weight_gradients_fill_the_wait_for_a_message() -> None:
     case = pipeline(pp=2, num_microbatches=4)
     costs = UniformCosts(latency=0.5)
-    assert simulate(case, lower(case), costs).iteration_seconds == 5 * 3 + 4 * 0.5
-    assert simulate(case, lower(case, "1f1b", "fill"), costs).iteration_seconds == 5 * 3 + 2 * 0.5
+    assert simulate_schedule(lower(case), costs).iteration_seconds == 5 * 3 + 4 * 0.5
+    assert simulate_schedule(lower(case, "1f1b", "fill"), costs).iteration_seconds == 5 * 3 + 2 * 0.5
 
 
 def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
     case = pipeline(pp=2, num_microbatches=2)
-    found = simulate(case, lower(case, "1f1b", "split-backward"), UniformCosts(forward=1.0, backward=3.0))
+    found = simulate_schedule(lower(case, "1f1b", "split-backward"), UniformCosts(forward=1.0, backward=3.0))
     assert found.stage_seconds == {Place("llm", 0, stage, microbatch): 4.0 for stage in (0, 1) for microbatch in (0, 1)}
 
 
@@ -151,7 +147,7 @@ def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
 def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: StepShape, builder: str) -> None:
     schedule = without_reductions(lower(case, builder))  # There, a lane waits for its reductions; here, it only starts them.
     expected = execute_lanes(schedule)
-    found = simulate(case, schedule, UnitCosts(case))
+    found = simulate_schedule(schedule, UnitCosts(case))
     computed = [event for event in found.timeline.events if event.action.peer is None]
     assert computed == list(expected.events)
     for lane in range(found.num_lanes):
@@ -193,23 +189,22 @@ def test_a_schedule_that_cannot_finish_is_refused_with_its_place() -> None:
     text = "F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
     case = pipeline(pp=1, num_microbatches=2)
     with pytest.raises(ScheduleError, match=r"(?s)cannot finish.*> B llm/0/0/1 <"):
-        simulate(
-            case,
+        simulate_schedule(
             schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; B llm/0/0/1", "B llm/0/0/1; F llm/0/0/1"), case),
             UniformCosts(),
         )
     with pytest.raises(ScheduleError, match="B llm/0/0/1 needs F llm/0/0/1, which the schedule lacks"):
-        simulate(case, schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; ", ""), case), UniformCosts())
+        simulate_schedule(schedule_from_text("lane 0: " + text.replace("F llm/0/0/1; ", ""), case), UniformCosts())
 
 
 def test_wrong_costs_are_named() -> None:
     case = pipeline(pp=1, num_microbatches=1)
     with pytest.raises(ConfigError, match="costs of F llm/0/0/0: found nan seconds"):
-        simulate(case, lower(case), GivenCosts(seconds=lambda action: float("nan")))
+        simulate_schedule(lower(case), GivenCosts(seconds=lambda action: float("nan")))
 
     class Greedy(UniformCosts):
         def compute(self, action: Action) -> ComputeCost:
             return ComputeCost(1.0, 2.0)
 
     with pytest.raises(ConfigError, match="the tensor parallel share no longer than the computation"):
-        simulate(case, lower(case), Greedy())
+        simulate_schedule(lower(case), Greedy())
