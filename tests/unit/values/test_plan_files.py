@@ -9,7 +9,9 @@ from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
-GRAPH = ModelGraph((Unit("llm", Role.BACKBONE, Transformer(4, 16, 2, 32)),))
+SHAPE = Transformer(4, 16, 2, 32)
+GRAPH = ModelGraph((Unit("llm", Role.BACKBONE, SHAPE),))
+TWO = ModelGraph((Unit("vision", Role.ENCODER, SHAPE), Unit("llm", Role.BACKBONE, SHAPE)), (("vision", "llm"),))
 TEXT = """\
 units:
   llm:
@@ -21,11 +23,25 @@ units:
 """
 
 
-def refusal_of(tmp_path, text):
+TWO_UNITS = """\
+# Found by a search, with words about it.
+units:
+  vision:
+    replicas:
+      - stages:
+          - {ranks: [0], layers: [[0, 6]]}
+  llm:
+    replicas:
+      - stages:
+          - {ranks: [1], layers: [[0, 6]]}
+"""
+
+
+def refusal_of(tmp_path, text, graph=GRAPH, world_size=None):
     path = tmp_path / "plan.yaml"
     path.write_text(text)
     with pytest.raises(PlanError) as caught:
-        read_plan(path, graph=GRAPH)
+        read_plan(path, graph=graph, world_size=world_size)
     found = re.fullmatch(r".*/plan\.yaml, line (\d+): (.*)", str(caught.value))
     assert found, caught.value
     return int(found[1]), found[2]
@@ -55,6 +71,25 @@ def test_a_slip_is_named_with_its_line(tmp_path, old, new, line, message):
     found_line, problem = refusal_of(tmp_path, TEXT.replace(old, new))
     assert message in problem
     assert found_line == line
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "message"),
+    [
+        ("ranks: [1]", "ranks: [99]", 10, "ranks [99] do not exist"),
+        ("ranks: [1], layers: [[0, 6]]", "ranks: [1]", 10, "stages[0]: 'layers' is missing"),
+        ("llm:", "llm:\n    tensor_parallel_size: 3", 8, "is not divisible by tensor parallel size 3"),
+        ("llm:", "llm:\n    microbatch_shares: [1, 1]", 8, "unit 'llm': found 2 microbatch_shares for 1 replicas; give one for"),
+        ("llm:", "llm:\n    microbatch_shares: [0]", 8, "[0]; give every replica of the LLM a share of at least 1"),
+        ("vision:", "vision:\n    microbatch_shares: [0]", 4, "unit 'vision': microbatch_shares are all 0; give one replica at"),
+        ("vision:", "vision:\n    microbatch_shares: [1, 2]", 4, "of 'llm' are for 2 replicas, found 1; give one share for each"),
+        ("vision:", "vision:\n    microbatch_shares: [-1]", 4, "microbatch_shares[0]: expected an integer of at least 0"),
+        (TWO_UNITS[TWO_UNITS.index("  llm") :], "", 2, "the plan says nothing of unit 'llm'"),
+    ],
+)
+def test_a_slip_in_one_of_two_units_is_named_with_its_line(tmp_path, old, new, line, message):
+    found_line, problem = refusal_of(tmp_path, TWO_UNITS.replace(old, new), TWO, world_size=2)
+    assert message in problem and found_line == line
 
 
 def test_a_plan_made_in_python_is_checked_without_listing_its_layers():
