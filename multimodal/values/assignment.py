@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, cast
 
 from multimodal.values.arrays.microbatches import (
     NO_MICROBATCHES,
@@ -26,19 +26,22 @@ class Assignment:
     """The placement of one global batch; units may group the same data differently."""
 
     units: Mapping[str, Replicas] = field(default_factory=dict)
-    """unit -> replica -> ordered microbatches -> atoms; objects, or a `PlacedUnits` that makes them when asked for."""
+    """unit -> replica -> ordered microbatches -> atoms; kept as arrays, of which objects are made when asked for."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.units, PlacedUnits):
+            placed = {unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in self.units.items()}
+            object.__setattr__(self, "units", PlacedUnits(placed))
 
     @classmethod
     def of_arrays(cls, placed: Mapping[str, PlacedAtoms]) -> "Assignment":
         """Build from the arrays of each unit."""
         return cls(PlacedUnits(placed))
 
-    @cached_property
+    @property
     def placed(self) -> Mapping[str, PlacedAtoms]:
         """The placement as arrays, by unit."""
-        if isinstance(self.units, PlacedUnits):
-            return self.units.placed
-        return {unit: PlacedAtoms.of_replicas(replicas) for unit, replicas in self.units.items()}
+        return cast(PlacedUnits, self.units).placed
 
     def num_microbatches(self, unit: str, replica: int) -> int:
         """Microbatches that this replica processes."""
@@ -46,9 +49,7 @@ class Assignment:
 
     def atoms(self, place: MicrobatchPlace) -> Microbatch:
         """The atoms of one microbatch, in packing order."""
-        if isinstance(self.units, PlacedUnits):
-            return self.placed[place.unit].atoms(place.replica, place.microbatch)
-        return self.units[place.unit][place.replica][place.microbatch]
+        return self.placed[place.unit].atoms(place.replica, place.microbatch)
 
     @cached_property
     def _routes_by_edges(self) -> dict[tuple[tuple[str, str], ...], Routes]:
