@@ -3,7 +3,6 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,13 +10,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from megatron.runtime.execution.segment_pass import SegmentPass
-from megatron.runtime.execution.step_messages import RankResources, StepMessages
+from megatron.runtime.execution.step_messages import RankResources, Received, StepMessages
 from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput, stack_items
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.action import Action, ActionKind, LayerRange, SegmentRange
-from multimodal.values.assignment import MicrobatchPlace, Route
+from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, has_trainable_output
 
 
@@ -32,16 +31,13 @@ class OpenSubset:
     output_shape: torch.Size | None
     """None if the stage hands nothing on."""
     hidden: Tensor | None
-    items: tuple[tuple[Route, Tensor], ...]
+    items: Received
     queue: WeightGradientQueue | None
     """The queue to which the backward defers weight gradients; None if it is not split."""
 
 
-class OpenSegments(NamedTuple):
-    """A microbatch that is passing through a stage in ranges of segments."""
-
-    segments: SegmentPass
-    items: tuple[tuple[Route, Tensor], ...]
+OpenSegments = tuple[SegmentPass, Received]
+"""A microbatch that is passing through a stage in ranges of segments."""
 
 
 class RunningStep(StepMessages):
@@ -78,7 +74,7 @@ class RunningStep(StepMessages):
             for subset, batch, rows in zip(self.step.cuts.subsets(action.microbatch_place), batches, hiddens, strict=True):
                 if rows is not None:
                     rows.requires_grad_(has_backward and need.sends_gradient)
-                outputs.append(self._run_subset(action._replace(covers=subset), batch, rows, items, has_backward=has_backward))
+                outputs.append(self._run_subset(action._replace(covers=subset), batch, rows, items))
             if all(output is not None for output in outputs):
                 self.publish_outputs(action, [output for output in outputs if output is not None])
 
@@ -121,7 +117,7 @@ class RunningStep(StepMessages):
         """Run a range of segments; the first one collects inputs, the last one hands outputs on."""
         covered = self._segments_of(action)
         opened: OpenSegments = self._open_segments(action) if covered.first == 0 else self.store.take(("open", action.place, -1))
-        running = opened.segments
+        running, _ = opened
         with self.clock.span(action):
             running.forward(covered.end)
             self._start_collective_behind(running)
@@ -135,7 +131,7 @@ class RunningStep(StepMessages):
         """Run the backward of a range of segments; the first one to run collects the gradient, the last one hands it back."""
         covered, whole = self._segments_of(action), action._replace(covers=None)
         opened: OpenSegments = self.store.take(("open", action.place, -1))
-        running = opened.segments
+        running, items = opened
         if covered.end == running.num_segments:
             shape = running.output_shape
             running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
@@ -143,7 +139,7 @@ class RunningStep(StepMessages):
             running.backward(covered.first)
             self._start_collective_behind(running)
         if covered.first == 0:
-            self.publish_input_gradients(whole, running.hidden, opened.items)
+            self.publish_input_gradients(whole, running.hidden, items)
         else:
             self.store.put(("open", action.place, -1), opened, size_bytes=running.size_bytes)
 
@@ -176,7 +172,7 @@ class RunningStep(StepMessages):
             has_backward=has_backward,
             parameter_storages=self.executor.parameter_storages if self.executor.device.type == "cpu" else None,
         )
-        return OpenSegments(running, items)
+        return running, items
 
     def _close(self, action: Action, output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
         """Return the loss of a stage's output, as a share of the global loss, and the tensor that is handed on."""
@@ -189,7 +185,7 @@ class RunningStep(StepMessages):
         count = self.step.num_target_tokens if is_backbone else self.step.num_generated_values[action.unit]
         return output.loss_sum / count, output.conditions
 
-    def _collect(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...], tuple[PackedInput, ...]]:
+    def _collect(self, action: Action) -> tuple[Tensor | None, Received, tuple[PackedInput, ...]]:
         """Take all inputs of a forward: hidden states, upstream outputs, and the inputs of its sample subsets."""
         hidden, items = self.collect_inputs(action)
         self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
@@ -212,16 +208,9 @@ class RunningStep(StepMessages):
         sharded = self.executor.sharded.get((action.unit, action.stage))
         return nullcontext() if sharded is None else sharded.collectives(action.kind)
 
-    def _run_subset(
-        self,
-        action: Action,
-        batch: PackedInput,
-        hidden: Tensor | None,
-        items: tuple[tuple[Route, Tensor], ...],
-        *,
-        has_backward: bool,
-    ) -> Tensor | None:
+    def _run_subset(self, action: Action, batch: PackedInput, hidden: Tensor | None, items: Received) -> Tensor | None:
         """Run one sample subset; returns the tensor that the stage hands on, or None if it only has a loss."""
+        has_backward = self._need(action).has_backward
         embeddings = stack_items(tensor for _, tensor in items)
         counts_memory = has_backward and self.executor.device.type == "cpu"
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None

@@ -26,6 +26,8 @@ from multimodal.values.assignment import MicrobatchPlace, Route
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
+Received = tuple[tuple[Route, Tensor], ...]
+"""What other units hand to a microbatch, by route."""
 _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""
 
@@ -114,7 +116,7 @@ class StepMessages(LaneRun):
         rows = rows.reversed if rows is not None and key.direction == "backward" else rows
         return Link(*ranks, (self.step.num_rows_of_route(route), width), is_replicated=True, rows=rows)
 
-    def collect_inputs(self, action: Action) -> tuple[Tensor | None, tuple[tuple[Route, Tensor], ...]]:
+    def collect_inputs(self, action: Action) -> tuple[Tensor | None, Received]:
         """Take the inputs of a forward: the hidden states of the stage before, or in a unit's first stage upstream outputs."""
         place = action.place
         if action.stage > 0:
@@ -151,7 +153,7 @@ class StepMessages(LaneRun):
         assert gradient is not None, f"{place} feeds nobody"
         return gradient
 
-    def publish_input_gradients(self, action: Action, hidden: Tensor | None, items: tuple[tuple[Route, Tensor], ...]) -> None:
+    def publish_input_gradients(self, action: Action, hidden: Tensor | None, items: Received) -> None:
         """Hand back the gradients of a forward's inputs."""
         if hidden is not None and hidden.requires_grad:
             before = action.place._replace(stage=action.stage - 1)

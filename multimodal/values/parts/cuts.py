@@ -66,12 +66,6 @@ class SegmentCut:
         """The ranges of the backward, in the order in which they run: from the last segments to the first."""
         return _ranges(self.backward, self.num_segments)[::-1]
 
-    @property
-    def graphs(self) -> tuple[SegmentRange, ...]:
-        """The ranges that have an autograd graph of their own: cut wherever the forward or the backward is cut."""
-        boundaries = sorted({0, *self.forward, *self.backward, self.num_segments})
-        return tuple(SegmentRange(first, end) for first, end in pairwise(boundaries))
-
 
 @lru_cache(maxsize=4096)
 def _ranges(boundaries: tuple[int, ...], num_segments: int) -> tuple[Coverage, ...]:
