@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 from typing import get_args
 
-from megatron.runtime.flags.arguments import freeze_units
+from megatron.runtime.flags.arguments import choose_trained
+from megatron.runtime.flags.configuration import ModelConfig
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.layer import Implementation
-from multimodal.cost.layers.registry import linear_layers, read_model
+from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
@@ -81,10 +81,9 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
     """Read the files that the flags name, and build the request; raises BraidError."""
     if (flags.lengths is None) == (flags.uniform_lengths is None):
         raise ConfigError("give exactly one of --lengths and --uniform-lengths")
-    graph = freeze_units(read_model(flags.model), modules=flags.freeze, projectors=flags.freeze_projector)
-    if flags.lora_rank is not None:
-        graph = adapt_units(graph, linear_layers(graph), rank=flags.lora_rank, alpha=None, targets=flags.lora_targets)
-    elif flags.lora_targets:
+    trained = {name: getattr(flags, name) for name in ("model", "freeze", "freeze_projector", "lora_rank", "lora_targets")}
+    graph = choose_trained(read_model(flags.model), ModelConfig(**trained))
+    if flags.lora_rank is None and flags.lora_targets:
         raise ConfigError("--lora-targets would be ignored: there are no adapters; add --lora-rank N or leave it out")
     if flags.lengths is not None:
         lengths = read_length_table(flags.lengths, graph=graph)

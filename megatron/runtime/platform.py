@@ -44,10 +44,6 @@ def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
     return made_on_cpu
 
 
-def _current_device(original: Any) -> Callable[[], torch.device]:
-    return lambda: CPU
-
-
 def _do_nothing(original: Any) -> Callable[..., None]:
     return lambda *args, **kwargs: None
 
@@ -57,7 +53,8 @@ def _with_cuda_type_names(original: Callable[..., None]) -> Callable[..., None]:
     def construct(self: Any, *args: Any, model_chunks: list[torch.nn.Module], **kwargs: Any) -> None:
         parameters = [parameter for chunk in model_chunks for parameter in chunk.parameters()]
         for parameter in parameters:
-            parameter.type = functools.partial(_cuda_type_name, parameter)  # type: ignore[assignment]
+            name = torch.Tensor.type(parameter).replace("torch.", "torch.cuda.", 1)
+            parameter.type = functools.partial(str, name)  # type: ignore[assignment]
         try:
             original(self, *args, model_chunks=model_chunks, **kwargs)
         finally:
@@ -67,12 +64,12 @@ def _with_cuda_type_names(original: Callable[..., None]) -> Callable[..., None]:
     return construct
 
 
-def _cuda_type_name(parameter: torch.Tensor) -> str:
-    return torch.Tensor.type(parameter).replace("torch.", "torch.cuda.", 1)
-
-
 REPLACEMENTS: tuple[Replacement, ...] = (
-    Replacement("torch.cuda:current_device", _current_device, "parameters and buffers are made on torch.cuda.current_device()"),
+    Replacement(
+        "torch.cuda:current_device",
+        lambda original: lambda: CPU,
+        "parameters and buffers are made on torch.cuda.current_device()",
+    ),
     Replacement("torch.cuda:synchronize", _do_nothing, "checkpointing synchronizes the device before it writes"),
     Replacement(
         "torch.cuda:current_stream", _do_nothing, "from 0.19 on, gradient reduction asks for it to wait for graph replays"

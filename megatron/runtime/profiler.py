@@ -22,7 +22,6 @@ from megatron.runtime.emulation.emulated_run import emulated_session, emulated_s
 from megatron.runtime.execution.activation_store import SavedTensors
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm, wrap_in_gradient_buffers
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config, build_unit_optimizers
-from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.cost.cluster import peak_tflops
@@ -96,23 +95,12 @@ class LayerTimes(NamedTuple):
 
 
 def build_layer(
-    graph: ModelGraph,
-    unit: str,
-    kind: str,
-    *,
-    groups: ProcessGroupCollection,
-    options: BuildOptions,
-    vocab_size: int,
+    graph: ModelGraph, unit: str, kind: str, *, groups: ProcessGroupCollection, options: BuildOptions, vocab_size: int
 ) -> UnitStage:
     """Build a stage of the unit's first layer of a kind, with trainable weights or adapters; vocab_size: padded."""
     index = graph.unit(unit).layers.index(kind)
     stage = UnitStage(
-        graph=graph,
-        unit_name=unit,
-        layers=range(index, index + 1),
-        groups=groups,
-        options=options,
-        vocab_size=vocab_size,
+        graph=graph, unit_name=unit, layers=range(index, index + 1), groups=groups, options=options, vocab_size=vocab_size
     )
     initialize_parameters(stage, seed=0)
     if not stage.unit.adapted_modules(index):
@@ -255,7 +243,14 @@ def time_runtime(graph: ModelGraph, *, num_repetitions: int) -> tuple[float, flo
     Messages between ranks are not measured. torch.distributed must be initialised with one rank and any backend.
     """
     session = emulated_session(graph, plan_colocated(graph, sizes={}, world_size=1), cost=lambda action: ComputeCost(0.0))
-    steps = {count: _small_step(session, count) for count in (_FEW, _MANY)}
+    owners = [unit.name for unit in graph.item_encoders]
+    encoders = {unit.name: owners.index(graph.item_units(unit.name)[0]) for unit in graph.encoders}
+    steps = {}
+    for count in (_FEW, _MANY):  # one sample per microbatch, and an item of every other unit
+        atoms = {unit.name: [(Atom(sample, encoders.get(unit.name, -1)),) for sample in range(count)] for unit in graph.units}
+        assignment = Assignment({name: (tuple(of_unit),) for name, of_unit in atoms.items()})
+        schedule = session.schedules().schedule(assignment)
+        steps[count] = emulated_step(schedule, assignment, num_tokens=_NUM_TOKENS, rank=0)
 
     def run(step: Step) -> None:
         session.forward_backward(step)
@@ -291,17 +286,3 @@ def time_update(stage: UnitStage, *, groups: ProcessGroupCollection, num_repetit
     seconds_of(update)  # not measured: the optimizer's state is made
     num_weights = sum(parameter.numel() for parameter in stage.parameters())
     return PackedSize(num_weights), median(seconds_of(update) for _ in range(num_repetitions))
-
-
-def _small_step(session: Session, num_microbatches: int) -> Step:
-    """Return a step with one sample per microbatch, and an item of every other unit."""
-    graph = session.graph
-    owners = [unit.name for unit in graph.item_encoders]
-    encoders = {unit.name: owners.index(graph.item_units(unit.name)[0]) for unit in graph.encoders}
-    assignment = Assignment(
-        {
-            unit.name: (tuple((Atom(sample, encoders.get(unit.name, -1)),) for sample in range(num_microbatches)),)
-            for unit in graph.units
-        }
-    )
-    return emulated_step(session.schedules().schedule(assignment), assignment, num_tokens=_NUM_TOKENS, rank=0)

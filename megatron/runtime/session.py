@@ -40,8 +40,6 @@ from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import Plan
 from multimodal.values.timeline import Timeline, TimelineEvent
 
-_DEFAULT_TIMEOUT = timedelta(minutes=10)
-
 
 @dataclass(frozen=True)
 class SessionOptions:
@@ -53,7 +51,7 @@ class SessionOptions:
     """Padded."""
     seed: int = 0
     """Seed of the initial weights."""
-    timeout: timedelta = _DEFAULT_TIMEOUT
+    timeout: timedelta = timedelta(minutes=10)
     """The longest time that a rank waits for its peers."""
     optimizer: OptimizerConfig | None = None
     """None: nothing is updated."""
@@ -190,20 +188,15 @@ class Session:
         origin_seconds = self.executor.clock.origin_seconds
         return gather_timeline(events, origin_seconds=origin_seconds, plan=self.plan, rank=dist.get_rank())
 
-    def update(self, *, gathers_later: bool) -> float:
-        """Clip gradients and step; returns their global norm. If the norm is not finite, nothing changes.
-
-        gathers_later: True if the next schedule gathers the parameters that a sharded optimizer updates.
-        """
-        norm = self.gradient_norm()
-        self.step_optimizers(norm, gathers_later=gathers_later)
-        return norm
-
     def gradient_norm(self) -> float:
         """Return the global norm of the gradients, ready for the step; once one rank knows it, all ranks have all gradients."""
         for optimizer in self.optimizers.values():
             optimizer.prepare_grads()
-        counted = [(optimizer, self._counts_in_norm(key)) for key, optimizer in self.optimizers.items()]
+        counted = []
+        for key, optimizer in self.optimizers.items():
+            member = self.memberships[key.unit]
+            is_first = member.is_first_expert_holder if key.steps_experts else member.is_first_holder
+            counted.append((optimizer, optimizer.config.use_distributed_optimizer or is_first))
         return global_gradient_norm(counted, device=platform.device())
 
     def step_optimizers(self, norm: float, *, gathers_later: bool) -> None:
@@ -214,11 +207,6 @@ class Session:
                     clip_gradients(optimizer.get_parameters(), norm=norm, max_norm=optimizer.config.clip_grad)
                 with self.gradients[key.unit].updating(gathers_later=gathers_later):
                     optimizer.step_with_ready_grads()
-
-    def _counts_in_norm(self, key: OptimizerKey) -> bool:
-        is_sharded: bool = self.optimizers[key].config.use_distributed_optimizer
-        member = self.memberships[key.unit]
-        return is_sharded or (member.is_first_expert_holder if key.steps_experts else member.is_first_holder)
 
     def _check_plan(self, plan: Plan) -> None:
         validate_plan(plan, graph=self.graph, world_size=dist.get_world_size())
@@ -291,14 +279,8 @@ def _build_stages(
         for stage in plan.units[name].replicas[member.replica_index].virtual_stages:
             if stage.stage_index != member.stage_index:
                 continue
-            parts = {
-                "graph": options.graph,
-                "unit_name": name,
-                "layers": stage.layers,
-                "groups": member.groups,
-                "options": options.build,
-                "vocab_size": options.vocab_size,
-            }
+            parts = {"graph": options.graph, "unit_name": name, "layers": stage.layers, "groups": member.groups}
+            parts |= {"options": options.build, "vocab_size": options.vocab_size}
             if options.build_stage is not None:
                 yield (name, stage.index), options.build_stage(stage_index=stage.index, **parts)
                 continue

@@ -87,5 +87,5 @@ class BraidTraining:
         """Train on a global batch; returns this rank's share of its loss."""
         loss = self.session.forward_backward(step).loss_sum / step.num_target_tokens
         self.session.finish_gradients()
-        self.session.update(gathers_later=False)
+        self.session.step_optimizers(self.session.gradient_norm(), gathers_later=False)
         return loss

@@ -96,7 +96,7 @@ def step_here(run: FromFolder, case: GradientCase, *, rate: float, decay: float,
     build_scheduler(settings, session, train_iters=1)  # says what decays
     session.forward_backward(plan_case(case))
     session.finish_gradients()
-    session.update(gathers_later=False)
+    session.step_optimizers(session.gradient_norm(), gathers_later=False)
     save_hugging_face(run.target, session=session, like=run.folder)
 
 

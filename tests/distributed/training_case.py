@@ -167,7 +167,7 @@ class Training:
         step = self.plan_step(number)
         result = self.session.forward_backward(step)
         self.session.finish_gradients()
-        self.session.update(gathers_later=step.cuts.gathers_parameters)
+        self.session.step_optimizers(self.session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
         return sum(LossSums.of_step(step, result).means(_sum_over_ranks))
 
     def plan_step(self, number: int) -> Step:

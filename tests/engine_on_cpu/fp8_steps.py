@@ -33,7 +33,7 @@ def train_in_fp8(case: GradientCase, num_steps: int) -> list[Weights]:
         session.finish_gradients()
         used = {name: modules[name]._fp8_workspaces["weight"] for name in before}
         found.append({name: (before[name], _values(numbers_of(used[name]))) for name in before})
-        session.update(gathers_later=False)
+        session.step_optimizers(session.gradient_norm(), gathers_later=False)
     return found
 
 

@@ -17,12 +17,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.background_save import BackgroundSave
-from megatron.runtime.checkpoint.folder import (
-    complete_partial,
-    open_partial,
-    prune_checkpoints,
-    remove_checkpoint,
-)
+from megatron.runtime.checkpoint.folder import complete_partial, open_partial, prune_checkpoints, remove_checkpoint
 from megatron.runtime.checkpoint.index import TensorIndex, read_index
 from megatron.runtime.checkpoint.manifest import (
     Manifest,

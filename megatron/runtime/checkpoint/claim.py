@@ -26,6 +26,11 @@ from megatron.runtime.checkpoint.folder import is_alive
 from multimodal.values.errors import CheckpointError
 
 MARK_NAME = ".writer.json"
+_TOUCH_SECONDS = 10.0
+_SILENT_SECONDS = 60.0
+"""Seconds without a touch after which another run is gone."""
+_ENDING_SECONDS = 5.0
+"""Seconds that a process of this machine may take to end."""
 _LOOK_SECONDS = 1.0
 """Seconds between two looks at another run's mark; ranks meet after each, so that none waits long for another."""
 
@@ -87,23 +92,10 @@ class _Mark(NamedTuple):
 class FolderClaim:
     """The right to write into a folder; used on rank 0 only, except for construction."""
 
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        environ: Mapping[str, str],
-        touch_seconds: float = 10.0,
-        silent_seconds: float = 60.0,
-        ending_seconds: float = 5.0,
-    ) -> None:
-        """Claim nothing yet.
-
-        touch_seconds: between signs of life. silent_seconds: without a sign for this time, the other run is gone. ending_seconds:
-        time that a process of this machine may take to end.
-        """
+    def __init__(self, folder: Path, *, environ: Mapping[str, str]) -> None:
+        """Claim nothing yet."""
         self._folder, self._path = folder, folder / MARK_NAME
         self._writer = Writer.of_this_process(environ)
-        self._touch_seconds, self._silent_seconds, self._ending_seconds = touch_seconds, silent_seconds, ending_seconds
         self._first_look: tuple[float, _Mark] | None = None
         self._is_released = threading.Event()
 
@@ -127,16 +119,18 @@ class FolderClaim:
         mark = _read(self._path)
         if mark is None and self._create():
             return
-        if mark is None or mark.writer is None or mark.writer.token != self._writer.token:
+        if not self._owns(mark):
             raise self._occupied(mark)
 
     def release(self) -> None:
         """Let other runs write there."""
         self._is_released.set()
         with suppress(OSError):
-            mark = _read(self._path)
-            if mark and mark.writer and mark.writer.token == self._writer.token:
+            if self._owns(_read(self._path)):
                 self._path.unlink()
+
+    def _owns(self, mark: _Mark | None) -> bool:
+        return mark is not None and mark.writer is not None and mark.writer.token == self._writer.token
 
     def _is_gone(self, mark: _Mark) -> bool:
         """Return True if the run of a mark has ended; False: uncertain yet. Raises CheckpointError if it is alive."""
@@ -148,12 +142,16 @@ class FolderClaim:
         if writer is not None and writer.machine == self._writer.machine:
             if writer.process == os.getpid() or _process_start(writer.process) != writer.process_start:
                 return True
-            if now - first_time >= self._ending_seconds:
+            if now - first_time >= _ENDING_SECONDS:
                 raise self._occupied(mark)
             return False
         if mark != first_mark:
             raise self._occupied(mark)
-        return max(now - first_time, self._file_system_time() - mark.touched) >= self._silent_seconds
+        try:
+            file_system_time = self._write(self._spare).stat().st_mtime
+        finally:
+            self._spare.unlink(missing_ok=True)
+        return max(now - first_time, file_system_time - mark.touched) >= _SILENT_SECONDS
 
     def _occupied(self, mark: _Mark | None) -> CheckpointError:
         return CheckpointError(
@@ -177,17 +175,10 @@ class FolderClaim:
             json.dump(asdict(self._writer), file)
         return path
 
-    def _file_system_time(self) -> float:
-        try:
-            return self._write(self._spare).stat().st_mtime
-        finally:
-            self._spare.unlink(missing_ok=True)
-
     def _keep_touching(self) -> None:
-        while not self._is_released.wait(self._touch_seconds):
+        while not self._is_released.wait(_TOUCH_SECONDS):
             with suppress(OSError):
-                mark = _read(self._path)
-                if mark and mark.writer and mark.writer.token == self._writer.token:
+                if self._owns(_read(self._path)):
                     os.utime(self._path)
 
 

@@ -15,6 +15,7 @@ import re
 import shutil
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,7 +92,14 @@ def remove_dead_folders(folder: Path, *, name: str) -> None:
     """Remove the unfinished results of dead processes in a folder; name: a pattern of the intended names."""
     for path in folder.iterdir():
         match = _HIDDEN.fullmatch(path.name)
-        if match and re.fullmatch(name, match["name"]) and _is_dead(path, host=match["host"], process=int(match["process"])):
+        if not match or not re.fullmatch(name, match["name"]):
+            continue
+        process = int(match["process"])
+        if match["host"] == socket.gethostname():
+            is_dead = process == os.getpid() or not is_alive(process)
+        else:
+            is_dead = time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > _STALE_SECONDS
+        if is_dead:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -147,20 +155,13 @@ def _name(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def _is_dead(path: Path, *, host: str, process: int) -> bool:
-    if host == socket.gethostname():
-        return process == os.getpid() or not is_alive(process)
-    return time.time() - max(entry.stat().st_mtime for entry in (path, *path.iterdir())) > _STALE_SECONDS
-
-
 def is_alive(process: int) -> bool:
     """Return True if this machine has a process with this number."""
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # somebody else's
-        pass
+    with suppress(PermissionError):  # somebody else's
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
     return True
 
 

@@ -49,21 +49,21 @@ from megatron.runtime.state.held_tensors import HeldTensor, Piece
 class _AsPlanned:
     """Methods that torch calls on both sides of a storage, without any effect here."""
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Do nothing: no state is kept."""
+    def reset(self, checkpoint_id: Any = None) -> None: ...
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Return torch's plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Return torch's plans unchanged."""
         return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return True: `folder` finds checkpoints."""
         return True
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
 
 class PieceWriter(_AsPlanned, StorageWriter):
@@ -85,7 +85,8 @@ class PieceWriter(_AsPlanned, StorageWriter):
                     values = planner.resolve_data(item)
                     assert isinstance(values, Tensor)
                     assert item.index.offset is not None
-                    content, start = _bytes_of(values), file.tell()
+                    content = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                    start = file.tell()
                     file.write(content)
                     piece = SavedPiece(name, start, tuple(item.index.offset), tuple(values.shape), zlib.crc32(content))
                     written.append(WriteResult(item.index, len(content), piece))
@@ -108,9 +109,6 @@ class PieceWriter(_AsPlanned, StorageWriter):
             _sync(file)
         self.sizes[INDEX_NAME], self.index_crc32 = len(content), zlib.crc32(content)
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the folder exists."""
-
 
 class PieceReader(_AsPlanned, StorageReader):
     """Reads, from the files of all ranks, the pieces of which this rank needs a part."""
@@ -124,7 +122,12 @@ class PieceReader(_AsPlanned, StorageReader):
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]  # torch asks for ranks' own metadata where more is taken
         """Return `tensors.json` in torch's form."""
-        return Metadata({key: _describe(tensor) for key, tensor in self._index.items()})
+        described: dict[str, Any] = {}
+        for key, tensor in self._index.items():
+            chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces]
+            properties = TensorProperties(dtype=tensor.dtype)
+            described[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
+        return Metadata(described)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         """Fill the tensors of torch's plan; raises CheckpointError for bytes that differ from those written, and OSError."""
@@ -136,7 +139,11 @@ class PieceReader(_AsPlanned, StorageReader):
                 for piece, key in pieces:
                     values = self._read(file, piece, key=key)
                     for item in wanted[piece, key]:
-                        _fill(item, values, planner)
+                        part, target = values, planner.resolve_tensor(item).detach()
+                        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                            part = part.narrow(dimension, start, length)
+                        target.copy_(part)
+                        planner.commit_tensor(item, target)
         return _done(None)
 
     def _read(self, file: BinaryIO, piece: SavedPiece, *, key: str) -> Tensor:
@@ -147,26 +154,6 @@ class PieceReader(_AsPlanned, StorageReader):
         if file.readinto(buffer) != len(buffer) or zlib.crc32(buffer) != piece.crc32:  # type: ignore[attr-defined]
             raise damaged(self._folder, f"{piece.file} does not hold what was written (the checksum of {key} differs)")
         return content.view(dtype).view(piece.sizes)
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the index is already read."""
-
-
-def _describe(tensor: SavedTensor) -> TensorStorageMetadata:
-    chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces]
-    return TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape), chunks)
-
-
-def _fill(item: ReadItem, values: Tensor, planner: LoadPlanner) -> None:
-    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-        values = values.narrow(dimension, start, length)
-    target = planner.resolve_tensor(item).detach()
-    target.copy_(values)
-    planner.commit_tensor(item, target)
-
-
-def _bytes_of(values: Tensor) -> memoryview:
-    return values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _sync(file: BinaryIO) -> None:
@@ -216,7 +203,13 @@ class _PieceSavePlanner(DefaultSavePlanner):
         self._values = {(tensor.key, piece.offsets): piece.values for tensor in self._tensors for piece in tensor.pieces}
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_write_item(tensor, piece) for tensor in self._tensors for piece in tensor.pieces])
+        items = []
+        for tensor in self._tensors:
+            for piece in tensor.pieces:
+                data = TensorWriteData(_chunk(piece), TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
+                index = MetadataIndex(tensor.key, torch.Size(piece.offsets))
+                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return SavePlan(items)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         return self._values[index.fqn, tuple(index.offset or ())]
@@ -241,11 +234,6 @@ class _PieceLoadPlanner(DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         assert index.index is not None
         return self._pieces[index.fqn][index.index].values
-
-
-def _write_item(tensor: HeldTensor, piece: Piece) -> WriteItem:
-    data = TensorWriteData(_chunk(piece), TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
-    return WriteItem(MetadataIndex(tensor.key, torch.Size(piece.offsets)), WriteItemType.SHARD, tensor_data=data)
 
 
 def _chunk(piece: Piece) -> ChunkStorageMetadata:

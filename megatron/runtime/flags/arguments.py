@@ -20,7 +20,7 @@ from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.ignored_flags import ignored_flags
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
-from megatron.runtime.launch.rank_place import find_ranks_per_node
+from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_node
 from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.hugging_face.adapter_files import read_peft_adapter
@@ -33,7 +33,7 @@ from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import at_line, read_mapping
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import MOST_RANKS, Plan
+from multimodal.values.plan import Plan
 from multimodal.values.typed_reader import shown
 
 
@@ -65,15 +65,10 @@ def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunCo
     check_bounds(config)
     frozen_graph = choose_trained(graph, config.model)
     check_config(config, graph=frozen_graph)
-    world_size = environ.get("WORLD_SIZE", "1")
-    if not world_size.isdecimal() or not 1 <= int(world_size[:9]) <= MOST_RANKS:
-        raise ConfigError(
-            f"the environment variable WORLD_SIZE must be the number of processes, found {shown(world_size)}; launch with "
-            "torchrun"
-        )
+    world_size = find_rank_place(environ).size
     if not config.parallelism.plans_itself:
         _check_input_file("--plan", config.parallelism.plan)
-        plan = build_plan(config, frozen_graph, int(world_size), ranks_per_node=find_ranks_per_node(environ))
+        plan = build_plan(config, frozen_graph, world_size, ranks_per_node=find_ranks_per_node(environ))
         check_plan(config, graph=frozen_graph, plan=plan)
     _check_input_file("--emulate", config.training.emulate)
     _check_input_file("--cluster", config.training.cluster)
@@ -232,36 +227,29 @@ def build_plan(
 
 
 def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:
-    """Return the model as the flags train it: units frozen, adapters added; raises ConfigError for unknown names."""
-    frozen = freeze_units(graph, modules=model.freeze, projectors=model.freeze_projector)
-    if model.lora_rank is None:
-        return frozen
-    return adapt_units(frozen, linear_layers(frozen), rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
+    """Return the model as the flags train it: units frozen, adapters added; raises ConfigError for unknown names.
 
-
-def freeze_units(graph: ModelGraph, *, modules: Sequence[str], projectors: Sequence[str]) -> ModelGraph:
-    """Freeze the units of `--freeze` and `--freeze-projector`, in addition to those that the model file freezes.
-
-    `llm` stands for the backbone, whatever its name. Raises ConfigError for an unknown unit, and for the projector of the
-    backbone, which has none.
+    `llm` stands for the backbone, whatever its name.
     """
-    frozen_modules = {_unit_name(graph, name, flag="--freeze") for name in modules}
-    frozen_projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in projectors}
-    if graph.backbone.name in frozen_projectors:
+    modules = {_unit_name(graph, name, flag="--freeze") for name in model.freeze}
+    projectors = {_unit_name(graph, name, flag="--freeze-projector") for name in model.freeze_projector}
+    if graph.backbone.name in projectors:
         owners = ", ".join(unit.name for unit in (*graph.encoders, *graph.generators)) or "none"
         raise ConfigError(
             f"--freeze-projector {graph.backbone.name}: the backbone has no projector; units with one are: {owners} "
             f"(to freeze the backbone itself, use --freeze {graph.backbone.name})"
         )
-    units = tuple(
-        replace(
-            unit,
-            freeze_module=unit.freeze_module or unit.name in frozen_modules,
-            freeze_projector=unit.freeze_projector or unit.name in frozen_projectors,
+    units = []
+    for unit in graph.units:  # which the model file may freeze, too
+        is_frozen, has_frozen_projector = (
+            unit.freeze_module or unit.name in modules,
+            unit.freeze_projector or unit.name in projectors,
         )
-        for unit in graph.units
-    )
-    return replace(graph, units=units)
+        units.append(replace(unit, freeze_module=is_frozen, freeze_projector=has_frozen_projector))
+    frozen = replace(graph, units=tuple(units))
+    if model.lora_rank is None:
+        return frozen
+    return adapt_units(frozen, linear_layers(frozen), rank=model.lora_rank, alpha=model.lora_alpha, targets=model.lora_targets)
 
 
 def _unit_name(graph: ModelGraph, name: str, *, flag: str) -> str:

@@ -8,8 +8,7 @@ together, and `cross_checks.py` checks it.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
@@ -21,18 +20,18 @@ from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.passes import PASSES
 from multimodal.values.errors import ConfigError
 
-AT_LEAST_ONE: Mapping[str, Any] = MappingProxyType({"minimum": 1})
-AT_LEAST_ZERO: Mapping[str, Any] = MappingProxyType({"minimum": 0})
-A_COUNT: Mapping[str, Any] = MappingProxyType({"minimum": 1, "maximum": 10**9})
+AT_LEAST_ONE = {"minimum": 1}
+AT_LEAST_ZERO = {"minimum": 0}
+A_COUNT = {"minimum": 1, "maximum": 10**9}
 """A number of steps, samples or tokens: more than the maximum is a typing error that would only cost memory and time."""
-INPUT_PATH: Mapping[str, Any] = MappingProxyType({"input_path": True})
+INPUT_PATH = {"input_path": True}
 """Inside a configuration file, such a path is first looked up beside that file."""
 DEFAULT_SAVE_INTERVAL = 1000
 AUTO = Path("auto")
 """Value in place of a plan: the run plans by itself."""
 DIGITS = "digits"
 """Value in place of a path of data: the program `DIGITS_PROGRAM`."""
-PER_UNIT: Mapping[str, Any] = MappingProxyType({"per_unit": True})
+PER_UNIT = {"per_unit": True}
 """Filled from the flags that contain a unit's name; has no flag of its own."""
 
 
@@ -380,11 +379,6 @@ class CheckpointConfig:
     save_adapter: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """New folder that gets adapters, and whatever else was trained, after the last step as Hugging Face's PEFT loads them."""
 
-    @property
-    def steps_between_saves(self) -> int | None:
-        """Steps between checkpoints; None if none are saved."""
-        return (self.save_interval or DEFAULT_SAVE_INTERVAL) if self.save else None
-
 
 @dataclass(frozen=True, kw_only=True)
 class LoggingConfig:
@@ -442,16 +436,5 @@ class RunConfig:
     """Names of the fields that were set rather than left at their default; a unit's as `vision.tensor_parallel_size`."""
 
 
-GROUPS: Mapping[str, type] = MappingProxyType(
-    {
-        "model": ModelConfig,
-        "parallelism": ParallelismConfig,
-        "training": TrainingConfig,
-        "optimizer": OptimizerSettings,
-        "data": DataConfig,
-        "evaluation": EvaluationConfig,
-        "checkpoint": CheckpointConfig,
-        "logging": LoggingConfig,
-    }
-)
+GROUPS: Mapping[str, type] = {name: kind for name, kind in RunConfig.__annotations__.items() if isinstance(kind, type)}
 """The groups of flags, by their field of `RunConfig`."""

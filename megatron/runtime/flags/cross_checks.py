@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,7 @@ from typing import Any
 from megatron.runtime.flags.configuration import AUTO, RunConfig
 from megatron.runtime.flags.field_flags import all_flags, value_of
 from megatron.runtime.flags.flag_rules import RULES
-from megatron.runtime.flags.ignored_flags import (
-    ENCODER_FLAGS,
-    EXCLUSIVE_FLAGS,
-    EXCLUSIVE_SIZES,
-    LEFT_TO_THE_PLAN,
-    ignored_flags,
-)
+from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, LEFT_TO_THE_PLAN, ignored_flags
 from megatron.runtime.flags.schedule_checks import problems_of_schedule
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from multimodal.balance import BALANCERS
@@ -69,7 +64,9 @@ def check_bounds(config: RunConfig) -> None:
     for flag in all_flags():
         value = flag.value(config)
         if flag.bounds() and value is not None and not flag.allows(value):
-            raise ConfigError(f"{flag.flag} must be {flag.wanted_instead_of(value)}, found {value}")
+            is_too_large = flag.maximum is not None and value > flag.maximum
+            wanted = f"at most {flag.maximum:.15g}" if is_too_large else replace(flag, maximum=None).bounds()
+            raise ConfigError(f"{flag.flag} must be {wanted}, found {value}")
 
 
 def check_config(config: RunConfig, *, graph: ModelGraph) -> None:

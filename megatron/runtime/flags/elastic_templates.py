@@ -22,18 +22,23 @@ def read_templates(config: RunConfig, graph: ModelGraph) -> TemplateSet:
             "tools/plan.py --planner oobleck --fault-tolerance F --output FILE"
         )
     templates = TemplateSet.from_file(path)
-    _check_model(path, templates, graph)
-    _check_batch(path, templates, config)
-    return _with_fault_tolerance(path, templates, config)
-
-
-def _check_model(path: Path, templates: TemplateSet, graph: ModelGraph) -> None:
     planned = [(unit.name, unit.num_layers) for unit in templates.chain]
     wanted = [(unit.name, len(unit.layers)) for unit in graph.units]
     if planned != wanted:
         raise PlanError(
             f"--plan {path}: its templates are for layers {planned}, the model has {wanted}; plan templates for this model"
         )
+    _check_batch(path, templates, config)
+    tolerance = config.parallelism.fault_tolerance
+    if tolerance is None:
+        return templates
+    if tolerance > templates.fault_tolerance:
+        raise ConfigError(
+            f"--fault-tolerance {tolerance} needs {tolerance + 1} replicas at all times, but the templates of --plan {path} keep "
+            f"{templates.fault_tolerance + 1}; plan them with --fault-tolerance {tolerance}, or ask for at most "
+            f"{templates.fault_tolerance}"
+        )
+    return replace(templates, fault_tolerance=tolerance)
 
 
 def _check_batch(path: Path, templates: TemplateSet, config: RunConfig) -> None:
@@ -56,19 +61,6 @@ def _check_batch(path: Path, templates: TemplateSet, config: RunConfig) -> None:
             f"the templates of --plan {path} count on recomputing {wanted or 'nothing'}, the run recomputes "
             f"{training.recompute_granularity or 'nothing'}; {fix}, or plan them anew"
         )
-
-
-def _with_fault_tolerance(path: Path, templates: TemplateSet, config: RunConfig) -> TemplateSet:
-    wanted = config.parallelism.fault_tolerance
-    if wanted is None:
-        return templates
-    if wanted > templates.fault_tolerance:
-        raise ConfigError(
-            f"--fault-tolerance {wanted} needs {wanted + 1} replicas at all times, but the templates of --plan {path} keep "
-            f"{templates.fault_tolerance + 1}; plan them with --fault-tolerance {wanted}, or ask for at most "
-            f"{templates.fault_tolerance}"
-        )
-    return replace(templates, fault_tolerance=wanted)
 
 
 def plan_of_start(config: RunConfig, graph: ModelGraph, world_size: int) -> Plan:

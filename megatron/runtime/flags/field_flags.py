@@ -6,7 +6,7 @@ import inspect
 import math
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, Field, dataclass, fields, replace
+from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
@@ -53,27 +53,10 @@ class FieldFlag:
         """Return the value of a field that belongs to no unit."""
         return getattr(getattr(config, self.group), self.name)
 
-    def is_off(self, config: RunConfig) -> bool:
-        """True if a switch, a list or a path asks for nothing."""
-        value = self.value(config)
-        return value in (None, ()) or (self.parse is None and value == self.default)
-
-    def described_default(self) -> str:
-        """Write the note on the default: ` (required)`, ` (default: 1)`, or nothing."""
-        if self.is_required:
-            return " (required)"
-        return "" if self.default in (None, ()) else f" (default: {self.default})"
-
     def bounds(self) -> str:
         """Describe the allowed range in words; empty if every number is allowed."""
         parts = [("at least", self.minimum), ("above", self.above), ("below", self.below), ("at most", self.maximum)]
         return " and ".join(f"{word} {bound:.15g}" for word, bound in parts if bound is not None)
-
-    def wanted_instead_of(self, number: float) -> str:
-        """Return the bounds to report for a forbidden number: the upper one if it is too large, else the other bounds."""
-        if self.maximum is not None and number > self.maximum:
-            return f"at most {self.maximum:.15g}"
-        return replace(self, maximum=None).bounds()
 
     def allows(self, number: float) -> bool:
         """True if a number lies in the allowed range."""

@@ -6,6 +6,7 @@ For an unknown flag, the error names Braid's counterpart of Megatron's flag, or 
 import argparse
 import difflib
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from megatron.runtime.flags.configuration import GROUPS
@@ -35,7 +36,7 @@ class FlagParser(argparse.ArgumentParser):
             description="Train a multimodal model, each of its units with its own parallelism.",
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
-            formatter_class=_Formatter,
+            formatter_class=partial(argparse.HelpFormatter, max_help_position=34, width=110),
         )
         self._graph = graph
         self.add_argument("--config", action=_StoreOnce, metavar="FILE.yaml", help=CONFIG_HELP)
@@ -97,13 +98,6 @@ class _StoreOnce(argparse.Action):
         setattr(namespace, _SPELLED, {**earlier, self.dest: shown})
 
 
-class _Formatter(argparse.HelpFormatter):
-    """A formatter that is wide enough for Megatron's long names."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=34, width=110)
-
-
 def _add_field(arguments: Any, flag: FieldFlag) -> None:
     if flag.shorthand is not None:
         name, value, opposite_value = flag.shorthand
@@ -118,6 +112,7 @@ def _add_field(arguments: Any, flag: FieldFlag) -> None:
         const = (not flag.default, flag.default)
         _add_switch(arguments, spellings=(flag.flag, flag.opposite), dest=flag.name, const=const, help_text=flag.help)
         return
+    default = " (required)" if flag.is_required else "" if flag.default in (None, ()) else f" (default: {flag.default})"
     arguments.add_argument(
         flag.flag,
         *flag.also,
@@ -127,7 +122,7 @@ def _add_field(arguments: Any, flag: FieldFlag) -> None:
         choices=(flag.choices or None) if flag.parse is str else None,
         nargs="+" if flag.is_list else None,
         metavar=flag.metavar,
-        help=_escape(flag.help + flag.described_default()),
+        help=_escape(flag.help + default),
     )
 
 

@@ -1,11 +1,13 @@
 """Combinations of flags that are refused, as a table of (condition, message); `cross_checks` reads it."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron.runtime.checkpoint.folder import folder_of_run
-from megatron.runtime.flags.configuration import DIGITS
+from megatron.runtime.flags.configuration import DIGITS, RunConfig
 from megatron.runtime.flags.device_rules import DEVICE_RULES, Rule, named_passes
+from megatron.runtime.flags.field_flags import value_of
 from multimodal.data.sample_program import DIGITS_PROGRAM
 from multimodal.data.sample_source import PILLOW_MAX_PIXELS
 from multimodal.schedule.passes import PASSES
@@ -19,6 +21,15 @@ def _same_folder(first: Path, second: Path | None) -> bool:
     return second is not None and os.path.abspath(first) == os.path.abspath(second)
 
 
+def _goes_on_elsewhere(name: str) -> Callable[[RunConfig], bool]:
+    """Return a condition: a run starts from the weights of this field, and --load names a folder that is not its own."""
+
+    def is_elsewhere(c: RunConfig) -> bool:
+        return bool(value_of(c, name) and c.checkpoint.load and not _same_folder(c.checkpoint.load, c.checkpoint.save))
+
+    return is_elsewhere
+
+
 def _proportions(split: str) -> list[float]:
     """Parse a split; empty if it is invalid."""
     try:
@@ -30,6 +41,8 @@ def _proportions(split: str) -> list[float]:
 
 
 _ONCE_A_STEP = " and ".join(name for name, row in PASSES.items() if not row.works_with_sharded_weights)
+
+_WITH_WEIGHTS = ["save", "load", "pretrained_checkpoint", "load_hf", "load_adapter", "save_hf", "save_adapter", "eval_iters"]
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -48,10 +61,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "--skip-train leaves nothing to do; add --eval-iters N or --save-hf DIR, or leave it out",
     ),
-    Rule(
-        lambda c: c.optimizer.min_lr > c.optimizer.lr,
-        "--min-lr {c.optimizer.min_lr} is above --lr {c.optimizer.lr}; lower it",
-    ),
+    Rule(lambda c: c.optimizer.min_lr > c.optimizer.lr, "--min-lr {c.optimizer.min_lr} is above --lr {c.optimizer.lr}; lower it"),
     Rule(
         lambda c: c.optimizer.lr_warmup_init > c.optimizer.lr,
         "--lr-warmup-init {c.optimizer.lr_warmup_init} is above --lr {c.optimizer.lr}; lower it",
@@ -164,13 +174,7 @@ RULES: tuple[Rule, ...] = (
         "but --data-parallel-sharding-strategy optim_grads_params does whenever a layer computes; leave them out",
     ),
     Rule(
-        lambda c: (
-            c.training.emulate is not None
-            and (
-                bool(c.checkpoint.save or c.checkpoint.load or c.checkpoint.pretrained_checkpoint or c.evaluation.eval_iters)
-                or bool(c.checkpoint.load_hf or c.checkpoint.load_adapter or c.checkpoint.save_hf or c.checkpoint.save_adapter)
-            )
-        ),
+        lambda c: c.training.emulate is not None and any(value_of(c, name) for name in _WITH_WEIGHTS),
         "--emulate trains nothing, so there is nothing to save, resume or evaluate; leave out --save, --load, "
         "--pretrained-checkpoint, --load-hf, --load-adapter, --save-hf, --save-adapter and --eval-iters",
     ),
@@ -184,24 +188,13 @@ RULES: tuple[Rule, ...] = (
         "--pretrained-checkpoint starts at step 0 and --save {c.checkpoint.save} would mix its checkpoints with those that it "
         "starts from; give another --save",
     ),
-    Rule(
-        lambda c: (
-            c.checkpoint.pretrained_checkpoint is not None
-            and c.checkpoint.load is not None
-            and not _same_folder(c.checkpoint.load, c.checkpoint.save)
-        ),
-        "--pretrained-checkpoint {c.checkpoint.pretrained_checkpoint} is for a run that starts from those weights and goes on "
-        "from its own checkpoints, but --load {c.checkpoint.load} is not where --save writes; make --load and --save the same "
-        "folder, or leave --pretrained-checkpoint or --load out",
-    ),
-    Rule(
-        lambda c: (
-            c.checkpoint.load_hf is not None
-            and c.checkpoint.load is not None
-            and not _same_folder(c.checkpoint.load, c.checkpoint.save)
-        ),
-        "--load-hf {c.checkpoint.load_hf} is for a run that starts from those weights and goes on from its own checkpoints, but "
-        "--load {c.checkpoint.load} is not where --save writes; make --load and --save the same folder, or leave --load-hf or "
-        "--load out",
+    *(
+        Rule(
+            _goes_on_elsewhere(name),
+            f"{flag} {{c.checkpoint.{name}}} is for a run that starts from those weights and goes on from its own checkpoints, "
+            "but --load {c.checkpoint.load} is not where --save writes; make --load and --save the same folder, or leave "
+            f"{flag} or --load out",
+        )
+        for name, flag in (("pretrained_checkpoint", "--pretrained-checkpoint"), ("load_hf", "--load-hf"))
     ),
 )

@@ -1,6 +1,6 @@
 """Flags that would have no effect, or set the same thing twice, as tables; `cross_checks` and the page of flags read them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import RunConfig
@@ -29,13 +29,20 @@ def goes_by_durations(config: RunConfig) -> bool:
 
 def _rows(names: str, causes: str, is_ignored: Callable[[RunConfig], bool], reason: str) -> Iterator[IgnoredFlag]:
     """Yield the rows of several flags, whose names are parted by spaces."""
+    way_out = "" if reason.endswith(" out") else " or leave it out" if ";" in reason else "; leave it out"
     for name in names.split():
-        yield IgnoredFlag(name, tuple(causes.split()), is_ignored, f"{reason} or leave it out")
+        yield IgnoredFlag(name, tuple(causes.split()), is_ignored, reason + way_out)
 
 
-def _needing(names: str, causes: str, reason: str) -> Iterator[IgnoredFlag]:
+def _where(causes: str, is_ignored: Callable[[RunConfig], bool], reasons: Mapping[str, str]) -> Iterator[IgnoredFlag]:
+    """Yield the rows of flags with the same causes. reasons: names of such flags -> the reason."""
+    for names, reason in reasons.items():
+        yield from _rows(names, causes, is_ignored, reason)
+
+
+def _without(causes: str, reasons: Mapping[str, str]) -> Iterator[IgnoredFlag]:
     """Yield the rows of flags that need one of others to be set."""
-    return _rows(names, causes, lambda c: not any(value_of(c, cause) for cause in causes.split()), reason)
+    return _where(causes, lambda c: not any(value_of(c, cause) for cause in causes.split()), reasons)
 
 
 _WEIGH = " and ".join(name for name, row in BALANCERS.items() if row.weighs_units)
@@ -43,10 +50,7 @@ _DEFER = " and ".join(name for name, row in BALANCERS.items() if row.defers)
 _PLACE_ITEMS = " and ".join(name for name, row in BALANCERS.items() if row.places_items)
 _BY_COSTS = " and ".join(name for name, row in BUILDERS.items() if row.needs_costs)
 _PREDICT = " and ".join(name for name, row in BALANCERS.items() if row.needs_costs or row.judges)
-_NO_LOAD = "no checkpoint is resumed; add --load DIR"
-_NO_FILES = "a program (digits, FILE.py) reads no image files; use a manifest"
 _EMULATED = "--emulate waits as long as its table says, whatever would compute; leave one of them out"
-_FINETUNE = "--finetune takes over the weights alone; leave it out"
 
 IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     *_rows(
@@ -61,25 +65,17 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: c.optimizer.lr_decay_style != "WSD",
         "it belongs to --lr-decay-style WSD; choose that style",
     ),
-    *_needing("lr_warmup_init", "lr_warmup_iters lr_warmup_fraction", "there is no warm-up; add --lr-warmup-iters N"),
-    *_needing("lora_alpha lora_targets", "lora_rank", "there are no adapters; add --lora-rank N"),
-    *_rows(
-        "tokenizer_model",
+    *_without("lr_warmup_iters lr_warmup_fraction", {"lr_warmup_init": "there is no warm-up; add --lr-warmup-iters N"}),
+    *_without("lora_rank", {"lora_alpha lora_targets": "there are no adapters; add --lora-rank N"}),
+    *_where(
         "tokenizer_type",
         lambda c: c.data.tokenizer_type == "ByteTokenizer",
-        "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer",
-    ),
-    *_rows(
-        "chat_template",
-        "tokenizer_type",
-        lambda c: c.data.tokenizer_type == "ByteTokenizer",
-        "bytes have no special tokens that a template could write; add --tokenizer-type HuggingFaceTokenizer",
-    ),
-    IgnoredFlag(
-        "chat_template",
-        ("data_path",),
-        lambda c: c.data.sample_program is not None,
-        "a program's samples (digits, FILE.py) come in turns of Braid's own; leave it out",
+        {
+            "tokenizer_model": "a ByteTokenizer needs no file; add --tokenizer-type HuggingFaceTokenizer",
+            "chat_template": (
+                "bytes have no special tokens that a template could write; add --tokenizer-type HuggingFaceTokenizer"
+            ),
+        },
     ),
     *_rows(
         "balance_granularity",
@@ -105,19 +101,19 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: not goes_by_durations(c) and not c.parallelism.plans_itself and not c.parallelism.cuts_by_seconds,
         f"only --balance {_PREDICT} and --schedule {_BY_COSTS} go by durations, and sizes with pipeline stages; choose one",
     ),
-    *_needing("elastic_timeout fault_tolerance", "elastic", "a lost process ends the run; add --elastic"),
+    *_without("elastic", {"elastic_timeout fault_tolerance": "a lost process ends the run; add --elastic"}),
     *_rows(
         "plan_time_budget plan_review_iters replan",
         "plan",
         lambda c: not c.parallelism.plans_itself,
         "the plan is given; use --plan auto",
     ),
-    *_needing("tp_comm_overlap_parts", "tp_comm_overlap", "tensor parallel collectives are not cut; add --tp-comm-overlap"),
-    IgnoredFlag(
+    *_without("tp_comm_overlap", {"tp_comm_overlap_parts": "tensor parallel collectives are not cut; add --tp-comm-overlap"}),
+    *_rows(
         "num_workers",
-        ("lengths_from",),
+        "lengths_from",
         lambda c: c.data.lengths_from == "decode",
-        "--lengths-from decode loads in a thread, as samples are exchanged; leave it out",
+        "--lengths-from decode loads in a thread, as samples are exchanged",
     ),
     *_rows(
         "program_samples",
@@ -125,85 +121,79 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
         lambda c: c.data.sample_program is None,
         "the samples are read, not made; use --data-path digits or FILE.py",
     ),
-    IgnoredFlag(
-        "split",
-        ("data_path",),
-        lambda c: c.data.sample_program is not None,
-        "a program (digits, FILE.py) holds out samples of its own; leave it out",
-    ),
-    *_rows("allow_outside_paths producers", "data_path", lambda c: c.data.sample_program is not None, _NO_FILES),
-    IgnoredFlag("producers", ("emulate",), lambda c: c.training.emulate is not None, _EMULATED),
-    *_needing("producer_token", "producers", "nothing is decoded elsewhere; add --producers HOST:PORT"),
-    *_rows(
-        "data_cache_path",
+    *_where(
         "data_path",
         lambda c: c.data.sample_program is not None,
-        "a program's samples (digits, FILE.py) have no index; use a manifest",
+        {
+            "chat_template": "a program's samples (digits, FILE.py) come in turns of Braid's own",
+            "split": "a program (digits, FILE.py) holds out samples of its own",
+            "allow_outside_paths producers max_image_pixels": (
+                "a program (digits, FILE.py) reads no image files; use a manifest"
+            ),
+            "data_cache_path": "a program's samples (digits, FILE.py) have no index; use a manifest",
+        },
     ),
-    *_rows("max_image_pixels", "data_path", lambda c: c.data.sample_program is not None, _NO_FILES),
-    *_needing("eval_interval eval_blank_images", "eval_iters", "nothing is evaluated; add --eval-iters N"),
-    *_needing(
-        "save_interval save_retain_interval async_save keep_last_checkpoints",
+    *_rows("producers", "emulate", lambda c: c.training.emulate is not None, _EMULATED),
+    *_without("producers", {"producer_token": "nothing is decoded elsewhere; add --producers HOST:PORT"}),
+    *_without("eval_iters", {"eval_interval eval_blank_images": "nothing is evaluated; add --eval-iters N"}),
+    *_without(
         "save",
-        "no checkpoint is written; add --save DIR",
+        {"save_interval save_retain_interval async_save keep_last_checkpoints": "no checkpoint is written; add --save DIR"},
     ),
-    *_needing("load_optim load_rng", "load", _NO_LOAD),
-    IgnoredFlag("load_optim", ("finetune",), lambda c: c.checkpoint.finetune, _FINETUNE),
-    IgnoredFlag("load_rng", ("finetune",), lambda c: c.checkpoint.finetune, _FINETUNE),
-    *_needing("new_phase", "load", _NO_LOAD),
-    *_needing("finetune", "load", "it takes over the weights of --load; add --load DIR"),
-    *_needing("timeline_interval", "report_dir", "timelines are drawn into the report; add --report-dir DIR"),
-    *_needing(
-        "profile_step_start profile_step_end profile_ranks use_pytorch_profiler",
+    *_without(
+        "load",
+        {
+            "load_optim load_rng new_phase": "no checkpoint is resumed; add --load DIR",
+            "finetune": "it takes over the weights of --load; add --load DIR",
+        },
+    ),
+    *_rows("load_optim load_rng", "finetune", lambda c: c.checkpoint.finetune, "--finetune takes over the weights alone; leave it out"),
+    *_without("report_dir", {"timeline_interval": "timelines are drawn into the report; add --report-dir DIR"}),
+    *_without(
         "profile",
-        "nothing is profiled; add --profile",
+        {"profile_step_start profile_step_end profile_ranks use_pytorch_profiler": "nothing is profiled; add --profile"},
     ),
-    *_needing(
-        "wandb_exp_name wandb_entity wandb_save_dir",
-        "wandb_project",
-        "Weights & Biases gets nothing; add --wandb-project NAME",
+    *_without(
+        "wandb_project", {"wandb_exp_name wandb_entity wandb_save_dir": "Weights & Biases gets nothing; add --wandb-project NAME"}
     ),
-    *(
-        IgnoredFlag(
-            name,
-            ("emulate",),
-            lambda c: c.training.emulate is not None and not BALANCERS[c.training.balance].needs_costs,
-            _EMULATED,
-        )
-        for name in ("transformer_impl", "attention_backend", "recompute_granularity", "fp8_format")
+    *_rows(
+        "transformer_impl attention_backend recompute_granularity fp8_format",
+        "emulate",
+        lambda c: c.training.emulate is not None and not BALANCERS[c.training.balance].needs_costs,
+        _EMULATED,
     ),
-    *_needing("fp8_recipe", "fp8_format", "no product is in FP8; add --fp8-format"),
-    IgnoredFlag(
-        "layer_partition",
-        ("plan",),
-        lambda c: c.parallelism.plan is not None,
-        "a plan says which layers every stage has; leave it out",
-    ),
+    *_without("fp8_format", {"fp8_recipe": "no product is in FP8; add --fp8-format"}),
+    *_rows("layer_partition", "plan", lambda c: c.parallelism.plan is not None, "a plan says which layers every stage has"),
     *_rows(
         "layer_partition",
         "",
         lambda c: all(sizes.pipeline_parallel_size == 1 for sizes in c.parallelism.units.values()),
         "no unit has several pipeline stages; raise a pipeline parallel size (such as --llm-pp 2)",
     ),
-    IgnoredFlag(
+    *_rows(
         "colocate_units",
-        ("model",),
+        "model",
         lambda c: len(c.parallelism.units) == 1,
-        "the model has one unit, which has nobody to share ranks with; leave it out",
+        "the model has one unit, which has nobody to share ranks with",
     ),
-    IgnoredFlag(
+    *_rows(
         "attention_mask",
-        ("model",),
+        "model",
         lambda c: c.model.attention_mask != "causal" and len(c.parallelism.units) == 1,
-        "the model has one unit, so there are no items among its tokens; leave it out",
+        "the model has one unit, so there are no items among its tokens",
     ),
 )
 
 
 def ignored_flags(config: RunConfig) -> tuple[IgnoredFlag, ...]:
     """List the flags that were given but have no effect; a switch that is given as its default asks for none."""
-    given = {flag.name for flag in all_flags() if flag.name in config.given and not flag.is_off(config)}
-    return tuple(row for row in IGNORED_FLAGS if row.name in given and row.is_ignored(config))
+    asking = set()
+    for flag in all_flags():
+        value = flag.value(config)
+        is_off = value in (None, ()) or (flag.parse is None and value == flag.default)
+        if flag.name in config.given and not is_off:
+            asking.add(flag.name)
+    return tuple(row for row in IGNORED_FLAGS if row.name in asking and row.is_ignored(config))
 
 
 ENCODER_FLAGS = {

@@ -23,10 +23,17 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from megatron.runtime.communication.create_groups import connect_world
-from megatron.runtime.launch.failure import FAULTS, Ending, RanksLostError, end_process, shown_place_of_main_thread, store_keeper
-from megatron.runtime.launch.meeting import POLL_SECONDS, Meeting, open_meeting
+from megatron.runtime.launch.failure import (
+    FAULTS,
+    Ending,
+    RanksLostError,
+    end_process,
+    shown_place_of_main_thread,
+    shown_ranks,
+    store_keeper,
+)
+from megatron.runtime.launch.meeting import POLL_SECONDS, Meeting, StoreWatch, open_meeting
 from megatron.runtime.launch.rank_place import find_rank_place
-from megatron.runtime.launch.store_watch import StoreWatch
 from multimodal.values.errors import ConfigError
 
 StartValues = Mapping[str, Mapping[str, str]]
@@ -44,10 +51,7 @@ _ADVICE: Mapping[str, str] = {
 }
 """Section -> message about a difference in it."""
 _ABSENT = "missing"
-_VERDICT = "start"
 _AGREED = "agreed"
-_TOLD = "told"
-_LEARN_SECONDS = 15.0
 
 
 def digest_of(values: StartValues) -> str:
@@ -71,53 +75,36 @@ def describe_difference(here: StartValues, *, there: StartValues, rank: int) -> 
 
 
 def agree_on_start(meeting: Meeting, values: StartValues, *, timeout_seconds: float, again: str = "") -> None:
-    """Wait until all ranks have sent rank 0 the same values.
+    """Wait until all ranks have compared their values with those of rank 0, by a digest: O(ranks) small messages.
 
-    Rank 0 compares digests as they arrive; for the first that differs it publishes its values, and the rank with that digest
-    reports the difference: O(ranks) small messages. again: distinguishes later agreements from the first.
+    again: distinguishes later agreements from the first.
 
-    Raises ConfigError on the rank that differs, RanksLostError if ranks do not come.
+    Raises ConfigError on rank 0 about the first rank that differs, RanksLostError on the others or if ranks do not come.
     """
     deadline = time.monotonic() + timeout_seconds
-    place, store, verdict_key = meeting.place, meeting.store, _VERDICT + again
-    store.set(f"{verdict_key}/{place.rank}", digest_of(values))
+    place, store, key, digest = meeting.place, meeting.store, f"start{again}", digest_of(values)
     if place.rank == 0:
-        _compare_all(meeting, values, deadline, verdict_key)
+        store.set(f"{key}/values", json.dumps(values))
+        store.set(f"{key}/digest", digest)
+        waiting = list(range(1, place.size))
+        while waiting:
+            missing = f"rank 0 waited in vain for {shown_ranks(waiting)} to start"
+            rank = waiting.pop(0)
+            _wait(meeting, f"{key}/{rank}", deadline, missing=missing)
+            if (difference := store.get(f"{key}/{rank}").decode()) != _AGREED:
+                raise ConfigError(difference)
+        store.set(key, _AGREED)
         return
-    _wait(meeting, verdict_key, deadline, missing=lambda: f"rank {place.rank} waited in vain for others to start")
-    verdict = store.get(verdict_key).decode()
-    if verdict == _AGREED:
-        return
-    told = json.loads(verdict)
-    if told["rank"] == place.rank:
-        raise ConfigError(describe_difference(told["values"], there=values, rank=place.rank))
-    _wait_for_end(meeting, deadline, rank=told["rank"])
+    missing = f"rank {place.rank} waited in vain for others to start"
+    _wait(meeting, f"{key}/digest", deadline, missing=missing)
+    difference = _AGREED
+    if store.get(f"{key}/digest").decode() != digest:
+        difference = describe_difference(json.loads(store.get(f"{key}/values")), there=values, rank=place.rank)
+    store.set(f"{key}/{place.rank}", difference)
+    _wait(meeting, key, deadline, missing=missing)
 
 
-def _compare_all(meeting: Meeting, values: StartValues, deadline: float, verdict_key: str) -> None:
-    store, own = meeting.store, digest_of(values)
-    waiting = list(range(1, meeting.place.size))
-
-    def missing() -> str:
-        shown = ", ".join(map(str, waiting[:8])) + (f" and {len(waiting) - 8} more" if len(waiting) > 8 else "")
-        return f"rank 0 waited in vain for rank{'s' * (len(waiting) > 1)} {shown} to start"
-
-    while waiting:
-        _wait(meeting, f"{verdict_key}/{waiting[0]}", deadline, missing=missing)
-        rank = waiting.pop(0)
-        if store.get(f"{verdict_key}/{rank}").decode() != own:
-            store.set(verdict_key, json.dumps({"rank": rank, "values": values}))
-            _wait_for_end(meeting, deadline, rank=rank)
-    store.set(verdict_key, _AGREED)
-
-
-def _wait_for_end(meeting: Meeting, deadline: float, *, rank: int) -> None:
-    """Wait for the end of the run, which the rank that differs causes as soon as it knows."""
-    deadline = min(deadline, time.monotonic() + _LEARN_SECONDS)
-    _wait(meeting, "never", deadline, missing=lambda: f"rank {rank} was started with other values than rank 0")
-
-
-def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], str]) -> None:
+def _wait(meeting: Meeting, key: str, deadline: float, *, missing: str = "") -> None:
     """Poll until the key is there, or another rank has failed."""
     pause_seconds = 0.01
     while not meeting.store.check([key]):
@@ -125,13 +112,13 @@ def _wait(meeting: Meeting, key: str, deadline: float, *, missing: Callable[[], 
             raise RanksLostError("another rank failed while the ranks met")
         if time.monotonic() > deadline:
             raise RanksLostError(
-                f"{missing()} (--distributed-timeout-minutes); see whether all were started, and how the log of each ends"
+                f"{missing} (--distributed-timeout-minutes); see whether all were started, and how the log of each ends"
             )
         time.sleep(pause_seconds)
         pause_seconds = min(POLL_SECONDS, 2 * pause_seconds)
 
 
-_POLL_SECONDS = 0.5
+_WATCH_SECONDS = 0.5
 _GRACE_SECONDS = 3.0
 """Seconds for the main thread to notice a failure by itself and close files."""
 _MARGIN_SECONDS = 5.0
@@ -162,10 +149,11 @@ class RankWatch:
 
     def _watch_others(self) -> None:
         has_answered = False
-        while not self._stopped.wait(_POLL_SECONDS):
+        while not self._stopped.wait(_WATCH_SECONDS):
             try:
                 if (exit_code := self._meeting.failure()) is not None:
-                    self._end_after_grace(exit_code)
+                    time.sleep(_GRACE_SECONDS)
+                    self._ending.follow(exit_code)
                 if not has_answered and self._meeting.roll_is_called():
                     self._meeting.answer_roll(shown_place_of_main_thread())
                     has_answered = True
@@ -174,10 +162,6 @@ class RankWatch:
                     self._end_without_store("lost its connection to")
                 return
             self._store.note_answer()
-
-    def _end_after_grace(self, exit_code: int) -> None:
-        time.sleep(_GRACE_SECONDS)
-        self._ending.follow(exit_code)
 
     def _end_without_store(self, happened: str) -> None:
         place = self._meeting.place
@@ -201,7 +185,7 @@ class World:
     watch: RankWatch = field(repr=False)
 
     def agree(self, values: StartValues, *, again: str = "") -> None:
-        """Compare this rank's start values with all others'; raises ConfigError on a rank that differs.
+        """Compare the start values of all ranks; raises ConfigError on rank 0 if a rank differs.
 
         again: a name for later comparisons.
         """
@@ -209,11 +193,11 @@ class World:
 
     def from_first(self, name: str, build: Callable[[], str]) -> str:
         """Return a text that rank 0 builds, which may take long; each name once. Raises RanksLostError if that fails."""
-        key = f"{_TOLD}/{name}"
+        key = f"told/{name}"
         if self.rank == 0:
             self.meeting.store.set(key, build())
         else:
-            _wait(self.meeting, key, math.inf, missing=str)
+            _wait(self.meeting, key, math.inf)
         return self.meeting.store.get(key).decode()
 
     @contextmanager
@@ -225,7 +209,7 @@ class World:
         node = f"{name}/{platform.node()}"
         is_first_of_node = self.rank == 0 or self.meeting.store.add(f"{node}/claimed", 1) == 1
         if self.rank != 0:
-            _wait(self.meeting, f"{name}/0" if is_first_of_node else node, math.inf, missing=str)
+            _wait(self.meeting, f"{name}/0" if is_first_of_node else node, math.inf)
         yield
         if is_first_of_node:
             self.meeting.store.set(node, "done")

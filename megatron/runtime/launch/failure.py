@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from megatron.runtime.launch.rank_place import RankPlace, find_rank_place
 from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.plan import MOST_RANKS
 
 if TYPE_CHECKING:  # a wrong flag ends the run before torch needs to be imported
     from megatron.runtime.launch.meeting import Meeting
@@ -105,7 +106,16 @@ def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
         return exit_code
     sys.stderr.flush()
     try:
-        return _tell_others(problem, exit_code, place)
+        from megatron.runtime.launch.meeting import ask_within, open_meeting, wait_until
+
+        meeting = open_meeting(place, seconds=_EARLY_SECONDS)
+        meeting.wait_for_line()
+        if place.rank != 0:
+            wait_until(lambda: ask_within(3.0, meeting.knows_of_first), seconds=_EARLY_SECONDS)
+            return _fail(problem, exit_code, meeting)
+        meeting.claim_failure()
+        meeting.announce_failure(exit_code)
+        meeting.leave(seconds=_EARLY_SECONDS)
     except (RuntimeError, ImportError):  # no other rank is there
         if place.rank != 0:
             report(problem, place.rank)
@@ -114,24 +124,10 @@ def _fail_before_meeting(problem: BaseException, exit_code: int) -> int:
 
 def _place_or_guess() -> RankPlace:
     """Return the place of this rank, which finds the others even if its environment has a wrong number of processes."""
-    for environ in (os.environ, {**os.environ, "WORLD_SIZE": str(2**30)}):
+    for environ in (os.environ, {**os.environ, "WORLD_SIZE": str(MOST_RANKS)}):
         with suppress(ConfigError):
             return find_rank_place(environ)
     return RankPlace(0, 1, 0, "", 0, launcher_keeps_store=False)
-
-
-def _tell_others(problem: BaseException, exit_code: int, place: RankPlace) -> int:
-    from megatron.runtime.launch.meeting import ask_within, open_meeting, wait_until
-
-    meeting = open_meeting(place, seconds=_EARLY_SECONDS)
-    meeting.wait_for_line()
-    if place.rank == 0:
-        meeting.claim_failure()
-        meeting.announce_failure(exit_code)
-        meeting.leave(seconds=_EARLY_SECONDS)
-        return exit_code
-    wait_until(lambda: ask_within(3.0, meeting.knows_of_first), seconds=_EARLY_SECONDS)
-    return _fail(problem, exit_code, meeting)
 
 
 def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
@@ -147,7 +143,11 @@ def _fail(problem: BaseException, exit_code: int, meeting: "Meeting") -> int:
         else:  # it died before it could report
             report(problem, meeting.place.rank)
     except StoreGoneError:
-        report(_without_store(problem, meeting.place), meeting.place.rank)
+        rank = meeting.place.rank
+        if _says(problem, (*_LOST_PEER, *_WAITED_IN_VAIN)):
+            where = f"{store_keeper(meeting.place)} {FAULTS}"
+            problem = RanksLostError(f"rank {rank} lost its connection to {where} ({_shown_reason(problem)})")
+        report(problem, rank)
         return exit_code
     _leave(meeting)
     return exit_code
@@ -159,17 +159,17 @@ def _leave(meeting: "Meeting | None") -> None:
             meeting.leave(seconds=_LEAVE_SECONDS)
 
 
-def explain_lost_ranks(problem: BaseException, meeting: "Meeting", *, seconds: float = _ROLL_CALL_SECONDS) -> BaseException:
+def explain_lost_ranks(problem: BaseException, meeting: "Meeting") -> BaseException:
     """Turn torch's error about a lost rank into one that names the rank; other errors are returned unchanged."""
     is_lost, is_late = _says(problem, _LOST_PEER), _says(problem, _WAITED_IN_VAIN)
     if not is_lost and not is_late:
         return problem
-    answers = meeting.call_roll(seconds=seconds)
+    answers = meeting.call_roll(seconds=_ROLL_CALL_SECONDS)
     rank, reason = meeting.place.rank, _shown_reason(problem)
     missing = [other for other in range(meeting.place.size) if other != rank and other not in answers]
     if missing:
         happened = "lost its connection to" if is_lost else "waited longer than --distributed-timeout-minutes for"
-        silent = f"{_shown_ranks(missing)}, which no longer answer{'s' * (len(missing) == 1)}"
+        silent = f"{shown_ranks(missing)}, which no longer answer{'s' * (len(missing) == 1)}"
         return RanksLostError(f"rank {rank} {happened} {silent}: {FAULTS} ({reason})")
     if is_lost:
         return RanksLostError(
@@ -181,12 +181,6 @@ def explain_lost_ranks(problem: BaseException, meeting: "Meeting", *, seconds: f
         f"takes so long, raise it; else the ranks wait for each other, which is a fault in Braid: please report it with all that "
         f"follows ({reason})\n  rank {rank}: {_shown_stack(traceback.extract_tb(problem.__traceback__))}{doing}"
     )
-
-
-def _without_store(problem: BaseException, place: RankPlace) -> BaseException:
-    if not _says(problem, (*_LOST_PEER, *_WAITED_IN_VAIN)):
-        return problem
-    return RanksLostError(f"rank {place.rank} lost its connection to {store_keeper(place)} {FAULTS} ({_shown_reason(problem)})")
 
 
 def store_keeper(place: RankPlace) -> str:
@@ -228,12 +222,13 @@ def shown_place_of_main_thread() -> str:
 
 
 def _shown_stack(stack: traceback.StackSummary) -> str:
-    calls = [f"{os.path.basename(call.filename)}:{call.lineno} {call.name}" for call in stack if _is_own(call.filename)]
+    folders = [f"{os.sep}{part}{os.sep}" for part in ("runtime", "multimodal")]
+    calls = [
+        f"{os.path.basename(call.filename)}:{call.lineno} {call.name}"
+        for call in stack
+        if any(folder in call.filename for folder in folders) and "site-packages" not in call.filename
+    ]
     return " < ".join(reversed(calls[-6:])) or "outside of Braid"
-
-
-def _is_own(filename: str) -> bool:
-    return any(f"{os.sep}{part}{os.sep}" in filename for part in ("runtime", "multimodal")) and "site-packages" not in filename
 
 
 def is_of_lost_ranks(problem: BaseException) -> bool:
@@ -249,6 +244,7 @@ def _shown_reason(problem: BaseException) -> str:
     return (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
 
 
-def _shown_ranks(ranks: list[int]) -> str:
+def shown_ranks(ranks: list[int]) -> str:
+    """Return the first ranks of a list in words."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' * (len(ranks) > 1)} {shown}"

@@ -8,11 +8,11 @@ import math
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Thread
+from threading import Event, Thread
 from typing import TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -25,6 +25,8 @@ _NAME_SECONDS = 30.0
 _LATE_SECONDS = 15.0
 """Seconds for which a failure is kept for ranks that have not come yet."""
 _CONNECT_SECONDS = 30.0
+_ANSWER_SECONDS = 3.0
+"""Seconds in which a store that is there answers one request."""
 _RETURN_SECONDS = 5.0
 """Seconds to wait for a store that vanishes while a rank connects to it."""
 _HERE, _FIRST_IS_HERE, _CLAIMED, _FAILED, _DONE, _LEFT = "here", "first-is-here", "claimed", "failed", "done", "left"
@@ -57,19 +59,19 @@ class Meeting:
         """Wait until the second connection is open, which takes a few seconds at most. Raises StoreGoneError."""
         ask_within(_LATE_SECONDS, lambda: self.line)
 
-    def claim_failure(self, *, seconds: float = 3.0) -> bool:
+    def claim_failure(self) -> bool:
         """Return True if this rank is the first to fail, and so the one that reports to the user. Raises StoreGoneError."""
         self.wait_for_line()
-        return ask_within(seconds, lambda: self.line.add(_CLAIMED, 1)) == 1
+        return ask_within(_ANSWER_SECONDS, lambda: self.line.add(_CLAIMED, 1)) == 1
 
-    def announce_failure(self, exit_code: int, *, seconds: float = 3.0) -> None:
+    def announce_failure(self, exit_code: int) -> None:
         """Ask all ranks to end, after the user has been informed. Raises StoreGoneError."""
 
         def announce() -> None:
             self.line.set(_FAILED, str(exit_code))
             self.line.set(_TROUBLE, "1")
 
-        ask_within(seconds, announce)
+        ask_within(_ANSWER_SECONDS, announce)
 
     def failure(self, over: Store | None = None) -> int | None:
         """Return the exit code of the rank that failed; None if none has. over: the connection to use."""
@@ -78,8 +80,7 @@ class Meeting:
 
     def wait_for_failure(self, *, seconds: float) -> int | None:
         """Wait until the rank that failed first has reported, and return its exit code, or None. Raises StoreGoneError."""
-        wait_until(lambda: ask_within(3.0, self.failure) is not None, seconds=seconds)
-        return ask_within(3.0, self.failure)
+        return wait_until(lambda: ask_within(_ANSWER_SECONDS, self.failure), seconds=seconds)
 
     def say_first_is_here(self) -> None:
         """Announce, on rank 0, that its flags are valid: a rank with invalid flags is then the only one."""
@@ -98,15 +99,16 @@ class Meeting:
 
         ask_within(seconds, call)
         others, deadline = set(range(self.place.size)) - {self.place.rank}, time.monotonic() + seconds
+
+        def find_answers() -> dict[int, str]:
+            keys = {rank: f"{_ROLL_CALL}/{rank}" for rank in sorted(others)}
+            return {rank: self.line.get(key).decode() for rank, key in keys.items() if self.line.check([key])}
+
         while True:
-            answers = ask_within(3.0, lambda: self._answers(others))
+            answers = ask_within(_ANSWER_SECONDS, find_answers)
             if len(answers) == len(others) or time.monotonic() > deadline:
                 return answers
             time.sleep(POLL_SECONDS)
-
-    def _answers(self, ranks: Iterable[int]) -> dict[int, str]:
-        keys = {rank: f"{_ROLL_CALL}/{rank}" for rank in sorted(ranks)}
-        return {rank: self.line.get(key).decode() for rank, key in keys.items() if self.line.check([key])}
 
     def roll_is_called(self) -> bool:
         """Return True if some rank asks for the state of the others."""
@@ -141,7 +143,14 @@ class Meeting:
 def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
     """Connect to the store, or keep it; raises StoreGoneError if no process keeps it within `seconds`, or another run does."""
     where = f"the store at {place.address}:{place.port} in which the ranks meet"
-    store = ask_within(seconds + 5.0, lambda: _try_to_connect(place, seconds=seconds))
+
+    def try_to_connect() -> TCPStore | Exception:
+        try:
+            return _connect(place, port=place.port, keeps=place.keeps_store, seconds=seconds)
+        except Exception as problem:
+            return problem
+
+    store = ask_within(seconds + 5.0, try_to_connect)
     if isinstance(store, StoreGoneError):
         raise store
     if isinstance(store, Exception):
@@ -158,13 +167,6 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
             f"{where} already has a rank {place.rank}, so it belongs to another run; choose another MASTER_PORT for one of them"
         )
     return Meeting(place, of_attempt, _open_line(place, port=store.port, prefix=prefix, seconds=seconds))
-
-
-def _try_to_connect(place: RankPlace, *, seconds: float) -> TCPStore | Exception:
-    try:
-        return _connect(place, port=place.port, keeps=place.keeps_store, seconds=seconds)
-    except Exception as problem:
-        return problem
 
 
 def _first_line(problem: BaseException) -> str:
@@ -226,12 +228,12 @@ def _wait_for_port(place: RankPlace, *, port: int, seconds: float) -> None:
             time.sleep(POLL_SECONDS)
 
 
-def wait_until(has_happened: Callable[[], bool], *, seconds: float) -> bool:
-    """Poll; returns True if it has happened within `seconds`."""
+def wait_until(question: Callable[[], _Result], *, seconds: float, pause_seconds: float = POLL_SECONDS) -> _Result:
+    """Ask until the answer is true, or `seconds` have passed; returns the last answer."""
     deadline = time.monotonic() + seconds
-    while not (found := has_happened()) and time.monotonic() < deadline:
-        time.sleep(POLL_SECONDS)
-    return found
+    while not (answer := question()) and time.monotonic() < deadline:
+        time.sleep(pause_seconds)
+    return answer
 
 
 def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
@@ -258,3 +260,26 @@ def ask_within(seconds: float, question: Callable[[], _Result]) -> _Result:
     if not answers:
         raise StoreGoneError("the store in which the ranks meet does not answer")
     return answers[0]
+
+
+class StoreWatch:
+    """Notices a store that answers nobody, as its process is frozen: one thread repeats requests, another one runs `watch`."""
+
+    def __init__(self, patience_seconds: float, *, stopped: Event, end: Callable[[float], object]) -> None:
+        """end: called with the seconds waited when no answer has come for longer than patience_seconds."""
+        self._patience_seconds, self._stopped, self._end = patience_seconds, stopped, end
+        self._num_answers = 0
+
+    def note_answer(self) -> None:
+        """Count an answer."""
+        self._num_answers += 1
+
+    def watch(self) -> None:
+        """Watch until stopped, counting ticks instead of reading a clock, which continues while this process itself is frozen."""
+        seen, silent_seconds = -1, 0.0
+        while not self._stopped.wait(1.0):
+            silent_seconds = 0.0 if self._num_answers != seen else silent_seconds + 1.0
+            seen = self._num_answers
+            if silent_seconds > self._patience_seconds:
+                self._end(silent_seconds)
+                return

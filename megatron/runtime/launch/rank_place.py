@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from multimodal.values.errors import ConfigError
+from multimodal.values.plan import MOST_RANKS
+from multimodal.values.typed_reader import shown
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ def find_rank_place(environ: Mapping[str, str]) -> RankPlace:
     Raises ConfigError for an invalid variable.
     """
     size = _whole_number(environ, "WORLD_SIZE", default=1)
-    if size < 1:
+    if not 1 <= size <= MOST_RANKS:
         raise ConfigError(
             f"the environment variable WORLD_SIZE must be the number of processes, found '{size}'; launch with torchrun"
         )
@@ -69,5 +71,5 @@ def _whole_number(environ: Mapping[str, str], name: str, *, default: int) -> int
     text = environ.get(name, str(default))
     if not text.isascii() or not text.isdecimal() or len(text) > 18:
         meaning = "the number of processes" if name == "WORLD_SIZE" else "a whole number"
-        raise ConfigError(f"the environment variable {name} must be {meaning}, found {text!r}; launch with torchrun")
+        raise ConfigError(f"the environment variable {name} must be {meaning}, found {shown(text)}; launch with torchrun")
     return int(text)

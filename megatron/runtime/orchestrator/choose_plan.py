@@ -55,15 +55,8 @@ class Choice:
     def to_dict(self) -> dict[str, Any]:
         """Plain form, read back by `from_dict`."""
         flags = {name: getattr(self.run, name) for name in _IN_CHOICES}
-        cluster = self.cluster.to_dict()
-        return {
-            "plan": self.run.plan.to_dict(),
-            "flags": flags,
-            "cluster": cluster,
-            "seconds": self.seconds,
-            "lines": self.lines,
-            "text": self.text,
-        }
+        plain = {"plan": self.run.plan.to_dict(), "flags": flags, "cluster": self.cluster.to_dict()}
+        return {**plain, "seconds": self.seconds, "lines": self.lines, "text": self.text}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "Choice":
@@ -161,16 +154,16 @@ def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
         f"{request.cluster.memory_gb:.3g} GB"
     )
     looked_at = run.notes[0] if run.notes else "one plan of each planner"
-    yield f"why: the shortest step of {looked_at}{_against_baseline(planned, request)}"
-
-
-def _against_baseline(planned: PredictedRun, request: PlanningRequest) -> str:
     try:
         other = PLANNERS[BASELINE].plan_best(request, max_actions=request.max_actions)
     except BraidError as problem:
-        return f"; there is no plan of one grid ({problem})"
-    ratio = other.prediction.iteration_seconds / planned.prediction.iteration_seconds
-    return f"; one grid for all units, {_sizes(other.run)} on {other.run.num_gpus} ranks, would take {ratio:.3g} times as long"
+        yield f"why: the shortest step of {looked_at}; there is no plan of one grid ({problem})"
+    else:
+        ratio = other.prediction.iteration_seconds / prediction.iteration_seconds
+        yield (
+            f"why: the shortest step of {looked_at}; one grid for all units, {_sizes(other.run)} on {other.run.num_gpus} ranks, "
+            f"would take {ratio:.3g} times as long"
+        )
 
 
 def _sizes(run: PlannedRun) -> str:

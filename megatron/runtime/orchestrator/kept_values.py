@@ -17,14 +17,18 @@ _FORMAT = 1
 
 def key_of(depends_on: Iterable[object]) -> str:
     """Return a key that, with near certainty, only equal dependencies share; Braid's version is one of them."""
-    try:
-        version = importlib.metadata.version("braid")
-    except importlib.metadata.PackageNotFoundError:
-        version = "not installed"
     digest = hashlib.blake2b(digest_size=8)
-    for each in (_FORMAT, version, *depends_on):
+    for each in (_FORMAT, version_of("braid"), *depends_on):
         digest.update(f"{each}\0".encode(errors="surrogatepass"))
     return digest.hexdigest()
+
+
+def version_of(package: str) -> str:
+    """Return the installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def find_value(room: str, key: str) -> dict[str, Any] | None:

@@ -3,7 +3,6 @@
 import math
 import os
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -60,16 +59,12 @@ def ranks_on_node() -> int:
 def describe_device(*, dtype: str, ranks_per_node: int) -> Cluster:
     """Return the machine with the actual peak and memory of this rank; its links are assumed."""
     peak = find_peak_tflops(getattr(torch, dtype))
-    return replace(
-        assumed_cluster(), gpus_per_node=ranks_per_node, peak_tflops=peak, memory_gb=_memory_gb(ranks_per_node), dtype=dtype
-    )
-
-
-def _memory_gb(ranks_per_node: int) -> float:
-    """Return 10^9 bytes of one rank; ranks without accelerators share their node's memory, or the limit of this process."""
     if torch.cuda.is_available():
-        return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory / 1e9
-    return _node_bytes() / ranks_per_node / 1e9
+        memory_bytes = float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    else:  # ranks without accelerators share their node's memory, or the limit of this process
+        memory_bytes = _node_bytes() / ranks_per_node
+    assumed = assumed_cluster()
+    return replace(assumed, gpus_per_node=ranks_per_node, peak_tflops=peak, memory_gb=memory_bytes / 1e9, dtype=dtype)
 
 
 def free_memory_bytes() -> float:
@@ -124,23 +119,15 @@ def _time_link(groups: list[list[int]], rank: int, timeout: timedelta) -> tuple[
     for num_bytes in (_SMALL_BYTES // num_ranks * num_ranks, large_bytes):
         part = torch.zeros(num_bytes // num_ranks, dtype=torch.uint8, device=device)
         whole = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-
-        def gather(whole: torch.Tensor = whole, part: torch.Tensor = part) -> None:
+        taken = []
+        for _ in range(_NUM_WARM_UPS + _NUM_REPETITIONS):
+            start = time.perf_counter()
             all_gather_single(whole, part, group=group)
-
-        seconds[num_bytes] = _time(gather)
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            taken.append(time.perf_counter() - start)
+        seconds[num_bytes] = median(taken[_NUM_WARM_UPS:])
     (small_bytes, small), (_, large) = seconds.items()
     per_byte = max(1e-15, (large - small) / (large_bytes - small_bytes))
     latency = max(0.0, small - per_byte * small_bytes)
     return (num_ranks - 1) / num_ranks / per_byte / 1e9, 1e6 * latency / (num_ranks - 1)
-
-
-def _time(call: Callable[[], None]) -> float:
-    taken = []
-    for _ in range(_NUM_WARM_UPS + _NUM_REPETITIONS):
-        start = time.perf_counter()
-        call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        taken.append(time.perf_counter() - start)
-    return median(taken[_NUM_WARM_UPS:])

@@ -106,14 +106,14 @@ def profiled_sizes(request: PlanningRequest, unit: Unit) -> tuple[int, ...]:
     mean, longest = request.loads.mean[unit.name][0], int(request.loads.of_samples[unit.name][:, 0].max(initial=0))
     most = min(MOST_TOKENS, max(SAMPLES_AT_ONCE * mean, longest, 16 * LEAST_TOKENS))
     kind = next((kind for kind in unit.layers if LAYER_KINDS[kind].attends), unit.inner_layers[0])
-    while most > 16 * LEAST_TOKENS and _seconds(request, unit, kind, round(most), mean) > MOST_SECONDS:
+
+    def forward_seconds(num_tokens: int) -> float:
+        length = max(1, round(mean) or num_tokens)
+        load = UnitLoad(num_tokens, num_tokens * length, num_tokens, -(-num_tokens // length))
+        return float(request.layer_costs.seconds(unit.name, kind, load).forward)
+
+    while most > 16 * LEAST_TOKENS and forward_seconds(round(most)) > MOST_SECONDS:
         most /= 2
     least = min(max(LEAST_TOKENS, mean / 4), most / 8)
     steps = [least * (most / least) ** (index / (NUM_SIZES - 1)) for index in range(NUM_SIZES)]
     return tuple(8 * round(size / 8) for size in steps)
-
-
-def _seconds(request: PlanningRequest, unit: Unit, kind: str, num_tokens: int, mean: float) -> float:
-    length = max(1, round(mean) or num_tokens)
-    load = UnitLoad(num_tokens, num_tokens * length, num_tokens, -(-num_tokens // length))
-    return float(request.layer_costs.seconds(unit.name, kind, load).forward)

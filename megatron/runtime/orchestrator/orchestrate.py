@@ -129,9 +129,14 @@ class _FirstRank:
             f"{cluster.memory_gb:.3g} GB, {cluster.intra_node.bandwidth_gbytes_per_second:.3g} GB/s inside a node ({links}); "
             f"{self._layers}"
         )
+        means = ", ".join(
+            f"{name} {self.request.loads.mean[name][0]:.4g} (most {loads[:, 0].max():.4g})"
+            for name, loads in self.request.loads.of_samples.items()
+        )
+        data = f"plan auto: of {len(self.request.lengths)} samples, tokens in each: {means}"
         kept = " (as planned before)" if self._is_kept else ""
         plan, *others = self._lines
-        for line in (_describe_data(self.request), machine, f"{plan}; {config.parallelism.plan}{kept}", *others):
+        for line in (data, machine, f"{plan}; {config.parallelism.plan}{kept}", *others):
             logger.info("%s", line)
 
 
@@ -163,11 +168,3 @@ def first_lengths(config: RunConfig, data: DataSets, *, most: int = MOST_SAMPLES
     drawn = (sample for step in count() for sample in batches.batch(step))
     for number, sample in enumerate(islice(drawn, min(most, len(source)))):
         yield replace(source.lengths(sample.source_index), sample_id=number)
-
-
-def _describe_data(request: PlanningRequest) -> str:
-    means = ", ".join(
-        f"{name} {request.loads.mean[name][0]:.4g} (most {loads[:, 0].max():.4g})"
-        for name, loads in request.loads.of_samples.items()
-    )
-    return f"plan auto: of {len(request.lengths)} samples, tokens in each: {means}"

@@ -87,7 +87,11 @@ def profile_layer(graph: ModelGraph, key: ProfileKey, options: ProfileOptions) -
     seconds = {name: {size: getattr(one, name) for size, one in times.items()} for name in LayerTimes._fields}
     for name, measured in seconds.items():
         is_linear = not LAYER_KINDS[kind].attends or name == "weight_gradient"
-        curves[name] = _fit(fitted, [measured[size] for size in fitted], options, is_linear=is_linear)
+        points = [measured[size] for size in fitted]
+        if options.is_interpolated:
+            curves[name] = Interpolated(tuple(float(size.num_tokens) for size in fitted), tuple(points))
+        else:
+            curves[name] = fit_quadratic(fitted, points, is_linear=is_linear)
         if held_out:
             errors[name] = fit_error(curves[name], held_out, [measured[size] for size in held_out])
     return ProfiledLayer(key, LayerCurves(**curves), fitted, seconds, errors, update)
@@ -95,18 +99,14 @@ def profile_layer(graph: ModelGraph, key: ProfileKey, options: ProfileOptions) -
 
 def join_profile(graph: ModelGraph, layers: Sequence[ProfiledLayer], options: ProfileOptions) -> LayerProfile:
     """Also time the work of a step outside of its layers, and return everything in the form that planners read."""
-    is_cuda = platform.device().type == "cuda"
-    name = torch.cuda.get_device_name() if is_cuda else "CPU"
-    dtype = str(options.build.precision.params_dtype).removeprefix("torch.")
-    return LayerProfile(name, dtype, {layer.key: layer.curves for layer in layers}, _profile_step(graph, layers, options))
-
-
-def _profile_step(graph: ModelGraph, layers: Sequence[ProfiledLayer], options: ProfileOptions) -> StepProfile:
     with fake_ranks(1):
         seconds, computation_seconds = time_runtime(graph, num_repetitions=options.num_repetitions)
     sizes, updates = zip(*(layer.update for layer in layers if layer.update[0].num_tokens), strict=True)
     update = fit_quadratic(sizes, updates, is_linear=True)
-    return StepProfile(seconds, computation_seconds, update.constant, update.linear)
+    step = StepProfile(seconds, computation_seconds, update.constant, update.linear)
+    name = torch.cuda.get_device_name() if platform.device().type == "cuda" else "CPU"
+    dtype = str(options.build.precision.params_dtype).removeprefix("torch.")
+    return LayerProfile(name, dtype, {layer.key: layer.curves for layer in layers}, step)
 
 
 @contextmanager
@@ -141,9 +141,3 @@ def sizes_between(sizes: Sequence[int], sequences: Sequence[int]) -> tuple[Packe
     """Return the geometric means of neighbouring tokens and sequences, at which a fit to the others is checked."""
     counts = [round(math.sqrt(low * high)) for low, high in pairwise(sequences)]
     return packed_sizes([round(math.sqrt(low * high)) for low, high in pairwise(sizes)], (sequences[0], *counts))
-
-
-def _fit(sizes: Sequence[PackedSize], seconds: list[float], options: ProfileOptions, *, is_linear: bool) -> Curve:
-    if options.is_interpolated:
-        return Interpolated(tuple(float(size.num_tokens) for size in sizes), tuple(seconds))
-    return fit_quadratic(sizes, seconds, is_linear=is_linear)

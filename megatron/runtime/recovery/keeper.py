@@ -75,7 +75,8 @@ class Keeper:
         if event is not None:
             self._handle(event)
         self._look_for_silence()
-        self._look_for_failure()
+        if (code := self._ledger.flag("failed")) is not None:
+            self._on_finished(int(code))
         self._decide()
 
     def _handle(self, event: dict[str, Any]) -> None:
@@ -112,18 +113,10 @@ class Keeper:
             self._since = min(self._since, self._clock())  # with one rank all others leave the step
             if arrived.is_spare:
                 self._members = tuple(member for member in self._members if member != node)
+            elif not self._is_ending and arrived.waits:  # for nodes, as all others do
+                self._is_ending, self._since = True, self._clock()
             elif not self._is_ending:
-                self._leave(node, waits=arrived.waits)
-
-    def _leave(self, node: int, *, waits: bool) -> None:
-        """Handle a member that left its generation: if it waits for nodes, so do all others; else they are told to leave."""
-        if waits:
-            self._is_ending, self._since = True, self._clock()
-        else:
-            self._end_generation(CUT)
-
-    def _on_finished(self, *, exit_code: int) -> None:
-        self._end_run(exit_code)
+                self._end_generation(CUT)
 
     def _on_left(self) -> None:
         self._num_supervisors_left += 1
@@ -168,12 +161,7 @@ class Keeper:
                 self._ledger.set_flag(f"kill/{node}/{known.incarnation}")
                 self._lose(node)
 
-    def _look_for_failure(self) -> None:
-        code = self._ledger.flag("failed")
-        if code is not None and self.exit_code is None:
-            self._end_run(int(code))
-
-    def _end_run(self, exit_code: int) -> None:
+    def _on_finished(self, exit_code: int) -> None:
         if self.exit_code is None:
             self.exit_code, self._over_at = exit_code, self._clock()
             self._ledger.set_flag("over")

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import DistStoreError, Store, TCPStore  # type: ignore[attr-defined]
 
+from megatron.runtime.launch.meeting import wait_until
 from megatron.runtime.recovery.sealed_store import SealedStore
 from multimodal.values.errors import ConfigError
 
@@ -108,13 +109,8 @@ class Ledger:
 
     def next_event(self, *, seconds: float) -> dict[str, Any] | None:
         """Wait a limited time for the next event that this ledger has not returned; None if none comes."""
-        deadline = time.monotonic() + seconds
-        while (told := self._look_for_event()) is None:
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(_LOOK_SECONDS)
-        found: dict[str, Any] = json.loads(told)
-        return found
+        told = wait_until(self._look_for_event, seconds=seconds, pause_seconds=_LOOK_SECONDS)
+        return None if told is None else dict(json.loads(told))
 
     def _look_for_event(self) -> bytes | None:
         """Return an event that is there. One whose sender died, or that is forged, is passed over and looked for later."""
@@ -140,8 +136,8 @@ class Ledger:
 
     def next_signal(self, generation: int, index: int, *, seconds: float) -> str | None:
         """Wait for signal `index`; None if it does not come in time."""
-        found: str | None = self._get(f"signal/{generation}/{index}", seconds)
-        return found
+        signal = self._get(f"signal/{generation}/{index}", seconds)
+        return None if signal is None else str(signal)
 
     def publish(self, verdict: Verdict) -> None:
         """Publish the members of a generation."""
@@ -149,10 +145,10 @@ class Ledger:
 
     def verdict(self, generation: int, *, seconds: float) -> Verdict | None:
         """Wait for the verdict on a generation; None if it does not come in time."""
-        found: dict[str, Any] | None = self._get(f"verdict/{generation}", seconds)
-        if found is None:
+        plain = self._get(f"verdict/{generation}", seconds)
+        if plain is None:
             return None
-        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+        values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in plain.items()}
         return Verdict(**values)
 
     def _get(self, key: str, seconds: float) -> Any:

@@ -1,20 +1,23 @@
 """A rank's connection to the keeper: it arrives, learns of the members, and leaves a generation at once if others are lost."""
 
 import ctypes
+import linecache
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict
-from typing import NoReturn, cast
+from typing import NamedTuple, NoReturn, cast
 
 import torch
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from megatron.runtime.launch.failure import Ending, RanksLostError, is_of_lost_ranks
-from megatron.runtime.launch.meeting import Meeting
+from megatron.runtime.launch.meeting import Meeting, StoreWatch, wait_until
 from megatron.runtime.launch.rank_place import RankPlace
-from megatron.runtime.launch.store_watch import StoreWatch
 from megatron.runtime.recovery.connections import Connections
 from megatron.runtime.recovery.ledger import (
     CUT,
@@ -30,7 +33,6 @@ from megatron.runtime.recovery.ledger import (
     open_ledger,
 )
 from megatron.runtime.recovery.sealed_store import SealedStore, find_token
-from megatron.runtime.recovery.waiting import Standstill, find_standstill, is_waiting
 from multimodal.values.errors import BraidError
 
 _GRACE_SECONDS = 2.0
@@ -121,8 +123,13 @@ class Member:
 
     def leave(self, problem: Exception) -> None:
         """Return, with all connections cut, if a problem is the loss of other ranks; else raise it."""
-        if not isinstance(problem, NodesJoinError):
-            self._wait_for_cut(problem)
+        patience = 0.0 if isinstance(problem, BraidError) else _GRACE_SECONDS  # connections are cut after a loss
+        if not isinstance(problem, NodesJoinError) and not self._is_cut_within(patience):
+            if not is_of_lost_ranks(problem):
+                raise problem
+            self.ledger.tell("trouble", generation=self.generation)
+            if not self._is_cut_within(self._timeout_seconds):
+                raise RanksLostError("a connection is lost, and the keeper of the run does not answer") from problem
         with self._lock:
             self.check_in_charge()
             self.connections.cut()
@@ -133,24 +140,8 @@ class Member:
         if threading.current_thread() is not self._trainer:
             raise LeftBehindError
 
-    def _wait_for_cut(self, problem: Exception) -> None:
-        """Return once the connections are cut, as they are after a loss; raise the problem if there is none."""
-        if not self._is_cut_within(0.0 if isinstance(problem, BraidError) else _GRACE_SECONDS):
-            if not is_of_lost_ranks(problem):
-                raise problem
-            self.ledger.tell("trouble", generation=self.generation)
-            if not self._is_cut_within(self._timeout_seconds):
-                raise RanksLostError("a connection is lost, and the keeper of the run does not answer") from problem
-
     def _is_cut_within(self, seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not self.connections.is_cut and time.monotonic() < deadline:
-            time.sleep(0.01)
-        return self.connections.is_cut
-
-    def check(self) -> None:
-        """Raise CutError if ranks of this generation are lost."""
-        self.connections.check()
+        return wait_until(lambda: self.connections.is_cut, seconds=seconds, pause_seconds=0.01)
 
     def _listen(self, ledger: Ledger) -> None:
         """Handle the keeper's signals."""
@@ -237,3 +228,41 @@ class Member:
                 self._end_without_store(problem)
             self._store_watch.note_answer()
             time.sleep(min(1.0, self._timeout_seconds / 5))
+
+
+_SIGNS_OF_WAITING = (".wait(", "synchronize(")
+_ASLEEP = "S"
+_STATE, _USER_TICKS, _SYSTEM_TICKS = 0, 11, 12
+"""Indices in /proc/self/task/N/stat after the thread's name."""
+
+
+class Standstill(NamedTuple):
+    """A thread's position in a wait and its processor time; if both stay the same, it has done nothing in between."""
+
+    frame: int
+    instruction: int
+    num_ticks: int
+
+
+def is_waiting(thread: threading.Thread) -> bool:
+    """Return True if a thread waits for another process, judging by its current line."""
+    frame = sys._current_frames().get(thread.ident or 0)  # without its callers: Python 3.11 may crash over them
+    if frame is None:
+        return False
+    path = frame.f_code.co_filename
+    return f"{os.sep}distributed{os.sep}" in path or any(
+        sign in linecache.getline(path, frame.f_lineno) for sign in _SIGNS_OF_WAITING
+    )
+
+
+def find_standstill(thread: threading.Thread) -> Standstill | None:
+    """Return the position of a thread that waits for another process; None if it computes, or waits for something else."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    if frame is None or not is_waiting(thread):
+        return None
+    with suppress(OSError):  # it has ended
+        with open(f"/proc/self/task/{thread.native_id}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        if fields[_STATE] == _ASLEEP:
+            return Standstill(id(frame), frame.f_lasti, int(fields[_USER_TICKS]) + int(fields[_SYSTEM_TICKS]))
+    return None

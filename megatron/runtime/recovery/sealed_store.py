@@ -5,7 +5,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from os import fsdecode, fsencode
+from os import fsencode
 from pathlib import Path
 
 from torch.distributed import DistStoreError, Store  # type: ignore[attr-defined]
@@ -106,8 +106,3 @@ def find_token(path: Path | None, environ: Mapping[str, str], *, makes_one: bool
     if makes_one:
         return secrets.token_hex().encode()
     raise ConfigError(f"supervisors that share a store need a token that all of them know: --token FILE; {HOW}")
-
-
-def show_token(token: bytes) -> str:
-    """Return a token as the environment variable has it."""
-    return fsdecode(token)

@@ -26,7 +26,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from megatron.runtime.launch.meeting import ask_within
 from megatron.runtime.recovery.keeper import Keeper
 from megatron.runtime.recovery.ledger import PATIENCE, Ledger, keep, open_ledger
-from megatron.runtime.recovery.sealed_store import TOKEN_VARIABLE, find_token, show_token
+from megatron.runtime.recovery.sealed_store import TOKEN_VARIABLE, find_token
 from multimodal.values.errors import ConfigError
 
 _LOOK_SECONDS = 0.2
@@ -63,7 +63,10 @@ class Supervisor:
         first = flags.node
         self._ledger = open_ledger(flags.address, flags.port, flags.secret)
         self._patience_seconds = _PATIENCE_SECONDS
-        self._nodes = [_Node(number, self._last_incarnation(number)) for number in range(first, first + flags.nodes_here)]
+        self._nodes = []
+        for number in range(first, first + flags.nodes_here):
+            told = self._flag(f"processes/{number}")  # by another supervisor of this node, which has been lost
+            self._nodes.append(_Node(number, int(told.partition(":")[0]) if told else -1))
         self._context: Any = multiprocessing.get_context(start_method)
         self._context.set_forkserver_preload(list(_PRELOADED))
 
@@ -72,7 +75,17 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
         try:
-            self._look_after_nodes()
+            for node in self._nodes:
+                self._start(node)
+            while any(node.exit_code is None or node.return_at is not None for node in self._nodes):
+                running = [process.sentinel for node in self._nodes for process in node.processes]
+                if running:
+                    wait(running, timeout=_LOOK_SECONDS)
+                else:
+                    time.sleep(_LOOK_SECONDS)
+                self._patience_seconds = float(self._flag(PATIENCE) or self._patience_seconds)
+                for node in self._nodes:
+                    self._look_at(node)
         except RuntimeError as problem:
             self._end_without_store(problem)
             return 1
@@ -80,19 +93,6 @@ class Supervisor:
         with suppress(RuntimeError):
             self._tell("left")
         return 0 if 0 in codes else max(codes, default=0)
-
-    def _look_after_nodes(self) -> None:
-        for node in self._nodes:
-            self._start(node)
-        while any(node.exit_code is None or node.return_at is not None for node in self._nodes):
-            running = [process.sentinel for node in self._nodes for process in node.processes]
-            if running:
-                wait(running, timeout=_LOOK_SECONDS)
-            else:
-                time.sleep(_LOOK_SECONDS)
-            self._patience_seconds = float(self._flag(PATIENCE) or self._patience_seconds)
-            for node in self._nodes:
-                self._look_at(node)
 
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Return the store's answer; raises RuntimeError if the store is gone or frozen.
@@ -117,11 +117,6 @@ class Supervisor:
             "its newest checkpoint where --load names the folder of --save",
             file=sys.stderr,
         )
-
-    def _last_incarnation(self, node: int) -> int:
-        """Return the incarnation of a node under another supervisor, which has been lost; -1 if there was none."""
-        told = self._flag(f"processes/{node}")
-        return int(told.partition(":")[0]) if told else -1
 
     def _start(self, node: _Node) -> None:
         node.incarnation += 1
@@ -149,7 +144,7 @@ class Supervisor:
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # otherwise torch ends survivors whose communicators are aborted
             "BRAID_NODE": str(node.number),
             "BRAID_INCARNATION": str(node.incarnation),
-            TOKEN_VARIABLE: show_token(flags.secret),
+            TOKEN_VARIABLE: os.fsdecode(flags.secret),
         }
 
     def _look_at(self, node: _Node) -> None:

@@ -24,7 +24,10 @@ class JsonLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.is_file():  # a pipe or a device keeps nothing
                 self.kept = list(_entries(path, keep_until)) if keep_until else []
-                _replace(path, self.kept)
+                # Replaced by a new file written beside it, so that a run that is killed now loses nothing.
+                beside = path.resolve().with_name(f"{path.resolve().name}.new")
+                beside.write_text("".join(json.dumps(entry) + "\n" for entry in self.kept))
+                beside.replace(path.resolve())
             self._file = path.open("ab", buffering=0)
             self._size_bytes = os.fstat(self._file.fileno()).st_size
 
@@ -68,17 +71,6 @@ def _entries(path: Path, keep_until: int) -> Iterator[dict[str, Any]]:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(entry, dict) and isinstance(step := entry.get("step"), int) and step <= keep_until and _has_loss(entry):
+        step, loss = (entry.get("step"), entry.get("loss")) if isinstance(entry, dict) else (None, None)
+        if isinstance(step, int) and step <= keep_until and isinstance(loss, int | float):
             yield entry
-
-
-def _has_loss(entry: Mapping[str, Any]) -> bool:
-    return isinstance(entry.get("loss"), int | float)
-
-
-def _replace(path: Path, entries: list[dict[str, Any]]) -> None:
-    """Replace the file by a new one written beside it, so that a run that is killed now loses nothing."""
-    target = path.resolve()
-    beside = target.with_name(f"{target.name}.new")
-    beside.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    beside.replace(target)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from rich.console import Console
@@ -111,15 +110,30 @@ class ConsoleReporter(Reporter):
         check_places(logging)
         self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
         self._losses = [(entry["step"], entry["loss"]) for entry in (self._json_log.kept if self._json_log else ())]
-        self._tensorboard = _open_tensorboard(logging.tensorboard_dir) if logging.tensorboard_dir else None
-        self._wandb = _open_wandb(logging, run_config or {}) if logging.wandb_project else None
+        self._tensorboard: Any = None
+        if logging.tensorboard_dir:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as problem:
+                raise ConfigError(
+                    "--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'"
+                ) from problem
+            self._tensorboard = SummaryWriter(str(logging.tensorboard_dir))
+        self._wandb: Any = None
+        if logging.wandb_project:  # its own environment variables give keys and servers
+            import wandb  # type: ignore[import-not-found,unused-ignore]
+
+            names = {"project": logging.wandb_project, "name": logging.wandb_exp_name, "entity": logging.wandb_entity}
+            folder = None if logging.wandb_save_dir is None else str(logging.wandb_save_dir)
+            self._wandb = wandb.init(**names, dir=folder, config=dict(run_config or {}))
         self._warned_of: set[str] = set()
         self._balance = BalanceMean()
-        self._bar = (
-            _Bar(self._console, total=train_iters, done=first_step)
-            if logging.progress_bar and self._console.is_terminal
-            else None
-        )
+        self._bar: Progress | None = None
+        if logging.progress_bar and self._console.is_terminal:
+            columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[numbers]}"), TimeElapsedColumn())
+            self._bar = Progress("training", *columns, "left", TimeRemainingColumn(), console=self._console)
+            self._task = self._bar.add_task("training", total=train_iters, completed=first_step, numbers="")
+            self._bar.start()
         self._smooth_seconds: float | None = None
 
     def say(self, message: str) -> None:
@@ -145,9 +159,16 @@ class ConsoleReporter(Reporter):
         seconds = report.step_seconds
         self._smooth_seconds = seconds if self._smooth_seconds is None else 0.9 * self._smooth_seconds + 0.1 * seconds
         if self._bar is not None:
-            self._bar.advance(report)
+            numbers = f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s"
+            self._bar.update(self._task, advance=1, numbers=numbers)
         elif number % self._logging.log_interval == 0 or number == self._train_iters:
-            self.say(self._line(number, report))
+            left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
+            self.say(
+                f"step {number}/{self._train_iters}  {_shown_loss(report)}  grad norm {report.grad_norm:.2f}  "
+                f"lr {report.learning_rate:.2e}  {report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  "
+                f"{report.tflops_per_device:.3g} TFLOP/s a device (MFU {report.mfu:.1%})  "
+                f"left {int(left // 60)}:{int(left % 60):02d}"
+            )
             if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
                 self.say_if(self._balance.tell())
 
@@ -180,12 +201,6 @@ class ConsoleReporter(Reporter):
         if self._wandb is not None:
             self._write("--wandb-project", self._wandb.finish)
 
-    def __enter__(self) -> "ConsoleReporter":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
     def _add_scalars(self, scalars: Mapping[str, float], number: int) -> None:
         if (wandb := self._wandb) is not None:
             self._write("--wandb-project", lambda: wandb.log(dict(scalars), step=number))
@@ -212,42 +227,6 @@ class ConsoleReporter(Reporter):
             return False
         return True
 
-    def _line(self, number: int, report: StepReport) -> str:
-        left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
-        return (
-            f"step {number}/{self._train_iters}  {_shown_loss(report)}  grad norm {report.grad_norm:.2f}  "
-            f"lr {report.learning_rate:.2e}  "
-            f"{report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  "
-            f"{report.tflops_per_device:.3g} TFLOP/s a device (MFU {report.mfu:.1%})  "
-            f"left {int(left // 60)}:{int(left % 60):02d}"
-        )
-
-
-class _Bar:
-    """The progress bar: loss, tokens/s, time left."""
-
-    def __init__(self, console: Console, *, total: int, done: int) -> None:
-        self._progress = Progress(
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(),
-            console=console,
-        )
-        self._task = self._progress.add_task("training", total=total, completed=done, numbers="")
-        self._progress.start()
-
-    def advance(self, report: StepReport) -> None:
-        """Advance by one step."""
-        self._progress.update(self._task, advance=1, numbers=f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s")
-
-    def stop(self) -> None:
-        """Remove the bar and restore the terminal."""
-        self._progress.stop()
-
 
 def _shown_loss(report: StepReport | EvaluationReport) -> str:
     part = f" (generators {report.generator_loss:.4f})" if report.generator_loss else ""
@@ -269,28 +248,6 @@ def check_places(logging: LoggingConfig) -> None:
         check_log_file(logging.log_json)
 
 
-def _open_tensorboard(folder: Path) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as problem:
-        raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'") from problem
-    return SummaryWriter(str(folder))
-
-
-def _open_wandb(logging: LoggingConfig, run_config: Mapping[str, Any]) -> Any:
-    """Start a run of Weights & Biases; its own environment variables give keys and servers."""
-    import wandb  # type: ignore[import-not-found,unused-ignore]
-
-    folder = None if logging.wandb_save_dir is None else str(logging.wandb_save_dir)
-    return wandb.init(
-        project=logging.wandb_project,
-        name=logging.wandb_exp_name,
-        entity=logging.wandb_entity,
-        dir=folder,
-        config=dict(run_config),
-    )
-
-
 def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
     """Draw the loss by step as PNG, with its running mean."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -300,14 +257,11 @@ def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps, values = zip(*losses, strict=True)
+    width = max(1, len(values) // 40)
+    means = [statistics.fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]
     axes.plot(steps, values, linewidth=0.6, color="#9ab8d8", label="each step")
-    axes.plot(steps, _running_mean(values), linewidth=1.8, color="#1f4e8c", label="running mean")
+    axes.plot(steps, means, linewidth=1.8, color="#1f4e8c", label="running mean")
     axes.set(xlabel="step", ylabel="loss per target token", title="Training loss", ylim=(0, None))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
-
-
-def _running_mean(values: tuple[float, ...]) -> list[float]:
-    width = max(1, len(values) // 40)
-    return [statistics.fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]

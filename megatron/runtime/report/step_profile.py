@@ -23,19 +23,16 @@ class StepProfile:
         logging = self._logging
         is_wanted = logging.profile and self._rank in logging.profile_ranks
         if is_wanted and number == logging.profile_step_start:
-            self._start()
+            self._is_running = True
+            self._name_actions(True)
+            if logging.use_pytorch_profiler:
+                self._profiler = torch.profiler.profile()
+                self._profiler.start()
+            else:
+                torch.cuda.cudart().cudaProfilerStart()  # type: ignore[attr-defined]
         yield
         if number == logging.profile_step_end - 1:
             self.close()
-
-    def _start(self) -> None:
-        self._is_running = True
-        self._name_actions(True)
-        if self._logging.use_pytorch_profiler:
-            self._profiler = torch.profiler.profile()
-            self._profiler.start()
-        else:
-            torch.cuda.cudart().cudaProfilerStart()  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Stop the profiler if it runs, even if training ends before --profile-step-end."""

@@ -11,9 +11,15 @@ class Stragglers:
     """Sums each rank's seconds over the steps of a report; batches even out over steps, slow devices do not."""
 
     def __init__(self, plan: Plan) -> None:
+        stages: dict[int, set[tuple[str, int]]] = defaultdict(set)  # rank -> its stages: unit, index in a replica
+        for name, unit in plan.units.items():
+            for replica in unit.replicas:
+                for index, stage in enumerate(replica.stages):
+                    for rank in stage.ranks:
+                        stages[rank].add((name, index))
         peers: dict[tuple[tuple[str, int], ...], list[int]] = defaultdict(list)
-        for rank, stages in _stages_of_ranks(plan).items():
-            peers[tuple(sorted(stages))].append(rank)
+        for rank, own in stages.items():
+            peers[tuple(sorted(own))].append(rank)
         self._peers = list(peers.values())
         self._seconds: list[float] = []
 
@@ -23,23 +29,11 @@ class Stragglers:
 
     def tell(self) -> str:
         """Return one line about the steps since the last call, and forget them."""
-        found = [
-            (self._seconds[rank] / median, rank) for peers in self._peers if (median := self._median(peers)) for rank in peers
+        seconds = self._seconds
+        medians = [statistics.median(seconds[rank] for rank in peers) if seconds else 0.0 for peers in self._peers]
+        ratios = [
+            (seconds[rank] / median, rank) for peers, median in zip(self._peers, medians, strict=True) if median for rank in peers
         ]
         self._seconds = []
-        ratio, rank = max(found, default=(1.0, 0))
+        ratio, rank = max(ratios, default=(1.0, 0))
         return f"stragglers: rank {rank} computes longest, {ratio:.2f} times the median of the ranks with the same layers"
-
-    def _median(self, ranks: Sequence[int]) -> float:
-        return statistics.median(self._seconds[rank] for rank in ranks) if self._seconds else 0.0
-
-
-def _stages_of_ranks(plan: Plan) -> dict[int, set[tuple[str, int]]]:
-    """Return the stages of each rank, as (unit, index in a replica)."""
-    found: dict[int, set[tuple[str, int]]] = defaultdict(set)
-    for name, unit in plan.units.items():
-        for replica in unit.replicas:
-            for index, stage in enumerate(replica.stages):
-                for rank in stage.ranks:
-                    found[rank].add((name, index))
-    return found

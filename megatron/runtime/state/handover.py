@@ -53,7 +53,9 @@ def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
     held: the result of `hold_state` for an earlier state of the same model; empty on a rank that had none. Optimizers that never
     stepped remain so. Raises CheckpointError on every rank if no rank holds some part of the needed state.
     """
-    holders = _find_holders(held)
+    originals, copies = (_boxes_by_key(tensor for tensor in held if tensor.is_copy is is_copy) for is_copy in (False, True))
+    told: list[tuple[_Boxes, _Boxes]] = gather_objects((originals, copies))
+    holders = _join_holders([own for own, _ in told], [own for _, own in told])
     _fill(model_tensors(state), held, holders=holders)
     make_room(state, saved=holders.keys())
     wanted = [tensor for tensor in optimizer_tensors(state) if tensor.key in holders]
@@ -63,13 +65,6 @@ def take_over(held: Sequence[HeldTensor], state: TrainedState) -> None:
 
 _Holders = Mapping[str, Mapping[Box, list[int]]]
 """Tensor's name -> rectangles that fill it without overlap, and the ranks that hold each."""
-
-
-def _find_holders(held: Iterable[HeldTensor]) -> _Holders:
-    """Gather which ranks hold which rectangles; collective."""
-    originals = _boxes_by_key(tensor for tensor in held if not tensor.is_copy)
-    told: list[tuple[_Boxes, _Boxes]] = _gather((originals, _boxes_by_key(tensor for tensor in held if tensor.is_copy)))
-    return _join_holders([own for own, _ in told], [copies for _, copies in told])
 
 
 def _join_holders(originals: Sequence[_Boxes], copies: Sequence[_Boxes]) -> _Holders:
@@ -84,19 +79,13 @@ def _join_holders(originals: Sequence[_Boxes], copies: Sequence[_Boxes]) -> _Hol
             of_key = found.setdefault(key, {})
             for box in boxes:
                 inside = [box] if box in of_key else [other for other in of_key if _intersection(box, other) == other]
-                rest = () if box in of_key else _without(box, of_key)
+                rest = [] if box in of_key else [box]
+                for other in of_key if rest else ():
+                    rest = [part for each in rest for part in _outside(each, other)]
                 for held in (*inside, *rest):
                     ranks = of_key.setdefault(held, [])
                     ranks += [rank] * (rank not in ranks)
     return found
-
-
-def _without(box: Box, others: Iterable[Box]) -> tuple[Box, ...]:
-    """Return the parts of a rectangle that none of the others covers."""
-    rest = [box]
-    for other in others:
-        rest = [part for each in rest for part in _outside(each, other)]
-    return tuple(rest)
 
 
 def _outside(box: Box, other: Box) -> Iterator[Box]:
@@ -120,7 +109,7 @@ def _outside(box: Box, other: Box) -> Iterator[Box]:
 def _fill(wanted: Sequence[HeldTensor], held: Sequence[HeldTensor], *, holders: _Holders) -> None:
     """Fill the pieces of `wanted`, kind by kind so that little memory is in transit at once; collective."""
     rank = dist.get_rank()
-    told: list[_Boxes] = _gather(_boxes_by_key(wanted))
+    told: list[_Boxes] = gather_objects(_boxes_by_key(wanted))
     _check_held(told[rank], holders)
     sources: dict[str, list[Piece]] = {}
     for tensor in held:
@@ -154,7 +143,7 @@ def _check_held(wanted: _Boxes, holders: _Holders) -> None:
         ),
         None,
     )
-    for rank, found in enumerate(_gather(missing)):
+    for rank, found in enumerate(gather_objects(missing)):
         if found is not None:
             raise CheckpointError(
                 f"rank {rank} needs {found}, which the ranks that are left do not hold; resume from the last checkpoint (--load)"
@@ -177,7 +166,8 @@ def _exchange(
 ) -> Iterator[tuple[_Part, Tensor]]:
     """Send every rank its parts, as bytes, and yield the parts that this rank receives; collective."""
     device = platform.device()
-    sent = [_bytes_of(values) for values in outgoing]
+    nothing = torch.empty(0, dtype=torch.uint8)
+    sent = [torch.cat([nothing, *(each.contiguous().view(-1).view(torch.uint8) for each in values)]) for values in outgoing]
     sizes = [math.prod(part.box.sizes) * dtypes[part.key].itemsize for part in incoming]
     per_holder = [
         sum(size for part, size in zip(incoming, sizes, strict=True) if part.holder == rank) for rank in range(len(sent))
@@ -189,11 +179,6 @@ def _exchange(
         content = received[starts[part.holder] : starts[part.holder] + size]
         starts[part.holder] += size
         yield part, content.clone().view(dtypes[part.key]).view(part.box.sizes)  # a copy is aligned for any dtype
-
-
-def _bytes_of(values: Sequence[Tensor]) -> Tensor:
-    contents = [each.contiguous().view(-1).view(torch.uint8) for each in values]
-    return torch.cat(contents) if contents else torch.empty(0, dtype=torch.uint8)
 
 
 def _boxes_by_key(tensors: Iterable[HeldTensor]) -> _Boxes:
@@ -225,7 +210,8 @@ def _view(values: Tensor, box: Box, inner: Box) -> Tensor:
     return values
 
 
-def _gather(mine: Any) -> list[Any]:
+def gather_objects(mine: Any) -> list[Any]:
+    """Return the objects of all ranks; collective."""
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
     return gathered

@@ -120,14 +120,6 @@ class _OptimizerPart(NamedTuple):
     state: dict[str, Any]
     """Empty before the first step."""
 
-    @property
-    def step_count(self) -> Tensor:
-        """[1]: a view if the optimizer counts per parameter, a copy if it counts per group."""
-        if "step" in self.state:
-            count: Tensor = self.state["step"].view(1)
-            return count
-        return torch.tensor([float(self.group.get("step", 0))])
-
 
 def model_tensors(state: TrainedState) -> list[HeldTensor]:
     """Return all parameters of this rank's stages, including frozen ones and adapters; the pieces are views of them.
@@ -178,8 +170,10 @@ def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:
             held.append(parameter.hold("main", part.main.detach().view(-1), part.elements))
         if part.state:
             held += [parameter.hold(moment, part.state[moment].view(-1), part.elements) for moment in _MOMENTS]
-            count = Piece((0,), part.step_count)
-            held.append(HeldTensor(parameter.key("step"), (1,), torch.float32, (count,), parameter.is_copy))
+            is_own = "step" in part.state  # else the optimizer counts per group, and gets the count by `adopt_group_steps`
+            count = part.state["step"].view(1) if is_own else torch.tensor([float(part.group.get("step", 0))])
+            pieces = (Piece((0,), count),)
+            held.append(HeldTensor(parameter.key("step"), (1,), torch.float32, pieces, parameter.is_copy))
     return held
 
 
@@ -253,16 +247,18 @@ def pieces_of_shard(
 
     values: [len(elements)], contiguous: these flat elements of the shard; shape: of the shard; rank: tensor parallel rank.
     """
-    found, position = [], 0
-    for block, box in _boxes_by_block(elements, shape=shape, sharding=sharding):
-        size = math.prod(box.sizes)
-        offsets = list(box.offsets)
-        if sharding.dimension is not None:
-            rows = shape[sharding.dimension] // sharding.num_blocks
-            offsets[sharding.dimension] += rows * (block * (tensor_parallel_size - 1) + rank)
-        found.append(Piece(tuple(offsets), values[position : position + size].view(box.sizes)))
-        position += size
-    return tuple(found)
+    assert sharding.num_blocks == 1 or sharding.dimension == 0, "blocks are stacked along the first dimension"
+    pieces, position, block_size = [], 0, math.prod(shape) // sharding.num_blocks
+    for block in range(sharding.num_blocks):
+        inside = range(max(elements.start, block * block_size), min(elements.stop, (block + 1) * block_size))
+        for box in boxes_of_flat_range(shape, inside):
+            size, offsets = math.prod(box.sizes), list(box.offsets)
+            if sharding.dimension is not None:
+                rows = shape[sharding.dimension] // sharding.num_blocks
+                offsets[sharding.dimension] += rows * (block * (tensor_parallel_size - 1) + rank)
+            pieces.append(Piece(tuple(offsets), values[position : position + size].view(box.sizes)))
+            position += size
+    return tuple(pieces)
 
 
 def boxes_of_flat_range(shape: tuple[int, ...], elements: range) -> tuple[Box, ...]:
@@ -283,12 +279,3 @@ def boxes_of_flat_range(shape: tuple[int, ...], elements: range) -> tuple[Box, .
         found.extend(Box((row, *box.offsets), (1, *box.sizes)) for box in inner)
         cursor = stop
     return tuple(found)
-
-
-def _boxes_by_block(elements: range, *, shape: tuple[int, ...], sharding: ParameterSharding) -> Iterator[tuple[int, Box]]:
-    assert sharding.num_blocks == 1 or sharding.dimension == 0, "blocks are stacked along the first dimension"
-    block_size = math.prod(shape) // sharding.num_blocks
-    for block in range(sharding.num_blocks):
-        inside = range(max(elements.start, block * block_size), min(elements.stop, (block + 1) * block_size))
-        for box in boxes_of_flat_range(shape, inside):
-            yield block, box

@@ -4,14 +4,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
-from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.launch.stop_requests import StopReason
 from megatron.runtime.report.reporting import EvaluationReport
-from megatron.runtime.training.paths import describe_paths
+from megatron.runtime.session import Session
 from megatron.runtime.training.run import Run
 from multimodal.kernels import describe_kernels
+from multimodal.model.layers.layer_kind import InputContext
+from multimodal.model.layers.transformer import accumulates_in_engine, attention_choice
+from multimodal.model.weight_gradient_queue import find_accumulation
 from multimodal.values.model_graph import Unit
 from multimodal.values.plan import UnitPlan
+
+_LAYERS = {"local": "local layers", "transformer_engine": "layers of Transformer Engine"}
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,11 @@ def describe_run(run: Run) -> str:
         )
     samples = f"{len(run.data.train)} training samples, {run.config.training.global_batch_size} a step"
     resumed = f"; resumed after step {run.done_steps}" if run.done_steps else ""
+    schedule = " + ".join([run.config.training.schedule, *filter(None, run.config.training.schedule_passes.split(","))])
     sharded = ", weights sharded" if run.config.parallelism.shards_weights else ""
     return (
-        f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {_shown_schedule(run.config)}{resumed}"
-        f"\n{'' if run.emulation else describe_paths(run.session) + '; '}decisions by {describe_kernels()}"
+        f"{'; '.join(lines)}\n{samples}, {run.config.training.dtype}{sharded}, schedule {schedule}{resumed}"
+        f"\n{'' if run.emulation else _describe_paths(run.session) + '; '}decisions by {describe_kernels()}"
     )
 
 
@@ -90,5 +95,24 @@ def _shown_stages(unit: Unit, plan: UnitPlan) -> str:
     return f", {' + '.join(map(str, counts))} layers"
 
 
-def _shown_schedule(config: RunConfig) -> str:
-    return " + ".join([config.training.schedule, *(name for name in config.training.schedule_passes.split(",") if name)])
+def _describe_paths(session: Session) -> str:
+    """Return one line: the implementation of layers, the attention of each unit, and what is fused or in FP8."""
+    graph, options = session.graph, session.options.build
+    layers, is_engine = _LAYERS[options.transformer_impl], options.transformer_impl == "transformer_engine"
+    local = [unit.name for unit in graph.units if is_engine and unit.needs_local_layers]
+    parts = [f"{layers} ({' and '.join(local)}, for post norms: {_LAYERS['local']})" if local else layers]
+    if options.fp8_format is not None:
+        parts.append(f"in FP8 ({options.fp8_format}, {options.fp8_recipe})")
+    if options.fuses_kernels:
+        parts.append("fused SwiGLU and rotation")
+    if accumulates_in_engine(options) if is_engine else options.accumulates_in_products and find_accumulation():
+        parts.append("weight gradients added in products")
+    backends = {}
+    for unit in graph.units:
+        sizes = max(session.plan.units[unit.name].tensor_sizes), session.plan.units[unit.name].context_parallel_size
+        choice = attention_choice(InputContext(graph, unit, options, *sizes), window=unit.transformer.sliding_window)
+        backends[unit.name] = " and ".join(dict.fromkeys((choice.backend, choice.alone)))
+    attention = ", ".join(f"{name}: {backend}" for name, backend in backends.items())
+    if len(set(backends.values())) == 1:
+        (attention,) = set(backends.values())
+    return f"computed by {', '.join(parts)}; attention by {attention}"

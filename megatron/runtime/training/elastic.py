@@ -8,7 +8,7 @@ import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,16 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.elastic_templates import read_templates
-from megatron.runtime.launch.distributed_setup import RankWatch, StartValues, World, choose_device, describe_difference
+from megatron.runtime.launch.distributed_setup import RankWatch, World, choose_device, describe_difference
 from megatron.runtime.launch.failure import Ending, end_process
+from megatron.runtime.launch.meeting import wait_until
 from megatron.runtime.launch.rank_place import find_rank_place
 from megatron.runtime.launch.stop_requests import StopRequests
 from megatron.runtime.recovery.connections import drop, forget_groups
 from megatron.runtime.recovery.ledger import Report, Verdict
 from megatron.runtime.recovery.member import LeftBehindError, Member
 from megatron.runtime.report.reporting import Reporter
-from megatron.runtime.state.handover import hold_state, take_over
+from megatron.runtime.state.handover import gather_objects, hold_state, take_over
 from megatron.runtime.state.held_tensors import HeldTensor
 from megatron.runtime.training.describe_run import describe_end, describe_run
 from megatron.runtime.training.loop import Progress, build_reporter, train_on
@@ -63,7 +64,10 @@ class ElasticRun:
         self._world = World(place.rank, place.size, place.local_rank, meeting, timeout, watch)
         self._prepared = prepare_plan(config, self._world, open_inputs(config, self._world))
         self._templates = read_templates(config, self._prepared.options.graph)
-        self._compare(self._prepared.start_values)
+        values = self._prepared.start_values
+        first, theirs = json.loads(self._member.ledger.first_to_say("start", json.dumps([place.rank, values])))
+        if difference := describe_difference(theirs, there=values, rank=place.rank):
+            raise ConfigError(difference.replace("rank 0", f"rank {first}"))
         gc.collect()
         gc.freeze()  # imported modules and files read so far stay: no recovery needs to search them for garbage
         self._run: Run | None = None
@@ -113,7 +117,10 @@ class ElasticRun:
         try:
             verdict = self._member.arrive(self._report())
             self._times = {"left": self._member.left_seconds, "agreed": time.time()}
-            self._finish_step(verdict)
+            # Others have begun to update the weights, and this rank has not.
+            if self._run is not None and self._is_whole and verdict.done_steps == self._done_steps + 1:
+                assert verdict.outcome is not None
+                self._run.trainer.finish(Outcome(**verdict.outcome))
             plan = self._plan(verdict)
             if plan is None:
                 return False
@@ -125,12 +132,6 @@ class ElasticRun:
         except Exception as problem:
             self._member.leave(problem)
             return False
-
-    def _compare(self, values: StartValues) -> None:
-        """Raise ConfigError if this process has other start values than the first one."""
-        first = json.loads(self._member.ledger.first_to_say("start", json.dumps([self._world.rank, values])))
-        if difference := describe_difference(first[1], there=values, rank=self._world.rank):
-            raise ConfigError(difference.replace("rank 0", f"rank {first[0]}"))
 
     def _report(self) -> Report:
         outcome = self._run.trainer.outcome if self._run else None
@@ -151,12 +152,6 @@ class ElasticRun:
         assert self._progress is not None
         return max(self._progress.step, outcome.number if outcome else 0)
 
-    def _finish_step(self, verdict: Verdict) -> None:
-        """Update the weights if others have begun to, and this rank has not."""
-        if self._run is not None and self._is_whole and verdict.done_steps == self._done_steps + 1:
-            assert verdict.outcome is not None
-            self._run.trainer.finish(Outcome(**verdict.outcome))
-
     def _plan(self, verdict: Verdict) -> NodesPlan | None:
         """Return the plan for the available nodes; None if this one has to wait."""
         before = tuple(Pipeline(tuple(each["nodes"]), each["num_microbatches"]) for each in verdict.pipelines)
@@ -168,7 +163,8 @@ class ElasticRun:
             if len(verdict.nodes) >= self._templates.fewest_nodes:
                 raise
             self._waits = True
-            self._say(f"waiting: {problem}")
+            if self._member.identity.local_rank == 0:
+                logger.warning("node %d: waiting: %s", self._member.identity.node, problem)
             return None
         self._times["planned"] = time.time()
         if self._member.identity.node not in found.nodes:
@@ -195,7 +191,9 @@ class ElasticRun:
         self._times["met"] = time.time()
         self._ending.meeting = world.meeting
         if self._run is None:
-            self._run = build_run(self._prepared, world, found.plan, stop_requests=self._stop_requests, check=self._member.check)
+            self._run = build_run(
+                self._prepared, world, found.plan, stop_requests=self._stop_requests, check=self._member.connections.check
+            )
             self._run.trainer.updates_alone = True
             self._member.place_in_step = self._run.trainer.place_in_step
             self._run.nodes_have_joined = lambda: self._member.nodes_have_joined
@@ -226,8 +224,7 @@ class ElasticRun:
         mine = None
         if self._held is not None and self._progress is not None:
             mine = asdict(self._progress), run.scheduler.state_dict(), run.described_data
-        told: list[Any] = [None] * self._world.size
-        dist.all_gather_object(told, mine)
+        told = gather_objects(mine)
         progress, scheduler, run.described_data = next(each for each in told if each is not None)
         if mine is None:
             run.scheduler.num_steps = 0  # loading adds to it
@@ -242,8 +239,7 @@ class ElasticRun:
 
     def _go_back(self, run: Run, problem: CheckpointError) -> None:
         """Restart from the newest checkpoint, as a part of the state is lost; all ranks call this together."""
-        told: list[Any] = [None] * self._world.size
-        dist.all_gather_object(told, self._progress.saved_step if self._progress else None)
+        told = gather_objects(self._progress.saved_step if self._progress else None)
         self._held = self._progress = None
         if self._world.rank == 0:
             logger.warning("more nodes are lost than have copies of each other: going back to a checkpoint (%s)", problem)
@@ -267,7 +263,9 @@ class ElasticRun:
             self._tell(reporter, verdict, found, progress.step)
         summary = train_on(run, reporter, progress)
         dist.barrier()
-        self._wait_for_all(verdict.generation)
+        ledger, counter, size = self._member.ledger, f"done/{verdict.generation}", run.world.size
+        if ledger.count(counter) < size:  # so that no rank sees a broken connection
+            wait_until(lambda: ledger.count(counter, by=0) >= size, seconds=_END_SECONDS)
         self._close()
         reporter.say(describe_end(run, summary))
 
@@ -314,15 +312,6 @@ class ElasticRun:
             f"{kept * size:.1f} MiB on rank 0, {whole * size / count:.1f} if all shared one"
         )
 
-    def _wait_for_all(self, generation: int) -> None:
-        """Wait until every rank has called this, so that none sees a broken connection."""
-        counter = f"done/{generation}"
-        deadline = time.monotonic() + _END_SECONDS
-        count = self._member.ledger.count(counter)
-        while count < self._world.size and time.monotonic() < deadline:
-            time.sleep(0.02)
-            count = self._member.ledger.count(counter, by=0)
-
     def _close_reporter(self) -> None:
         if self._reporter is not None:
             self._reporter.close()
@@ -332,7 +321,3 @@ class ElasticRun:
         self._close_reporter()
         if self._run is not None:
             release(self._run)
-
-    def _say(self, message: str) -> None:
-        if self._member.identity.local_rank == 0:
-            logger.warning("node %d: %s", self._member.identity.node, message)

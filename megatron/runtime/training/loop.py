@@ -6,31 +6,27 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import count
 
 from megatron.runtime import platform
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
-from megatron.runtime.flags.configuration import GROUPS, RunConfig
+from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS
 from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
 from megatron.runtime.launch.stop_requests import StopReason
+from megatron.runtime.orchestrator.orchestrate import Planned, under_choice
+from megatron.runtime.orchestrator.review import Verdict
 from megatron.runtime.recovery.member import NodesJoinError
-from megatron.runtime.report.reporting import (
-    LINES_PER_BALANCE_LINE,
-    ConsoleReporter,
-    EvaluationReport,
-    Reporter,
-    StepReport,
-)
+from megatron.runtime.report.reporting import LINES_PER_BALANCE_LINE, ConsoleReporter, EvaluationReport, Reporter, StepReport
 from megatron.runtime.report.step_profile import StepProfile
 from megatron.runtime.report.stragglers import Stragglers
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import RunSummary, describe_end, describe_run
-from megatron.runtime.training.plan_review import review_plan
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
 from megatron.runtime.training.prediction import EmulationTable, describe_better_pair
 from megatron.runtime.training.resumption import release, save
-from megatron.runtime.training.run import Run
+from megatron.runtime.training.run import Run, change_plan
 from megatron.runtime.training.small_batch import describe_small_batch
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
@@ -84,7 +80,10 @@ class _StoppedError(Exception):
 
 def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
     """Train from the run's current state: the rest of an interrupted last step is done first."""
-    last_step = _last_step(run.config, progress.first_step)
+    training, done_steps = run.config.training, progress.first_step
+    last_step = done_steps if training.skip_train else max(done_steps, training.train_iters)
+    if training.exit_interval:
+        last_step = min(last_step, (done_steps // training.exit_interval + 1) * training.exit_interval)
     run.stop_requests.begin_training()
     try:
         if last_step > run.done_steps:
@@ -94,7 +93,7 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
         _save_last(run, progress)
         if run.config.evaluation.eval_iters and progress.evaluated_step != last_step:
             progress.evaluation = _evaluate(run, reporter, last_step)
-        if progress.step == run.config.training.train_iters or run.config.training.skip_train:
+        if progress.step == training.train_iters or training.skip_train:
             _export(run, reporter)
     except _StoppedError as stopped:
         progress.stop = stopped.reason
@@ -120,10 +119,18 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
     name_actions = partial(setattr, run.session.executor.clock, "names_ranges")
     profile = StepProfile(config.logging, rank=run.world.rank, name_actions=name_actions)
     stragglers = Stragglers(run.session.plan)
-    if progress.step > progress.first_step:
-        _complete_step(run, reporter, progress)
+    if progress.step > progress.first_step:  # the rest of a step that was interrupted after its update
+        if progress.reported_step < progress.step and run.world.rank == 0:
+            last_report, last = run.trainer.last_report()
+            _report_step(run, reporter, progress, last_report, last.balance)
+        _evaluate_and_save(run, reporter, progress)
     with closing(load_training_steps(run, range(first, last_step))) as steps:
-        for number, (step, wait_seconds) in enumerate(_timed(steps), first + 1):
+        for number in count(first + 1):
+            start = time.perf_counter()
+            step = next(steps, None)
+            if step is None:
+                break
+            wait_seconds = time.perf_counter() - start
             wish = run.wish_to_stop(can_leave=True)
             agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
             if agreed.stop is StopReason.JOIN:
@@ -152,9 +159,33 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             if config.logging.report_dir is not None and is_drawn and (timeline := run.session.gather_timeline(events)):
                 reporter.timeline(number, timeline)
             _evaluate_and_save(run, reporter, progress)
-            if review_plan(run, reporter, number, step=step, report=report, events=events):
+            if _review_plan(run, reporter, number, step=step, report=report, events=events):
                 break
     profile.close()
+
+
+def _review_plan(
+    run: Run, reporter: Reporter, number: int, *, step: Step, report: StepReport, events: tuple[TimelineEvent, ...]
+) -> bool:
+    """Add a step to the review, and conclude it when due; collective. Returns True if the run has another plan now."""
+    review = run.review
+    if review is None or not review.measures(number):
+        return False
+    timeline = run.session.gather_timeline(events)
+    if timeline is not None:
+        review.add(step, timeline, seconds=report.step_seconds)
+    if not review.is_due(number):
+        return False
+    run.review = None
+    verdict = Verdict.from_text(run.world.from_first(f"review/{number}", lambda: review.conclude(number).to_text()))
+    reporter.say(verdict.line)
+    if verdict.choice is None:
+        return False
+    with run.world.in_turn(f"plan/{number}"):
+        config = under_choice(run.config, verdict.choice)
+    change_plan(run, config)
+    run.review = review.after_change(Planned(config, verdict.choice, review.planned.request), number=number)
+    return True
 
 
 def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepReport, balance: BalanceReport) -> None:
@@ -164,20 +195,13 @@ def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepR
         run.note_reported(progress.step)
 
 
-def _complete_step(run: Run, reporter: Reporter, progress: Progress) -> None:
-    """Do the rest of a step that was interrupted after its update."""
-    if progress.reported_step < progress.step and run.world.rank == 0:
-        report, step = run.trainer.last_report()
-        _report_step(run, reporter, progress, report, step.balance)
-    _evaluate_and_save(run, reporter, progress)
-
-
 def _evaluate_and_save(run: Run, reporter: Reporter, progress: Progress) -> None:
     config, number = run.config, progress.step
+    save_interval = config.checkpoint.save_interval or DEFAULT_SAVE_INTERVAL if config.checkpoint.save else None
     is_due = config.evaluation.eval_iters and _is_multiple(number, config.evaluation.eval_interval)
     if is_due and progress.evaluated_step != number:
         progress.evaluation, progress.evaluated_step = _evaluate(run, reporter, number), number
-    if _is_multiple(number, config.checkpoint.steps_between_saves) and progress.saved_step != number:
+    if _is_multiple(number, save_interval) and progress.saved_step != number:
         progress.saved_step = save(run, number)
 
 
@@ -186,16 +210,6 @@ def _save_last(run: Run, progress: Progress) -> None:
         progress.saved_step = save(run, progress.step)
     if run.background_save is not None:
         run.background_save.finish()
-
-
-def _timed(steps: Iterator[Step]) -> Iterator[tuple[Step, float]]:
-    """Yield every step with the seconds for which it was waited for."""
-    while True:
-        start = time.perf_counter()
-        step = next(steps, None)
-        if step is None:
-            return
-        yield step, time.perf_counter() - start
 
 
 def _compare_with_simulation(
@@ -242,14 +256,6 @@ def build_reporter(run: Run, *, done_steps: int) -> Reporter:
     settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}
     train_iters = run.config.training.train_iters
     return ConsoleReporter(run.config.logging, train_iters=train_iters, first_step=done_steps, run_config=settings)
-
-
-def _last_step(config: RunConfig, done_steps: int) -> int:
-    if config.training.skip_train:
-        return done_steps
-    last = max(done_steps, config.training.train_iters)
-    interval = config.training.exit_interval
-    return min(last, (done_steps // interval + 1) * interval) if interval else last
 
 
 def _is_multiple(number: int, interval: int | None) -> bool:

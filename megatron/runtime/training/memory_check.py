@@ -58,13 +58,10 @@ def estimate(config: RunConfig, inputs: Inputs, plan: Plan, *, rank: int, num_co
 
 def _fixes(config: RunConfig, plan: Plan, needed: LeastMemory) -> list[str]:
     """List flags that make a rank need less, those first that help most."""
-    state, activations = list[str](), list[str]()
-    if config.parallelism.plan is None:
-        state.append(
-            f"raise the parallel sizes (such as --{LLM}-tensor-model-parallel-size or --{LLM}-pipeline-model-parallel-size)"
-        )
-    else:
-        state.append("give another --plan (tools/plan.py finds plans that fit)")
+    sizes = f"--{LLM}-tensor-model-parallel-size or --{LLM}-pipeline-model-parallel-size"
+    state, activations = [f"raise the parallel sizes (such as {sizes})"], list[str]()
+    if config.parallelism.plan is not None:
+        state = ["give another --plan (tools/plan.py finds plans that fit)"]
     has_copies = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in plan.units.values())
     if has_copies and not config.parallelism.shards_weights and config.model.transformer_impl == "local":
         state.append("add --data-parallel-sharding-strategy optim_grads_params")

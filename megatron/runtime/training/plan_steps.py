@@ -61,6 +61,11 @@ def _load(run: Run, planner: StepPlanner, steps: range) -> Generator[Step, None,
 
 def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_only: bool) -> StepPlanner:
     training, predictor = run.config.training, step_predictor(run)
+    arrangement = None
+    if training.rearrange_nodes:
+        num_decoding_ranks = run.world.size if run.exchanges is not None else 0
+        size = getattr(torch, training.dtype).itemsize
+        arrangement = NodeArrangement(ranks_on_node(), bytes_per_element=size, num_decoding_ranks=num_decoding_ranks)
     return StepPlanner(
         source,
         batches=batches,
@@ -80,18 +85,7 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
             build=run.session.options.build,
         ),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
-        arrangement=_arrangement(run),
-    )
-
-
-def _arrangement(run: Run) -> NodeArrangement | None:
-    """Return the node arrangement for --rearrange-nodes; None without it."""
-    if not run.config.training.rearrange_nodes:
-        return None
-    return NodeArrangement(
-        ranks_on_node(),
-        bytes_per_element=getattr(torch, run.config.training.dtype).itemsize,
-        num_decoding_ranks=run.world.size if run.exchanges is not None else 0,
+        arrangement=arrangement,
     )
 
 

@@ -2,7 +2,6 @@
 
 import logging
 import os
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,8 +31,6 @@ class Start(NamedTuple):
     """The flag that named the folder, for messages."""
     is_resumption: bool
     """False: from weights only, at step 0."""
-    is_hugging_face: bool = False
-    """The weights are in a folder of Hugging Face."""
 
 
 def resume(run: Run, *, has_saved: bool = False) -> None:
@@ -46,8 +43,7 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
     """
     checkpoint = run.config.checkpoint
     if checkpoint.save is not None:
-        release(run)
-        run.claim = _claim(checkpoint.save, os.environ)
+        claim_folder(run)
     try:
         if checkpoint.save or checkpoint.load:
             described = on_first_rank(lambda: describe_data(run.config, run.data), what="reading --data-path")
@@ -63,18 +59,28 @@ def resume(run: Run, *, has_saved: bool = False) -> None:
             base = checkpoint.load_hf or (run.config.model.model if run.config.model.model.is_dir() else None)
             load_adapter(checkpoint.load_adapter, session=run.session, base=base)
             logger.info("starting from the adapters of %s", checkpoint.load_adapter)
-        if not has_saved:
-            _warn_of_earlier_run(run)
+        newest = find_newest_checkpoint(checkpoint.save) if checkpoint.save and not has_saved else None
+        if newest is not None and step_of(newest) > run.done_steps:
+            logger.warning(
+                "--save %s already holds %s of another run, which --load would resume; give another folder to keep the two apart",
+                checkpoint.save,
+                newest.name,
+            )
     except BaseException:
         release(run)
         raise
 
 
-def claim_folder(run: Run, *, attempt: int) -> None:
-    """Claim --save as a later attempt of the same run, whose rank 0 may be another process now; collective."""
-    assert run.config.checkpoint.save is not None
+def claim_folder(run: Run, *, attempt: int | None = None) -> None:
+    """Claim --save; as a later attempt of the same run, its rank 0 may be another process now; collective."""
+    folder = run.config.checkpoint.save
+    assert folder is not None
     release(run)
-    run.claim = _claim(run.config.checkpoint.save, {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(attempt)})
+    environ = os.environ if attempt is None else {**os.environ, "TORCHELASTIC_RESTART_COUNT": str(attempt)}
+    claim = FolderClaim(folder, environ=environ)
+    while not on_first_rank(claim.try_to_take, what=f"writing to --save {folder}"):
+        pass
+    run.claim = claim
 
 
 def release(run: Run) -> None:
@@ -99,10 +105,8 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
         if given:
             logger.info("%s %s holds %s: going on from there, not from the weights in %s", own_flag, own, newest.name, given)
         return Start(own, own_flag, is_resumption=True)
-    if given and given_flag == "--load-hf":
-        return Start(given, given_flag, is_resumption=False, is_hugging_face=True)
     if given:
-        if find_newest_checkpoint(given) is None:
+        if given_flag != "--load-hf" and find_newest_checkpoint(given) is None:
             raise CheckpointError(f"{given_flag} {given}: no complete checkpoint there; give a folder that --save wrote to")
         return Start(given, given_flag, is_resumption=False)
     if own and own != checkpoint.save:
@@ -115,16 +119,9 @@ def choose_start(checkpoint: CheckpointConfig) -> Start | None:
     return None
 
 
-def _claim(folder: Path, environ: Mapping[str, str]) -> FolderClaim:
-    claim = FolderClaim(folder, environ=environ)
-    while not on_first_rank(claim.try_to_take, what=f"writing to --save {folder}"):
-        pass
-    return claim
-
-
 def _load(run: Run, start: Start) -> None:
     checkpoint = run.config.checkpoint
-    if start.is_hugging_face:
+    if start.flag == "--load-hf":
         load_hugging_face(start.folder, session=run.session)
         logger.info("starting at step 0 from the weights of %s", start.folder)
         return
@@ -204,18 +201,6 @@ def schedule_of_phase(config: RunConfig, *, first_step: int) -> OptimizerSetting
             "the warm-up"
         )
     return replace(settings, lr_decay_iters=decay, lr_warmup_iters=warmup)
-
-
-def _warn_of_earlier_run(run: Run) -> None:
-    """Warn if --save names a folder in which an older run got further than this one starts, which --load would resume."""
-    folder = run.config.checkpoint.save
-    newest = find_newest_checkpoint(folder) if folder else None
-    if newest is not None and step_of(newest) > run.done_steps:
-        logger.warning(
-            "--save %s already holds %s of another run, which --load would resume; give another folder to keep the two apart",
-            folder,
-            newest.name,
-        )
 
 
 def save(run: Run, number: int) -> int:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 
 import torch
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -136,8 +135,13 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
 
 def open_inputs(config: RunConfig, world: World) -> Inputs:
     """Check the output folders, and open the model and the data."""
-    if config.checkpoint.save:
-        _check_writable(config.checkpoint.save)
+    if folder := config.checkpoint.save:  # before there is something to lose
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as problem:
+            raise CheckpointError(f"--save {folder}: cannot be made ({problem.strerror}); give another folder") from problem
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise CheckpointError(f"--save {folder}: no permission to write there; change it or give another folder")
     if world.rank == 0:
         check_places(config.logging)
     check_kernels(is_allowed=config.training.allow_python_kernels)
@@ -276,13 +280,3 @@ def _build_options(config: RunConfig) -> BuildOptions:
         attention_mask=MaskMode(settings.attention_mask),
         num_overlapped_parts=config.parallelism.num_overlapped_parts,
     )
-
-
-def _check_writable(folder: Path) -> None:
-    """Check that files can be written before there is something to lose."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise CheckpointError(f"--save {folder}: cannot be made ({problem.strerror}); give another folder") from problem
-    if not os.access(folder, os.W_OK | os.X_OK):
-        raise CheckpointError(f"--save {folder}: no permission to write there; change it or give another folder")

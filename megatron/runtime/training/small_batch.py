@@ -8,7 +8,6 @@ import numpy as np
 from megatron.runtime.flags.configuration import RunConfig
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
-from multimodal.cost.unit_load import Floats
 from multimodal.data.sample_source import SampleSource
 from multimodal.plan.planners.entrain import LARGEST_BATCH, POOL_SIZE, stable_batch_size
 from multimodal.values.model_graph import ModelGraph
@@ -31,8 +30,12 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
         or plan.num_ranks // num_replicas <= len(units)
     ):
         return None
-    work = _work_of_samples(source, graph=graph)
-    stable = stable_batch_size(work, num_gpus=plan.num_ranks, data_parallel_size=num_replicas)
+    indices = np.linspace(0, len(source), min(len(source), POOL_SIZE), endpoint=False).astype(int).tolist()
+    work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in indices], BalanceOptions())
+    flops = {
+        name: sum_floats_by(work.of_unit(name).samples, np.add(*work.flops(name)), len(indices)) for name in graph.unit_names
+    }
+    stable = stable_batch_size(flops, num_gpus=plan.num_ranks, data_parallel_size=num_replicas)
     if stable <= batch_size:
         return None
     shown = f"{LARGEST_BATCH} samples or more" if stable >= LARGEST_BATCH else f"{stable} samples"
@@ -40,11 +43,3 @@ def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: Mode
         f"warning: the units' shares of the work differ from one global batch of {batch_size} samples to the next by more than a "
         f"rank; it takes {shown} for them to be stable (Entrain's b_min); raise --global-batch-size, or expect units to wait"
     )
-
-
-def _work_of_samples(source: SampleSource, *, graph: ModelGraph) -> dict[str, Floats]:
-    """Return unit -> FLOPs of single samples, forward and backward, for at most `POOL_SIZE` samples spread over the data."""
-    count = len(source)
-    indices = np.linspace(0, count, min(count, POOL_SIZE), endpoint=False).astype(int).tolist()
-    work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in indices], BalanceOptions())
-    return {unit: sum_floats_by(work.of_unit(unit).samples, np.add(*work.flops(unit)), len(indices)) for unit in graph.unit_names}

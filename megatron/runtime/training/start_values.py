@@ -4,7 +4,6 @@ A rank with another value would decide or compute something else than its peers:
 """
 
 import hashlib
-import importlib.metadata
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -17,6 +16,7 @@ from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.flags.ignored_flags import goes_by_durations
 from megatron.runtime.flags.unit_flags import MICRO_BATCH_SIZE, SIZE_SPELLINGS, shown_flag
 from megatron.runtime.launch.distributed_setup import StartValues
+from megatron.runtime.orchestrator.kept_values import version_of
 from megatron.runtime.orchestrator.machine import assumed_cluster
 from multimodal.balance import UNBALANCED
 from multimodal.cost.cluster import Cluster
@@ -38,11 +38,16 @@ _MOST_DIGESTED_LENGTHS = 100_000
 
 def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, data: DataSets, vocab_size: int) -> StartValues:
     """Return all values of this rank that must be the same on all; O(bytes of the manifest)."""
+    tokenizer = {"the vocabulary": str(data.tokenizer.vocab_size), "the padded vocabulary": str(vocab_size)}
+    if config.data.tokenizer_model is not None:
+        digests = text_settings(config).digests
+        tokenizer["the digest of its file"] = str(digests["tokenizer_digest"])
+        tokenizer["the digest of its chat template"] = str(digests["chat_template_digest"])
     return {
         **collect_flag_values(config),
         "model": dict(_flat("", graph.to_dict())),
         "plan": dict(_flat("", plan.to_dict())),
-        "tokenizer": _tokenizer_values(config, data, vocab_size),
+        "tokenizer": tokenizer,
         "data": _data_values(config, data),
         "costs": dict(_cost_values(config)),
     }
@@ -50,20 +55,17 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
 
 def collect_flag_values(config: RunConfig) -> StartValues:
     """Return those of the values that are known before anything is read."""
+    # The size of a node may only differ if no balancer uses it.
+    uses_nodes = config.training.balance != UNBALANCED or config.training.rearrange_nodes
+    variables = ("WORLD_SIZE", "LOCAL_WORLD_SIZE") if uses_nodes else ("WORLD_SIZE",)
     return {
         "program": {
-            **{package: _version(package) for package in _PACKAGES},
+            **{package: version_of(package) for package in _PACKAGES},
             "decisions by": "C++ kernels" if kernels is not None else "Python references",
         },
         "flags": dict(_flag_values(config)),
-        "environment": {name: os.environ.get(name, "unset") for name in _environment_names(config)},
+        "environment": {name: os.environ.get(name, "unset") for name in variables},
     }
-
-
-def _environment_names(config: RunConfig) -> tuple[str, ...]:
-    """Return the environment variables to compare: the size of a node may only differ if no balancer uses it."""
-    ignores_nodes = config.training.balance == UNBALANCED and not config.training.rearrange_nodes
-    return ("WORLD_SIZE",) if ignores_nodes else ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -71,12 +73,9 @@ def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
     for flag in all_flags():
         if flag.name not in MAY_DIFFER | BY_CONTENT:
             yield flag.name, _shown(flag.flag, flag.value(config), is_switch=flag.parse is None)
-    for unit, sizes in config.parallelism.units.items():
-        for size_name in SIZE_SPELLINGS:
-            name = f"{unit}.{size_name}"
-            yield name, _shown(shown_flag(name), getattr(sizes, size_name))
-    for unit, size in config.training.encoder_micro_batch_sizes.items():
-        name = f"{unit}.{MICRO_BATCH_SIZE}"
+    sizes = {f"{unit}.{name}": getattr(own, name) for unit, own in config.parallelism.units.items() for name in SIZE_SPELLINGS}
+    counts = {f"{unit}.{MICRO_BATCH_SIZE}": size for unit, size in config.training.encoder_micro_batch_sizes.items()}
+    for name, size in {**sizes, **counts}.items():
         yield name, _shown(shown_flag(name), size)
 
 
@@ -103,15 +102,6 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
             yield from _flat(f"{name}.{key}".lstrip("."), entry)
     else:
         yield name, str(value.value if isinstance(value, Enum) else value)
-
-
-def _tokenizer_values(config: RunConfig, data: DataSets, vocab_size: int) -> Mapping[str, str]:
-    values = {"the vocabulary": str(data.tokenizer.vocab_size), "the padded vocabulary": str(vocab_size)}
-    if config.data.tokenizer_model is not None:
-        digests = text_settings(config).digests
-        values["the digest of its file"] = str(digests["tokenizer_digest"])
-        values["the digest of its chat template"] = str(digests["chat_template_digest"])
-    return values
 
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
@@ -144,10 +134,3 @@ def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from _flat("cluster", Cluster.from_file(config.training.cluster))
     elif goes_by_durations(config):
         yield from _flat("cluster", assumed_cluster())
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"

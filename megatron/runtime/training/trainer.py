@@ -91,7 +91,8 @@ class Trainer:
         executed = time.perf_counter()
         self.session.finish_gradients()
         losses = LossSums.of_step(step, result).means(self._sum)
-        learning_rate = current_learning_rate(self.scheduler, self._settings)
+        rates = {"max_lr": self._settings.lr, "min_lr": self._settings.min_lr}  # also on a rank that trains nothing
+        learning_rate = float(self.scheduler.get_lr(rates))
         self._executed = _Executed(step, result, learning_rate, start, executed)
         norm = self.session.gradient_norm()
         self._check()
@@ -189,10 +190,9 @@ class Trainer:
     def gather_compute_seconds(self) -> list[float]:
         """Return the computing time of each rank in the last step."""
         own = torch.tensor([self._compute_seconds], dtype=torch.float64, device=platform.device())
-        found = own.new_empty(dist.get_world_size())
-        all_gather_single(found, own)
-        seconds: list[float] = found.tolist()
-        return seconds
+        seconds = own.new_empty(dist.get_world_size())
+        all_gather_single(seconds, own)
+        return list(seconds.tolist())
 
     def _sum(self, values: list[float]) -> list[float]:
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -200,8 +200,7 @@ class Trainer:
     def _reduce(self, values: list[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
         tensor = torch.tensor(values, dtype=torch.float64, device=platform.device())
         dist.all_reduce(tensor, op=operation)
-        reduced: list[float] = tensor.tolist()
-        return reduced
+        return list(tensor.tolist())
 
 
 class _AllGroups:
@@ -235,8 +234,3 @@ def build_scheduler(settings: OptimizerSettings, session: Session, *, train_iter
         wsd_decay_steps=settings.lr_wsd_decay_iters,
         lr_wsd_decay_style=settings.lr_wsd_decay_style,
     )
-
-
-def current_learning_rate(scheduler: OptimizerParamScheduler, settings: OptimizerSettings) -> float:
-    """Return the rate of the coming step, also on a rank that trains nothing."""
-    return float(scheduler.get_lr({"max_lr": settings.lr, "min_lr": settings.min_lr}))

@@ -4,12 +4,13 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from megatron.runtime.checkpoint import claim as module
 from megatron.runtime.checkpoint.claim import MARK_NAME, FolderClaim, Writer
 from multimodal.values.errors import CheckpointError
 
@@ -29,13 +30,26 @@ def alive() -> Iterator[Writer]:
 @pytest.fixture(autouse=True)
 def short_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits long here."""
-    monkeypatch.setattr("megatron.runtime.checkpoint.claim._LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(module, "_ENDING_SECONDS", 0.0)
 
 
-def claim(
-    folder: Path, environ: dict[str, str] | None = None, *, silent_seconds: float = 60.0, ending_seconds: float = 0.0
-) -> FolderClaim:
-    return FolderClaim(folder, environ=environ or {}, silent_seconds=silent_seconds, ending_seconds=ending_seconds)
+def claim(folder: Path, environ: dict[str, str] | None = None) -> FolderClaim:
+    return FolderClaim(folder, environ=environ or {})
+
+
+def wait_for(has_happened: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not has_happened():
+        assert time.monotonic() < deadline
+
+
+def take(folder: Path, environ: dict[str, str] | None = None) -> None:
+    """Take a folder at once, and release it."""
+    second = claim(folder, environ)
+    assert second.try_to_take()
+    second.check()
+    second.release()
 
 
 def mark(folder: Path, writer: Writer) -> Path:
@@ -70,14 +84,13 @@ def test_a_run_that_lives_keeps_others_out(tmp_path: Path, alive: Writer) -> Non
     assert [path.name for path in tmp_path.iterdir()] == [MARK_NAME]
 
 
-def test_a_run_that_is_ending_is_waited_for(tmp_path: Path, alive: Writer) -> None:
+def test_a_run_that_is_ending_is_waited_for(tmp_path: Path, alive: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ENDING_SECONDS", 60.0)
     mark(tmp_path, alive)
-    second = claim(tmp_path, ending_seconds=60.0)
+    second = claim(tmp_path)
     assert not second.try_to_take()
     os.kill(alive.process, 9)
-    deadline = time.monotonic() + 30
-    while not second.try_to_take():
-        assert time.monotonic() < deadline
+    wait_for(second.try_to_take)
     second.check()
     second.release()
 
@@ -85,36 +98,28 @@ def test_a_run_that_is_ending_is_waited_for(tmp_path: Path, alive: Writer) -> No
 @pytest.mark.parametrize("change", [{"process": 2**22 + 1}, {"process_start": "1"}])
 def test_a_process_that_is_gone_keeps_nobody_out(tmp_path: Path, alive: Writer, change: dict[str, object]) -> None:
     mark(tmp_path, replace(alive, **change))  # type: ignore[arg-type]
-    second = claim(tmp_path)
-    assert second.try_to_take()
-    second.check()
-    second.release()
+    take(tmp_path)
 
 
 def test_a_later_attempt_of_the_same_job_takes_over(tmp_path: Path, alive: Writer) -> None:
     mark(tmp_path, elsewhere(replace(alive, job="Slurm 71", attempt=(0, 0))))
     assert not claim(tmp_path, {"SLURM_JOB_ID": "72", "SLURM_RESTART_COUNT": "1"}).try_to_take()
     assert not claim(tmp_path, SLURM).try_to_take()
-    second = claim(tmp_path, SLURM | {"SLURM_RESTART_COUNT": "1"})
-    assert second.try_to_take()
-    second.release()
+    take(tmp_path, SLURM | {"SLURM_RESTART_COUNT": "1"})
 
 
-def test_silence_of_another_machine_is_waited_for(tmp_path: Path, alive: Writer) -> None:
+def test_silence_of_another_machine_is_waited_for(tmp_path: Path, alive: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     mark(tmp_path, elsewhere(alive))
-    second = claim(tmp_path, silent_seconds=0.05)
     assert not claim(tmp_path).try_to_take()
-    deadline = time.monotonic() + 30
-    while not second.try_to_take():
-        assert time.monotonic() < deadline
+    monkeypatch.setattr(module, "_SILENT_SECONDS", 0.05)
+    second = claim(tmp_path)
+    wait_for(second.try_to_take)
     second.release()
 
 
 def test_an_old_mark_of_another_machine_is_taken_at_once(tmp_path: Path, alive: Writer) -> None:
     os.utime(mark(tmp_path, elsewhere(alive)), (0, 0))
-    second = claim(tmp_path)
-    assert second.try_to_take()
-    second.release()
+    take(tmp_path)
 
 
 def test_a_sign_of_life_of_another_machine_keeps_out(tmp_path: Path, alive: Writer) -> None:
@@ -126,15 +131,13 @@ def test_a_sign_of_life_of_another_machine_keeps_out(tmp_path: Path, alive: Writ
         second.try_to_take()
 
 
-def test_signs_of_life_are_given(tmp_path: Path) -> None:
-    first = FolderClaim(tmp_path, environ={}, touch_seconds=0.005)
+def test_signs_of_life_are_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_TOUCH_SECONDS", 0.005)
+    first = claim(tmp_path)
     assert first.try_to_take()
     path = tmp_path / MARK_NAME
     os.utime(path, (0, 0))
-    deadline = time.monotonic() + 30
-    while path.stat().st_mtime == 0:
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_for(lambda: path.stat().st_mtime > 0)
     first.release()
 
 
@@ -163,14 +166,9 @@ def test_a_mark_that_cannot_be_read_counts_until_it_is_old(tmp_path: Path, conte
     path.write_bytes(content)
     assert not claim(tmp_path).try_to_take()
     os.utime(path, (0, 0))
-    second = claim(tmp_path)
-    assert second.try_to_take()
-    second.release()
+    take(tmp_path)
 
 
 def test_a_process_takes_its_own_folder_again(tmp_path: Path) -> None:
     assert claim(tmp_path).try_to_take()
-    second = claim(tmp_path)
-    assert second.try_to_take()
-    second.check()
-    second.release()
+    take(tmp_path)

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import choose_trained, freeze_units, parse_arguments
+from megatron.runtime.flags.arguments import choose_trained, parse_arguments
 from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import shown_flag
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.values.errors import BraidError, ConfigError, PlanError
+from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.runtime.flags.conftest import BACKBONE, BASE, ENCODER, UNITS, Parse
 
@@ -138,23 +138,13 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_ba
     ("line", "message"),
     [
         ("--micro-batch-size 0", "--micro-batch-size must be at least 1, found 0"),
-        ("--micro-batch-size -2", "--micro-batch-size must be at least 1, found -2"),
         ("--micro-batch-size 9", "--micro-batch-size 9 is larger than --global-batch-size 8"),
-        ("--global-batch-size 0", "--global-batch-size must be at least 1, found 0"),
-        ("--train-iters 0", "--train-iters must be at least 1, found 0"),
         ("--skip-train", "--skip-train leaves nothing to do; add --eval-iters N or --save-hf DIR"),
         ("--data-path mine.py", "--data-path mine.py is a program, which does whatever it likes; add --allow-callbacks"),
         ("--data-path digits m.jsonl", "a program's samples (digits, FILE.py) are no part of a mixture"),
         ("--data-path m.jsonl --split 0,1", "--split '0,1' must be one to three proportions"),
-        ("--seed -1", "--seed must be at least 0, found -1"),
         ("--lr 0", "--lr must be above 0, found 0.0"),
-        ("--lr -1", "--lr must be above 0, found -1.0"),
         ("--adam-beta1 1", "--adam-beta1 must be at least 0 and below 1, found 1.0"),
-        ("--adam-beta2 -0.5", "--adam-beta2 must be at least 0 and below 1, found -0.5"),
-        ("--lr-warmup-fraction 1", "--lr-warmup-fraction must be at least 0 and below 1"),
-        ("--seq-length 0", "--seq-length must be at least 1"),
-        ("--save d --save-interval 0", "--save-interval must be at least 1"),
-        ("--peak-tflops 0", "--peak-tflops must be above 0"),
         ("--min-lr 0.1", "--min-lr 0.1 is above --lr 0.001"),
         ("--lr-warmup-init 0.1 --lr-warmup-iters 2", "--lr-warmup-init 0.1 is above --lr 0.001"),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 leaves no step for the decay"),
@@ -183,7 +173,6 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_ba
         ),
         ("--freeze-projector audio", "--freeze-projector audio: the model has no such unit"),
         ("--freeze-projector llm", "--freeze-projector language: the backbone has no projector; units with one are: vision"),
-        ("--lora-rank 0", "--lora-rank must be at least 1, found 0"),
         (
             "--lora-rank 8 --lora-targets llm.* q_proj",
             "--lora-targets q_proj: no linear layer that may have an adapter is called so; expected one of "
@@ -205,15 +194,7 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_ba
         ("--plan auto --elastic", "--elastic goes by templates for every number of nodes, which --plan auto does not plan"),
         ("--plan auto --replan --plan-review-iters 0", "a plan that a review finds, and --plan-review-iters 0 has none"),
         ("--distributed-timeout-minutes 1e30", "--distributed-timeout-minutes must be at most 30000, found 1e+30"),
-        ("--global-batch-size 1000000000", "--global-batch-size must be at most 131072, found 1000000000"),
-        (f"--train-iters {NINES}", "--train-iters must be at most 1000000000"),
-        ("--num-workers 100000", "--num-workers must be at most 256"),
-        ("--make-vocab-size-divisible-by 1000000000", "--make-vocab-size-divisible-by must be at most 65536"),
-        (f"--eval-iters {NINES}", "--eval-iters must be at most 1000000000"),
-        (f"--seq-length {NINES}", "--seq-length must be at most 1000000000"),
-        (f"--program-samples {NINES}", "--program-samples must be at most 1000000000"),
         (f"--micro-batch-size {NINES}", "is larger than --global-batch-size 8"),
-        ("--exit-duration-in-mins 1e300", "--exit-duration-in-mins must be at most 1000000000"),
         (f"--seed {NINES}", "--seed must be at most 4294967295"),
         (
             "--global-batch-size 100000",
@@ -387,6 +368,15 @@ def test_a_size_beyond_the_processes_is_refused_before_anything_is_built(parse_o
         parse_on_base(f"--llm-{size} {'9' * 12}")
 
 
+def test_numbers_outside_their_bounds_are_refused(parse_on_base: Parse) -> None:
+    for flag in all_flags():
+        outside = {flag.above, flag.below, None if flag.minimum is None else flag.minimum - 1, flag.maximum and 10 * flag.maximum}
+        for number in outside - {None}:
+            text = f"{number:.0f}" if flag.parse is whole_number else str(number)
+            with pytest.raises(ConfigError, match=rf"^{flag.flag} must be .*, found "):
+                parse_on_base(f"{flag.flag} {text}")
+
+
 HARMLESS_WHEN_LARGE = {
     # intervals: what is never due
     *("exit_interval", "eval_interval", "save_interval", "log_interval", "timeline_interval", "keep_last_checkpoints"),
@@ -419,8 +409,7 @@ def test_sizes_that_do_not_fit_the_processes(parse_on_base: Parse, world_size: i
 
 def test_freezing_marks_modules_and_projectors(parse_on_base: Parse) -> None:
     config = parse_on_base("--freeze llm --freeze-projector vision")
-    graph = ModelGraph.from_file(config.model.model)
-    graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
+    graph = choose_trained(ModelGraph.from_file(config.model.model), config.model)
     assert (graph.unit("vision").freeze_module, graph.unit("vision").freeze_projector) == (False, True)
     assert graph.unit("language").freeze_module
 
@@ -448,13 +437,7 @@ def test_adapters_are_added_to_what_the_patterns_match(parse_on_base: Parse) -> 
 def test_what_the_model_file_freezes_stays_frozen(parse_on_base: Parse) -> None:
     config = parse_on_base("--freeze-projector vision")
     frozen = ModelGraph.from_dict({"units": {**UNITS, "vision": {**UNITS["vision"], "freeze_module": True}}})
-    graph = freeze_units(frozen, modules=config.model.freeze, projectors=config.model.freeze_projector)
+    graph = choose_trained(frozen, config.model)
     assert graph.unit("vision").freeze_module
     assert graph.unit("vision").freeze_projector
     assert not graph.unit("language").freeze_module
-
-
-def test_every_error_is_a_braid_error(parse_on_base: Parse) -> None:
-    for line in ("--lr x", "--vision-tp 3 --llm-dp 1", "--freeze x"):
-        with pytest.raises(BraidError):
-            parse_on_base(line)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.flags import device_defaults, device_rules
-from megatron.runtime.flags.arguments import build_plan, freeze_units, parse_arguments
+from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.flags.flag_rules import RULES
@@ -32,7 +32,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def defaults(flags: str, *, ranks: int = 4, has_cuda: bool = True) -> RunConfig:
     config = parse_arguments([*BASE.split(), *flags.split()], environ={"WORLD_SIZE": str(ranks)})
-    graph = freeze_units(read_model(config.model.model), modules=(), projectors=())
+    graph = read_model(config.model.model)
     return with_device_defaults(config, graph=graph, plan=build_plan(config, graph, ranks), has_cuda=has_cuda)
 
 

@@ -4,11 +4,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from megatron.runtime.flags.configuration import (
-    ModelConfig,
-    ParallelismConfig,
-    TrainingConfig,
-)
+from megatron.runtime.flags.configuration import ModelConfig, ParallelismConfig, TrainingConfig
 from megatron.runtime.flags.field_flags import field_flags
 from multimodal.attention.attention_backend import BACKEND_NAMES
 from multimodal.attention.bitfield import MaskMode

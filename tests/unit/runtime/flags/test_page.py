@@ -31,16 +31,7 @@ def test_a_field_becomes_a_flag() -> None:
     flags = {flag.name: flag for flag in all_flags()}
     assert (flags["train_iters"].flag, flags["train_iters"].is_required) == ("--train-iters", True)
     assert (flags["progress_bar"].flag, flags["progress_bar"].opposite) == ("--no-progress-bar", "--progress-bar")
-    assert flags["balance"].choices == (
-        "none",
-        "sorted",
-        "llm-only",
-        "whole-sample",
-        "orchmllm",
-        "disttrain",
-        "entrain",
-        "auto",
-    )
+    assert flags["balance"].choices == ("none", "sorted", "llm-only", "whole-sample", "orchmllm", "disttrain", "entrain", "auto")
     assert flags["freeze"].is_list
     assert flags["model"].is_input_path
     assert flags["exit_interval"].parse is not None

@@ -208,8 +208,5 @@ def test_an_old_transformer_engine_cannot_split_backwards(parse: Parse, monkeypa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     for line in ("--schedule zb-h1", "--schedule-passes fill"):
-        with pytest.raises(
-            ConfigError,
-            match="splits backwards.*from version 2.3 on; install that, or use --transformer-impl",
-        ):
+        with pytest.raises(ConfigError, match="splits backwards.*from version 2.3 on; install that, or use --transformer-impl"):
             parse(f"--vision-dp 1 --llm-pp 2 --transformer-impl transformer_engine {line}", world_size=3)

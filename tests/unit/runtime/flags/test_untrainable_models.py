@@ -28,10 +28,7 @@ def test_other_audio_than_whispers_is_refused(changes: dict[str, Any], message: 
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rotary_dynamic_scaling": [2.0, 64]}, r"--seq-length 65 is beyond the 64 tokens from which on"),
-    ],
+    ("changes", "message"), [({"rotary_dynamic_scaling": [2.0, 64]}, r"--seq-length 65 is beyond the 64 tokens from which on")]
 )
 def test_longer_sequences_than_can_be_computed_are_refused(changes: dict[str, Any], message: str, parse_on_base: Parse) -> None:
     units = {"language": {**BACKBONE, **changes}}

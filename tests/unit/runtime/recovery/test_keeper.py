@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 
 import pytest
 from torch.distributed import HashStore
@@ -29,16 +30,24 @@ class Run:
     def start(self, node: int) -> None:
         self.tell("started", node=node, incarnation=self.incarnations.setdefault(node, 0), num_ranks=2)
 
-    def arrive(self, node: int, generation: int, *, ranks: tuple[int, ...] = (0, 1), **report: object) -> None:
-        for rank in ranks:
+    def arrive(self, *nodes: int, generation: int, ranks: tuple[int, ...] = (0, 1), **report: object) -> None:
+        for node, rank in product(nodes, ranks):
             values = {"node": node, "incarnation": self.incarnations[node], "local_rank": rank, "generation": generation}
             self.tell("arrived", **values, report=asdict(Report(**report)))
+
+    def start_again(self, node: int) -> None:
+        self.incarnations[node] = 1
+        self.start(node)
 
     def die(self, node: int) -> None:
         self.tell("died", node=node, incarnation=self.incarnations[node])
 
     def verdict(self, generation: int) -> Verdict | None:
         return self.ledger.verdict(generation, seconds=0.01)
+
+    def nodes(self, generation: int) -> tuple[int, ...] | None:
+        verdict = self.verdict(generation)
+        return None if verdict is None else verdict.nodes
 
     def signals(self, generation: int) -> list[str]:
         found = (self.ledger.next_signal(generation, index, seconds=0.01) for index in range(3))
@@ -55,10 +64,9 @@ def run() -> Run:
     started = Run(3)
     for node in range(3):
         started.start(node)
-    for node in (2, 0):
-        started.arrive(node, 1)
+    started.arrive(2, 0, generation=1)
     assert started.verdict(1) is None, "node 1 is not there"
-    started.arrive(1, 1)
+    started.arrive(1, generation=1)
     return started
 
 
@@ -71,7 +79,7 @@ def test_the_first_generation_has_all_nodes_in_order(run: Run) -> None:
 def test_it_says_once_which_nodes_do_not_come(caplog: pytest.LogCaptureFixture) -> None:
     started = Run(3)
     started.start(1)
-    started.arrive(1, 1)
+    started.arrive(1, generation=1)
     for second in (59.0, 61.0, 200.0):
         started.seconds = second
         started.keeper.step()
@@ -84,10 +92,10 @@ def test_a_death_cuts_and_the_others_go_on_with_the_step_that_some_have_finished
     run.die(0)
     assert run.signals(1) == ["cut"]
     outcome = {"number": 5, "loss": 2.0, "generator_loss": 0.0, "grad_norm": 1.5}
-    run.arrive(1, 2, done_steps=4, formed=1, pipelines=({"nodes": [0], "num_microbatches": 2},))
-    assert run.verdict(2) is None
-    run.arrive(2, 2, ranks=(0,), done_steps=4, formed=1)
-    run.arrive(2, 2, ranks=(1,), done_steps=5, formed=1, outcome=outcome)
+    run.arrive(1, generation=2, done_steps=4, formed=1, pipelines=({"nodes": [0], "num_microbatches": 2},))
+    assert run.nodes(2) is None
+    run.arrive(2, generation=2, ranks=(0,), done_steps=4, formed=1)
+    run.arrive(2, generation=2, ranks=(1,), done_steps=5, formed=1, outcome=outcome)
     verdict = run.verdict(2)
     assert verdict is not None
     assert (verdict.nodes, verdict.holding, verdict.done_steps, verdict.outcome) == ((1, 2), (1, 2), 5, outcome)
@@ -96,40 +104,33 @@ def test_a_death_cuts_and_the_others_go_on_with_the_step_that_some_have_finished
 
 def test_a_second_death_is_not_waited_for_before_and_starts_anew_after_the_verdict(run: Run) -> None:
     run.die(0)
-    run.arrive(1, 2, done_steps=3)
+    run.arrive(1, generation=2, done_steps=3)
     run.die(2)
-    verdict = run.verdict(2)
-    assert verdict is not None and verdict.nodes == (1,)
+    assert run.nodes(2) == (1,)
     run.die(1)
     assert run.signals(2) == ["cut"]
-    assert run.verdict(3) is None
+    assert run.nodes(3) is None
 
 
 def test_a_node_that_returns_is_let_in_after_the_step_and_has_nothing(run: Run) -> None:
     run.die(0)
-    for node in (1, 2):
-        run.arrive(node, 2, done_steps=3)
-    run.incarnations[0] = 1
-    run.start(0)
-    run.arrive(0, 1, ranks=(0,))
+    run.arrive(1, 2, generation=2, done_steps=3)
+    run.start_again(0)
+    run.arrive(0, generation=1, ranks=(0,))
     assert run.signals(2) == [], "one of its ranks is not ready"
-    run.arrive(0, 1, ranks=(1,))
+    run.arrive(0, generation=1, ranks=(1,))
     assert run.signals(2) == ["join"]
-    for node in (2, 1):
-        run.arrive(node, 3, done_steps=7)
+    run.arrive(2, 1, generation=3, done_steps=7)
     verdict = run.verdict(3)
     assert verdict is not None
     assert (verdict.nodes, verdict.incarnations, verdict.holding, verdict.done_steps) == ((1, 2, 0), (0, 0, 1), (1, 2), 7)
 
 
 def test_a_node_that_starts_again_before_it_is_missed_was_lost(run: Run) -> None:
-    run.incarnations[0] = 1
-    run.start(0)
+    run.start_again(0)
     assert run.signals(1) == ["cut"]
-    for node in (1, 2):
-        run.arrive(node, 2, done_steps=3)
-    verdict = run.verdict(2)
-    assert verdict is not None and verdict.nodes == (1, 2)
+    run.arrive(1, 2, generation=2, done_steps=3)
+    assert run.nodes(2) == (1, 2)
 
 
 def test_supervisors_of_lost_nodes_are_not_waited_for_when_the_run_is_over() -> None:
@@ -143,16 +144,13 @@ def test_supervisors_of_lost_nodes_are_not_waited_for_when_the_run_is_over() -> 
 
 def test_a_death_while_nodes_join_cuts_those_that_are_still_in_the_step(run: Run) -> None:
     run.die(0)
-    for node in (1, 2):
-        run.arrive(node, 2, done_steps=3)
-    run.incarnations[0] = 1
-    run.start(0)
-    run.arrive(0, 1)
+    run.arrive(1, 2, generation=2, done_steps=3)
+    run.start_again(0)
+    run.arrive(0, generation=1)
     run.die(1)
     assert run.signals(2) == ["join", "cut"]
-    run.arrive(2, 3, done_steps=3)
-    verdict = run.verdict(3)
-    assert verdict is not None and verdict.nodes == (2, 0)
+    run.arrive(2, generation=3, done_steps=3)
+    assert run.nodes(3) == (2, 0)
 
 
 def test_a_silent_rank_is_lost_and_a_beating_one_is_not(run: Run) -> None:
@@ -170,68 +168,58 @@ def test_a_silent_rank_is_lost_and_a_beating_one_is_not(run: Run) -> None:
 
 def test_a_survivor_that_never_arrives_is_left_out(run: Run) -> None:
     run.die(0)
-    run.arrive(1, 2, done_steps=3)
+    run.arrive(1, generation=2, done_steps=3)
     run.seconds = 29.0
     run.keeper.step()
-    assert run.verdict(2) is None
+    assert run.nodes(2) is None
     run.seconds = 31.0
     run.keeper.step()
-    verdict = run.verdict(2)
-    assert verdict is not None and verdict.nodes == (1,)
+    assert run.nodes(2) == (1,)
 
 
 def test_a_step_may_take_longer_than_the_timeout_while_a_node_waits_to_join(run: Run) -> None:
     run.die(0)
-    for node in (1, 2):
-        run.arrive(node, 2, done_steps=3)
-    run.incarnations[0] = 1
-    run.start(0)
-    run.arrive(0, 1)
+    run.arrive(1, 2, generation=2, done_steps=3)
+    run.start_again(0)
+    run.arrive(0, generation=1)
     run.seconds = 300.0
     run.keeper.step()
     assert run.signals(2) == ["join"] and run.ledger.flag("kill/1/0") is None
-    run.arrive(1, 3, done_steps=4)
+    run.arrive(1, generation=3, done_steps=4)
     run.seconds = 331.0
     run.keeper.step()
     assert run.ledger.flag("kill/2/0") is not None, "it has not left the step that another one has left"
-    verdict = run.verdict(3)
-    assert verdict is not None and verdict.nodes == (1, 0)
+    assert run.nodes(3) == (1, 0)
 
 
 def test_a_rank_that_leaves_by_itself_makes_all_others_leave(run: Run) -> None:
-    run.arrive(1, 2, ranks=(0,), done_steps=3)
+    run.arrive(1, generation=2, ranks=(0,), done_steps=3)
     assert run.signals(1) == ["cut"]
-    run.arrive(1, 2, ranks=(1,), done_steps=3)
-    for node in (0, 2):
-        run.arrive(node, 2, done_steps=3)
-    verdict = run.verdict(2)
-    assert verdict is not None and verdict.nodes == (0, 1, 2)
+    run.arrive(1, generation=2, ranks=(1,), done_steps=3)
+    run.arrive(0, 2, generation=2, done_steps=3)
+    assert run.nodes(2) == (0, 1, 2)
 
 
 def test_too_few_nodes_wait_for_one_to_return(run: Run) -> None:
     run.die(0)
     run.die(1)
-    run.arrive(2, 2, done_steps=3)
-    run.arrive(2, 3, done_steps=3, waits=True)
-    assert run.verdict(3) is None
-    run.incarnations[0] = 1
-    run.start(0)
-    run.arrive(0, 1)
-    verdict = run.verdict(3)
-    assert verdict is not None and verdict.nodes == (2, 0)
+    run.arrive(2, generation=2, done_steps=3)
+    run.arrive(2, generation=3, done_steps=3, waits=True)
+    assert run.nodes(3) is None
+    run.start_again(0)
+    run.arrive(0, generation=1)
+    assert run.nodes(3) == (2, 0)
 
 
 def test_a_node_without_a_place_does_not_end_generations(run: Run) -> None:
     run.die(0)
-    for node in (1, 2):
-        run.arrive(node, 2, done_steps=3)
-    run.arrive(2, 3, is_spare=True)
+    run.arrive(1, 2, generation=2, done_steps=3)
+    run.arrive(2, generation=3, is_spare=True)
     run.seconds = 100.0
     run.keeper.step()
     assert run.signals(2) == [] and run.ledger.flag("kill/1/0") is None
     run.die(1)
-    verdict = run.verdict(3)
-    assert verdict is not None and verdict.nodes == (2,)
+    assert run.nodes(3) == (2,)
 
 
 def test_what_all_fail_for_ends_those_that_wait(run: Run) -> None:
@@ -293,11 +281,9 @@ def test_only_events_of_the_run_count(run: Run, disturb: Callable[[Run], None], 
     disturb(run)
     run.keeper.step()
     assert run.keeper.exit_code is None
-    for node in (1, 2):
-        run.arrive(node, 2, done_steps=4)
+    run.arrive(1, 2, generation=2, done_steps=4)
     run.keeper.step()
-    verdict = run.verdict(2)
-    assert verdict is not None and verdict.nodes == (1, 2)
+    assert run.nodes(2) == (1, 2)
     run.tell("finished", exit_code=0)
     assert run.keeper.exit_code == 0
 
@@ -337,5 +323,5 @@ def test_verdicts_and_flags_of_strangers_are_not_there(run: Run) -> None:
     stranger.publish(Verdict(2, exit_code=0))
     stranger.signal(1, 0, "over:0")
     run.store.set("recovery/flag/start", b"\xfftheirs")
-    assert run.verdict(2) is None and run.signals(1) == []
+    assert run.nodes(2) is None and run.signals(1) == []
     assert run.ledger.first_to_say("start", "ours") == run.ledger.first_to_say("start", "others") == "ours"

@@ -10,8 +10,7 @@ import pytest
 from megatron.runtime.launch.meeting import wait_until
 from megatron.runtime.recovery import member
 from megatron.runtime.recovery.connections import Connections
-from megatron.runtime.recovery.member import LeftBehindError, Member
-from megatron.runtime.recovery.waiting import find_standstill
+from megatron.runtime.recovery.member import LeftBehindError, Member, find_standstill
 
 
 def start(work: Callable[[], object]) -> threading.Thread:

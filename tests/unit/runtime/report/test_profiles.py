@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,12 +74,7 @@ def test_nsight_is_told_when_to_start_and_stop(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     clock = StepClock(lane=0)
     logging = LoggingConfig(profile=True, profile_step_start=2, profile_step_end=3)
-    assert run_steps(StepProfile(logging, rank=0, name_actions=naming(clock)), clock, 4) == [
-        False,
-        True,
-        False,
-        False,
-    ]
+    assert run_steps(StepProfile(logging, rank=0, name_actions=naming(clock)), clock, 4) == [False, True, False, False]
     assert calls == ["start", "stop"]
 
 
@@ -117,7 +113,7 @@ def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyP
     wandb = SimpleNamespace(init=lambda **given: seen.append(given) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     logging = LoggingConfig(wandb_project="braid", wandb_exp_name="first", wandb_save_dir=Path("there"))
-    with ConsoleReporter(logging, train_iters=1, first_step=0, run_config={"lr": "0.1"}) as reporter:
+    with closing(ConsoleReporter(logging, train_iters=1, first_step=0, run_config={"lr": "0.1"})) as reporter:
         reporter.step(1, STEP, BALANCE)
     started, (step, numbers), finished = seen
     assert started == {"project": "braid", "name": "first", "entity": None, "dir": "there", "config": {"lr": "0.1"}}

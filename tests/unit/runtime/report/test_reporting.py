@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Report steps as a run does; returns the lines that a person sees."""
 
     def report(logging: LoggingConfig, *, steps: range = range(1, 21), balance: BalanceReport = BALANCE) -> list[str]:
-        with ConsoleReporter(logging, train_iters=steps[-1], first_step=steps[0] - 1) as reporter:
+        with closing(ConsoleReporter(logging, train_iters=steps[-1], first_step=steps[0] - 1)) as reporter:
             for number in steps:
                 reporter.step(number, STEP, balance)
                 if number >= steps[-1] - 1:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from megatron.runtime.flags.arguments import freeze_units, parse_arguments
+from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.training.prediction import build_predictor, describe_better_pair
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.run_options import RunOptions
@@ -26,7 +26,6 @@ def options_of(tmp_path: Path, line: str) -> RunOptions:
     flags = f"--model {tmp_path}/model.yaml --data-path digits --lr 1e-3 --train-iters 1 --global-batch-size 2 {line}"
     config = parse_arguments(flags.split(), environ={"WORLD_SIZE": "2"})
     graph = ModelGraph.from_file(config.model.model)
-    graph = freeze_units(graph, modules=config.model.freeze, projectors=config.model.freeze_projector)
     plan = plan_disaggregated(graph, sizes=config.parallelism.units, world_size=2)
     return build_predictor(config, ScheduleCache(graph, plan, BUILDERS["1f1b"]), vocab_size=128).options
 
@@ -41,8 +40,7 @@ def test_overlapped_parts(tmp_path: Path, line: str, num_parts: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "zero_stage"),
-    [("", 1), ("--dtype float64", 0), ("--data-parallel-sharding-strategy optim_grads_params", 3)],
+    ("line", "zero_stage"), [("", 1), ("--dtype float64", 0), ("--data-parallel-sharding-strategy optim_grads_params", 3)]
 )
 def test_what_replicas_share(tmp_path: Path, line: str, zero_stage: int) -> None:
     assert options_of(tmp_path, f"--llm-dp 2 {line}").zero_stage == zero_stage

@@ -10,11 +10,7 @@ from megatron.runtime.flags.arguments import build_plan, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.field_flags import all_flags
 from megatron.runtime.launch.distributed_setup import StartValues, describe_difference, digest_of
-from megatron.runtime.training.start_values import (
-    BY_CONTENT,
-    MAY_DIFFER,
-    collect_start_values,
-)
+from megatron.runtime.training.start_values import BY_CONTENT, MAY_DIFFER, collect_start_values
 from multimodal.values.model_graph import ModelGraph
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "digits"
