@@ -28,7 +28,7 @@ from megatron.runtime.checkpoint.manifest import (
     restore_random_state,
     write_manifest,
 )
-from megatron.runtime.checkpoint.storage import WrittenFiles, read_tensors, write_tensors
+from megatron.runtime.checkpoint.storage import read_tensors, write_tensors
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
 from multimodal.model.adapter import is_adapter, is_new_rows
@@ -112,9 +112,9 @@ def _write(
         check_right()
         return open_partial(folder, step=step)
 
-    def complete(written: Sequence[WrittenFiles]) -> Path:
-        sizes = {name: size for files in written for name, size in files.sizes.items()}
-        write_manifest(partial_folder, replace(manifest, files=sizes, index_crc32=written[0].index_crc32))
+    def complete(written: Sequence[tuple[dict[str, int], int]]) -> Path:
+        sizes = {name: size for files, _ in written for name, size in files.items()}
+        write_manifest(partial_folder, replace(manifest, files=sizes, index_crc32=written[0][1]))
         check_right()
         return complete_partial(partial_folder, step=step)
 

@@ -18,12 +18,13 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from megatron.runtime.checkpoint.folder import is_alive
 from multimodal.values.errors import CheckpointError
+from multimodal.values.typed_reader import Plain
 
 MARK_NAME = ".writer.json"
 _TOUCH_SECONDS = 10.0
@@ -186,20 +187,13 @@ def _read(path: Path) -> _Mark | None:
     """Return None if there is no mark."""
     try:
         with open(path, "rb") as file:  # opening makes network file systems refresh the times
-            return _Mark(_writer(file.read()), os.fstat(file.fileno()).st_mtime)
+            content, touched = file.read(), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
-
-
-def _writer(content: bytes) -> Writer | None:
     try:
-        value: Any = json.loads(content)
-        value = {**value, "attempt": tuple(map(int, value["attempt"])), "process": int(value["process"])}
-        texts = [value[field.name] for field in fields(Writer) if field.type is str]
-    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
-        return None
-    is_known = value.keys() == {field.name for field in fields(Writer)} and all(isinstance(text, str) for text in texts)
-    return Writer(**value) if is_known else None
+        return _Mark(Plain(json.loads(content), "its content", CheckpointError).build(Writer), touched)
+    except (ValueError, RecursionError, CheckpointError):
+        return _Mark(None, touched)
 
 
 def _process_start(process: int) -> str | None:

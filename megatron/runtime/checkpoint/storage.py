@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
@@ -167,25 +167,19 @@ def _done(result: Any) -> "Future[Any]":
     return future
 
 
-class WrittenFiles(NamedTuple):
-    """The files that this rank wrote."""
-
-    sizes: dict[str, int]
-    """File name -> bytes."""
-    index_crc32: int
-    """The checksum of `tensors.json`, which rank 0 writes; 0 on other ranks."""
-
-
-def write_tensors(folder: Path, tensors: Sequence[HeldTensor], *, group: ProcessGroup | None = None) -> WrittenFiles:
+def write_tensors(
+    folder: Path, tensors: Sequence[HeldTensor], *, group: ProcessGroup | None = None
+) -> tuple[dict[str, int], int]:
     """Write the tensors of all ranks into `folder`; files are on the disk when it returns.
 
-    Collective over `group`, by default the run's.
+    Collective over `group`, by default the run's. Returns file name -> bytes of this rank's files, and the checksum of
+    `tensors.json`, which rank 0 writes (0 on other ranks).
 
     Raises torch's CheckpointException on every rank if any rank failed.
     """
     writer = PieceWriter(folder)
     save({}, storage_writer=writer, planner=_PieceSavePlanner(tensors), process_group=group)
-    return WrittenFiles(writer.sizes, writer.index_crc32)
+    return writer.sizes, writer.index_crc32
 
 
 def read_tensors(folder: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:

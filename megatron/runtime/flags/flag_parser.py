@@ -5,7 +5,7 @@ For an unknown flag, the error names Braid's counterpart of Megatron's flag, or 
 
 import argparse
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -152,32 +152,23 @@ def explain_unknown(flag: str, *, spellings: Collection[str], graph: ModelGraph 
         return f"it is spelt --{name}"
     if answer := explain_megatron_flag(name):
         return answer
-    unit, ending = _split_unit(name, graph)
+    unit, ending = "", name
+    for each in (*graph.unit_names, LLM) if graph else ():
+        if name.startswith(prefix := each.replace("_", "-") + "-"):
+            unit, ending = each, name.removeprefix(prefix)
+            break
     if unit and (answer := explain_megatron_flag(ending)):
         return answer.replace("of a unit", f"of unit '{unit}'")
     if unit and ending == MICRO_BATCH_ENDING:
         return f"'{unit}' is no encoder, and follows --{MICRO_BATCH_ENDING}"
     units = f"the model's units are {', '.join(graph.unit_names)}" if graph and names_a_unit(flag) and not unit else ""
-    return "; ".join(part for part in (units, _guess(name, spellings)) if part) or "--help lists all flags"
-
-
-def _split_unit(name: str, graph: ModelGraph | None) -> tuple[str, str]:
-    """Return the unit that a flag begins with, and the rest; empty if it begins with none."""
-    for unit in (*graph.unit_names, LLM) if graph else ():
-        prefix = unit.replace("_", "-") + "-"
-        if name.startswith(prefix):
-            return unit, name.removeprefix(prefix)
-    return "", name
-
-
-def _guess(name: str, spellings: Iterable[str]) -> str:
-    """Return the flag with the most similar spelling."""
     own = {spelling.lstrip("-") for spelling in spellings}
-    close = max((_likeness(name, known), known) for known in sorted(own | megatron_flag_names()))
-    if close[0] == 0.0:
-        return ""
-    answer = explain_megatron_flag(close[1]) if close[1] not in own else ""
-    return f"did you mean Megatron's --{close[1]}? {answer[0].upper()}{answer[1:]}" if answer else f"did you mean --{close[1]}?"
+    likeness, likest = max((_likeness(name, known), known) for known in sorted(own | megatron_flag_names()))
+    guess = ""
+    if likeness:
+        answer = explain_megatron_flag(likest) if likest not in own else ""
+        guess = f"did you mean Megatron's --{likest}? {answer[0].upper()}{answer[1:]}" if answer else f"did you mean --{likest}?"
+    return "; ".join(part for part in (units, guess) if part) or "--help lists all flags"
 
 
 def _likeness(name: str, known: str) -> float:

@@ -166,25 +166,21 @@ def open_meeting(place: RankPlace, *, seconds: float) -> Meeting:
         raise StoreGoneError(
             f"{where} already has a rank {place.rank}, so it belongs to another run; choose another MASTER_PORT for one of them"
         )
-    return Meeting(place, of_attempt, _open_line(place, port=store.port, prefix=prefix, seconds=seconds))
+    opened_line: Future[Store] = Future()
+
+    def open_line() -> None:
+        try:
+            line = _connect(place, port=store.port, keeps=False, seconds=seconds)
+            opened_line.set_result(PrefixStore(prefix, line))
+        except Exception as problem:
+            opened_line.set_exception(problem)
+
+    Thread(target=open_line, daemon=True).start()  # torch resolves names of addresses, which can take seconds
+    return Meeting(place, of_attempt, opened_line)
 
 
 def _first_line(problem: BaseException) -> str:
     return (str(problem).strip() or type(problem).__name__).splitlines()[0]
-
-
-def _open_line(place: RankPlace, *, port: int, prefix: str, seconds: float) -> Future[Store]:
-    """Open the second connection, in a thread: torch resolves names of addresses, which can take seconds."""
-    opened: Future[Store] = Future()
-
-    def connect() -> None:
-        try:
-            opened.set_result(PrefixStore(prefix, _connect(place, port=port, keeps=False, seconds=seconds)))
-        except Exception as problem:
-            opened.set_exception(problem)
-
-    Thread(target=connect, daemon=True).start()
-    return opened
 
 
 def _connect(place: RankPlace, *, port: int, keeps: bool, seconds: float) -> TCPStore:

@@ -56,7 +56,7 @@ class StopRequests:
         os.set_blocking(writer, False)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         for number in _TAKEN:
-            signal.signal(number, _leave_it_to_the_thread)
+            signal.signal(number, lambda number, frame: None)  # for the signal to be written to the thread's pipe
         threading.Thread(target=self._listen, args=(reader,), name="signals", daemon=True).start()
 
     def begin_training(self) -> None:
@@ -94,7 +94,3 @@ def ignore_in_worker() -> None:
     signal.set_wakeup_fd(-1)
     for number in _TAKEN:  # a launcher may send them to all processes of a job
         signal.signal(number, signal.SIG_IGN)
-
-
-def _leave_it_to_the_thread(number: int, frame: object) -> None:
-    """Do nothing: a handler must be installed for the signal to be written to the thread's pipe."""

@@ -18,17 +18,28 @@ from multimodal.values.plan import UnitPlan
 _LAYERS = {"local": "local layers", "transformer_engine": "layers of Transformer Engine"}
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """The end of a run."""
+@dataclass
+class Progress:
+    """The progress of the training."""
 
-    done_steps: int
-    evaluation: EvaluationReport | None
-    blank_evaluation: EvaluationReport | None
-    peak_activation_bytes: int
-    """The largest of all ranks and steps; 0 if there was no step to do."""
+    first_step: int
+    """Steps that were done before the run started."""
+    step: int
+    """Steps that are done."""
+    reported_step: int = 0
+    saved_step: int | None = None
+    evaluated_step: int | None = None
+    evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
+    """The last one, and that with blank images."""
+    peak_bytes: int = 0
+    """The largest activations of all ranks and steps."""
     stop: StopReason = StopReason.NONE
     """The reason for ending before the last step."""
+
+    @classmethod
+    def at(cls, step: int) -> "Progress":
+        """Return the progress of a run that starts with this many steps done."""
+        return cls(step, step, reported_step=step)
 
 
 def describe_run(run: Run) -> str:
@@ -57,7 +68,7 @@ def describe_run(run: Run) -> str:
     )
 
 
-def describe_end(run: Run, summary: RunSummary) -> str:
+def describe_end(run: Run, progress: Progress) -> str:
     """Return one line: the results, and the places of checkpoints and reports."""
     places = []
     logging_config = run.config.logging
@@ -68,16 +79,16 @@ def describe_end(run: Run, summary: RunSummary) -> str:
         places.append(f"pictures {logging_config.report_dir}/loss.png and {logging_config.report_dir}/timeline.png")
     if logging_config.log_json:
         places.append(f"log {logging_config.log_json}")
-    if summary.stop:
+    if progress.stop:
         without = "" if run.config.checkpoint.save else "; nothing is saved without --save DIR"
-        return "; ".join([f"stopped by {summary.stop.describe()} after step {summary.done_steps}{without}", *places])
-    results = f"step {summary.done_steps} done"
-    if summary.evaluation:
-        results += f": {summary.evaluation.answer_accuracy:.1%} of held-out answers right"
-    if summary.blank_evaluation:
-        results += f" ({summary.blank_evaluation.answer_accuracy:.1%} with blank images)"
-    if summary.peak_activation_bytes:
-        results += f"; activations took up to {summary.peak_activation_bytes / 2**20:.1f} MiB a rank"
+        return "; ".join([f"stopped by {progress.stop.describe()} after step {progress.step}{without}", *places])
+    results, (evaluation, blank_evaluation) = f"step {progress.step} done", progress.evaluation
+    if evaluation:
+        results += f": {evaluation.answer_accuracy:.1%} of held-out answers right"
+    if blank_evaluation:
+        results += f" ({blank_evaluation.answer_accuracy:.1%} with blank images)"
+    if progress.peak_bytes:
+        results += f"; activations took up to {progress.peak_bytes / 2**20:.1f} MiB a rank"
     return "; ".join([results, *places])
 
 

@@ -27,8 +27,8 @@ from megatron.runtime.recovery.member import LeftBehindError, Member
 from megatron.runtime.report.reporting import Reporter
 from megatron.runtime.state.handover import gather_objects, hold_state, take_over
 from megatron.runtime.state.held_tensors import HeldTensor
-from megatron.runtime.training.describe_run import describe_end, describe_run
-from megatron.runtime.training.loop import Progress, build_reporter, train_on
+from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
+from megatron.runtime.training.loop import build_reporter, train_on
 from megatron.runtime.training.resumption import claim_folder, release, resume
 from megatron.runtime.training.run import Run, build_run, open_inputs, prepare_plan
 from megatron.runtime.training.trainer import Outcome
@@ -261,13 +261,13 @@ class ElasticRun:
             reporter.say(f"{describe_run(run)}\n{self._describe_tolerance(run, found)}")
         else:
             self._tell(reporter, verdict, found, progress.step)
-        summary = train_on(run, reporter, progress)
+        train_on(run, reporter, progress)
         dist.barrier()
         ledger, counter, size = self._member.ledger, f"done/{verdict.generation}", run.world.size
         if ledger.count(counter) < size:  # so that no rank sees a broken connection
             wait_until(lambda: ledger.count(counter, by=0) >= size, seconds=_END_SECONDS)
         self._close()
-        reporter.say(describe_end(run, summary))
+        reporter.say(describe_end(run, progress))
 
     def _open_reporter(self, run: Run, progress: Progress) -> Reporter:
         """Report on rank 0; a new rank 0 continues the log where the last one ended."""

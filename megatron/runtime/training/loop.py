@@ -4,7 +4,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
 
@@ -22,7 +22,7 @@ from megatron.runtime.report.step_profile import StepProfile
 from megatron.runtime.report.stragglers import Stragglers
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
-from megatron.runtime.training.describe_run import RunSummary, describe_end, describe_run
+from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
 from megatron.runtime.training.prediction import EmulationTable, describe_better_pair
 from megatron.runtime.training.resumption import release, save
@@ -34,40 +34,18 @@ from multimodal.data.tokenizer import MISSING
 from multimodal.values.timeline import TimelineEvent
 
 
-@dataclass
-class Progress:
-    """The progress of the training."""
-
-    first_step: int
-    """Steps that were done before the run started."""
-    step: int
-    """Steps that are done."""
-    reported_step: int = 0
-    saved_step: int | None = None
-    evaluated_step: int | None = None
-    evaluation: tuple[EvaluationReport | None, EvaluationReport | None] = (None, None)
-    peak_bytes: int = 0
-    stop: StopReason = StopReason.NONE
-
-    @classmethod
-    def at(cls, step: int) -> "Progress":
-        """Return the progress of a run that starts with this many steps done."""
-        return cls(step, step, reported_step=step)
-
-
-def train(run: Run) -> RunSummary:
+def train(run: Run) -> None:
     """Train up to --train-iters, with evaluation, checkpoints and reports."""
-    reporter = build_reporter(run, done_steps=run.done_steps)
+    reporter, progress = build_reporter(run, done_steps=run.done_steps), Progress.at(run.done_steps)
     if run.review is not None:
         run.review.first_step = run.done_steps
     try:
         reporter.say(describe_run(run))
-        summary = train_on(run, reporter, Progress.at(run.done_steps))
+        train_on(run, reporter, progress)
     finally:
         reporter.close()
         release(run)
-    reporter.say(describe_end(run, summary))
-    return summary
+    reporter.say(describe_end(run, progress))
 
 
 class _StoppedError(Exception):
@@ -78,7 +56,7 @@ class _StoppedError(Exception):
         self.reason = reason
 
 
-def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
+def train_on(run: Run, reporter: Reporter, progress: Progress) -> None:
     """Train from the run's current state: the rest of an interrupted last step is done first."""
     training, done_steps = run.config.training, progress.first_step
     last_step = done_steps if training.skip_train else max(done_steps, training.train_iters)
@@ -98,7 +76,6 @@ def train_on(run: Run, reporter: Reporter, progress: Progress) -> RunSummary:
     except _StoppedError as stopped:
         progress.stop = stopped.reason
         _save_last(run, progress)
-    return RunSummary(progress.step, *progress.evaluation, progress.peak_bytes, progress.stop)
 
 
 def _export(run: Run, reporter: Reporter) -> None:
@@ -229,24 +206,20 @@ def _compare_with_simulation(
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:
-    def evaluate_on(source: SampleSource) -> EvaluationReport:
-        return run.trainer.evaluate(_until_stopped(run, load_evaluation_steps(run, source)))
+    def steps_until_stopped(source: SampleSource) -> Iterator[Step]:  # evaluations of minutes would exceed a time limit
+        for step in load_evaluation_steps(run, source):
+            if reason := agree_to_stop(run.wish_to_stop(can_leave=False), device=platform.device()):
+                raise _StoppedError(reason)
+            yield step
 
-    evaluation = evaluate_on(run.data.valid)
+    evaluation = run.trainer.evaluate(steps_until_stopped(run.data.valid))
     reporter.evaluation(number, "held out", evaluation)
     if not run.config.evaluation.eval_blank_images:
         return evaluation, None
-    blank = evaluate_on(BlankImages(run.data.valid, graph=run.session.graph))
+    blank_images = BlankImages(run.data.valid, graph=run.session.graph)
+    blank = run.trainer.evaluate(steps_until_stopped(blank_images))
     reporter.evaluation(number, "held out, blank images", blank)
     return evaluation, blank
-
-
-def _until_stopped(run: Run, steps: Iterator[Step]) -> Iterator[Step]:
-    """Yield the steps of an evaluation until ranks are to stop: an evaluation of minutes would exceed a time limit."""
-    for step in steps:
-        if reason := agree_to_stop(run.wish_to_stop(can_leave=False), device=platform.device()):
-            raise _StoppedError(reason)
-        yield step
 
 
 def build_reporter(run: Run, *, done_steps: int) -> Reporter:

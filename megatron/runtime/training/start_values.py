@@ -23,7 +23,6 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.sample_program import program_digest
-from multimodal.data.sample_source import SampleSource
 from multimodal.kernels import kernels
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -43,13 +42,20 @@ def collect_start_values(config: RunConfig, *, graph: ModelGraph, plan: Plan, da
         digests = text_settings(config).digests
         tokenizer["the digest of its file"] = str(digests["tokenizer_digest"])
         tokenizer["the digest of its chat template"] = str(digests["chat_template_digest"])
+    costs: dict[str, str] = {}
+    if config.training.emulate is not None:
+        costs |= _flat("emulate", CostTable.from_file(config.training.emulate))
+    if config.training.cluster is not None:
+        costs |= _flat("cluster", Cluster.from_file(config.training.cluster))
+    elif goes_by_durations(config):
+        costs |= _flat("cluster", assumed_cluster())
     return {
         **collect_flag_values(config),
         "model": dict(_flat("", graph.to_dict())),
         "plan": dict(_flat("", plan.to_dict())),
         "tokenizer": tokenizer,
         "data": _data_values(config, data),
-        "costs": dict(_cost_values(config)),
+        "costs": costs,
     }
 
 
@@ -111,26 +117,12 @@ def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     values = {"--data-path": "a manifest"}
     for name, source in (("training", data.train), ("validation", data.valid)):
         values[f"the number of {name} samples"] = str(len(source))
-        values[f"the digest of the lengths of {name} samples"] = _digest_of_lengths(source)
+        digest, every = hashlib.blake2b(digest_size=8), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1
+        for index in range(0, len(source), every):  # spread over the set, so that the largest sets take seconds
+            digest.update(repr(source.lengths(index)).encode())
+        values[f"the digest of the lengths of {name} samples"] = digest.hexdigest()
     for number, named in enumerate(config.data.mixture):
         which = f" {number + 1}" if number else ""
         values[f"the digest of the manifest{which}"] = open_sample_files(named.path).digest
         values[f"the weight of the manifest{which}"] = str(named.weight)
     return values
-
-
-def _digest_of_lengths(source: SampleSource) -> str:
-    """Return a digest of samples spread over the set, so that the largest sets take seconds."""
-    digest = hashlib.blake2b(digest_size=8)
-    for index in range(0, len(source), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1):
-        digest.update(repr(source.lengths(index)).encode())
-    return digest.hexdigest()
-
-
-def _cost_values(config: RunConfig) -> Iterator[tuple[str, str]]:
-    if config.training.emulate is not None:
-        yield from _flat("emulate", CostTable.from_file(config.training.emulate))
-    if config.training.cluster is not None:
-        yield from _flat("cluster", Cluster.from_file(config.training.cluster))
-    elif goes_by_durations(config):
-        yield from _flat("cluster", assumed_cluster())

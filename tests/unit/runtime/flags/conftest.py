@@ -29,7 +29,8 @@ def parse_on_base(tmp_path: Path) -> Parse:
     def run(line: str = "", *, world_size: int = 2, units: Mapping[str, Any] = UNITS) -> RunConfig:
         (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": dict(units)}, sort_keys=False))
         given = line.split()
-        base = [pair for pair in BASE.items() if pair[0] not in given and (pair[0] != "--vision-dp" or "vision" in units)]
+        has_sizes = "vision" not in units or not {"--colocate-units", "--plan"}.isdisjoint(given)
+        base = [pair for pair in BASE.items() if pair[0] not in given and not (pair[0] == "--vision-dp" and has_sizes)]
         flags = ["--model", str(tmp_path / "model.yaml"), *(part for pair in base for part in pair), *given]
         return parse_arguments(flags, environ={"WORLD_SIZE": str(world_size)})
 

@@ -166,7 +166,10 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_ba
         ("--data-path m.jsonl --split 1,1,1,1", "--split '1,1,1,1' must be"),
         ("--data-path m.jsonl --eval-iters 2 --split 9,0,1", "--eval-iters 2 needs validation samples"),
         ("--data-path m.jsonl --eval-iters 2 --split 9", "--eval-iters 2 needs validation samples"),
-        ("--plan p.yaml", "--vision-data-parallel-size and --plan exclude each other: a plan already has every unit's sizes"),
+        (
+            "--plan p.yaml --vision-dp 1",
+            "--vision-data-parallel-size and --plan exclude each other: a plan already has every unit's sizes",
+        ),
         (
             "--freeze vison",
             "--freeze vison: the model has no such unit; its units are vision (encoder), language (backbone); did you",

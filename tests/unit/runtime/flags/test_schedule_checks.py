@@ -1,6 +1,6 @@
 """Schedules, passes and virtual stages against each other and the plan: as flags, with their messages."""
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from tests.sanity.repository import ROOT
+from tests.unit.runtime.flags.conftest import Parse
 
 SHAPE = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
 LLM = {"llm": {"role": "backbone", **SHAPE}}
@@ -27,17 +28,13 @@ BASE = "--data-path digits --lr 1e-3 --train-iters 10 --global-batch-size 8"
 SCHEDULE = "--schedule interleaved-1f1b"
 CLUSTER = ROOT / "examples" / "clusters" / "h100.yaml"
 
-Parse = Callable[..., RunConfig]
-
 
 @pytest.fixture
-def parse(tmp_path: Path) -> Parse:
-    """Parse a line of flags for a model."""
+def parse(parse_on_base: Parse) -> Parse:
+    """Parse a line of flags for models of eight layers, by default for three processes."""
 
-    def run(line: str, *, world_size: int, units: dict[str, Any] = UNITS) -> RunConfig:
-        (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
-        flags = ["--model", str(tmp_path / "model.yaml"), *BASE.split(), *line.split()]
-        return parse_arguments(flags, environ={"WORLD_SIZE": str(world_size)})
+    def run(line: str = "", *, world_size: int = 3, units: Mapping[str, Any] = UNITS) -> RunConfig:
+        return parse_on_base(line, world_size=world_size, units=units)
 
     return run
 
@@ -59,26 +56,26 @@ def plan_of(config: RunConfig, world_size: int) -> Plan:
     ],
 )
 def test_flags_make_virtual_stages(parse: Parse, flags: str) -> None:
-    config = parse(f"--vision-dp 1 --llm-pp 2 {SCHEDULE} {flags}", world_size=3)
+    config = parse(f"--llm-pp 2 {SCHEDULE} {flags}")
     stages = plan_of(config, 3).units["llm"].replicas[0].stages
     assert [stage.layer_ranges for stage in stages] == [((0, 3), (5, 7)), ((3, 5), (7, 10))]
 
 
 def test_an_encoder_has_them_by_its_name(parse: Parse) -> None:
-    config = parse(f"--vision-dp 1 --vision-pp 2 --vision-vpp 3 {SCHEDULE}", world_size=3)
+    config = parse(f"--vision-pp 2 --vision-vpp 3 {SCHEDULE}")
     assert plan_of(config, 3).units["vision"].num_virtual_stages == 6
     assert plan_of(config, 3).units["llm"].num_virtual_stages == 1
 
 
 def test_zb_v_folds_them(parse: Parse) -> None:
-    config = parse("--vision-dp 1 --llm-pp 2 --llm-vpp 2 --schedule zb-v", world_size=3)
+    config = parse("--llm-pp 2 --llm-vpp 2 --schedule zb-v")
     stages = plan_of(config, 3).units["llm"].replicas[0].stages
     assert [stage.layer_ranges for stage in stages] == [((0, 3), (7, 10)), ((3, 5), (5, 7))]
 
 
 def test_the_command_line_wins_over_the_other_way_in_the_file(parse: Parse, tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("llm-num-layers-per-virtual-pipeline-stage: 1\nvision-dp: 1\nllm-pp: 2\n")
-    config = parse(f"--config {tmp_path / 'config.yaml'} --llm-vpp 2 {SCHEDULE}", world_size=3)
+    config = parse(f"--config {tmp_path / 'config.yaml'} --llm-vpp 2 {SCHEDULE}")
     assert plan_of(config, 3).units["llm"].num_virtual_stages == 4
 
 
@@ -108,12 +105,12 @@ def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, 
 
 @pytest.mark.parametrize("schedule", sorted(BUILDERS))
 def test_only_schedules_for_virtual_stages_take_them(parse: Parse, schedule: str) -> None:
-    line = f"--vision-dp 1 --llm-pp 2 --llm-vpp 2 --schedule {schedule}"
+    line = f"--llm-pp 2 --llm-vpp 2 --schedule {schedule}"
     if BUILDERS[schedule].virtual_stages is not VirtualStages.NO_USE:
-        assert parse(line, world_size=3).training.schedule == schedule
+        assert parse(line).training.schedule == schedule
         return
     with pytest.raises(ConfigError) as problem:
-        parse(line, world_size=3)
+        parse(line)
     assert f"--llm-virtual-pipeline-model-parallel-size 2: --schedule {schedule} has no use for virtual stages" in str(
         problem.value
     )
@@ -122,38 +119,32 @@ def test_only_schedules_for_virtual_stages_take_them(parse: Parse, schedule: str
 
 def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse: Parse, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
-    plan_of(parse(f"--vision-dp 1 --llm-pp 2 --llm-vpp 2 {SCHEDULE}", world_size=3), 3).to_file(path)
+    plan_of(parse(f"--llm-pp 2 --llm-vpp 2 {SCHEDULE}"), 3).to_file(path)
     for schedule in ("1f1b", "interleaved-1f1b"):
-        assert parse(f"--plan {path} --schedule {schedule}", world_size=3).training.schedule == schedule
+        assert parse(f"--plan {path} --schedule {schedule}").training.schedule == schedule
     with pytest.raises(
         ConfigError, match=r"in the shape of a V.*give a unit such 'layers' in .*plan\.yaml, or choose --schedule zb"
     ):
-        parse(f"--plan {path} --schedule zb-v", world_size=3)
+        parse(f"--plan {path} --schedule zb-v")
 
 
 WRONG = [
-    ("--vision-dp 1 --llm-pp 2 --schedule interleaved-1f1b", "add --llm-virtual-pipeline-model-parallel-size 2 beside"),
-    ("--vision-dp 1 --llm-pp 2 --schedule zb-v", "in the shape of a V, the first stage the first and the last; found the layers"),
-    ("--vision-dp 1 --llm-pp 2 --schedule zb-v", "add --llm-virtual-pipeline-model-parallel-size 2 beside --llm-pipeline"),
-    ("--vision-dp 1 --llm-pp 2 --llm-vpp 4 --schedule zb-v", "folds 2 virtual stages per pipeline rank into a V; use 2, or"),
-    ("--vision-dp 1 --llm-pp 2 --llm-vpp 2 --num-layers-per-virtual-pipeline-stage 2", "both say how many virtual stages"),
-    ("--vision-dp 1 --llm-pp 2 --llm-vpp 2 --virtual-pipeline-model-parallel-size 3", "set the same thing to different values"),
+    ("--llm-pp 2 --schedule interleaved-1f1b", "add --llm-virtual-pipeline-model-parallel-size 2 beside"),
+    ("--llm-pp 2 --schedule zb-v", "in the shape of a V, the first stage the first and the last; found the layers"),
+    ("--llm-pp 2 --schedule zb-v", "add --llm-virtual-pipeline-model-parallel-size 2 beside --llm-pipeline"),
+    ("--llm-pp 2 --llm-vpp 4 --schedule zb-v", "folds 2 virtual stages per pipeline rank into a V; use 2, or"),
+    ("--llm-pp 2 --llm-vpp 2 --num-layers-per-virtual-pipeline-stage 2", "both say how many virtual stages"),
+    ("--llm-pp 2 --llm-vpp 2 --virtual-pipeline-model-parallel-size 3", "set the same thing to different values"),
     ("--plan p.yaml --llm-vpp 2", "--llm-virtual-pipeline-model-parallel-size and --plan exclude each other"),
-    (
-        "--vision-dp 1 --llm-pp 2 --schedule encoders-colocated",
-        "it runs several encoders as one, and the model has 1; leave it out",
-    ),
+    ("--llm-pp 2 --schedule encoders-colocated", "it runs several encoders as one, and the model has 1; leave it out"),
     ("--colocate-units --schedule eager-1f1b", "every rank holds the whole model, so no backward is late; leave it out"),
-    ("--vision-dp 1 --llm-pp 2 --schedule-passes fill,fill", "--schedule-passes names fill twice; leave one out"),
+    ("--llm-pp 2 --schedule-passes fill,fill", "--schedule-passes names fill twice; leave one out"),
     (
-        "--vision-dp 1 --llm-pp 2 --schedule-passes delay-forward,defer-receives",
+        "--llm-pp 2 --schedule-passes delay-forward,defer-receives",
         "put delay-forward after defer-receives, such as --schedule-passes defer-receives,delay-forward",
     ),
-    ("--vision-dp 1 --llm-pp 2 --schedule-passes gather-parameters", "gather-parameters would be ignored: no two ranks hold"),
-    (
-        "--vision-dp 1 --llm-pp 2 --schedule-passes reduce-by-layer",
-        "reduce-by-layer would be ignored: no two ranks hold the same",
-    ),
+    ("--llm-pp 2 --schedule-passes gather-parameters", "gather-parameters would be ignored: no two ranks hold"),
+    ("--llm-pp 2 --schedule-passes reduce-by-layer", "reduce-by-layer would be ignored: no two ranks hold the same"),
     ("--colocate-units --schedule-passes fill", "--schedule-passes fill would be ignored: every rank holds the whole model"),
     ("--colocate-units --schedule-passes defer-receives", "defer-receives would be ignored: every rank holds the whole model"),
     (
@@ -166,7 +157,7 @@ WRONG = [
 @pytest.mark.parametrize(("line", "message"), WRONG)
 def test_what_would_mean_nothing_is_refused(parse: Parse, line: str, message: str) -> None:
     with pytest.raises((ConfigError, PlanError)) as problem:
-        parse(line, world_size=3)
+        parse(line)
     assert message in str(problem.value)
 
 
@@ -190,9 +181,9 @@ def test_what_is_for_encoders_needs_some(parse: Parse, line: str, message: str) 
 @pytest.mark.parametrize(
     ("line", "world_size", "units"),
     [
-        ("--vision-dp 1 --audio-dp 1 --llm-pp 2 --schedule encoders-colocated", 4, MORE_UNITS),
+        ("--audio-dp 1 --llm-pp 2 --schedule encoders-colocated", 4, MORE_UNITS),
         ("--colocate-units --llm-pp 2 --schedule eager-1f1b --schedule-passes fill,defer-receives", 2, UNITS),
-        ("--vision-dp 1 --schedule eager-1f1b --schedule-passes delay-forward,split-backward", 2, UNITS),
+        ("--schedule eager-1f1b --schedule-passes delay-forward,split-backward", 2, UNITS),
         ("--vision-dp 2 --schedule-passes gather-parameters,reduce-by-layer", 3, UNITS),
         ("--colocate-units --schedule gpipe", 2, UNITS),
         ("--llm-pp 2 --schedule dip-4", 2, LLM),
@@ -209,4 +200,4 @@ def test_an_old_transformer_engine_cannot_split_backwards(parse: Parse, monkeypa
     monkeypatch.setattr("megatron.runtime.flags.device_rules._has_cuda", lambda: True)
     for line in ("--schedule zb-h1", "--schedule-passes fill"):
         with pytest.raises(ConfigError, match="splits backwards.*from version 2.3 on; install that, or use --transformer-impl"):
-            parse(f"--vision-dp 1 --llm-pp 2 --transformer-impl transformer_engine {line}", world_size=3)
+            parse(f"--llm-pp 2 --transformer-impl transformer_engine {line}")

@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import pytest
@@ -11,17 +12,23 @@ import torch.distributed as dist
 
 from megatron.runtime.recovery.connections import Connections, CutError, drop
 
-
-def connect() -> tuple[socket.socket, socket.socket, socket.socket]:
-    """Return a listening socket and both ends of a connection to it."""
-    listening = socket.create_server(("127.0.0.1", 0))
-    there = socket.create_connection(listening.getsockname())
-    here, _ = listening.accept()
-    there.settimeout(20)
-    return listening, here, there
+Connect = Callable[[], list[socket.socket]]
 
 
-def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened() -> None:
+@pytest.fixture
+def connect() -> Iterator[Connect]:
+    """Open a listening socket and both ends of a connection to it, until the test ends."""
+    with ExitStack() as stack:
+
+        def connect() -> list[socket.socket]:
+            listening = socket.create_server(("127.0.0.1", 0))
+            there = socket.create_connection(listening.getsockname(), timeout=20)
+            return [stack.enter_context(each) for each in (listening, listening.accept()[0], there)]
+
+        yield connect
+
+
+def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened(connect: Connect) -> None:
     others, connections = connect(), Connections()
     with connections.opening():
         own = connect()
@@ -33,28 +40,23 @@ def test_a_cut_ends_what_a_thread_waits_for_and_spares_what_others_opened() -> N
     assert received == [b""]
     others[1].send(b"x")
     assert others[2].recv(1) == b"x"
-    later = socket.create_connection(own[0].getsockname())  # a listening socket goes on
-    for each in (*others, *own, later):
-        each.close()
+    socket.create_connection(own[0].getsockname()).close()  # a listening socket goes on
 
 
-def test_what_is_opened_after_a_cut_is_cut_as_well() -> None:
+def test_what_is_opened_after_a_cut_is_cut_as_well(connect: Connect) -> None:
     connections = Connections()
-    sockets: list[socket.socket] = []
     with pytest.raises(CutError), connections.opening():
         connections.cut()
-        sockets += connect()
+        sockets = connect()
         connections.cut_new()
         assert sockets[2].recv(1) == b""
     with pytest.raises(CutError):
         connections.check()
     connections.forget()
     connections.check()
-    for each in sockets:
-        each.close()
 
 
-def test_what_is_opened_for_the_next_generation_is_not_cut_by_who_is_late() -> None:
+def test_what_is_opened_for_the_next_generation_is_not_cut_by_who_is_late(connect: Connect) -> None:
     connections = Connections()
     connections.cut()
     connections.forget()
@@ -64,8 +66,6 @@ def test_what_is_opened_for_the_next_generation_is_not_cut_by_who_is_late() -> N
     connections.cut_new()
     sockets[1].send(b"x")
     assert sockets[2].recv(1) == b"x"
-    for each in sockets:
-        each.close()
 
 
 class LeavingStore(dist.Store):

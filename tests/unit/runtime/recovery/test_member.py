@@ -112,4 +112,5 @@ def test_a_thread_stands_still_only_while_it_waits_for_others(pipe: Pipe) -> Non
     os.write(pipe.writing, b"x")
     os.write(pipe.writing, b"x")
     waiting.join(20)
+    reading.join(20)
     assert find_standstill(waiting) is None

@@ -32,18 +32,25 @@ def test_a_node_under_another_supervisor_is_a_new_incarnation() -> None:
     assert [node.incarnation for node in Supervisor(flags, command)._nodes] == [1, -1]
 
 
-def test_a_store_that_is_gone_ends_the_supervisor_with_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_store_that_is_gone_or_does_not_answer_ends_the_supervisor_with_a_message(
+    is_frozen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    port = free_port()
-    kept = keep("127.0.0.1", port)
+    port, thaw = free_port(), threading.Event()
+    kept = [keep("127.0.0.1", port)]
     flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
-    found = Supervisor(flags, command)
+    supervised = Supervisor(flags, command)
     monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(found, "_start", lambda node: found._ledger.flag("other"))
-    del kept
-    assert found.run() == 1
-    assert f"the store at 127.0.0.1:{port} is gone" in capsys.readouterr().err
+    if is_frozen:
+        monkeypatch.setattr(supervised, "_patience_seconds", 0.1)
+        monkeypatch.setattr(supervised._ledger, "tell", lambda *args, **values: thaw.wait())
+    else:
+        monkeypatch.setattr(supervised, "_start", lambda node: supervised._ledger.flag("other"))
+        kept.clear()
+    assert supervised.run() == 1
+    reason = " (the store in which the ranks meet does not answer" if is_frozen else ""
+    assert f"the store at 127.0.0.1:{port} is gone{reason}" in capsys.readouterr().err
+    thaw.set()
 
 
 def test_a_request_to_stop_does_not_end_the_process_that_forks_ranks() -> None:
@@ -60,22 +67,6 @@ print("still alive")
 """
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (found.stdout, found.returncode) == ("alive\n", -15), found.stderr
-
-
-def test_a_store_that_does_not_answer_ends_the_supervisor_with_a_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    port = free_port()
-    kept = keep("127.0.0.1", port)
-    flags, command = read_flags(["--nodes", "1", "--port", str(port), "program.py"])
-    found, thaw = Supervisor(flags, command), threading.Event()
-    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
-    monkeypatch.setattr(found, "_patience_seconds", 0.1)
-    monkeypatch.setattr(found._ledger, "tell", lambda *args, **values: thaw.wait())
-    assert found.run() == 1
-    assert f"the store at 127.0.0.1:{port} is gone (the store in which the ranks meet does not answer" in capsys.readouterr().err
-    thaw.set()
-    del kept
 
 
 def test_the_store_listens_at_its_address_only() -> None:
