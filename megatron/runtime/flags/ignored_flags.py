@@ -147,7 +147,12 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "finetune": "it takes over the weights of --load; add --load DIR",
         },
     ),
-    *_rows("load_optim load_rng", "finetune", lambda c: c.checkpoint.finetune, "--finetune takes over the weights alone; leave it out"),
+    *_rows(
+        "load_optim load_rng",
+        "finetune",
+        lambda c: c.checkpoint.finetune,
+        "--finetune takes over the weights alone; leave it out",
+    ),
     *_without("report_dir", {"timeline_interval": "timelines are drawn into the report; add --report-dir DIR"}),
     *_without(
         "profile",
