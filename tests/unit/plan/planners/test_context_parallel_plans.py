@@ -7,8 +7,6 @@ import pytest
 
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
-from multimodal.plan.planners.disttrain import build_problem
-from multimodal.plan.planners.estimate.allocation_search import search_allocation
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
@@ -21,7 +19,6 @@ from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, VISION, request, with_memory
-from tests.unit.plan.planners.test_disttrain import exhaustive_seconds
 
 FIXED = {"llm": FixedSizes(context_parallel_size=2)}
 DOCUMENT = SampleLengths(0, (ItemLengths("vision", 4096, 1024),), 64 * 1024, 1000)
@@ -120,11 +117,6 @@ def test_braid_spreads_long_documents_where_there_are_few_of_them():
     assert any("cp 4" in note for note in run.notes)
 
 
-def test_braid_leaves_short_samples_whole():
-    run = PLANNERS["braid"](request(TWO))
-    assert {unit.context_parallel_size for unit in run.plan.units.values()} == {1}
-
-
 def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_it():
     sizes = FixedSizes(tensor_parallel_size=1, pipeline_parallel_size=1)
     asked = with_memory(long_request(fixed_sizes={"llm": sizes, "vision": sizes}), 6.0)
@@ -133,14 +125,6 @@ def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_
     run, prediction = plan_to_fit(PLANNERS["disttrain"], asked, max_actions=asked.max_actions)
     assert run.plan.units["llm"].context_parallel_size > 1
     assert prediction.peak_memory_bytes <= asked.memory_bytes
-
-
-@pytest.mark.parametrize("graph", ["two", "three"])
-def test_the_objective_is_that_of_exhaustive_search(graph):
-    base = request(GRAPHS[graph], num_gpus=8, global_batch_size=4)
-    problem = build_problem(with_memory(replace(base, most_context_parallel=8, least_share_tokens=64), 1.5))
-    assert len(set(problem.llm.context.tolist())) > 1
-    assert search_allocation(problem).seconds == pytest.approx(exhaustive_seconds(problem), rel=1e-12)
 
 
 def candidate_of(*, context: int, data: int = 1, tensor: int = 2, pipeline: int = 2) -> Candidate:
@@ -179,16 +163,6 @@ def test_gradients_are_reduced_over_shares_of_tokens_too():
     spread, replicated, alone = (candidate_of(context=c, data=d).layouts["llm"] for c, d in ((4, 1), (1, 4), (1, 1)))
     assert reduction_seconds(asked, "llm", alone) == 0.0
     assert reduction_seconds(asked, "llm", spread) == reduction_seconds(asked, "llm", replicated) > 0
-
-
-def test_a_share_of_the_replicas_has_the_memory_of_the_whole():
-    document = SampleLengths(0, (), 8 * 1024, 1000)
-    asked = request(TEXT_ONLY, lengths=(document,), global_batch_size=32, num_gpus=64)
-    run = candidate_of(context=2, data=8, tensor=1).to_run(asked, seconds=0.0)
-    whole, share = predict_run(run, asked), predict_run(run, asked, max_actions=20)
-    assert share.replica_share == 8
-    assert share.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, abs=1)
-    assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.02)
 
 
 def test_units_of_other_context_parallel_sizes_share_ranks():

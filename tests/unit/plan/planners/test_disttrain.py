@@ -60,9 +60,13 @@ def test_the_objective_is_that_of_exhaustive_search(name, num_gpus, memory_gb):
     assert found == pytest.approx(exhaustive_seconds(problem), rel=1e-12)
 
 
-def test_two_encoders_equal_exhaustive_search():
-    problem = build_problem(request(GRAPHS["two-encoders"], num_gpus=5, global_batch_size=4))
-    assert search_allocation(problem).seconds == pytest.approx(exhaustive_seconds(problem), rel=1e-12)
+def test_two_encoders_and_context_parallel_sizes_equal_exhaustive_search():
+    spread = {"num_gpus": 8, "global_batch_size": 4, "most_context_parallel": 8, "least_share_tokens": 64}
+    asked = [with_memory(request(GRAPHS[name], **spread), 1.5) for name in ("two", "three")]
+    for each in (request(GRAPHS["two-encoders"], num_gpus=5, global_batch_size=4), *asked):
+        problem = build_problem(each)
+        assert (len(set(problem.llm.context.tolist())) > 1) == (each in asked)
+        assert search_allocation(problem).seconds == pytest.approx(exhaustive_seconds(problem), rel=1e-12)
 
 
 def test_ranked_allocations_begin_with_the_best():

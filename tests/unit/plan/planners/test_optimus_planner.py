@@ -89,14 +89,6 @@ def test_without_tensor_parallelism_the_lanes_bubbles_are_filled():
     assert run.schedule in SCHEDULES and not run.has_tensor_parallelism
 
 
-def test_less_memory_keeps_less():
-    asked = request(fixed_sizes={"llm": PIPELINE}, micro_batch_size=1)
-    peak = predict_run(PLANNERS["optimus"](asked), asked).peak_memory_bytes
-    tight = with_memory(asked, 0.97 * peak / 1e9 / (1 - asked.memory_headroom))
-    _, prediction = PLANNERS["optimus"].plan_best(tight, max_actions=None)
-    assert prediction.peak_memory_bytes <= tight.memory_bytes < peak
-
-
 def test_a_plan_says_what_it_fills_and_a_run_of_its_flags_orders_work_alike(tmp_path):
     asked = request(fixed_sizes={"llm": PIPELINE}, lengths=request().lengths[:1], transformer_impl="local")
     run = PLANNERS["optimus"](asked)

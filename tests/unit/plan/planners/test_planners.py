@@ -15,7 +15,7 @@ from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.schedule.builders import fed_encoders
 from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
-from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, frozen, request
+from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, THREE, TWO, frozen, request
 
 FAST = tuple(name for name in PLANNERS if name != "braid")
 
@@ -112,24 +112,6 @@ def test_a_text_only_model_gets_all_gpus():
     assert PLANNERS["megatron"](request(TEXT_ONLY)).num_gpus == 8
 
 
-def test_a_share_of_the_replicas_predicts_the_whole():
-    asked = request(THREE, num_gpus=16, global_batch_size=48, lengths=request(THREE).lengths[:1])
-    run = PLANNERS["megatron"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=4)}))
-    whole, share = predict_run(run, asked), predict_run(run, asked, max_actions=40)
-    assert (whole.replica_share, share.replica_share) == (1, 4)
-    assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.02)
-    assert share.mfu == pytest.approx(whole.mfu, rel=0.02)
-    assert share.peak_memory_bytes == whole.peak_memory_bytes
-
-
-def test_a_long_step_is_continued_from_a_shorter_one():
-    asked = request(TWO, global_batch_size=256, lengths=request(TWO).lengths[:1])
-    run = PLANNERS["disttrain"](replace(asked, fixed_sizes={"llm": FixedSizes(data_parallel_size=1)}))
-    whole, part = predict_run(run, asked), predict_run(run, asked, max_actions=200)
-    assert part.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.01)
-    assert sum(part.bubble.values()) == pytest.approx(sum(whole.bubble.values()), abs=0.02)
-
-
 def test_a_request_that_contradicts_itself_is_refused():
     with pytest.raises(PlanError, match="sizes are fixed for a unit 'audio'; the model's units are vision, llm"):
         request(TWO, fixed_sizes={"audio": FixedSizes()})
@@ -139,13 +121,6 @@ def test_a_request_that_contradicts_itself_is_refused():
         request(TWO, num_gpus=10**12)
     with pytest.raises(PlanError, match="tensor parallel size 3 is fixed, but it must divide the 4 GPUs of a node"):
         PLANNERS["disttrain"](request(TWO, fixed_sizes={"llm": FixedSizes(tensor_parallel_size=3)}))
-
-
-def test_units_that_cannot_share_a_grid_say_why():
-    odd = replace(TWO, units=(replace(TWO.units[0], transformer=replace(TWO.units[0].transformer, num_attention_heads=8)), LLM))
-    fixed = {"vision": FixedSizes(tensor_parallel_size=1), "llm": FixedSizes(tensor_parallel_size=2)}
-    with pytest.raises(PlanError, match=r"gives vision and llm one tensor parallel size, but they allow none together"):
-        PLANNERS["encoders-replicated"](request(odd, fixed_sizes=fixed))
 
 
 def test_a_unit_beside_megatron_s_grid_may_have_sizes_of_its_own():

@@ -19,33 +19,32 @@ from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, frozen, request, with_memory
 
 
-def test_a_run_is_simulated_once_and_counted(monkeypatch):
-    calls = []
+@pytest.fixture
+def calls(monkeypatch):
+    """The sizes of all simulations: most actions, and number of batches."""
+    found = []
 
     def recorded(run, asked, **size):
-        calls.append(size["max_actions"])
+        found.append((size["max_actions"], size["num_batches"]))
         return predict_run(run, asked, **size)
 
     monkeypatch.setattr(trials, "predict_run", recorded)
+    return found
+
+
+def test_a_run_is_simulated_once_and_counted(calls):
     asked = request(TWO)
     search = Trials(asked, SearchBudget(1.0), asked.max_actions)
     run = PLANNERS["disttrain"](asked)
     first = search.try_run(run, QUICK)
     spent = search.budget.spent_seconds
     assert first is not None and spent > 0 and search.try_run(replace(run, planner="other"), QUICK) is first
-    assert search.budget.spent_seconds == spent and calls == [asked.max_actions * QUICK.share]
+    assert search.budget.spent_seconds == spent and calls == [(asked.max_actions * QUICK.share, 1)]
     assert search.try_run(run, FINAL) is not None and search.budget.spent_seconds > spent
     assert [each.run.key for each in search.fitting(FINAL)] == [run.key] and not search.fitting(RANKING)
 
 
-def test_where_some_samples_are_very_heavy_more_of_a_step_is_simulated(monkeypatch):
-    calls = []
-
-    def recorded(run, asked, **size):
-        calls.append((size["max_actions"], size["num_batches"]))
-        return predict_run(run, asked, **size)
-
-    monkeypatch.setattr(trials, "predict_run", recorded)
+def test_where_some_samples_are_very_heavy_more_of_a_step_is_simulated(calls):
     heavy = tuple(SampleLengths(index, (), 4096 if index == 0 else 64, 8) for index in range(32))
     asked = request(TEXT_ONLY, lengths=heavy)
     search, run = Trials(asked, SearchBudget(1.0), asked.max_actions), PLANNERS["megatron"](asked)

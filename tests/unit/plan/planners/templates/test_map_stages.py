@@ -80,13 +80,3 @@ def test_a_step_is_at_most_the_simulated_one_and_equal_where_stages_are_alike():
         assert step >= num_microbatches * 3 * max(forward)
     alike = step_ticks([4] * 6, [8] * 6, num_microbatches=24)
     assert alike == (24 + 6 - 1) * 12 == simulate_1f1b([4] * 6, [8] * 6, num_microbatches=24)
-
-
-def test_the_formula_of_the_paper_counts_less_than_the_slowest_stage_works():
-    times = [9, 1, 1, 1]
-    slowest, num_microbatches = 0, 16
-    of_paper = sum(times) + (num_microbatches - len(times) + slowest - 1) * times[slowest] + sum(times[slowest:])
-    assert of_paper < num_microbatches * max(times)
-    forward, backward = [3, 0, 0, 0], [6, 1, 1, 1]
-    simulated = simulate_1f1b(forward, backward, num_microbatches=num_microbatches)
-    assert of_paper < step_ticks(forward, backward, num_microbatches=num_microbatches) == simulated
