@@ -18,9 +18,8 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.templates.describe import describe_templates, step_seconds
+from multimodal.plan.planners.templates.describe import describe_templates
 from multimodal.plan.planners.templates.instantiate import share_batch
-from multimodal.plan.planners.templates.pipeline_times import pipeline_times
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Reconfigurer
 from multimodal.plan.planners.templates.simulate_trace import (
@@ -81,14 +80,14 @@ class FreshPlans:
     def step_seconds(self, num_nodes: int, *, fault_tolerance: int = 0) -> float | None:
         """Return the step seconds of the best plan; None if no plan fits."""
         planned = self._plan(num_nodes, fault_tolerance)
-        return step_seconds(planned) if planned else None
+        return planned.step_seconds if planned else None
 
     def alike_seconds(self, num_nodes: int) -> float | None:
         """Return the step seconds of the best plan whose replicas are all alike, on as many of the nodes as they need."""
         planned = self._plan(num_nodes, 0)
         if planned is None:
             return None
-        times = pipeline_times(planned.templates)
+        times = planned.times
         alike = (
             share_batch(times, [size] * (num_nodes // size), num_microbatches=planned.num_microbatches).step_seconds
             for size in times

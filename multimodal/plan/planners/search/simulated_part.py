@@ -32,12 +32,7 @@ class StepPart(NamedTuple):
 
 
 def choose_part(
-    run: PlannedRun,
-    request: PlanningRequest,
-    *,
-    max_actions: int | None,
-    filling: float = FILLING,
-    kept_replicas: int = KEPT_REPLICAS,
+    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, filling: float, kept_replicas: int
 ) -> StepPart:
     """Choose the part of a step to simulate: first, replicas are left out, then samples. Arguments as in `predict_run`."""
     if max_actions is not None and request.loads.vary:

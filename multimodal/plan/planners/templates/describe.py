@@ -6,25 +6,18 @@ from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
-from multimodal.plan.planners.templates.pipeline_times import pipeline_times
 from multimodal.plan.planners.templates.template_set import TemplateSet
-
-
-def step_seconds(templates: TemplateSet) -> float:
-    """Return the seconds of a step of the slowest instance at the start."""
-    times = pipeline_times(templates.templates)
-    return max(times[each.nodes].seconds(each.num_microbatches) for each in templates.instances)
 
 
 def report_templates(templates: TemplateSet) -> dict[str, Any]:
     """Return the JSON object of a set."""
-    times = pipeline_times(templates.templates)
+    times = templates.times
     names = ["num_nodes", "gpus_per_node", "fault_tolerance", "replicas_per_copy", "fewest_nodes"]
     names += ["micro_batch_size", "num_microbatches", "recompute_granularity"]
     return {
         **{name: getattr(templates, name) for name in names},
         "units": {unit.name: unit.num_layers for unit in templates.chain},
-        "iteration_seconds": step_seconds(templates),
+        "iteration_seconds": templates.step_seconds,
         "templates": [
             {
                 "nodes": template.nodes,
@@ -51,7 +44,7 @@ def describe_templates(templates: TemplateSet) -> Iterator[str]:
     )
     yield (
         f"{templates.num_nodes} nodes at first: {first} of {templates.micro_batch_size} samples{recomputing}; "
-        f"a step takes {step_seconds(templates):.4g} s"
+        f"a step takes {templates.step_seconds:.4g} s"
     )
     for template in templates.templates:
         shapes = groupby(f"{len(stage.layers)}x{stage.gpus}" for stage in template.stages)

@@ -1,13 +1,10 @@
 """Seconds of a step of one pipeline under 1F1B, for any number of microbatches, in closed form."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-
-from multimodal.plan.planners.templates.template_set import PipelineTemplate
 
 Floats = NDArray[np.float64]
 MOST_MICROBATCHES = 2**40
@@ -19,12 +16,6 @@ class PipelineTimes:
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-
-    @classmethod
-    def of_template(cls, template: PipelineTemplate) -> "PipelineTimes":
-        """Return the times of a template's stages."""
-        stages = template.stages
-        return cls(tuple(each.forward_seconds for each in stages), tuple(each.backward_seconds for each in stages))
 
     def seconds(self, num_microbatches: int) -> float:
         """Return the seconds of a step: the longest path through one of the stages.
@@ -76,8 +67,3 @@ class PipelineTimes:
         has_steady_phase = count - 1 - stages < num_microbatches - 1
         idle = np.where(has_steady_phase, waits[0] + waits[1], np.maximum(*waits))
         return np.asarray(before[:-1] + idle)
-
-
-def pipeline_times(templates: Sequence[PipelineTemplate]) -> dict[int, PipelineTimes]:
-    """Return nodes -> the times of the template for that number."""
-    return {template.nodes: PipelineTimes.of_template(template) for template in templates}

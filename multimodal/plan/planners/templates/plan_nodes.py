@@ -65,7 +65,7 @@ def _alike(reconfigurer: Reconfigurer, nodes: Sequence[int], graph: ModelGraph) 
         count = min(len(nodes) // size, templates.num_microbatches)
         if count < templates.fewest_replicas:
             continue
-        shared = share_batch(reconfigurer.times, [size] * count, num_microbatches=templates.num_microbatches)
+        shared = share_batch(templates.times, [size] * count, num_microbatches=templates.num_microbatches)
         places = [tuple(nodes[first : first + size]) for first in range(0, count * size, size)]
         pipelines = tuple(
             Pipeline(*each) for each in zip(places, (one.num_microbatches for one in shared.instances), strict=True)

@@ -11,7 +11,6 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.templates.chain import Chain, StageMapping, StageTables, list_chain, map_stages
 from multimodal.plan.planners.templates.instantiate import instantiate
-from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
 from multimodal.plan.planners.templates.template_set import ChainUnit, PipelineTemplate, TemplateSet, TemplateStage, Tolerance
 from multimodal.values.errors import NothingFitsError, PlanError
 
@@ -84,7 +83,7 @@ def _plan_size(request: PlanningRequest, num_nodes: int, tolerance: Tolerance) -
         if templates:
             _check_coverage(templates, num_nodes, tolerance.fewest_replicas)
             counts = num_nodes, request.num_microbatches, tolerance.fewest_replicas
-            start = instantiate(pipeline_times(templates), *counts)
+            start = instantiate({each.nodes: each.times for each in templates}, *counts)
             found = TemplateSet(
                 num_nodes,
                 request.cluster.gpus_per_node,
@@ -173,7 +172,7 @@ def _template(chain: Chain, mapping: StageMapping, nodes: int, num_microbatches:
         stages.append(TemplateStage(layers[0], layers[1] - 1, gpus, node, forward, backward))
         first = end
     template = PipelineTemplate(nodes, num_microbatches, 0.0, tuple(stages))
-    return replace(template, iteration_seconds=PipelineTimes.of_template(template).seconds(num_microbatches))
+    return replace(template, iteration_seconds=template.times.seconds(num_microbatches))
 
 
 def place_stages(gpus: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:

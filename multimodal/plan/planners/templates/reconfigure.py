@@ -3,13 +3,11 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 
 from multimodal.plan.planners.templates.instantiate import Instantiation, instantiate, share_batch
-from multimodal.plan.planners.templates.pipeline_times import PipelineTimes, pipeline_times
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import PlanError
 
@@ -93,11 +91,6 @@ class Reconfigurer:
     horizon_seconds: float = 600.0
     """Assumed time until the next change: the gain of a copy within it must exceed its cost."""
 
-    @cached_property
-    def times(self) -> Mapping[int, PipelineTimes]:
-        """Nodes -> the pipeline of the template for that number."""
-        return pipeline_times(self.templates.templates)
-
     def start(self) -> tuple[Pipeline, ...]:
         """Return the instances of the set on nodes 0, 1, ..."""
         pipelines, first = [], 0
@@ -114,11 +107,11 @@ class Reconfigurer:
 
     def step_seconds(self, pipelines: Sequence[Pipeline]) -> float:
         """Return the seconds of a step of the slowest pipeline."""
-        return max((self.times[len(each.nodes)].seconds(each.num_microbatches) for each in pipelines), default=0.0)
+        return max((self.templates.times[len(each.nodes)].seconds(each.num_microbatches) for each in pipelines), default=0.0)
 
     def _fastest(self, num_nodes: int) -> Instantiation:
         templates = self.templates
-        return instantiate(self.times, num_nodes, templates.num_microbatches, templates.fewest_replicas)
+        return instantiate(templates.times, num_nodes, templates.num_microbatches, templates.fewest_replicas)
 
     def reconfigure(
         self, pipelines: Sequence[Pipeline], *, lost: Collection[int] = (), joined: Collection[int] = ()
@@ -145,7 +138,7 @@ class Reconfigurer:
         left = [sum(node not in lost for node in each.nodes) for each in pipelines]
         kept = change_least(templates, left, len(joined))
         if kept is not None and len(kept[1]) <= templates.num_microbatches:
-            choices.insert(0, (kept[0], share_batch(self.times, kept[1], num_microbatches=templates.num_microbatches)))
+            choices.insert(0, (kept[0], share_batch(templates.times, kept[1], num_microbatches=templates.num_microbatches)))
         found = [self._place(how, choice, nodes, held) for how, choice in choices]
 
         def lost_seconds(choice: Reconfiguration) -> float:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from multimodal.balance import BALANCERS, Placement
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.templates.describe import step_seconds
 from multimodal.plan.planners.templates.template_set import Instance, PipelineTemplate, TemplateSet
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
@@ -54,7 +53,7 @@ def run_of_templates(templates: TemplateSet, request: PlanningRequest, *, planne
         ),
         micro_batch_size=templates.micro_batch_size,
         recompute="full" if templates.recompute_granularity == "full" else request.recompute,
-        objective_seconds=step_seconds(templates),
+        objective_seconds=templates.step_seconds,
     )
     return replace(run, passes=request.passes(run.plan), transformer_impl=request.implementation(run.schedule))
 

@@ -6,6 +6,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from multimodal.plan.planners.templates.pipeline_times import PipelineTimes
 from multimodal.values.errors import PlanError
 from multimodal.values.file_form import read_file, write_mapping
 from multimodal.values.parts.state_copies import EVERY_REPLICA
@@ -48,6 +49,11 @@ class PipelineTemplate:
     iteration_seconds: float = field(metadata=_AT_LEAST_ZERO)
     """Seconds of a step of that many microbatches."""
     stages: tuple[TemplateStage, ...] = field(metadata={"min_entries": 1})
+
+    @property
+    def times(self) -> PipelineTimes:
+        """The seconds of its stages."""
+        return PipelineTimes(*zip(*((each.forward_seconds, each.backward_seconds) for each in self.stages), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +176,16 @@ class TemplateSet:
     def template(self, nodes: int) -> PipelineTemplate:
         """Return the template of a number of nodes."""
         return self.templates[nodes - self.least_nodes]
+
+    @cached_property
+    def times(self) -> Mapping[int, PipelineTimes]:
+        """Nodes -> the pipeline of the template for that number."""
+        return {template.nodes: template.times for template in self.templates}
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step of the slowest instance at the start."""
+        return max(self.times[each.nodes].seconds(each.num_microbatches) for each in self.instances)
 
     @cached_property
     def layers_of_node(self) -> Mapping[tuple[int, int], tuple[int, ...]]:

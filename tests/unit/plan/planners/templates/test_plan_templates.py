@@ -7,7 +7,6 @@ from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.templates.chain import Chain
 from multimodal.plan.planners.templates.describe import describe_templates
-from multimodal.plan.planners.templates.pipeline_times import pipeline_times
 from multimodal.plan.planners.templates.plan_templates import place_stages, plan_templates, size_chains
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import PlanError
@@ -164,6 +163,5 @@ def test_any_number_of_microbatches_is_planned_for():
 
 def test_first_instances_are_as_fast_as_the_file_says():
     found = plan_templates(request(num_gpus=12, micro_batch_size=1), fault_tolerance=1)
-    times = pipeline_times(found.templates)
     for template in found.templates:
-        assert times[template.nodes].seconds(template.num_microbatches) == template.iteration_seconds
+        assert found.times[template.nodes].seconds(template.num_microbatches) == template.iteration_seconds
