@@ -40,7 +40,7 @@ def balance_backwards(work: BatchWork, *, plan: Plan) -> Assignment:
 def plan_one_stage_each(request: PlanningRequest) -> PlannedRun:
     """Give every unit one GPU."""
     layouts = {unit.name: even_layout(unit, 1, 1, 1) for unit in request.graph.units}
-    chosen, seconds = choose_candidates(request, [Candidate(layouts, request.default_micro_batch_size)])[0]
+    chosen, seconds = choose_candidates(request, [Candidate(layouts)])[0]
     return chosen.to_run(request, seconds=seconds, schedule=SCHEDULE, balance=BALANCER)
 
 

@@ -92,7 +92,7 @@ def build_candidate(request: PlanningRequest, problem: AllocationProblem, choice
     backbone = request.graph.backbone
     layouts = {name: each.layout(choice.other_rows[name], request.graph.unit(name)) for name, each in problem.others.items()}
     layouts[backbone.name] = problem.llm.layout(choice.llm_row, backbone, virtual_stages=problem.virtual_stages)
-    return Candidate({name: layouts[name] for name in request.graph.unit_names}, request.default_micro_batch_size)
+    return Candidate({name: layouts[name] for name in request.graph.unit_names})
 
 
 def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None, leaves_ranks: bool = True) -> AllocationProblem:

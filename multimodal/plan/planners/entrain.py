@@ -71,7 +71,7 @@ def _candidates(times: PlanningTimes, work: Mapping[str, NDArray[np.float64]], b
     gpus = replica_allocation(proportions, num_gpus=request.num_gpus, data_parallel_size=data, block=gpu_block(request))
     layouts = [list(_factorisations(times, unit, gpus[unit.name], data)) for unit in graph.units]
     for choice in itertools.product(*layouts):
-        yield Candidate(dict(zip(graph.unit_names, choice, strict=True)), request.default_micro_batch_size)
+        yield Candidate(dict(zip(graph.unit_names, choice, strict=True)))
 
 
 def _factorisations(times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
@@ -104,7 +104,7 @@ def reshard_seconds(request: PlanningRequest, candidate: Candidate) -> float:
             continue
         here, there = (layout.ranks_per_stage for layout in layouts)
         unit = graph.unit(source)
-        load = request.loads.of_average(source, candidate.micro_batch_size)
+        load = request.loads.of_average(source, request.default_micro_batch_size)
         tokens = load.num_outputs if unit.role is Role.ENCODER else load.num_tokens
         num_bytes = 2.0 * tokens * graph.width_behind(source, len(unit.layers) - 1)
         first = max(here, there)

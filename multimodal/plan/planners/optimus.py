@@ -147,7 +147,7 @@ class _Search:
 
     def _candidate(self, layouts: Mapping[str, UnitLayout]) -> Candidate:
         ordered = {name: layouts[name] for name in self.graph.unit_names if name in layouts}
-        return Candidate(ordered, self.request.default_micro_batch_size, (tuple(ordered),))
+        return Candidate(ordered, (tuple(ordered),))
 
     def _seconds(self, candidate: Candidate, encoding_seconds: float) -> float:
         """Return the seconds of a step: the LLM's work, plus its bubbles or the work that fills them, whichever is longer.

@@ -32,7 +32,7 @@ def plan_alpa(request: PlanningRequest) -> PlannedRun:
     if all(len(each) for each in options.values()):
         for seconds, rows in sorted(_pipelines(options, request), key=lambda each: each[0]):
             layouts = {name: options[name].layout(row, request.graph.unit(name)) for name, row in zip(names, rows, strict=True)}
-            candidate = Candidate(layouts, request.default_micro_batch_size)
+            candidate = Candidate(layouts)
             if fits(memory, candidate):
                 return candidate.to_run(request, seconds=seconds)
     raise infeasible(request)

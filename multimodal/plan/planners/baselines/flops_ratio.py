@@ -29,7 +29,7 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
     layouts = _lay_out(request, options)
     if layouts is None:
         raise infeasible(request)
-    candidate = Candidate({name: layouts[name] for name in names}, request.default_micro_batch_size)
+    candidate = Candidate({name: layouts[name] for name in names})
     return candidate.to_run(request, seconds=estimate_seconds(times, candidate))
 
 

@@ -47,7 +47,7 @@ def _candidates(request: PlanningRequest, *, replicates: bool) -> Iterator[Candi
         for pipeline in pipeline_parallel_sizes(request, backbone):
             lay_out = partial(_lay_out, request, size=size, extra=extra, pipeline=pipeline, replicates=replicates)
             grids = ({unit.name: lay_out(unit, data=data) for unit in graph.units} for data in data_sizes)
-            even = (Candidate(each, request.default_micro_batch_size) for each in grids if is_even(each))
+            even = map(Candidate, filter(is_even, grids))
             yield from [each for each in even if each.num_gpus <= request.num_gpus][-2:]  # as in `largest_fitting`
 
 

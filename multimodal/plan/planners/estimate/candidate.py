@@ -1,4 +1,4 @@
-"""One point of a planner's search: unit layouts, the units that share ranks, and a microbatch size."""
+"""One point of a planner's search: unit layouts, and the units that share ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +20,6 @@ class Candidate:
     """A plan before ranks are assigned."""
 
     layouts: Mapping[str, UnitLayout]
-    micro_batch_size: int = 1
     groups: Groups = ()
     """Units that share ranks; a unit in no group has ranks of its own."""
 
@@ -53,20 +52,20 @@ class Candidate:
         self, request: PlanningRequest, *, seconds: float, balance: str = "none", schedule: str | None = None
     ) -> PlannedRun:
         """Return the planner's answer; seconds: its estimate of a step."""
-        run = build_run(request, self.build_plan(request.graph), schedule=schedule or self.schedule, seconds=seconds)
-        return replace(run, balance=balance, micro_batch_size=self.micro_batch_size)
+        plan = self.build_plan(request.graph)
+        return build_run(request, plan, schedule=schedule or self.schedule, seconds=seconds, balance=balance)
 
 
 def with_replicas(
     request: PlanningRequest, layouts: Mapping[str, UnitLayout], data_sizes: Sequence[int], *, groups: Groups = ()
 ) -> Iterator[Candidate]:
     """Yield one replica of every unit, repeated by the largest of the data parallel sizes that fit (`largest_fitting`)."""
-    one = Candidate({name: layouts[name] for name in request.graph.unit_names}, request.default_micro_batch_size, groups)
+    one = Candidate({name: layouts[name] for name in request.graph.unit_names}, groups)
     for data in largest_fitting(data_sizes, gpus_per_replica=one.num_gpus, num_gpus=request.num_gpus):
         yield replace(one, layouts={name: replace(each, data_parallel_size=data) for name, each in one.layouts.items()})
 
 
-def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float) -> PlannedRun:
+def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: float, balance: str = "none") -> PlannedRun:
     """Return a run of a plan with the request's options, as far as these change anything in it, and those of its schedule.
 
     Without tensor parallelism there are no collectives to overlap, and without copies nothing is shared.
@@ -81,6 +80,7 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
         shared,
         schedule=schedule,
         passes=request.passes(plan),
+        balance=balance,
         micro_batch_size=request.default_micro_batch_size,
         recompute=request.recompute,
         transformer_impl=request.implementation(schedule),
@@ -92,8 +92,7 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
 
 def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: str) -> int:
     """Return the microbatches of the unit's busiest replica; each unit has one per LLM microbatch, dealt to its replicas."""
-    count = -(-request.global_batch_size // candidate.micro_batch_size)
-    return -(-count // candidate.layouts[unit].data_parallel_size)
+    return -(-request.num_microbatches // candidate.layouts[unit].data_parallel_size)
 
 
 def samples_in_flight(
@@ -105,7 +104,7 @@ def samples_in_flight(
     downstream units full: an encoder keeps as many of its microbatches as the LLM has in flight, the units upstream of a
     generator as many as the generator. See `forward_limits` in schedule/builders.
     """
-    graph, layouts, size = request.graph, candidate.layouts, candidate.micro_batch_size
+    graph, layouts, size = request.graph, candidate.layouts, request.default_micro_batch_size
     layout = layouts[unit]
     depth = layout.pipeline_parallel_size
     chunks, row = layout.virtual_stages, BUILDERS[schedule or candidate.schedule]

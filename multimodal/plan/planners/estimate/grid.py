@@ -79,7 +79,7 @@ class Grid:
 def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> PlannedRun:
     """Assign ranks to a grid."""
     layout = grid.layouts[request.graph.backbone.name]
-    plan = lay_out_grid(request.graph, grid.held, num_stages=grid.num_stages, layout=layout)
+    plan = lay_out_grid(request.graph, grid.held, layout=layout)
     return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
 
 
@@ -149,7 +149,7 @@ def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread |
 def grid_fits(memory: MemoryEstimate, grid: Grid) -> bool:
     """Return True if the units' estimated bytes fit together in every stage of the grid."""
     request = memory.request
-    candidate = Candidate(grid.layouts, request.default_micro_batch_size)
+    candidate = Candidate(grid.layouts)
     total, working = ([0.0] * grid.num_stages for _ in range(2))
     for unit, stages in grid.held.items():
         for index, stage in enumerate(stages):

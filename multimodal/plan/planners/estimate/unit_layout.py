@@ -96,14 +96,11 @@ def first_ranks(layouts: Mapping[str, UnitLayout], *, groups: Groups) -> dict[st
     return firsts
 
 
-def lay_out_grid(
-    graph: ModelGraph, stages: Mapping[str, Mapping[int, Sequence[Range]]], *, num_stages: int, layout: UnitLayout
-) -> Plan:
-    """Lay all units over one grid of `num_stages` stages; layout: the tp, cp and dp of the grid.
+def lay_out_grid(graph: ModelGraph, stages: Mapping[str, Mapping[int, Sequence[Range]]], *, layout: UnitLayout) -> Plan:
+    """Lay all units over one grid of stages; layout: the tp, cp and dp of the grid.
 
     stages: unit -> stage of the grid -> the unit's layer ranges there; only stages with layers of the unit.
     """
-    assert all(0 <= index < num_stages for held in stages.values() for index in held)
     tensor, context, data = layout.tensor_parallel_size, layout.context_parallel_size, layout.data_parallel_size
     return _checked(graph, {name: place_stages(held, tensor=tensor, context=context, data=data) for name, held in stages.items()})
 

@@ -175,7 +175,7 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
                 continue
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
             ordered = {name: chosen[name] for name in graph.unit_names}
-            candidate = Candidate(ordered, request.default_micro_batch_size, (graph.unit_names,))
+            candidate = Candidate(ordered, (graph.unit_names,))
             if lower_bound_seconds(times, candidate) > SLACK * best:
                 continue
             seconds = estimate_seconds(times, candidate, spread=spread)
