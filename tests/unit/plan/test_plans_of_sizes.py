@@ -230,6 +230,7 @@ def test_large_groups_come_first_where_nodes_would_split_them() -> None:
     assert lines(plan) == [
         "ranks go to llm, audio, vision, in this order, so that fewer tensor parallel groups lie across two nodes"
     ]
+    assert lines(plan, is_given=True) == [], "as the file says"
     assert first_ranks(on_one_node) == {"vision": 0, "audio": 3, "llm": 5} and on_one_node == place(
         13, ranks_per_node=16, **given
     )
@@ -242,7 +243,8 @@ def test_a_size_that_does_not_divide_a_node_is_warned_of(tensor: int) -> None:
     plan = place(2 + 2 * tensor, vision=(1, 1), audio=(1, 1), llm=(tensor, 2))
     assert list(split_units(plan, ranks_per_node=4)) == ["llm"]
     (line,) = [line for line in lines(plan) if line.startswith("warning")]
-    assert "unit 'llm': the tensor parallel group of ranks" in line and line.endswith("use a size that divides a node's ranks")
+    assert f"unit 'llm': the tensor parallel group of ranks 2-{1 + tensor} lies" in line, "the first one"
+    assert line.endswith("use a size that divides a node's ranks")
 
 
 def test_a_plan_file_is_taken_as_it_is_and_warned_of() -> None:

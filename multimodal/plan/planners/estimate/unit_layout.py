@@ -7,7 +7,6 @@ from itertools import pairwise
 from multimodal.plan.partition_layers import Range
 from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.unit_grid import place_stages
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
 from multimodal.values.plan import Plan, Replica, UnitPlan, split_layers
@@ -73,14 +72,14 @@ def lay_out_units(graph: ModelGraph, layouts: Mapping[str, UnitLayout], *, group
 
     With sizes that divide a node, no tensor parallel group then spans two nodes. Units of one group lie on the same ranks
     (Optimus, DIP). Inside a unit the order is Megatron's (tp fastest, then cp, then dp, then pp). Raises PlanError if the units
-    of a group differ in their number of ranks, or the plan does not fit the model.
+    of a group differ in their number of ranks.
     """
     for group in groups:
         counts = {unit: layouts[unit].num_ranks for unit in group}
         if len(set(counts.values())) != 1:
             raise PlanError(f"units that share ranks must use all of them, found {counts}; change a size")
     firsts = first_ranks(layouts, groups=groups)
-    return _checked(graph, {unit: build_unit(layouts[unit], first_rank=first) for unit, first in firsts.items()})
+    return Plan({name: build_unit(layouts[name], first_rank=firsts[name]) for name in graph.unit_names})
 
 
 def first_ranks(layouts: Mapping[str, UnitLayout], *, groups: Groups) -> dict[str, int]:
@@ -102,7 +101,7 @@ def lay_out_grid(graph: ModelGraph, stages: Mapping[str, Mapping[int, Sequence[R
     stages: unit -> stage of the grid -> the unit's layer ranges there; only stages with layers of the unit.
     """
     tensor, context, data = layout.tensor_parallel_size, layout.context_parallel_size, layout.data_parallel_size
-    return _checked(graph, {name: place_stages(held, tensor=tensor, context=context, data=data) for name, held in stages.items()})
+    return Plan({name: place_stages(stages[name], tensor=tensor, context=context, data=data) for name in graph.unit_names})
 
 
 def build_unit(layout: UnitLayout, *, first_rank: int) -> UnitPlan:
@@ -132,9 +131,3 @@ def fold_stages(plan: Plan) -> Plan:
         if all(len(stage.layer_ranges) == 2 for replica in unit.replicas for stage in replica.stages):
             units[name] = replace(unit, replicas=tuple(map(folded, unit.replicas)))
     return Plan(units)
-
-
-def _checked(graph: ModelGraph, units: Mapping[str, UnitPlan]) -> Plan:
-    plan = Plan({name: units[name] for name in graph.unit_names})
-    validate_plan(plan, graph=graph, world_size=plan.num_ranks)
-    return plan
