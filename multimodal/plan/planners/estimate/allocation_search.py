@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 
@@ -254,12 +255,9 @@ def least_bottleneck(work: Sequence[float], *, num_gpus: float, minimums: Sequen
         raise PlanError(f"the units need at least {sum(minimums):g} GPUs, but there are {num_gpus:g}")
     order = sorted(range(len(work)), key=lambda unit: -work[unit] / minimums[unit])
     risen, left = 0.0, float(num_gpus) - sum(minimums)
-    bottleneck = work[order[0]] / minimums[order[0]] if order else 0.0
-    for position, unit in enumerate(order):
+    for unit, following in zip_longest(order, order[1:]):
         risen += work[unit]
         left += minimums[unit]
-        following = work[order[position + 1]] / minimums[order[position + 1]] if position + 1 < len(order) else 0.0
-        bottleneck = max(risen / left, following)
-        if risen / left >= following:
+        if following is None or risen / left >= work[following] / minimums[following]:
             break
-    return bottleneck
+    return risen / left if order else 0.0

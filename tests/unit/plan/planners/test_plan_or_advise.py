@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.allowed_sizes import fewest_enough
 from multimodal.plan.planners.plan_or_advise import plan_or_advise
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.plan_to_fit import plan_per_gpu, plan_to_fit
@@ -22,6 +23,11 @@ def advised(name: str, asked: PlanningRequest) -> int:
     found = re.search(r"; (\d+) GPUs would be enough$", str(caught.value))
     assert found, caught.value
     return int(found[1])
+
+
+def test_the_fewest_that_work_are_found_up_to_a_limit() -> None:
+    search = partial(fewest_enough, too_few=0, first=1, most=64)
+    assert [search(lambda number, least=least: number >= least) for least in range(1, 66)] == [*range(1, 65), None]
 
 
 CASES = [(name, graph) for name in PLANNERS for graph in ("text-only", "two", "three") if (name, graph) != ("braid", "three")]
