@@ -27,6 +27,7 @@ _TEXT_DEFAULTS = {
     "num_key_value_heads": 4,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1000000.0,
+    "sliding_window": 32768,
 }
 _CHUNK_TOKENS = 100
 _MAX_TOKENS = 15000

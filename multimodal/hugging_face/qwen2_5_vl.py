@@ -22,6 +22,7 @@ TEXT_DEFAULTS = {
     "num_key_value_heads": 8,
     "rms_norm_eps": 1e-5,
     "rope_theta": 1000000.0,
+    "max_window_layers": 80,
 }
 _VISION_DEFAULTS = {
     "depth": 32,
@@ -110,7 +111,8 @@ def read_placed_text(
     text = {**with_defaults(given, defaults), "model_type": family}
     if config.get("tie_word_embeddings") is not None:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
-    require(text, {"use_sliding_window": (False, None)}, where="the LLM's ")
+    if family != "qwen2":
+        require(text, {"use_sliding_window": (False, None)}, where="the LLM's ")
     rotary = rotary_entries(text, where="the LLM's ")
     text.pop("rope_scaling", None)
     kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope"}

@@ -199,6 +199,7 @@ TEXT_FAMILIES = {
             "mixtral",
             {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
             experts=MIXTRAL,
+            global_layers=_without_global_layers,
             names=decoder_names(layer=(*DECODER_LAYER, *MIXTRAL.names)),
         ),
         TextFamily(
@@ -210,10 +211,12 @@ TEXT_FAMILIES = {
                 "intermediate_size": 6144,
                 "num_hidden_layers": 24,
                 "num_key_value_heads": 4,
+                **_QWEN_WINDOW,
             },
             qk_layernorm=True,
             bias_keys=BIASES[:1],
             experts=_QWEN3_MOE,
+            global_layers=_without_global_layers,
             names=decoder_names(layer=(*DECODER_LAYER, *_QWEN3_MOE.names)),
         ),
         TextFamily(

@@ -6,7 +6,7 @@ from typing import Any
 
 from multimodal.hugging_face.architecture import Architecture, Config, Key, read_keys, require, with_defaults, write_keys
 from multimodal.hugging_face.rotary_positions import read_rotary, rotary_entries, write_rotary
-from multimodal.hugging_face.text_families import BIASES, MIXTRAL, TEXT_FAMILIES, ExpertKeys, TextFamily
+from multimodal.hugging_face.text_families import BIASES, TEXT_FAMILIES, ExpertKeys, TextFamily
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
 
@@ -52,9 +52,6 @@ def read_text_unit(config: Config, *, where: str = "") -> dict[str, Any]:
     if family is None:
         raise ModelError(f"{where}model_type is {config.get('model_type')!r}, expected one of {', '.join(known)}")
     require(config, {**_COMPUTED, **{key: (value,) for key, value in family.constants.items()}}, where=where)
-    if family.experts is not None:
-        windows = {"sliding_window": (None,)} if family.experts is MIXTRAL else {"use_sliding_window": (False, None)}
-        require(config, windows, where=where)
     full = with_defaults(config, {**_DEFAULTS, **family.defaults})
     fields, window = read_keys(_KEYS, full), _read_window(family, config, full, where=where)
     return {
@@ -93,6 +90,8 @@ def _read_window(family: TextFamily, config: Config, full: Config, *, where: str
     if family.global_layers is None or window is None or not full.get("use_sliding_window", True):
         return {}
     types, num_layers = config.get("layer_types"), full["num_hidden_layers"]
+    if family.experts is not None:
+        types = None  # transformers do not look at it
     if types is None:
         without = list(family.global_layers(full))
     elif isinstance(types, list) and len(types) == num_layers and set(types) <= {_LOCAL, _GLOBAL}:

@@ -50,6 +50,9 @@ TEXT = {
 }
 
 
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+
+
 def qwen2_5_vl(**changes: Any) -> Any:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
@@ -69,12 +72,13 @@ def qwen2_5_vl(**changes: Any) -> Any:
 
 
 def qwen2_vl() -> Any:
+    """The upper layer of the LLM has a window, which images reach beyond."""
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     ids = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": 59, "vision_end_token_id": 58}
     vision = {"depth": 3, "embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2, "num_heads": 4, "patch_size": 2}
     return Qwen2VLForConditionalGeneration(
-        Qwen2VLConfig(vision_config={**vision, "initializer_range": 0.3}, text_config=TEXT, **ids)
+        Qwen2VLConfig(vision_config={**vision, "initializer_range": 0.3}, text_config=TEXT | WINDOW, **ids)
     )
 
 

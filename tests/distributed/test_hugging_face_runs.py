@@ -21,6 +21,7 @@ from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
+from multimodal.hugging_face.adapter_files import ADAPTER_WEIGHTS, PREFIX, TOKENS_ENDING
 from multimodal.values.errors import BraidError
 from tests.distributed.gradient_case import GradientCase, build_session
 from tests.distributed.hugging_face_case import FromFolder
@@ -109,7 +110,7 @@ def test_a_run_steps_as_transformers_with_adamw(is_tied: bool, tmp_path: Path) -
 
 
 def test_a_run_trains_the_projector_of_llava(tmp_path: Path) -> None:
-    """Images of a manifest, towers frozen: the projector alone has changed in the folder that is written."""
+    """Images of a manifest, towers frozen: in the folder that is written the projector has changed, and rows of new tokens."""
     folder, target = tmp_path / "model", tmp_path / "trained"
     small_llava(264).save_pretrained(folder)
     write_working_files(tmp_path)
@@ -118,8 +119,44 @@ def test_a_run_trains_the_projector_of_llava(tmp_path: Path) -> None:
     train({**flags, "--freeze": ["vision", "llm"]}, num_ranks=NUM_RANKS)
     before, after = load_file(folder / "model.safetensors"), load_file(target / "model.safetensors")
     assert before.keys() == after.keys()
+    own = ByteTokenizer().num_own_tokens
+    vocabulary = {key for key in before if "embed_tokens" in key or "lm_head" in key}
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed == {key for key in before if "projector" in key}
+    assert changed == {key for key in before if "projector" in key} | vocabulary
+    assert all(torch.equal(before[key][:own], after[key][:own]) for key in vocabulary)
+
+
+def test_added_tokens_learn_beside_adapters(tmp_path: Path) -> None:
+    """Seven of nine have a row in the model that no token has had. The run goes on, and writes what it trained for PEFT, too."""
+    folder, targets = tmp_path / "model", [tmp_path / name for name in ("whole", "adapter")]
+    small_qwen2().save_pretrained(folder)
+    own, stop = ByteTokenizer().num_own_tokens, ByteTokenizer().vocab_size
+    flags = {
+        "--load-hf": folder,
+        "--data-path": write_manifest(tmp_path / "data"),
+        "--tokenizer-type": "ByteTokenizer",
+        "--llm-tp": 2,
+        "--global-batch-size": 4,
+        "--lr": RATE,
+        "--lora-rank": 2,
+        "--num-workers": 0,
+        "--split": "100",
+        "--save": tmp_path / "run",
+        "--load": tmp_path / "run",
+        "--save-interval": 2,
+    }
+    _, done = train({**flags, "--train-iters": 2, "--lr-decay-iters": 4}, num_ranks=2)
+    assert f"adapters of rank 2, rows of {stop - own} new tokens" in done.output
+    train(
+        {**flags, "--train-iters": 4, "--lr-decay-iters": 4, "--save-hf": targets[0], "--save-adapter": targets[1]}, num_ranks=2
+    )
+    before, after, adapter = (
+        load_file(path) for path in (*(each / "model.safetensors" for each in (folder, targets[0])), targets[1] / ADAPTER_WEIGHTS)
+    )
+    for key in ("model.embed_tokens", "lm_head"):
+        rows = after[f"{key}.weight"]
+        assert torch.equal(rows[:own], before[f"{key}.weight"][:own]) and len(rows) == stop
+        assert torch.equal(rows[own:], adapter[f"{PREFIX}{key}{TOKENS_ENDING}"])
 
 
 def test_tools_convert_in_both_directions(tmp_path: Path) -> None:

@@ -132,18 +132,27 @@ def gemma3() -> Any:
     return Gemma3ForCausalLM(Gemma3TextConfig(**GEMMA, **bases, **types))
 
 
-def mixtral() -> Any:
+def mixtral(**changes: Any) -> Any:
     from transformers import MixtralConfig, MixtralForCausalLM
 
-    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, experts_implementation="eager"))
+    return MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4, experts_implementation="eager", **changes))
 
 
-def qwen3_moe() -> Any:
+def mixtral_with_windows() -> Any:
+    return mixtral(sliding_window=3)
+
+
+def qwen3_moe(**changes: Any) -> Any:
     """Weights of the chosen experts are their share among all, and those of the published models among the chosen ones."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     experts = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": False}
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, head_dim=8, experts_implementation="eager", **experts))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, head_dim=8, experts_implementation="eager", **experts, **changes))
+
+
+def qwen3_moe_with_windows() -> Any:
+    """In all layers, whatever max_window_layers says."""
+    return qwen3_moe(use_sliding_window=True, sliding_window=4, max_window_layers=2)
 
 
 PLANS: Plans = {
@@ -226,6 +235,6 @@ WITH_EXPERTS: Plans = {
 }
 
 
-@pytest.mark.parametrize("build", [mixtral, qwen3_moe])
+@pytest.mark.parametrize("build", [mixtral, qwen3_moe, mixtral_with_windows, qwen3_moe_with_windows])
 def test_experts_equal_those_of_transformers(build: Callable[[], Any], ranks: RankPool, tmp_path: Path) -> None:
     compare_logits(build, tmp_path / "model", ranks, shapes=SAMPLES).assert_under_plans(WITH_EXPERTS, ranks)

@@ -21,7 +21,7 @@ from multimodal.cost.flops import step_flops
 from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from multimodal.values.timeline import TimelineEvent
-from multimodal.values.units.unit import MOE_TRANSFORMER
+from multimodal.values.units.unit import MOE_KINDS
 
 
 @dataclass(frozen=True)
@@ -167,10 +167,11 @@ class Trainer:
             (expert_losses,) = self._sum([expert_losses]) if self.session.graph.backbone.transformer.experts else (0.0,)
         step_seconds, peak_bytes = largest
         flops = step.flops or step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
+        num_moe_layers = sum(map(step.graph.backbone.layers.count, MOE_KINDS))
         return StepReport(
             loss=self.outcome.loss,
             generator_loss=self.outcome.generator_loss,
-            load_balancing_loss=expert_losses / step.num_tokens / max(1, step.graph.backbone.layers.count(MOE_TRANSFORMER)),
+            load_balancing_loss=expert_losses / step.num_tokens / max(1, num_moe_layers),
             grad_norm=self.outcome.grad_norm,
             learning_rate=done.learning_rate,
             num_samples=len(step.lengths),

@@ -23,7 +23,11 @@ from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
 from multimodal.cost.layers.opaque import OpaqueLayer
 from multimodal.cost.layers.query_projector import QueryProjectorLayer
 from multimodal.cost.layers.transformer import TransformerLayer
-from multimodal.cost.layers.windowed_transformer import SlidingTransformerLayer, WindowedTransformerLayer
+from multimodal.cost.layers.windowed_transformer import (
+    SlidingMoeTransformerLayer,
+    SlidingTransformerLayer,
+    WindowedTransformerLayer,
+)
 from multimodal.hugging_face.registry import read_graph
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_file
@@ -40,6 +44,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "windowed_transformer": WindowedTransformerLayer,
     "sliding_transformer": SlidingTransformerLayer,
     "moe_transformer": MoeTransformerLayer,
+    "sliding_moe_transformer": SlidingMoeTransformerLayer,
     "opaque": OpaqueLayer,
     "projector": ProjectorLayer,
     "linear_projector": LinearProjectorLayer,

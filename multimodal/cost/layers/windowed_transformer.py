@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, LayerFlops
+from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role, Unit
@@ -60,3 +61,12 @@ class SlidingTransformerLayer(TransformerLayer):
         """Count every token's window as full."""
         attention = 4.0 * self._widths[0] * (self.unit.transformer.sliding_window or 0)
         return super().forward_flops(load)._replace(attention=attention * load.num_tokens)
+
+
+class SlidingMoeTransformerLayer(SlidingTransformerLayer, MoeTransformerLayer):
+    """The same with experts in place of the MLP."""
+
+    @classmethod
+    def fits(cls, unit: Unit) -> bool:
+        """True if the unit has a window, and experts."""
+        return SlidingTransformerLayer.fits(unit) and MoeTransformerLayer.fits(unit)

@@ -15,7 +15,11 @@ from multimodal.model.layers.opaque import OpaqueKind
 from multimodal.model.layers.projectors.mlp import LinearProjectorKind, MergedTokensKind, ProjectorKind
 from multimodal.model.layers.projectors.queries import QueryProjectorKind
 from multimodal.model.layers.transformer import TransformerKind
-from multimodal.model.layers.windowed_transformer import SlidingTransformerKind, WindowedTransformerKind
+from multimodal.model.layers.windowed_transformer import (
+    SlidingMoeTransformerKind,
+    SlidingTransformerKind,
+    WindowedTransformerKind,
+)
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
@@ -30,6 +34,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "windowed_transformer": WindowedTransformerKind(),
     "sliding_transformer": SlidingTransformerKind(),
     "moe_transformer": MoeTransformerKind(),
+    "sliding_moe_transformer": SlidingMoeTransformerKind(),
     "opaque": OpaqueKind(),
     "projector": ProjectorKind(),
     "linear_projector": LinearProjectorKind(),

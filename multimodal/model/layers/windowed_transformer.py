@@ -7,6 +7,7 @@ from torch.nn import Module
 from multimodal.attention.core_attention import WindowedAttention
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.layers.layer_kind import InputContext, StagePass
+from multimodal.model.layers.moe_transformer import MoeTransformerKind
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.values.model_graph import Unit
 
@@ -38,3 +39,7 @@ class SlidingTransformerKind(TransformerKind):
     def frequencies(self, given: StagePass) -> Tensor | None:
         """Return the angles of layers with windows, if the unit has some of their own."""
         return given.frequencies if given.local_frequencies is None else given.local_frequencies
+
+
+class SlidingMoeTransformerKind(SlidingTransformerKind, MoeTransformerKind):
+    """The same with experts in place of the MLP."""

@@ -7,7 +7,7 @@ from itertools import chain
 from multimodal.values.errors import ModelError
 from multimodal.values.typed_reader import Plain, check_fields
 from multimodal.values.units.items import problem_of_image, problem_of_waveform
-from multimodal.values.units.unit import MOE_TRANSFORMER, Role, Unit
+from multimodal.values.units.unit import MOE_KINDS, Role, Unit
 
 _UNIT_NAME = re.compile(r"[^\W\d_][\w-]{0,63}")
 Rule = tuple[str, bool, str]
@@ -114,8 +114,6 @@ def _backbone(unit: Unit) -> Iterator[Rule]:
     shape, is_backbone = unit.transformer, unit.role is Role.BACKBONE
     window, experts = shape.sliding_window, shape.experts
     yield "sliding_window", window is not None and not is_backbone, "sliding_window belongs to the backbone; remove it here"
-    problem = "layers with experts have no windows; remove sliding_window or experts"
-    yield "sliding_window", window is not None and experts is not None, problem
     for key in ("layernorm_zero_centered_gamma", "has_post_norms", "scales_embeddings", "logit_softcap", "rotary_local_base"):
         is_broken = bool(getattr(shape, key)) and (not is_backbone or experts is not None)
         yield key, is_broken, f"{key} belongs to the backbone, without experts; remove it here"
@@ -141,8 +139,8 @@ def _backbone(unit: Unit) -> Iterator[Rule]:
         yield "experts", experts.router_topk > experts.num_experts, problem
         problem = "experts have no biases; leave add_bias_linear and add_mlp_bias out"
         yield "experts", shape.biases["linear_fc1"], problem
-        problem = f"no layer of the list has them; name some {MOE_TRANSFORMER}, or leave experts out"
-        yield "experts", MOE_TRANSFORMER not in unit.layers, problem
+        problem = f"no layer of the list has them; name some {MOE_KINDS[0]}, or leave experts out"
+        yield "experts", not {*MOE_KINDS} & {*unit.layers}, problem
 
 
 def _projector(unit: Unit) -> Iterator[Rule]:

@@ -98,8 +98,8 @@ class Transformer:
     has_interleaved_sections: bool = False
     """Backbone only: the three sections are interleaved pair by pair (Qwen3-VL) instead of one behind the other."""
     sliding_window: int | None = field(default=None, metadata=up_to(2**31))
-    """Backbone only: in layers of kind sliding_transformer tokens attend to so many tokens, themselves and those before them. All
-    layers are of this kind if no kinds are listed, but for `global_layers`."""
+    """Backbone only: in layers of kind sliding_transformer (with experts sliding_moe_transformer) tokens attend to so many,
+    themselves and those before them. All layers are of this kind if no kinds are listed, but for `global_layers`."""
     global_layers: tuple[int, ...] = field(default=(), metadata={"minimum": 0, "maximum": MOST_LAYERS - 1})
     """Backbone only, with sliding_window: layers, counted from 0, whose tokens attend to all before them."""
     rotary_local_base: float | None = field(default=None, metadata={"above": 0, "maximum": 1e30})

@@ -114,8 +114,8 @@ _ENDS = {
     Role.GENERATOR: ("generator_projector", "generator_head"),
 }
 """Kinds of the first and the last layer."""
-MOE_TRANSFORMER = "moe_transformer"
-"""Kind of the layers that have experts."""
+MOE_KINDS = "moe_transformer", "sliding_moe_transformer"
+"""Kinds of the layers that have experts: those whose tokens attend to all before them, and those with a sliding window."""
 
 
 @dataclass(frozen=True)
@@ -191,13 +191,15 @@ class Unit:
             last = "query_projector"
         if self.module is not None:
             return "opaque", last
-        body = [MOE_TRANSFORMER if self.transformer.experts is not None else "transformer"] * self.transformer.num_layers
+        has_experts = self.transformer.experts is not None
+        body = [MOE_KINDS[0] if has_experts else "transformer"] * self.transformer.num_layers
         if self.has_windows:
             full = self.image.full_attention_layers if self.image is not None else ()
             body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
         if self.transformer.sliding_window is not None:
             full = self.transformer.global_layers
-            body = ["transformer" if index in full else "sliding_transformer" for index in range(len(body))]
+            sliding = MOE_KINDS[1] if has_experts else "sliding_transformer"
+            body = [kind if index in full else sliding for index, kind in enumerate(body)]
         return self.layer_kinds or (first, *body, last)
 
     @property
@@ -223,7 +225,7 @@ class Unit:
     @property
     def window_everywhere(self) -> int | None:
         """The sliding window that bounds attention in all layers of the backbone; None if some attend to all tokens before."""
-        return None if "transformer" in self.layers else self.transformer.sliding_window
+        return None if {"transformer", MOE_KINDS[0]} & {*self.layers} else self.transformer.sliding_window
 
     @property
     def keeps_items_whole(self) -> bool:

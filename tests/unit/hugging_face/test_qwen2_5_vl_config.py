@@ -107,7 +107,6 @@ def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:
     [
         ({"rope_scaling": {"type": "yarn", "mrope_section": [16, 24, 24]}}, "the LLM's rope_parameters .* 'yarn' without factor"),
         ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 20]}}, r"must belong to the backbone and add up to half"),
-        ({"use_sliding_window": True}, "the LLM's use_sliding_window is True"),
         (
             {"vision_config": {**PUBLISHED["vision_config"], "out_hidden_size": 64}},
             "out_hidden_size is 64, but the LLM's hidden_size",

@@ -221,9 +221,22 @@ def test_experts_are_read(config: dict[str, Any], experts: Experts, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
+    ("config", "window"),
+    [
+        ({**MIXTRAL, "sliding_window": 96}, 96),
+        ({**QWEN3_MOE, "sliding_window": 96, "max_window_layers": 2}, None),
+        ({**QWEN3_MOE, "use_sliding_window": True, "max_window_layers": 2}, 4096),
+    ],
+)
+def test_windows_of_layers_with_experts_are_in_all_or_none(config: dict[str, Any], window: int | None, tmp_path: Path) -> None:
+    unit = read(tmp_path, **config).backbone
+    assert (unit.transformer.sliding_window, unit.window_everywhere) == (window, window)
+    assert {*unit.layers[1:-1]} == {"moe_transformer" if window is None else "sliding_moe_transformer"}
+
+
+@pytest.mark.parametrize(
     ("config", "problem"),
     [
-        ({**MIXTRAL, "sliding_window": 4096}, "sliding_window is 4096"),
         ({**QWEN3_MOE, "mlp_only_layers": [0]}, "mlp_only_layers is"),
         ({**QWEN3_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
     ],

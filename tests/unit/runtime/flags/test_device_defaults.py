@@ -70,9 +70,7 @@ def test_an_older_transformer_engine_does_not_split_backwards(engine: pytest.Mon
 
 
 def test_the_table_of_defaults_names_all_exceptions() -> None:
-    rows = [
-        line.split("|")[1:-1] for line in (DOCS / "gpu.md").read_text().splitlines() if line.startswith("| `--transformer")
-    ]
+    rows = [line.split("|")[1:-1] for line in (DOCS / "gpu.md").read_text().splitlines() if line.startswith("| `--transformer")]
     assert [row[2].strip() for row in rows] == ["; ".join(rule.keeps_local for rule in RULES if rule.keeps_local is not None)]
 
 
