@@ -40,7 +40,7 @@ from rich.table import Table
 from scipy.sparse import csr_matrix
 
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
-from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 from multimodal.data.length_table import read_length_table
@@ -138,7 +138,7 @@ def post_balancing(drawn: Drawn) -> list[Row]:
             "Alg. 1, C++": lambda lengths, count, _: _to_bins(
                 partition_longest_first(lengths.tolist(), num_bins=count), len(lengths)
             ),
-            "Braid, greedy only": lambda lengths, count, cost: post_balance_array(
+            "Braid, greedy only": lambda lengths, count, cost: post_balance(
                 lengths, num_bins=count, cost=cost, refinement_steps=0
             ),
             "Braid": _braid,
@@ -234,7 +234,7 @@ def batch_costs(lengths: Lengths, bins: NDArray[np.int32], num_batches: int, cos
 
 
 def _braid(lengths: Lengths, num_replicas: int, cost: LengthCost) -> NDArray[np.int32]:
-    return post_balance_array(lengths, num_bins=num_replicas, cost=cost)
+    return post_balance(lengths, num_bins=num_replicas, cost=cost)
 
 
 def _in_order(lengths: Lengths, num_replicas: int, cost: LengthCost) -> NDArray[np.int32]:

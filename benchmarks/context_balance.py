@@ -31,7 +31,7 @@ from rich.table import Table
 
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, distribute_tokens, rank_workloads
+from multimodal.attention.share_tokens import TokenDistribution, distribute_tokens, rank_workloads
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
 from multimodal.values.sample_lengths import SampleLengths

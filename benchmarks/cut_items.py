@@ -31,9 +31,9 @@ from rich.table import Table
 
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.cost import token_shares
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.tokens import deal_items
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
@@ -118,7 +118,7 @@ def rows_of(name: str, samples: Sequence[SampleLengths], *, graph: ModelGraph, f
     batches = [[replace(samples[index], sample_id=number) for number, index in enumerate(batch)] for batch in drawn]
     for distribution, size in WAYS:
         options = {"size": size, "micro_batch_size": flags.micro_batch_size}
-        with patch.object(deal_items, "TOLERANCE", NOTHING_STAYS_WHOLE if distribution == "blocks" else deal_items.TOLERANCE):
+        with patch.object(token_shares, "TOLERANCE", NOTHING_STAYS_WHOLE if distribution == "blocks" else token_shares.TOLERANCE):
             found = np.mean([measure(batch, graph=graph, **options) for batch in batches], axis=0)
         yield Row(name, distribution, size, *found.tolist())
 

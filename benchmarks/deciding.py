@@ -45,7 +45,7 @@ from megatron.runtime.feed.agreement import assignment_digest
 from megatron.runtime.step.balance_report import report_balance
 from megatron.runtime.step.step import Step
 from multimodal.balance import BALANCERS
-from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.in_order import balance_in_order
@@ -209,7 +209,7 @@ def measure_kernels(balancers: Sequence[str], *, num_replicas: int, num_samples:
     tokens = np.array([sample.num_tokens for sample in lengths])
     clocks = [Clock() for _ in range(repeats)]
     for clock in clocks:
-        clock.time("kernel, once per unit", lambda: [post_balance_array(tokens, num_bins=num_replicas) for _ in graph.unit_names])
+        clock.time("kernel, once per unit", lambda: [post_balance(tokens, num_bins=num_replicas) for _ in graph.unit_names])
         for name in balancers:
             clock.time(name, lambda name=name: BALANCERS[name](lengths, graph=graph, plan=plan, options=BalanceOptions()))
     return {part: min(clock.seconds[part] for clock in clocks) for part in clocks[0].seconds}

@@ -16,12 +16,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
+from differencing_partition import partition_by_differencing
 from exact_partition import least_costliest
 from rich.console import Console
 from rich.table import Table
 
-from multimodal.balance.algorithms.differencing_partition import partition_by_differencing
-from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import LINEAR_COST
 
 SHAPES = ((2, 3), (2, 6), (3, 3), (3, 4), (4, 2), (4, 3), (6, 2), (6, 3), (8, 2), (10, 2))
@@ -44,9 +44,9 @@ def measure(lengths: list[int], num_bins: int, most_seconds: float) -> tuple[lis
         return None
     items, start = np.array(lengths), time.process_time()
     for _ in range(10):
-        bins = post_balance_array(items, num_bins=num_bins)
+        bins = post_balance(items, num_bins=num_bins)
     microseconds = 1e5 * (time.process_time() - start)
-    longest_first = post_balance_array(items, num_bins=num_bins, refinement_steps=0)
+    longest_first = post_balance(items, num_bins=num_bins, refinement_steps=0)
     found = (bins, longest_first, partition_by_differencing(lengths, num_bins=num_bins))
     return [float(np.bincount(each, weights=items).max() / optimum) for each in found], microseconds
 

@@ -3,12 +3,18 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 from scipy.sparse import csr_matrix, vstack
 
-from multimodal.balance.nodes.node_volumes import NodeVolumes, VolumeMatrix, read_volumes
-from multimodal.balance.nodes.rearrange_nodes import NodeRearrangement, NodeSearchLimits, build_rearrangement, search_nodes
+from multimodal.balance.nodes.rearrange_nodes import (
+    NodeRearrangement,
+    NodeSearchLimits,
+    NodeVolumes,
+    build_rearrangement,
+    read_volumes,
+    search_nodes,
+)
 from multimodal.values.errors import AssignmentError
 
 _TIME_LIMIT_REACHED = 1
@@ -38,10 +44,10 @@ class _Program:
         return np.append(np.zeros(len(self.batches)), 1.0)
 
 
-def rearrange_exactly(volume: VolumeMatrix, *, ranks_per_node: int, time_limit_seconds: float = 60.0) -> NodeRearrangement:
+def rearrange_exactly(volume: ArrayLike, *, ranks_per_node: int, time_limit_seconds: float = 60.0) -> NodeRearrangement:
     """Return the optimum, within the solver's tolerance of 1e-6; the solver starts from the result of the search.
 
-    Arguments and errors as in `rearrange_nodes`. Raises AssignmentError if the time is up before the optimum is proven.
+    Arguments as in `rearrange_nodes`. Raises AssignmentError if the time is up before the optimum is proven.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     start = search_nodes(volumes, limits=NodeSearchLimits())
@@ -83,11 +89,11 @@ def _fill_nodes(nodes: NDArray[np.int64], volumes: NodeVolumes) -> NDArray[np.in
     return filled
 
 
-def lp_bound(volume: VolumeMatrix, *, ranks_per_node: int) -> float:
+def lp_bound(volume: ArrayLike, *, ranks_per_node: int) -> float:
     """Return a lower bound on the most bytes that any rank must send to other nodes: Alg. 3 with fractions of batches.
 
     The true optimum can be far above it where few samples are large, see `single_node_bound`. Takes half a minute for
-    2,560 ranks x 60 samples. Arguments and errors as in `rearrange_nodes`.
+    2,560 ranks x 60 samples. Arguments as in `rearrange_nodes`.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     if not volumes.volumes.size:
@@ -101,10 +107,10 @@ def lp_bound(volume: VolumeMatrix, *, ranks_per_node: int) -> float:
     return float(solution.fun) * program.bytes_per_unit
 
 
-def single_node_bound(volume: VolumeMatrix, *, ranks_per_node: int, node: int, time_limit_seconds: float = 60.0) -> float:
+def single_node_bound(volume: ArrayLike, *, ranks_per_node: int, node: int, time_limit_seconds: float = 60.0) -> float:
     """Return a lower bound from one node that picks whole batches freely: exact if other nodes do not need the same batches.
 
-    node: the best bound comes from the node of the rank that sends most after rearrangement. Arguments, errors as in
+    node: the best bound comes from the node of the rank that sends most after rearrangement. Arguments as in
     `rearrange_nodes`.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
@@ -120,10 +126,10 @@ def single_node_bound(volume: VolumeMatrix, *, ranks_per_node: int, node: int, t
     return bound * program.bytes_per_unit
 
 
-def inter_node_bytes(volume: VolumeMatrix, permutation: NDArray[np.integer], *, ranks_per_node: int) -> NDArray[np.int64]:
+def inter_node_bytes(volume: ArrayLike, permutation: NDArray[np.integer], *, ranks_per_node: int) -> NDArray[np.int64]:
     """Return the number of bytes that each rank sends to ranks of other nodes: [num_ranks], int64.
 
-    volume: see VolumeMatrix; entry [i, j] is what rank i holds of new batch j.
+    volume: entry [i, j] is what rank i holds of new batch j.
     permutation: [num_ranks]; rank r gets new batch permutation[r]. Alg. 3 minimizes the largest entry of the result.
 
     Raises AssignmentError if an argument is wrong.

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from scipy.sparse import csr_matrix
 
-from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
 
 RANKS_PER_NODE = 8
@@ -68,7 +68,7 @@ class Row:
 
 def build_volume(lengths: Lengths, *, num_replicas: int, bytes_per_token: int) -> csr_matrix:
     """Return the bytes that each replica holds of each new batch; replica i loaded the i-th share of the samples."""
-    batches = post_balance_array(lengths, num_bins=num_replicas)
+    batches = post_balance(lengths, num_bins=num_replicas)
     sources = np.repeat(np.arange(num_replicas), SAMPLES_PER_REPLICA)
     return csr_matrix((lengths * bytes_per_token, (sources, batches)), shape=(num_replicas, num_replicas))
 

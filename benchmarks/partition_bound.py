@@ -15,7 +15,7 @@ def partition_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: LengthCost
     costs = integer_costs(lengths, cost=cost)
     if costs.additive is None:
         bins = post_balance(lengths, num_bins=num_bins, cost=cost, refinement_steps=0)
-        return max(cost.batch_cost(costs.lengths[list(members)].tolist()) for members in bins if members)
+        return max(cost.batch_cost(costs.lengths[bins == index].tolist()) for index in np.unique(bins))
     order = np.argsort(-costs.lengths, kind="stable")
     padded = None if costs.padded is None else costs.padded[order].tolist()
     return lower_bound(costs.additive[order].tolist(), padded, num_bins=num_bins) / costs.scale

@@ -1,5 +1,4 @@
 // Search for the best partition of few items, ended by a count of what it looked at.
-// Reference: multimodal/balance/algorithms/bounded_search.py
 
 #pragma once
 

@@ -1,5 +1,4 @@
 // Largest differencing (Karmarkar and Karp 1982): a partition of few items that is often more even than longest first.
-// Reference: multimodal/balance/algorithms/differencing_partition.py
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // Blocks of tokens over the ranks of context parallelism, longest first.
-// Called by multimodal/balance/algorithms/distribute_tokens.py
+// Called by multimodal/attention/share_tokens.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The replica of each sample (Entrain 4.3). Reference: multimodal/balance/algorithms/replica_assignment.py
+// The replica of each sample (Entrain 4.3).
 
 #pragma once
 

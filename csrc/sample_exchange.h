@@ -1,4 +1,4 @@
-// Local search on the replicas of samples, for several units at once. Reference: multimodal/balance/algorithms/replica_assignment.py
+// Local search on the replicas of samples, for several units at once.
 
 #pragma once
 

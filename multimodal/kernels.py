@@ -1,8 +1,8 @@
 """The C++ kernels: `kernels` is their module, or None where it cannot be used and Python references run instead.
 
-Both give the same results, bit for bit, except where a docstring says that the reference is plainer. A reference may take a
-thousand times as long, so an entry point says which of them run (`describe_kernels`). What neither trains nor simulates
-(`map_stages`) has no reference and raises an error.
+Both give the same results, bit for bit, except where a docstring says that only the kernel searches on from a first result. A
+reference may take a hundred times as long, so an entry point says which of them run (`describe_kernels`). What neither trains nor
+simulates (`map_stages`) has no reference and raises an error.
 """
 
 _NAMES = (

@@ -17,8 +17,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance import BALANCERS
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import as_computed
 from multimodal.cost.cluster import Cluster
@@ -32,7 +32,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step
-from multimodal.cost.tokens.deal_items import DEFAULT_BLOCK_SIZE
+from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.communicators import max_communicators_per_rank

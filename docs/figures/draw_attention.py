@@ -20,10 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskSegment, build_bitfield_mask
 from multimodal.attention.block_summary import count_block_workloads
-from multimodal.attention.share_tokens import share_tokens
+from multimodal.attention.share_tokens import TokenDistribution, rank_workloads, share_tokens
 from multimodal.attention.triton_kernels.work_list import WorkList, order_blocks, plan_work_list
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution, rank_workloads
-from multimodal.cost.tokens.token_shares import BlockShares
+from multimodal.cost.token_shares import BlockShares
 from tools.command_line import figure_folder
 
 matplotlib.use("Agg")

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from multimodal.attention.attention_backend import AttentionBackend
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.cost.layers.collectives import count_groups_at_once
-from multimodal.cost.tokens.token_shares import BlockShares
+from multimodal.cost.token_shares import BlockShares
 from multimodal.values.errors import ConfigError
 
 _Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

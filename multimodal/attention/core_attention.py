@@ -16,7 +16,7 @@ from multimodal.attention.attention_choice import BY_SEQUENCE, AttentionChoice
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
 from multimodal.attention.flash_attention import attend_by_flash
 from multimodal.attention.packed_lengths import ItemParts, PackedLengths
-from multimodal.cost.tokens.token_shares import BlockShares
+from multimodal.cost.token_shares import BlockShares
 
 _Tensors = tuple[Tensor, Tensor, Tensor]
 """Query, key and value, as `CoreAttention.forward` takes them."""

@@ -13,7 +13,7 @@ from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.bitfield import BitfieldMask, MaskMode, MaskSegment, build_bitfield_mask
 from multimodal.attention.device_values import DerivedValues, map_tensors
 from multimodal.attention.windows import Windows
-from multimodal.cost.tokens.token_shares import BlockShares, RankShare, WholeItemShares
+from multimodal.cost.token_shares import BlockShares, RankShare, WholeItemShares
 
 _ITEM = "item"
 Made = TypeVar("Made")

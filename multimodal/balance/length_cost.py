@@ -140,10 +140,6 @@ def integer_costs(lengths: ArrayLike, *, cost: LengthCost) -> IntegerCosts:
 def _read_lengths(lengths: ArrayLike) -> tuple[Integers, int]:
     """Return lengths as [num_items] int64, and the longest; raises AssignmentError with the first one that is wrong. O(n)."""
     values = np.asarray(lengths)
-    if values.ndim != 1:
-        raise AssignmentError(f"lengths have {values.ndim} dimensions; give one length per item, a list of numbers")
-    if not values.size:
-        raise AssignmentError("the batch has no items; give at least one length")
     if values.dtype.kind in "iu":
         tokens = np.ascontiguousarray(values, dtype=np.int64)
         longest = int(tokens.view(np.uint64).max())  # one pass over a large batch: negative or oversized numbers are large here

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.length_cost import LINEAR_COST, LengthCost
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
@@ -55,13 +55,13 @@ def _balance_samples(work: BatchWork, amounts: Integers, cost: LengthCost, *, pl
     """Balance samples over the LLM's replicas, then over equally many microbatches in each (fewer if samples are few)."""
     num_replicas = plan.units[work.graph.backbone.name].data_parallel_size
     wanted = work.count_microbatches(num_replicas)
-    replicas = post_balance_array(amounts, num_bins=num_replicas, cost=cost).astype(np.int64)
+    replicas = post_balance(amounts, num_bins=num_replicas, cost=cost).astype(np.int64)
     starts, samples = group_rows(replicas, np.arange(len(amounts)), num_replicas)
     count = min(wanted, int(np.diff(starts).max()))
     bins = np.zeros(len(samples), np.int64)
     for first, last in pairwise(starts.tolist()):
         if first < last:
-            bins[first:last] = post_balance_array(amounts[samples[first:last]], num_bins=min(count, last - first), cost=cost)
+            bins[first:last] = post_balance(amounts[samples[first:last]], num_bins=min(count, last - first), cost=cost)
     microbatches = row_numbers(starts) * count + bins
     atom_starts, atoms = group_rows(microbatches, samples, num_replicas * count)
     busy = np.flatnonzero(np.diff(atom_starts))

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.balance.algorithms.post_balance import post_balance_array
+from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.balance_options import Granularity
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.cut_evenly import cut_evenly
@@ -182,7 +182,7 @@ def balance_items(
         _, group_of_item = np.unique(work.of_unit(unit).samples, return_inverse=True)
     shares = shares or (1,) * num_replicas
     num_parts = np.repeat(shares, num_replicas // len(shares))
-    bins = post_balance_array(work.amounts(unit, group_of_item), num_bins=int(num_parts.sum()), cost=work.cost(unit))
+    bins = post_balance(work.amounts(unit, group_of_item), num_bins=int(num_parts.sum()), cost=work.cost(unit))
     replicas = np.repeat(np.arange(num_replicas), num_parts)[bins[group_of_item[needed]]]
     items = needed[np.argsort(replicas, kind="stable")]
     sizes = np.bincount(replicas, minlength=num_replicas)

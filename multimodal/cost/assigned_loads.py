@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from multimodal.cost.memoize import memoized
-from multimodal.cost.tokens.deal_items import ItemDealer, RankLoad
+from multimodal.cost.token_shares import ItemDealer, RankLoad
 from multimodal.cost.unit_load import ComputedLoad, CutLoad, UnitLoad, add_loads, atom_loads, atom_numbers, of_all_ranks
 from multimodal.values.arrays.rows import Integers, row_starts, row_sums
 from multimodal.values.assignment import Assignment, Atom, Microbatch, Routes

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.seconds.layer_costs import LayerCosts
-from multimodal.cost.tokens.deal_items import DEFAULT_BLOCK_SIZE
+from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 
 
 @dataclass(frozen=True)

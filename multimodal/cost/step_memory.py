@@ -11,7 +11,7 @@ from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import LayerCounts, StageKey, StageLayers
-from multimodal.cost.tokens.deal_items import RankLoad
+from multimodal.cost.token_shares import RankLoad
 from multimodal.cost.unit_load import Floats, UnitLoad, add_loads
 from multimodal.values.action import Place
 from multimodal.values.arrays.rows import Integers

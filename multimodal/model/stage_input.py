@@ -10,7 +10,7 @@ from torch import Tensor
 from multimodal.attention.device_values import map_tensors
 from multimodal.attention.packed_lengths import ItemSpan, PackedLengths
 from multimodal.attention.windows import Windows, order_by_window
-from multimodal.cost.tokens.token_shares import RankShare, WholeItemShares
+from multimodal.cost.token_shares import RankShare, WholeItemShares
 from multimodal.values.model_graph import Unit
 
 

@@ -20,7 +20,7 @@ from megatron.runtime.step.step import Step
 from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_lengths import ItemSpan
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.run_options import RunOptions

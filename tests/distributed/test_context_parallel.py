@@ -13,8 +13,7 @@ from multimodal.attention.attention_backend import load_backend
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
-from multimodal.attention.share_tokens import share_tokens
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import TokenDistribution, share_tokens
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.unit.attention.mask_cases import MASKS, build_mask, draw_inputs, output_and_gradients
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from multimodal.attention.bitfield import MaskMode
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan

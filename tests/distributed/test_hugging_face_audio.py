@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import TokenDistribution
 from tests.distributed.hugging_face_case import PaddedSource
 from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare_logits
 from tests.distributed.random_source import SampleShape

@@ -9,8 +9,8 @@ import torch
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.attention.windows import order_by_window
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.data.image_processing import patch_positions
 from tests.distributed.hugging_face_case import PaddedSource
 from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare_logits

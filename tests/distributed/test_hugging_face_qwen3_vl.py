@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 pytest.importorskip("transformers.models.qwen3_vl", reason="this transformers has no Qwen3-VL")
 
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import TokenDistribution
 from tests.distributed.hugging_face_comparison import VOCABULARY, Plans, compare_logits
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_hugging_face_qwen2_5_vl import IMAGE_TOKEN, SAMPLES, images_of

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
-from multimodal.cost.tokens.deal_items import ItemDealer
-from multimodal.cost.tokens.token_shares import CUT
+from multimodal.attention.share_tokens import TokenDistribution
+from multimodal.cost.token_shares import CUT, ItemDealer
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph

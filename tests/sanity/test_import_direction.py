@@ -16,7 +16,7 @@ ROOMS_BELOW = {
     "schedule": {"cost", "values"},
     "balance": {"schedule", "cost", "values"},
     "plan": {"balance", "schedule", "cost", "values"},
-    "attention": {"balance", "cost", "values"},
+    "attention": {"cost", "values"},
     "model": {"attention", "cost", "balance", "values"},
     "data": {"balance", "values"},
 }

@@ -15,12 +15,10 @@ from megatron.runtime.communication.broker import Rows, RowShares
 from megatron.runtime.step.decision import OutputPiece, StepDecision
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.packed_lengths import ItemSpan, build_packed_mask
-from multimodal.attention.share_tokens import share_tokens
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import TokenDistribution, share_tokens
 from multimodal.balance.batch_work import list_items
 from multimodal.cost.memoize import memoized
-from multimodal.cost.tokens.deal_items import ItemDealer
-from multimodal.cost.tokens.token_shares import RankShare, TokenShares
+from multimodal.cost.token_shares import ItemDealer, RankShare, TokenShares
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route

@@ -11,8 +11,8 @@ from megatron.runtime.step.token_placement import ContextSharing
 from megatron.runtime.training.prediction import build_predictor
 from megatron.runtime.training.run import Run
 from multimodal.attention.bitfield import MaskMode
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance import BALANCERS
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor

@@ -5,12 +5,19 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from multimodal.balance.algorithms.greedy_assignment import dominant_shares, effective_num_microbatches, stratify
+from multimodal.balance.algorithms.greedy_assignment import (
+    dominant_shares,
+    effective_num_microbatches,
+    sort_descending,
+    stratify,
+)
 from multimodal.balance.algorithms.pairwise_deferral import defer_pairwise, order_pairs
-from multimodal.balance.algorithms.replica_assignment import assign_replicas
-from multimodal.balance.algorithms.validate_arguments import Loads, read_loads, validate_count
 from multimodal.kernels import kernels
 from multimodal.values.errors import AssignmentError
+
+Loads = npt.NDArray[np.float64]
+MAX_SUBSET_SUMS = 256
+"""Resolution of the search for the subset to defer, see `SubsetSums`."""
 
 
 def assign_entrain(
@@ -20,14 +27,20 @@ def assign_entrain(
     num_replicas: int,
     num_microbatches: int,
     min_num_microbatches: int | None = None,
-    max_subset_sums: int = 256,
 ) -> tuple[Sequence[int], Sequence[int], Sequence[int], Sequence[int]]:
     """Distribute samples over replicas and microbatches so that encoder and LLM microbatches are each even.
 
-    Replicas get their samples (`assign_replicas`), each replica its number of microbatches (`effective_num_microbatches`) and
-    encoder microbatches (`stratify`); then LLM parts are deferred inside pairs of microbatches (`defer_pairwise`) that run one
-    after the other (`order_pairs`). LLM microbatch k needs encoder microbatches k and k - 1 only, so a schedule that runs both
-    in order never waits for a later one.
+    Replicas get their samples, each replica its number of microbatches (`effective_num_microbatches`) and encoder microbatches
+    (`stratify`); then LLM parts are deferred inside pairs of microbatches (`defer_pairwise`) that run one after the other
+    (`order_pairs`). LLM microbatch k needs encoder microbatches k and k - 1 only, so a schedule that runs both in order never
+    waits for a later one.
+
+    Replicas: the *pressure* of a load is its ratio to the least load that the heaviest replica must have in that unit, the larger
+    of the mean and the largest sample; that of a replica is the largest of its units'. (Relative to the mean alone, one sample
+    above it in one unit would hide the imbalance of the others.) Two greedy rules are tried. Entrain's (4.3): by encoder load in
+    descending order, each sample to the replica with the least LLM load. And one for all units together: by pressure in
+    descending order, each sample to the replica where the pressure of the units that it needs is then least. The better result
+    is kept, and samples are exchanged between the heaviest and lighter replicas (`csrc/sample_exchange.cpp`).
 
     llm_loads: [num_samples]; encoder_loads: [num_samples] or [num_encoders, num_samples] (0 encoders are allowed), in any unit
         (seconds, FLOPs, tokens); they are compared and added in double precision. Ties are broken by index: pass samples by their
@@ -35,38 +48,33 @@ def assign_entrain(
     num_microbatches: per replica; at most its number of samples.
     min_num_microbatches: the lower bound for replicas in which one sample's encoder load would dominate a microbatch. None: never
     lower the number; 1: down to Entrain's K_eff. Fewer, larger microbatches are more even, but in simulation every step took as
-    long or longer with them (`benchmarks/entrain_microbatch_count.py`), and they need more memory. max_subset_sums: resolution of
-    the search for the subset to defer, see `SubsetSums`.
+    long or longer with them (`benchmarks/entrain_microbatch_count.py`), and they need more memory.
 
     Several encoders are balanced independently; for the paper's rule (encoders that run one after the other on the same ranks
     count as one) pass the sum of their loads.
 
     Returns every sample's replica, its encoder microbatch and its LLM microbatch there (the same, or the next one), and every
-    replica's number of microbatches. Runs as a C++ kernel, with the same result, if the kernels are built. Raises AssignmentError
-    if there is no sample, a load is negative, not a number or too large, or there are fewer samples than replicas.
+    replica's number of microbatches. Runs as a C++ kernel; without the kernels, replicas get their samples by Entrain's rule
+    alone, and all else is the same. Raises AssignmentError if there are fewer samples than replicas.
     """
-    llm, encoders = _read_loads(llm_loads, encoder_loads)
-    min_num_microbatches = num_microbatches if min_num_microbatches is None else min_num_microbatches
-    validate_count(num_replicas, name="num_replicas")
-    validate_count(num_microbatches, name="num_microbatches")
-    validate_count(min_num_microbatches, name="min_num_microbatches")
-    validate_count(max_subset_sums, name="max_subset_sums")
+    llm = np.asarray(llm_loads, np.float64)
+    encoders = np.ascontiguousarray(encoder_loads, np.float64).reshape(-1, len(llm))
     if len(llm) < num_replicas:
         raise AssignmentError(
             f"{len(llm)} samples cannot fill {num_replicas} replicas; use a larger global batch or fewer replicas"
         )
-    assign = assign_entrain_reference if kernels is None else kernels.assign_entrain
+    assign = _assign_in_python if kernels is None else kernels.assign_entrain
     return assign(
         llm,
         encoders,
         num_replicas=num_replicas,
         num_microbatches=num_microbatches,
-        min_num_microbatches=min_num_microbatches,
-        max_subset_sums=max_subset_sums,
+        min_num_microbatches=num_microbatches if min_num_microbatches is None else min_num_microbatches,
+        max_subset_sums=MAX_SUBSET_SUMS,
     )
 
 
-def assign_entrain_reference(
+def _assign_in_python(
     llm_loads: Loads,
     encoder_loads: Loads,
     *,
@@ -75,12 +83,8 @@ def assign_entrain_reference(
     min_num_microbatches: int,
     max_subset_sums: int,
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Compute the kernel's result in Python.
-
-    Returns every sample's replica, encoder microbatch and LLM microbatch, and every replica's number of microbatches.
-    """
     llm, encoders = llm_loads.tolist(), encoder_loads.tolist()
-    replicas = assign_replicas(llm, encoders=encoders, num_replicas=num_replicas)
+    replicas = _assign_by_llm_load(llm, encoders, num_replicas)
     encoder_microbatches, llm_microbatches, counts = [0] * len(llm), [0] * len(llm), []
     for replica in range(num_replicas):
         members = [sample for sample, replica_of_sample in enumerate(replicas) if replica_of_sample == replica]
@@ -104,6 +108,19 @@ def assign_entrain_reference(
     return replicas, encoder_microbatches, llm_microbatches, counts
 
 
+def _assign_by_llm_load(llm: Sequence[float], encoders: Sequence[Sequence[float]], num_replicas: int) -> list[int]:
+    """Return the replica of every sample by Entrain's rule (4.3)."""
+    shares = dominant_shares(encoders, members=range(len(llm)))
+    bins = [(0.0, 0.0, 0)] * num_replicas  # LLM load, encoder share, number of samples
+    replicas = [0] * len(llm)
+    for sample in sort_descending(shares):
+        replica = min(range(num_replicas), key=bins.__getitem__)
+        llm_load, encoder_share, count = bins[replica]
+        bins[replica] = llm_load + llm[sample], encoder_share + shares[sample], count + 1
+        replicas[sample] = replica
+    return replicas
+
+
 def _add_shares(
     llm: Sequence[float], encoders: Sequence[Sequence[float]], members: Sequence[int], strata: Sequence[int], count: int
 ) -> list[float]:
@@ -113,16 +130,3 @@ def _add_shares(
     for microbatch, encoder_share, llm_share in zip(strata, encoder_shares, llm_shares, strict=True):
         work[microbatch] += encoder_share + llm_share
     return work
-
-
-def _read_loads(llm_loads: npt.ArrayLike, encoder_loads: npt.ArrayLike) -> tuple[Loads, Loads]:
-    """Return [num_samples] and [num_encoders, num_samples] of float64; raises AssignmentError."""
-    llm, encoders = read_loads(llm_loads, name="LLM loads"), read_loads(encoder_loads, name="encoder loads")
-    if llm.ndim != 1 or llm.size == 0:
-        raise AssignmentError(f"LLM loads of shape {llm.shape}: give one per sample, of at least one sample")
-    encoders = encoders[None, :] if encoders.ndim == 1 else encoders
-    if encoders.ndim != 2 or encoders.shape[1] != llm.size:
-        raise AssignmentError(
-            f"encoder loads of shape {encoders.shape} for {llm.size} samples: give one per sample, or a row of them per encoder"
-        )
-    return llm, np.ascontiguousarray(encoders)

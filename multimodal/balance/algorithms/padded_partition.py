@@ -2,21 +2,19 @@
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heapify, heappop, heappush, heapreplace
 from itertools import accumulate
 
-from multimodal.balance.algorithms.exchange_refinement import GOOD_ENOUGH, bin_cost
-
+GOOD_ENOUGH = 1000
+"""Inverse tolerance: a costliest bin that exceeds the lower bound by less than 1 / GOOD_ENOUGH is not improved."""
 CLOSE_BITS = 16
 """The bound of a cut that is not optimal anyway is searched to one part in 2^16."""
 NUM_BOUNDS = 4
 """Bounds tried between the lower bound and that of the best contiguous partition."""
 
 
-def partition_padded(
-    additive: Sequence[int], padded: Sequence[int], *, num_bins: int, max_items_per_bin: int, lower_bound: int
-) -> list[int]:
-    """Return the bin of each item; items are given longest first.
+def partition_padded(additive: Sequence[int], padded: Sequence[int], *, num_bins: int, lower_bound: int) -> list[list[int]]:
+    """Return the items of each bin; items are given longest first.
 
     A bin costs the sum of `additive` plus its number of items times its largest `padded`. A binary search finds the least
     bound under which the items, cut in descending order into segments as long as the bound allows, need no more than
@@ -34,14 +32,12 @@ def partition_padded(
     O(n + num_bins log(cost) log(n)) without an additive part, else O(n log n) for each of five bounds.
     """
     prefix = list(accumulate(additive, initial=0))
-    limit = min(max_items_per_bin, len(padded))
 
     def cost(begin: int, end: int) -> int:
         return prefix[end] - prefix[begin] + (end - begin) * padded[begin]
 
     def segment_end(begin: int, bound: int) -> int:
-        last = min(len(padded), begin + limit)
-        return begin - 1 + bisect_right(range(begin, last + 1), bound, key=lambda end: cost(begin, end))
+        return begin - 1 + bisect_right(range(begin, len(padded) + 1), bound, key=lambda end: cost(begin, end))
 
     def fits(bound: int) -> bool:
         begin = 0
@@ -71,7 +67,7 @@ def partition_padded(
     def complete(bound: int) -> list[list[int]]:
         bins, begin = fill(bound)
         if begin < len(padded):
-            _place_rest(bins, begin, additive, padded, limit)
+            _place_rest(bins, begin, additive, padded)
         return bins
 
     def costliest(bins: Sequence[Sequence[int]]) -> int:
@@ -84,24 +80,22 @@ def partition_padded(
         bound = lower_bound + (high - lower_bound) // NUM_BOUNDS * step if step else 0
         best = min(best, complete(bound), key=costliest)
     _fill_empty_bins(best, additive, padded)
-    bin_of_item = {item: index for index, members in enumerate(best) for item in members}
-    return [bin_of_item[item] for item in range(len(padded))]
+    return best
 
 
-def _place_rest(bins: list[list[int]], begin: int, additive: Sequence[int], padded: Sequence[int], limit: int) -> None:
-    """Put each item from `begin` on into the bin with room that is cheapest afterwards; all bins hold some."""
-    open_bins = [
-        (bin_cost(members, additive, padded) + padded[members[0]], index)
-        for index, members in enumerate(bins)
-        if len(members) < limit
-    ]
-    heapify(open_bins)
+def bin_cost(items: Sequence[int], additive: Sequence[int], padded: Sequence[int]) -> int:
+    """Return the cost of a bin of these items, longest first: their additive costs, and their number times the largest padded."""
+    return sum(additive[item] for item in items) + (len(items) * padded[items[0]] if items else 0)
+
+
+def _place_rest(bins: list[list[int]], begin: int, additive: Sequence[int], padded: Sequence[int]) -> None:
+    """Put each item from `begin` on into the bin that is cheapest afterwards; all bins hold some."""
+    costs = [(bin_cost(members, additive, padded) + padded[members[0]], index) for index, members in enumerate(bins)]
+    heapify(costs)
     for item in range(begin, len(padded)):
-        cost, index = heappop(open_bins)
-        cost += additive[item]
+        cost, index = costs[0]
         bins[index].append(item)
-        if len(bins[index]) < limit:
-            heappush(open_bins, (cost + padded[bins[index][0]], index))
+        heapreplace(costs, (cost + additive[item] + padded[bins[index][0]], index))
 
 
 def _fill_empty_bins(bins: list[list[int]], additive: Sequence[int], padded: Sequence[int]) -> None:

@@ -1,6 +1,5 @@
 """Orders the microbatches of one pipeline so that its stages wait little (DistTrain 5.2, Alg. 3)."""
 
-import operator
 from collections.abc import Iterable, Sequence
 from functools import lru_cache, partial
 
@@ -14,9 +13,9 @@ from multimodal.balance.algorithms.pipeline_recursion import (
     pipeline_end,
     pipeline_steps,
 )
-from multimodal.balance.algorithms.validate_arguments import Loads, read_loads, validate_count
 from multimodal.kernels import kernels
-from multimodal.values.errors import AssignmentError
+
+Loads = npt.NDArray[np.float64]
 
 
 def reorder_microbatches(
@@ -34,13 +33,11 @@ def reorder_microbatches(
     time of a microbatch. The best is improved by exchanges; an order that ends no earlier than the given one is not taken. Orders
     are compared by `pipeline_end`, in which messages between stages take no time. Equal microbatches are ordered by index.
 
-    O((num_microbatches + num_swaps) x steps). Raises AssignmentError if shapes do not fit or a duration is negative, not a
-    number, or too large.
+    Durations are finite and not negative. O((num_microbatches + num_swaps) x steps).
     """
-    forward, backward = _prepare(forward_seconds, backward_seconds=backward_seconds, num_stages=num_stages)
+    forward, backward = map(_with_mean, (forward_seconds, backward_seconds))
     if num_swaps is None:
         num_swaps = min(256, 300_000 // (2 * len(forward) * (forward.shape[1] - 1)))
-    validate_count(num_swaps, name="num_swaps", least=0)
     if kernels is None:
         return reorder_microbatches_reference(forward, backward, num_stages=num_stages, num_swaps=num_swaps)
     codes = _step_codes(num_stages, len(forward) // num_stages, forward.shape[1] - 1)
@@ -50,12 +47,9 @@ def reorder_microbatches(
 def pipeline_seconds(
     order: Sequence[int], *, forward_seconds: npt.ArrayLike, backward_seconds: npt.ArrayLike, num_stages: int
 ) -> float:
-    """Return the duration of a pipeline with microbatches in this order; arguments and errors as in `reorder_microbatches`."""
-    forward, backward = _prepare(forward_seconds, backward_seconds=backward_seconds, num_stages=num_stages)
-    num_microbatches = forward.shape[1] - 1
-    if sorted(order) != list(range(num_microbatches)):
-        raise AssignmentError(f"order {tuple(order)}: give each of the {num_microbatches} microbatches once")
-    steps = pipeline_steps(num_stages, len(forward) // num_stages, num_microbatches)
+    """Return the duration of a pipeline with microbatches in this order; arguments as in `reorder_microbatches`."""
+    forward, backward = map(_with_mean, (forward_seconds, backward_seconds))
+    steps = pipeline_steps(num_stages, len(forward) // num_stages, len(order))
     return pipeline_end(order, steps=steps, num_stages=num_stages, forward=forward.tolist(), backward=backward.tolist())
 
 
@@ -87,20 +81,10 @@ def fill_intervals(
     return order + last
 
 
-def _prepare(forward_seconds: npt.ArrayLike, *, backward_seconds: npt.ArrayLike, num_stages: int) -> tuple[Loads, Loads]:
-    """Check the durations and append the mean over all microbatches, which is used for unknown microbatches."""
-    forward = read_loads(forward_seconds, name="forward seconds")
-    backward = read_loads(backward_seconds, name="backward seconds")
-    if forward.ndim != 2 or 0 in forward.shape or forward.shape != backward.shape:
-        raise AssignmentError(
-            f"forward seconds of shape {forward.shape} and backward seconds of shape {backward.shape}: "
-            "give both a row per virtual stage with an entry per microbatch, of at least one each"
-        )
-    if operator.index(num_stages) < 1 or len(forward) % num_stages:
-        raise AssignmentError(f"{len(forward)} virtual stages on {num_stages} stages: every stage must hold equally many")
-    read_loads([forward.sum(), backward.sum()], name="sums of forward and backward seconds")
-    with_mean = (np.column_stack((seconds, seconds.mean(axis=1))) for seconds in (forward, backward))
-    return next(with_mean), next(with_mean)
+def _with_mean(seconds: npt.ArrayLike) -> Loads:
+    """Append the mean over all microbatches, which is used for unknown microbatches."""
+    values = np.asarray(seconds, np.float64)
+    return np.column_stack((values, values.mean(axis=1)))
 
 
 @lru_cache(maxsize=16)

@@ -3,10 +3,73 @@
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+from scipy.sparse import csr_matrix
 
-from multimodal.balance.nodes.node_volumes import NodeVolumes, VolumeMatrix, read_volumes
 from multimodal.kernels import kernels
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeVolumes:
+    """A volume matrix in compressed rows: batches ascend in each, volumes are positive. Rank i is on node i // ranks_per_node."""
+
+    row_starts: NDArray[np.int64]
+    """[num_ranks + 1]: rank i has the entries row_starts[i] .. row_starts[i + 1] - 1."""
+    batches: NDArray[np.int64]
+    """[num_entries]: index of the new batch."""
+    volumes: NDArray[np.int64]
+    """[num_entries]: bytes of the batch that the rank holds."""
+    ranks_per_node: int
+    """The last node may have fewer."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks, which is also that of new batches."""
+        return len(self.row_starts) - 1
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes, including an incomplete last one."""
+        return -(-self.num_ranks // self.ranks_per_node)
+
+    @property
+    def room(self) -> NDArray[np.int64]:
+        """[num_nodes]: ranks of each node, which is the number of batches it gets."""
+        return np.bincount(np.arange(self.num_ranks) // self.ranks_per_node).astype(np.int64)
+
+    @property
+    def ranks(self) -> NDArray[np.int64]:
+        """[num_entries]: rank that holds each entry."""
+        return np.repeat(np.arange(self.num_ranks), np.diff(self.row_starts))
+
+    @property
+    def held(self) -> NDArray[np.int64]:
+        """[num_ranks]: bytes that each rank holds of all batches."""
+        return _sum_by_rank(self.volumes, self.ranks, self.num_ranks)
+
+    def bytes_sent(self, node_of_batch: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return [num_ranks]: bytes that each rank sends to other nodes if batches go to these nodes."""
+        ranks = self.ranks
+        leaves = node_of_batch[self.batches] != ranks // self.ranks_per_node
+        return _sum_by_rank(self.volumes[leaves], ranks[leaves], self.num_ranks)
+
+
+def read_volumes(volume: ArrayLike | csr_matrix, *, ranks_per_node: int) -> NodeVolumes:
+    """Bring a volume matrix into one form; duplicate entries of a sparse one are added.
+
+    volume: [num_ranks, num_ranks] whole numbers of bytes, at least 0, dense or scipy sparse; a row's sum fits int64.
+    """
+    exact = csr_matrix(volume).astype(np.int64)  # A copy, so that the caller's array does not change.
+    exact.sum_duplicates()
+    exact.eliminate_zeros()
+    return NodeVolumes(exact.indptr.astype(np.int64), exact.indices.astype(np.int64), exact.data, ranks_per_node)
+
+
+def _sum_by_rank(volumes: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+    """Add up in int64 (`bincount` would add in float64)."""
+    sums = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(sums, ranks, volumes)
+    return sums
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +97,7 @@ class NodeRearrangement:
 
 
 def rearrange_nodes(
-    volume: VolumeMatrix,
-    *,
-    ranks_per_node: int,
-    limits: NodeSearchLimits | None = None,
+    volume: ArrayLike | csr_matrix, *, ranks_per_node: int, limits: NodeSearchLimits | None = None
 ) -> NodeRearrangement:
     """Permute balanced batches over ranks such that the most bytes that any rank sends to other nodes are minimal.
 
@@ -50,14 +110,12 @@ def rearrange_nodes(
     worse; a chain is kept as soon as the worst rank, or the number of ranks as bad as it, has improved. The result is never worse
     than the identity, and depends only on the arguments.
 
-    volume: [num_ranks, num_ranks]; entry [i, j] is the number of bytes that rank i holds of new batch j. Dense, scipy sparse, or
-        (indptr, indices, data); whole numbers of at least 0.
+    volume: as in `read_volumes`; entry [i, j] is the number of bytes that rank i holds of new batch j.
     ranks_per_node: rank i is on node i // ranks_per_node; the last node may have fewer ranks.
     limits: of the search; None for the default ones.
 
     The search is a C++ kernel; without the kernels, batches are placed greedily, which is never worse than the identity, either.
-    O(entries log entries) for the start, then at most `limits.max_evaluations` swaps of O(ranks_per_node). Raises AssignmentError
-    if an argument is wrong.
+    O(entries log entries) for the start, then at most `limits.max_evaluations` swaps of O(ranks_per_node).
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
     return build_rearrangement(volumes, search_nodes(volumes, limits=limits or NodeSearchLimits()))

@@ -5,7 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from multimodal.attention.bitfield import MaskMode
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.defer_receives import defer_receives

@@ -13,7 +13,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_densely
 from multimodal.attention.core_attention import MaskedAttention, PackedAttention
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths
-from multimodal.cost.tokens.token_shares import BlockShares, RankShare, WholeItemShares
+from multimodal.cost.token_shares import BlockShares, RankShare, WholeItemShares
 
 LENGTHS = (3, 1, 4)
 

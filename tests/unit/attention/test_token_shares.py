@@ -5,9 +5,8 @@ from hypothesis import strategies as st
 
 from multimodal.attention.attention_mask import AttentionMask
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
-from multimodal.attention.share_tokens import share_tokens
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
-from multimodal.cost.tokens.token_shares import BlockShares, RankShare, WholeItemShares
+from multimodal.attention.share_tokens import TokenDistribution, share_tokens
+from multimodal.cost.token_shares import BlockShares, RankShare, WholeItemShares
 from tests.unit.attention.mask_cases import build_mask, item, random_masks, text
 
 

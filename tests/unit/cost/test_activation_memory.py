@@ -16,7 +16,7 @@ from megatron.runtime.execution.activation_store import SavedTensors, storage_id
 from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.cost.layers.layer import LayerFlops
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.tokens.token_shares import BlockShares, RankShare
+from multimodal.cost.token_shares import BlockShares, RankShare
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision

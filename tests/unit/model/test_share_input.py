@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from multimodal.attention.packed_lengths import ItemSpan
-from multimodal.cost.tokens.token_shares import BlockShares, RankShare
+from multimodal.cost.token_shares import BlockShares, RankShare
 from multimodal.model.stage_input import PackedInput, find_row_ends, share_input
 
 SHARES = BlockShares(np.array([0, 1, 1, 0, 2], dtype=np.int32), 4, num_tokens=9, block_size=2)

@@ -8,8 +8,8 @@ from megatron.runtime.flags.configuration import ModelConfig, ParallelismConfig,
 from megatron.runtime.flags.field_flags import field_flags
 from multimodal.attention.attention_backend import BACKEND_NAMES
 from multimodal.attention.bitfield import MaskMode
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance import BALANCERS
-from multimodal.balance.algorithms.distribute_tokens import TokenDistribution
 from multimodal.balance.balance_options import Granularity, MicrobatchCount
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.plan.planners.planning_request import Sharding

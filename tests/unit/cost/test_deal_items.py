@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from multimodal.cost.tokens.deal_items import TOLERANCE, ItemDealer, RankLoad, deal_items
-from multimodal.cost.tokens.token_shares import CUT, WholeItemShares
+from multimodal.cost.token_shares import CUT, TOLERANCE, ItemDealer, RankLoad, WholeItemShares, deal_items
 from multimodal.cost.unit_load import UnitLoad, add_loads
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths
