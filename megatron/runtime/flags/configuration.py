@@ -198,7 +198,8 @@ class TrainingConfig:
     emulate: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "COSTS.yaml"})
     """Wait as long as this table says instead of computing, and hold the measured step against the simulated one."""
     balance: str = field(default=UNBALANCED, metadata={"choices": lambda: tuple(BALANCERS)})
-    """Method that distributes samples and items over replicas and microbatches."""
+    """Method that distributes samples and items over replicas and microbatches; NAME:key=value,key gives it the options of the
+    next five flags, too: granularity, costs (one for each unit), rearrange-nodes, num-microbatches, merge-encoders."""
     balance_granularity: Literal["item", "sample"] = "item"
     """The unit that balancing an encoder moves: each image or clip by itself, or all of a sample together."""
     unit_costs: tuple[str, ...] = field(default=(), metadata={"metavar": "UNIT=FORM[:W]"})

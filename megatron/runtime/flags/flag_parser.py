@@ -5,7 +5,7 @@ For an unknown flag, the error names Braid's counterpart of Megatron's flag, or 
 
 import argparse
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from megatron.runtime.flags.megatron_flags import explain_megatron_flag, megatro
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_ENDING, names_a_unit, unit_flags
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.named_options import split_options
 
 CONFIG_HELP = "A file with any of these flags as keys. The command line wins over it."
 UNITS_TITLE = "parallelism of the LLM, and of every other unit"
@@ -24,6 +25,42 @@ UNITS_HELP = (
     "-pp, -cp, -dp), --vision-virtual-pipeline-model-parallel-size (--vision-vpp) and --vision-micro-batch-size. Give --model or "
     "--config along with --help to see those of your model."
 )
+
+
+BALANCE_OPTIONS: Mapping[str, tuple[str, str]] = {
+    "granularity": ("--balance-granularity", "item or sample"),
+    "num-microbatches": ("--balance-num-microbatches", "given, effective or predicted"),
+    "merge-encoders": ("--merge-encoders", ""),
+    "costs": ("--unit-costs", "UNIT=FORM[:W]"),
+    "rearrange-nodes": ("--rearrange-nodes", ""),
+}
+"""Option behind a balancer's name -> the flag that it stands for, and its values in words; empty for a switch."""
+
+
+def unfold_balance(tokens: Sequence[str]) -> list[str]:
+    """Return flags with `--balance NAME:key=value,key` as `--balance NAME` and the flags of `BALANCE_OPTIONS`.
+
+    `costs` may come several times, once for each unit. Raises ConfigError for an option that is unknown or lacks its value.
+    """
+    found: list[str] = []
+    costs: list[str] = []
+    for before, token in zip(("", *tokens), tokens, strict=False):
+        start = "--balance=" if token.startswith("--balance=") else ""
+        if not start and before != "--balance":
+            found.append(token)
+            continue
+        name, options = split_options(token.removeprefix(start))
+        found.append(start + name)
+        for key, value in options:
+            flag, expected = BALANCE_OPTIONS.get(key, ("", ""))
+            if not flag or bool(value) != bool(expected):
+                known = ", ".join(f"{each}={values}" if values else each for each, (_, values) in BALANCE_OPTIONS.items())
+                raise ConfigError(f"--balance {token.removeprefix(start)}: '{key}' is no such option; known are {known}")
+            if key == "costs":
+                costs.append(value)
+            else:
+                found.append(f"{flag}={value}" if value else flag)
+    return [*found, "--unit-costs", *costs] if costs else found
 
 
 class FlagParser(argparse.ArgumentParser):
@@ -56,7 +93,7 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_given(self, tokens: Sequence[str]) -> dict[str, Any]:
         """Return destination -> value of the flags that were given, and of no others. Raises ConfigError for unknown flags."""
-        namespace, rest = self.parse_known_args(list(tokens))
+        namespace, rest = self.parse_known_args(unfold_balance(tokens))
         for token in sorted(rest, key=lambda token: not token.startswith("--")):
             self.reject_unknown(token)
         return {name: value for name, value in vars(namespace).items() if name != _SPELLED}

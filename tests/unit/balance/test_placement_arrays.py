@@ -93,10 +93,11 @@ def plain_assignment(case: Case, *, balances: bool) -> Assignment:
             scale = 1024 / (flops.of(item_load(1, 0)._replace(num_squared=0, num_sequences=0)))
         of_groups = [round(scale * sum(amounts[atom] for atom in group)) for group in together.values()]
         cost = options.unit_costs.get(unit, LengthCost())
-        bins = post_balance(of_groups, num_bins=num_replicas, cost=cost) if flat else ((),) * num_replicas
+        bin_of_group = post_balance(of_groups, num_bins=num_replicas, cost=cost) if flat else np.zeros(0)
         groups, count = list(together.values()), -(-sum(map(bool, items)) // num_replicas)
         made = []
-        for members in bins:
+        for replica in range(num_replicas):
+            members = np.flatnonzero(bin_of_group == replica)
             atoms = sorted((atom for index in members for atom in groups[index]), key=flat.index)
             of_atoms = [1 if size else round(scale * amounts[atom]) for atom in atoms]
             most = -(-len(atoms) // size) if size else count

@@ -351,6 +351,42 @@ def test_costs_of_units_are_checked_at_the_start(parse_on_base: Parse, words: st
     }
 
 
+@pytest.mark.parametrize(
+    ("folded", "flags"),
+    [
+        ("orchmllm:granularity=sample,rearrange-nodes", "orchmllm --balance-granularity sample --rearrange-nodes"),
+        ("entrain:num-microbatches=effective", "entrain --balance-num-microbatches effective"),
+        (
+            "orchmllm:costs=vision=padded-attention:0.5,costs=language=linear",
+            "orchmllm --unit-costs vision=padded-attention:0.5 language=linear",
+        ),
+        ("none:", "none"),
+    ],
+)
+def test_options_of_a_balancer_are_its_flags(parse_on_base: Parse, folded: str, flags: str) -> None:
+    assert parse_on_base(f"--balance {folded}").training == parse_on_base(f"--balance {flags}").training
+    assert parse_on_base(f"--balance={folded}").training == parse_on_base(f"--balance {flags}").training
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            "--balance orchmllm:granule=item",
+            "--balance orchmllm:granule=item: 'granule' is no such option; known are granularity=",
+        ),
+        ("--balance entrain:merge-encoders=yes", "'merge-encoders' is no such option"),
+        ("--balance entrain:num-microbatches", "'num-microbatches' is no such option; known are .*num-microbatches=given, eff"),
+        ("--balance disttrain:granularity=sample", "--balance-granularity would be ignored"),
+        ("--balance orchmllm:granularity=sample --balance-granularity item", "set the same thing to different values"),
+        ("--balance sideways:granularity=sample", "invalid choice: 'sideways'"),
+    ],
+)
+def test_wrong_options_of_a_balancer_are_named(parse_on_base: Parse, flags: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_on_base(flags)
+
+
 def test_a_predicted_number_of_microbatches_goes_by_durations(parse_on_base: Parse) -> None:
     cluster = Path("examples/clusters/cpu.yaml").resolve()
     assert (
