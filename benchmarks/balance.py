@@ -218,7 +218,7 @@ def _rearrange(drawn: Drawn, found: Mapping[str, NDArray[np.int32]]) -> tuple[fl
 
 
 def batch_costs(lengths: Lengths, bins: NDArray[np.int32], num_batches: int, cost: LengthCost) -> NDArray[np.float64]:
-    """Return the cost of every batch, [num_batches]: like `LengthCost.batch_cost`, but for all batches at once."""
+    """Return the cost of every batch, [num_batches]: like `batch_cost`, but for all batches at once."""
     sums = np.bincount(bins, weights=lengths, minlength=num_batches)
     counts, longest = np.bincount(bins, minlength=num_batches), np.zeros(num_batches)
     np.maximum.at(longest, bins, lengths)

@@ -1,10 +1,28 @@
-"""A lower bound to compare partitions with."""
+"""The cost of one batch, and a lower bound to compare partitions with."""
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from multimodal.balance.algorithms.post_balance import lower_bound, post_balance
-from multimodal.balance.length_cost import LINEAR_COST, LengthCost, integer_costs
+from multimodal.balance.length_cost import LINEAR_COST, CostForm, LengthCost, integer_costs
+
+
+def batch_cost(lengths: Sequence[float], cost: LengthCost) -> float:
+    """Return the cost of a batch of these lengths, in tokens and without rounding; an empty batch costs nothing."""
+    if not len(lengths):
+        return 0
+    linear, longest = sum(lengths), max(lengths)
+    match cost.form:
+        case CostForm.LINEAR:
+            return linear
+        case CostForm.LINEAR_QUADRATIC:
+            return linear + cost.quadratic_weight * sum(length * length for length in lengths)
+        case CostForm.PADDED:
+            return len(lengths) * longest
+        case CostForm.PADDED_ATTENTION:
+            return linear + cost.quadratic_weight * (len(lengths) * longest * longest)
 
 
 def partition_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: LengthCost = LINEAR_COST) -> float:
@@ -15,7 +33,7 @@ def partition_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: LengthCost
     costs = integer_costs(lengths, cost=cost)
     if costs.additive is None:
         bins = post_balance(lengths, num_bins=num_bins, cost=cost, refinement_steps=0)
-        return max(cost.batch_cost(costs.lengths[bins == index].tolist()) for index in np.unique(bins))
+        return max(batch_cost(costs.lengths[bins == index].tolist(), cost) for index in np.unique(bins))
     order = np.argsort(-costs.lengths, kind="stable")
     padded = None if costs.padded is None else costs.padded[order].tolist()
     return lower_bound(costs.additive[order].tolist(), padded, num_bins=num_bins) / costs.scale

@@ -22,7 +22,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import as_computed
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.cost_table import CostTable
+from multimodal.cost.cost_table import CostTable, TableCosts
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.model_costs import ModelCosts
@@ -30,7 +30,6 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
-from multimodal.cost.table_costs import TableCosts
 from multimodal.cost.table_model import build_table_step
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.data.length_table import read_length_table, uniform_lengths

@@ -1,17 +1,18 @@
 """Balancers, which turn lengths into an Assignment that is the same on every rank. Each has a row of facts."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
 from multimodal.balance.auto import balance_auto
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.batch_work import BatchWork, read_batch
+from multimodal.balance.batch_work import BatchWork, read_batch, sum_by
 from multimodal.balance.disttrain import balance_disttrain
 from multimodal.balance.entrain import balance_entrain
-from multimodal.balance.fit_tokens import fit_tokens
 from multimodal.balance.in_order import balance_in_order, balance_sorted
 from multimodal.balance.orchmllm import balance_every_unit, balance_llm_only, balance_whole_samples
 from multimodal.balance.unlike_replicas import balance_unlike, has_unequal_shares
@@ -71,16 +72,38 @@ class BalancerRow:
 
         If microbatches of equal work have more tokens than `tokens_per_microbatch`, there are more microbatches.
         """
-        balance: Balancer = self.balance
+        balance: Callable[..., Assignment] = self.balance
         if has_unequal_shares(graph, plan):
             if not self.keeps_samples_whole:
                 raise AssignmentError("replicas that are not alike need a --balance that keeps samples whole; choose another one")
             balance = partial(balance_unlike, balance=self.balance)
-        return fit_tokens(read_batch(lengths, graph=graph, options=options), balance=partial(balance, plan=plan))
+        return _fit_tokens(read_batch(lengths, graph=graph, options=options), partial(balance, plan=plan))
 
     def suits(self, placements: Collection[Placement]) -> bool:
         """Return True if `auto` and searches try it on such plans."""
         return not self.needs_costs and (not self.is_for_these_alone or not self.tried_first_on.isdisjoint(placements))
+
+
+def _fit_tokens(work: BatchWork, balance: Callable[[BatchWork], Assignment]) -> Assignment:
+    """Return an assignment whose microbatches of several samples have at most `tokens_per_microbatch`, if that is set.
+
+    Balancers equalise work, not tokens, so the number that suffices on average may be too small. It grows by an eighth, or one,
+    at a time, up to a replica's number of samples.
+    """
+    assignment, most = balance(work), work.options.tokens_per_microbatch
+    if most is None:
+        return assignment
+    arrays, count = work.arrays, 0
+    while True:
+        placed = assignment.placed[work.graph.backbone.name]
+        samples = np.searchsorted(arrays.sample_ids, placed.sample_ids)
+        tokens = sum_by(placed.microbatch_of_atom, arrays.num_tokens[samples], placed.num_microbatches)
+        too_full = (tokens > most) & (np.diff(placed.atom_starts) > 1)
+        count = max(count, int(placed.counts.max(initial=1)))
+        if not too_full.any() or count >= len(arrays):
+            return assignment
+        count += max(1, count // 8)
+        assignment = balance(replace(work, options=replace(work.options, num_microbatches=count)))
 
 
 def placements_of(units: Sequence[UnitPlan]) -> tuple[Placement, ...]:

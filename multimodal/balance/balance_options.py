@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import Protocol
 
 import numpy as np
 
 from multimodal.balance.length_cost import LengthCost
-from multimodal.values.assignment import Assignment
+from multimodal.balance.predictions import Predictor
 from multimodal.values.errors import AssignmentError
 from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.model_graph import ModelGraph
@@ -17,29 +16,6 @@ from multimodal.values.sample_lengths import SampleLengths
 
 MOST_TOKENS = 2**31 - 1
 """Most tokens of one item or text: beyond it, sums of squares would not be exact."""
-
-
-class Prediction(Protocol):
-    """The prediction of one step under one assignment."""
-
-    @property
-    def seconds(self) -> float:
-        """Predicted duration of the step."""
-
-    @property
-    def least_seconds(self) -> float:
-        """A lower bound of `seconds` that is computed quickly."""
-
-    @property
-    def dealt_by_idle_time(self) -> tuple[Assignment, ...]:
-        """The same microbatches on other encoder pipelines, chosen by the idle time of their ranks."""
-
-
-class Predictor(Protocol):
-    """Predicts steps, deterministically."""
-
-    def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> Sequence[Prediction]:
-        """Predict a step of these samples under each of several assignments."""
 
 
 class Granularity(StrEnum):

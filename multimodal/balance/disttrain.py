@@ -11,7 +11,7 @@ from multimodal.balance.algorithms.longest_first_partition import partition_long
 from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatches
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.placement import Groups, cut_replicas, follow_llm
-from multimodal.balance.predicted.shortest import choose_shortest
+from multimodal.balance.predictions import choose_shortest
 from multimodal.values.arrays.rows import integers, row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import Role

@@ -1,7 +1,6 @@
 """The cost of a batch in one unit as a function of the lengths in it: as a number, and in exact integers."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -54,23 +53,8 @@ class LengthCost:
         form, _, weight = text.partition(":")
         return cls(CostForm(form), float(weight or 0))
 
-    def batch_cost(self, lengths: Sequence[float]) -> float:
-        """Return the cost of a batch of these lengths, in tokens; an empty batch costs nothing. O(n)."""
-        if not len(lengths):
-            return 0
-        match self.form:
-            case CostForm.LINEAR:
-                return sum(lengths)
-            case CostForm.LINEAR_QUADRATIC:
-                return sum(lengths) + self.quadratic_weight * sum(length * length for length in lengths)
-            case CostForm.PADDED:
-                return len(lengths) * max(lengths)
-            case CostForm.PADDED_ATTENTION:
-                longest = max(lengths)
-                return sum(lengths) + self.quadratic_weight * (len(lengths) * longest * longest)
-
     def row_costs(self, starts: Integers, lengths: Integers) -> NDArray[np.int64] | NDArray[np.float64]:
-        """Return `batch_cost` of each of several batches; starts: [num_batches + 1] into `lengths`. O(n)."""
+        """Return the cost of each of several batches, in tokens; starts: [num_batches + 1] into `lengths`. O(n)."""
         totals = row_sums(starts, lengths)
         if self.form is CostForm.LINEAR:
             return totals

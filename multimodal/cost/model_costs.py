@@ -10,9 +10,8 @@ from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.flops import step_flops
 from multimodal.cost.pieces.computation_seconds import ComputationSeconds
-from multimodal.cost.pieces.message_costs import MessageCosts
+from multimodal.cost.pieces.message_costs import MessageCosts, StageLinks
 from multimodal.cost.pieces.stage_costs import StageCosts
-from multimodal.cost.pieces.stage_links import StageLinks
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile

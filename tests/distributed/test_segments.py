@@ -3,7 +3,7 @@
 from itertools import product
 from typing import Any
 
-from multimodal.cost.layers.segments import Exchange
+from multimodal.cost.layers.layer import Exchange
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import ActionKind

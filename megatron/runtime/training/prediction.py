@@ -12,13 +12,12 @@ from megatron.runtime.orchestrator.machine import assumed_cluster
 from megatron.runtime.orchestrator.orchestrate import Inputs, first_lengths
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.predicted.better_pair import find_better_pair
+from multimodal.balance.better_pair import find_better_pair
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.cost_table import CostTable
+from multimodal.cost.cost_table import CostTable, TableCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts
-from multimodal.cost.table_costs import TableCosts
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.unit_grid import EVEN, LayerSeconds

@@ -7,12 +7,13 @@ from multimodal.cost.layers.layer import (
     WIDE_BYTES,
     ActivationBytes,
     ActivationCase,
+    Exchange,
     Layer,
     LayerFlops,
     LayerTraffic,
     LinearShape,
+    Segment,
 )
-from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role
 

@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic, LinearShape
-from multimodal.cost.layers.segments import Exchange, Segment
+from multimodal.cost.layers.layer import (
+    ActivationBytes,
+    ActivationCase,
+    Exchange,
+    Layer,
+    LayerFlops,
+    LayerTraffic,
+    LinearShape,
+    Segment,
+)
 from multimodal.cost.seconds.layer_curves import Counts
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import ImageInput, Role, Unit

@@ -1,7 +1,6 @@
 """The first and the last layer of a generator: from the hidden state of each image to the values of its patches."""
 
-from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops
-from multimodal.cost.layers.segments import Exchange, Segment
+from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Exchange, Layer, LayerFlops, Segment
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role
 

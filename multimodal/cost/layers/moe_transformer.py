@@ -4,8 +4,16 @@ from collections.abc import Mapping, Sequence
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import exchange_cost
-from multimodal.cost.layers.layer import INDEX_BYTES, WIDE_BYTES, ActivationBytes, LayerFlops, LinearShape
-from multimodal.cost.layers.segments import Exchange, Segment, SegmentWork
+from multimodal.cost.layers.layer import (
+    INDEX_BYTES,
+    WIDE_BYTES,
+    ActivationBytes,
+    Exchange,
+    LayerFlops,
+    LinearShape,
+    Segment,
+    SegmentWork,
+)
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.seconds.layer_curves import Quadratic
 from multimodal.cost.unit_load import UnitLoad

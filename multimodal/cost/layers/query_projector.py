@@ -3,8 +3,16 @@
 from collections.abc import Mapping
 
 from multimodal.cost.layers.encoder_ends import ProjectorLayer
-from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, LayerFlops, LayerTraffic, LinearShape
-from multimodal.cost.layers.segments import Exchange, Segment
+from multimodal.cost.layers.layer import (
+    WIDE_BYTES,
+    ActivationBytes,
+    ActivationCase,
+    Exchange,
+    LayerFlops,
+    LayerTraffic,
+    LinearShape,
+    Segment,
+)
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Queries, Unit
 from multimodal.values.units.transformer import Transformer

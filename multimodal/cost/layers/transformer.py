@@ -5,8 +5,18 @@ from typing import ClassVar
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.collectives import LayerCollectives, collective_per_token
-from multimodal.cost.layers.layer import WIDE_BYTES, ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic, LinearShape
-from multimodal.cost.layers.segments import Exchange, Segment, SegmentWork
+from multimodal.cost.layers.layer import (
+    WIDE_BYTES,
+    ActivationBytes,
+    ActivationCase,
+    Exchange,
+    Layer,
+    LayerFlops,
+    LayerTraffic,
+    LinearShape,
+    Segment,
+    SegmentWork,
+)
 from multimodal.cost.unit_load import UnitLoad
 
 _PER_PASS = 4

@@ -103,11 +103,6 @@ class ComputationSeconds:
         found = self._of_rows(self._rows(stage[0], False), np.arange(count), lambda load: np.array(seconds(load)))
         return found if found.size else np.zeros((len(found), count))
 
-    def of_replicas(self, unit: str) -> Floats:
-        """[num_stages, num_replicas] seconds of all forwards and backwards of each stage."""
-        placed = self.loads.assignment.placed[unit]
-        return np.stack([np.bincount(placed.replica_of_microbatch, row, placed.num_replicas) for row in self.of_both(unit)[0]])
-
     def of_both(self, unit: str) -> Floats:
         """[2, num_stages, num_microbatches] seconds of forward and backward together, and the waits inside layers among them."""
         placed, seconds = self.loads.assignment.placed[unit], self.of_unit(unit)

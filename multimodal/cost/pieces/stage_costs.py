@@ -12,8 +12,9 @@ from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.seconds.layer_costs import LayerCosts, LayerSeconds
+from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.cost.seconds.layer_seconds import LayerSeconds
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import ComputedLoad, Floats

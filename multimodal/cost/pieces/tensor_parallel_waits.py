@@ -6,8 +6,8 @@ The stages of multimodal/model number them in the same way (`TensorParallelWaits
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from multimodal.cost.layers.layer import Exchange, Segment
 from multimodal.cost.layers.registry import LAYER_KINDS
-from multimodal.cost.layers.segments import Exchange, Segment
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import ActionKind, SegmentRange
 from multimodal.values.backward_need import BackwardNeed

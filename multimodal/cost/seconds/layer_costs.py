@@ -12,19 +12,23 @@ from multimodal.cost.layers.collectives import ATTENTION_BACKWARD, LayerCollecti
 from multimodal.cost.layers.layer import Layer, Recompute
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.memoize import memoized
-from multimodal.cost.seconds.analytic_curves import analytic_curves
 from multimodal.cost.seconds.layer_curves import Counts, Curve, LayerCurves, Quadratic, counted_tokens
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.cost.seconds.layer_seconds import LayerSeconds, PassParts
-from multimodal.cost.seconds.segment_seconds import SegmentSeconds, SegmentShares, segment_seconds, segment_shares
+from multimodal.cost.seconds.layer_seconds import (
+    LayerSeconds,
+    PassParts,
+    SegmentSeconds,
+    SegmentShares,
+    segment_seconds,
+    segment_shares,
+)
 from multimodal.cost.unit_load import CutLoad, UnitLoad
 from multimodal.values.model_graph import ModelGraph
 
-__all__ = ["NO_SECONDS", "LayerCosts", "LayerSeconds"]
-
 _Key = tuple[str, str, int, int, Recompute | None, tuple[int, ...] | None, tuple[int, ...]]
-
-
+_ONE_TOKEN = UnitLoad(1, 1, 1)
+_ONE_INSIDE = UnitLoad(1, 1)
+_PRODUCTS_PER_ADAPTER = 2
 NO_SECONDS = LayerSeconds(0.0, 0.0, 0.0)
 """The costs of an empty load."""
 
@@ -226,3 +230,44 @@ class _Prepared(NamedTuple):
 def _constant(curve: Curve) -> float:
     """Return the seconds that a product takes however small it is; 0 for measured curves that are no quadratic."""
     return curve.constant if isinstance(curve, Quadratic) else 0.0
+
+
+def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerCurves:
+    """Return the curves of one layer on one of the `num_ranks` (tensor x context parallel) ranks that share it.
+
+    A matrix product of w FLOPs on one rank reaches `efficiency x w / (w + half)` of the peak, so it takes
+    `(w + half) / (peak x efficiency)`: the whole layer is an exact quadratic in tokens, with a constant for each small product.
+
+    Input and weight gradients each repeat the forward's products with weights. If a layer has adapters, its weight gradients are
+    only those of adapters (the half of them that tensor parallel ranks do not share is counted as shared); attention's backward
+    belongs to the input gradient, as does that of the elementwise work (`Layer.traffic`).
+    """
+    linear, attention_flops = layer.forward_flops(_ONE_TOKEN if layer.counts == "leaving" else _ONE_INSIDE)
+    in_windows = layer.forward_flops(UnitLoad(1)).attention
+    of_queries = layer.forward_flops(UnitLoad(num_outputs=layer.num_queries)).linear
+    half = cluster.half_efficiency_gflop * 1e9
+    speed, attention_speed = cluster.flops_per_second, cluster.attention_flops_per_second
+    products = Quadratic(layer.num_products * half / speed, linear / num_ranks / speed, sequence=of_queries / num_ranks / speed)
+    adapters = Quadratic(
+        _PRODUCTS_PER_ADAPTER * len(layer.adapted) * half / speed, layer.adapter_flops(_ONE_TOKEN) / num_ranks / speed
+    )
+    attention = Quadratic()
+    if attention_flops:
+        per_token, per_square = (flops / num_ranks / attention_speed for flops in (in_windows, attention_flops - in_windows))
+        attention = Quadratic(half / attention_speed, per_token, per_square)
+    moving, moving_back = _elementwise(layer, num_ranks=num_ranks, cluster=cluster)
+    return LayerCurves(
+        forward=products.plus(adapters, attention, moving),
+        input_gradient=products.plus(adapters, attention.times(ATTENTION_BACKWARD), moving_back),
+        weight_gradient=adapters if layer.adapted else products,
+        attention=attention,
+    )
+
+
+def _elementwise(layer: Layer, *, num_ranks: int, cluster: Cluster) -> tuple[Quadratic, Quadratic]:
+    """Return the curves of the forward and of the backward."""
+    if cluster.memory_bandwidth_gbytes_per_second is None:
+        return Quadratic(), Quadratic()
+    traffic = layer.traffic(cluster.bytes_per_element)
+    bytes_per_second = num_ranks * cluster.memory_bandwidth_gbytes_per_second * 1e9
+    return Quadratic(linear=traffic.forward / bytes_per_second), Quadratic(linear=traffic.input_gradient / bytes_per_second)

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 
 from multimodal.balance.length_cost import CostForm, LengthCost
@@ -14,8 +15,7 @@ from multimodal.values.errors import AssignmentError
     ],
 )
 def test_each_form_costs_what_the_paper_says(form, cost):
-    assert LengthCost(form, 0.5).batch_cost([3, 5, 1]) == cost
-    assert LengthCost(form, 0.5).batch_cost([]) == 0
+    assert LengthCost(form, 0.5).row_costs(np.array([0, 3, 3, 4]), np.array([3, 5, 1, 0])).tolist() == [cost, 0, 0]
 
 
 def test_a_form_is_found_by_its_name():

@@ -4,8 +4,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from multimodal.cost.layers.layer import Exchange
 from multimodal.cost.layers.registry import count_segments, describe_layer
-from multimodal.cost.layers.segments import Exchange
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import Action, ActionKind, Place, SegmentRange

@@ -149,7 +149,9 @@ def test_pieces_cost_what_they_cost_one_by_one(graph, num_parts, is_cut, size) -
 def test_replicas_take_what_their_computations_take(zero_stage, size) -> None:
     costs = costs_of(THREE, size, zero_stage=zero_stage)
     for unit in THREE.unit_names:
-        found = costs.computations.of_replicas(unit)
+        placed = costs.assignment.placed[unit]
+        of_both = costs.computations.of_both(unit)[0]
+        found = np.stack([np.bincount(placed.replica_of_microbatch, row, placed.num_replicas) for row in of_both])
         for stage, replica in np.ndindex(found.shape):
             places = [(unit, replica, stage, index) for index in range(costs.assignment.num_microbatches(unit, replica))]
             expected = sum(costs.compute(Action(kind, *place)).seconds for place in places for kind in KINDS[:2])

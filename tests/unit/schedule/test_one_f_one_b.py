@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from multimodal.cost.cost_table import CostTable
-from multimodal.cost.table_costs import TableCosts
+from multimodal.cost.cost_table import CostTable, TableCosts
 from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS

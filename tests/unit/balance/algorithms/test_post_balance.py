@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from benchmarks.differencing_partition import partition_by_differencing
 from benchmarks.exact_partition import least_costliest
-from benchmarks.partition_bound import partition_lower_bound
+from benchmarks.partition_bound import batch_cost, partition_lower_bound
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.padded_partition import GOOD_ENOUGH
 from multimodal.balance.algorithms.post_balance import post_balance
@@ -37,7 +37,7 @@ def in_bins(bin_of_item, num_bins):
 
 
 def costliest(lengths, bin_of_item, cost):
-    return max(cost.batch_cost([lengths[item] for item in items]) for items in in_bins(bin_of_item, max(bin_of_item) + 1))
+    return max(batch_cost([lengths[item] for item in items], cost) for items in in_bins(bin_of_item, max(bin_of_item) + 1))
 
 
 def optimum(lengths, num_bins, cost):
@@ -116,7 +116,7 @@ def longest_first(costs, num_bins):
 )
 def test_no_partition_is_worse_than_longest_first_or_differencing(cost, rule, lengths, num_bins):
     lengths.sort(reverse=True)
-    peer = rule([cost.batch_cost([length]) for length in lengths], num_bins)
+    peer = rule([batch_cost([length], cost) for length in lengths], num_bins)
     found = post_balance(lengths, num_bins=num_bins, cost=cost)
     assert costliest(lengths, found, cost) <= costliest(lengths, peer, cost) * (1 + ROUNDING)
 

@@ -1,10 +1,33 @@
-"""Takes the assignment with the shortest predicted step."""
+"""Predictions of steps, and the assignment with the shortest one."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
 
-from multimodal.balance.balance_options import Prediction, Predictor
 from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
+
+
+class Prediction(Protocol):
+    """The prediction of one step under one assignment."""
+
+    @property
+    def seconds(self) -> float:
+        """Predicted duration of the step."""
+
+    @property
+    def least_seconds(self) -> float:
+        """A lower bound of `seconds` that is computed quickly."""
+
+    @property
+    def dealt_by_idle_time(self) -> tuple[Assignment, ...]:
+        """The same microbatches on other encoder pipelines, chosen by the idle time of their ranks."""
+
+
+class Predictor(Protocol):
+    """Predicts steps, deterministically."""
+
+    def predict_each(self, assignments: Sequence[Assignment], lengths: Sequence[SampleLengths]) -> Sequence[Prediction]:
+        """Predict a step of these samples under each of several assignments."""
 
 
 def choose_shortest(candidates: Iterable[Assignment], lengths: Sequence[SampleLengths], predictor: Predictor) -> Assignment:

@@ -4,10 +4,9 @@ from random import Random
 
 import pytest
 
-from multimodal.balance import BALANCERS
+from multimodal.balance import BALANCERS, better_pair
 from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.predicted import better_pair
-from multimodal.balance.predicted.better_pair import CLEARLY, find_better_pair
+from multimodal.balance.better_pair import CLEARLY, find_better_pair
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.planners.estimate.candidate import Candidate

@@ -1,1 +1,0 @@
-"""Choices among assignments and schedules by predicted steps."""
