@@ -1,6 +1,6 @@
 """Predicted activations against what autograd keeps of real stages on this machine."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.runtime import platform
 from megatron.runtime.execution.activation_store import SavedTensors, storage_identity
 from megatron.runtime.profiler import build_layer, synthetic_input
-from multimodal.cost.layers.layer import LayerFlops
+from multimodal.cost.layers.layer import Layer, LayerFlops
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.token_shares import BlockShares, RankShare
 from multimodal.cost.unit_load import UnitLoad
@@ -23,7 +23,7 @@ from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.cost.layer_answers import layer_activation_bytes, unit_parameters
+from tests.unit.cost.cost_cases import layer_activation_bytes, unit_parameters
 
 LLAMA = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "ffn_hidden_size": 160}
 QWEN = {**LLAMA, "add_qkv_bias": True}
@@ -85,12 +85,66 @@ def saved_bytes(stage: UnitStage, *inputs: Any) -> int:
     return saved.size_bytes
 
 
-def load_of(graph: ModelGraph, unit: str, kind: str, counted: int) -> UnitLoad:
-    return UnitLoad(counted * (graph.unit(unit).merge_factor if kind.endswith("projector") else 1), 0, counted)
+FULL, PASSED, NONE = BackwardNeed.FULL, BackwardNeed.INPUT_GRADIENT, BackwardNeed.NONE
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+FROZEN = pytest.mark.parametrize("frozen", [False, True])
+RECOMPUTE = pytest.mark.parametrize("recompute", [None, "selective", "full"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [False, True])
+def with_encoder(vision: dict[str, Any], llm: dict[str, Any] = LLAMA, *, name: str = "vision") -> ModelGraph:
+    return ModelGraph.from_dict({"units": {name: {"role": "encoder", **vision}, "llm": {"role": "backbone", **llm}}})
+
+
+def predicted_bytes(
+    graph: ModelGraph,
+    unit: str,
+    kinds: Sequence[str],
+    load: UnitLoad,
+    need: BackwardNeed,
+    *,
+    dtype: Any = torch.float32,
+    **case: Any,
+) -> float:
+    given = {"need": need, "vocab_size": VOCABULARY, "bytes_per_element": dtype.itemsize, "implementation": "local", **case}
+    return sum(layer_activation_bytes(graph, unit, kind, load, **given) for kind in kinds)
+
+
+def check_layer(
+    graph: ModelGraph,
+    unit: str,
+    kind: str,
+    *,
+    counted: int = 256,
+    load: UnitLoad | None = None,
+    need: BackwardNeed = FULL,
+    freezes: bool = False,
+    dtype: Any = torch.float32,
+    recompute: Any = None,
+    within: float = 0.1,
+) -> tuple[Layer, UnitStage]:
+    """Build a layer: it has as many parameters as its costs say, and keeps as many bytes for its backward within a share."""
+    options = BuildOptions(Precision(dtype), recompute=recompute)
+    stage = build_layer(graph, unit, kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
+    layer = describe_layer(graph, graph.unit(unit), kind, vocab_size=VOCABULARY)
+    assert layer.can_be_built
+    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    if freezes:
+        stage.layers.requires_grad_(False)
+    if layer.num_expert_weights:
+        with torch.no_grad():
+            for parameter in stage.parameters():
+                parameter.normal_(0, 0.1)
+    if load is None:
+        merged = graph.unit(unit).merge_factor if kind.endswith("projector") else 1
+        load = UnitLoad(counted * merged, 0, counted)
+    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=counted, num_sequences=2))
+    predicted = predicted_bytes(graph, unit, [kind], load, need, dtype=dtype, recompute=recompute)
+    assert predicted == pytest.approx(measured, rel=within)
+    return layer, stage
+
+
+@DTYPES
+@FROZEN
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("unit", "kind", "recompute"),
@@ -105,78 +159,44 @@ def load_of(graph: ModelGraph, unit: str, kind: str, counted: int) -> UnitLoad:
     ],
 )
 def test_layers_keep_what_is_predicted(unit: str, kind: str, recompute: Any, shape: str, frozen: bool, dtype: Any) -> None:
-    graph, layer, counted = graph_of(shape), kind, 256
-    options = BuildOptions(Precision(dtype), recompute=recompute)
-    stage = build_layer(graph, unit, layer, groups=groups(1), options=options, vocab_size=VOCABULARY)
-    stage.layers.requires_grad_(not frozen)
-    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=counted, num_sequences=2))
-    predicted = layer_activation_bytes(
-        graph,
-        unit,
-        layer,
-        load_of(graph, unit, layer, counted),
-        need=BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL,
-        vocab_size=VOCABULARY,
-        bytes_per_element=dtype.itemsize,
-        implementation="local",
-        recompute=recompute,
-    )
-    assert predicted == pytest.approx(measured, rel=0.05)
+    need = PASSED if frozen else FULL
+    check_layer(graph_of(shape), unit, kind, need=need, freezes=frozen, dtype=dtype, recompute=recompute, within=0.05)
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tensor_parallel_ranks_share_what_is_predicted(shape: str, sequence_parallel: bool) -> None:
-    graph, layer = graph_of(shape), "transformer"
-    options = BuildOptions(sequence_parallel=sequence_parallel)
-    stage = build_layer(graph, "llm", layer, groups=groups(2), options=options, vocab_size=VOCABULARY)
+    graph, options = graph_of(shape), BuildOptions(sequence_parallel=sequence_parallel)
+    stage = build_layer(graph, "llm", "transformer", groups=groups(2), options=options, vocab_size=VOCABULARY)
     measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=128))
-    predicted = layer_activation_bytes(
-        graph,
-        "llm",
-        layer,
-        UnitLoad(128, 0, 128),
-        need=BackwardNeed.FULL,
-        vocab_size=VOCABULARY,
-        tensor_parallel_size=2,
-        sequence_parallel=sequence_parallel,
-        bytes_per_element=4,
-        implementation="local",
-    )
+    sharing = {"tensor_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    predicted = predicted_bytes(graph, "llm", ["transformer"], UnitLoad(128, 0, 128), FULL, **sharing)
     assert predicted / 2 == pytest.approx(measured, rel=0.05)
 
 
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@RECOMPUTE
+@DTYPES
 @pytest.mark.parametrize("shape", SHAPES)
 def test_context_parallel_ranks_share_what_is_predicted(shape: str, dtype: Any, recompute: Any) -> None:
     graph, num_tokens = graph_of(shape), 512
     options = BuildOptions(Precision(dtype), recompute=recompute)
     stage = build_layer(graph, "llm", "transformer", groups=groups(1, context=2), options=options, vocab_size=VOCABULARY)
-    blocks = np.array([0, 1, 1, 0], dtype=np.int32)
-    share = RankShare(BlockShares(blocks, 2, num_tokens, num_tokens // 4), 0)
+    share = RankShare(BlockShares(np.array([0, 1, 1, 0], dtype=np.int32), 2, num_tokens, num_tokens // 4), 0)
     hidden = torch.randn(num_tokens // 2, 1, 64, dtype=dtype).requires_grad_()
     batch = PackedInput((300, 212), torch.from_numpy(share.positions), share=share)
-    predicted = layer_activation_bytes(
-        graph,
-        "llm",
-        "transformer",
-        UnitLoad(num_tokens, 0, num_tokens),
-        need=BackwardNeed.FULL,
-        vocab_size=VOCABULARY,
-        bytes_per_element=dtype.itemsize,
-        implementation="local",
-        recompute=recompute,
-        is_spread=True,
-    )
+    load, case = UnitLoad(num_tokens, 0, num_tokens), {"dtype": dtype, "recompute": recompute, "is_spread": True}
+    predicted = predicted_bytes(graph, "llm", ["transformer"], load, FULL, **case)
     assert predicted / 2 == pytest.approx(saved_bytes(stage, hidden, batch, None), rel=0.05)
 
 
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("shape", SHAPES)
+@RECOMPUTE
+@pytest.mark.parametrize("shape", [*SHAPES, "deepstack"])
 @pytest.mark.parametrize("unit", ["vision", "llm"])
 def test_stages_keep_the_sum_of_their_layers(unit: str, shape: str, recompute: Any) -> None:
-    graph, num_tokens, num_targets = graph_of(shape), 128, 48
+    """Parameters exactly; what a whole unit keeps within a tenth, with deepstack, too, where states travel beside others."""
+    is_deep, num_tokens = shape == "deepstack", 128
+    deep = {**GPT, "image": {**IMAGE, "deepstack_layers": [0, 2], "position_grid": 3}}
+    graph = with_encoder(deep, QWEN3) if is_deep else graph_of(shape)
     described = graph.unit(unit)
     stage = UnitStage(
         graph=graph,
@@ -186,55 +206,18 @@ def test_stages_keep_the_sum_of_their_layers(unit: str, shape: str, recompute: A
         options=BuildOptions(recompute=recompute),
         vocab_size=VOCABULARY,
     ).train()
-    positions = torch.arange(num_tokens)
+    places, rows = torch.arange(num_tokens), torch.arange(48)
     if unit == "vision":
-        batch = PackedInput((64, 64), torch.stack((positions, positions), 1), patches=torch.randn(num_tokens, 16))
-        load = UnitLoad(num_tokens, 0, num_tokens // 4)
+        corners = (places, places, 128 + places, 128 + places) if is_deep else (places, places)
+        batch = PackedInput((64, 64), torch.stack(corners, 1), patches=torch.randn(num_tokens, 16))
+        inputs, load = (None, batch), UnitLoad(num_tokens, 0, num_tokens // 4)
     else:
-        rows = torch.arange(num_targets)
-        batch = PackedInput((100, 28), positions, token_ids=positions, target_rows=rows, targets=rows)
-        load = UnitLoad(num_tokens, 0, num_targets)
-    predicted = sum(
-        layer_activation_bytes(
-            graph,
-            unit,
-            kind,
-            load,
-            need=BackwardNeed.FULL,
-            vocab_size=VOCABULARY,
-            bytes_per_element=4,
-            implementation="local",
-            recompute=recompute,
-        )
-        for kind in described.layers
-    )
-    assert predicted == pytest.approx(saved_bytes(stage, None, batch), rel=0.1)
-
-
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
-@pytest.mark.parametrize("unit", ["vision", "llm"])
-def test_deepstack_is_counted(unit: str, recompute: Any) -> None:
-    """Parameters exactly; what a whole unit keeps, in which hidden states travel beside others, within a tenth."""
-    image = {**IMAGE, "deepstack_layers": [0, 2], "position_grid": 3}
-    units = {"vision": {"role": "encoder", **GPT, "image": image}, "llm": {"role": "backbone", **QWEN3}}
-    graph, num_tokens = ModelGraph.from_dict({"units": units}), 128
-    described = graph.unit(unit)
-    options, layers = BuildOptions(recompute=recompute), range(len(described.layers))
-    stage = UnitStage(
-        graph=graph, unit_name=unit, layers=layers, groups=groups(1), options=options, vocab_size=VOCABULARY
-    ).train()
-    places, items = torch.arange(num_tokens), None
-    if unit == "vision":
-        places = torch.stack((places, places, 128 + places, 128 + places), 1)
-        batch, load = PackedInput((64, 64), places, patches=torch.randn(num_tokens, 16)), UnitLoad(num_tokens, 0, num_tokens // 4)
-    else:
-        rows = torch.arange(48)
-        given = {"token_ids": places, "target_rows": rows, "targets": rows, "item_rows": rows}
-        batch, load = PackedInput((100, 28), places, **given), UnitLoad(num_tokens, 0, 48)
-        items = torch.randn(48, 3 * 64)
-    costs = {"need": BackwardNeed.FULL, "bytes_per_element": 4, "implementation": "local", "recompute": recompute}
-    predicted = sum(layer_activation_bytes(graph, unit, kind, load, vocab_size=VOCABULARY, **costs) for kind in described.layers)
-    assert predicted == pytest.approx(saved_bytes(stage, None, batch, items), rel=0.1)
+        items = {"item_rows": rows} if is_deep else {}
+        batch = PackedInput((100, 28), places, token_ids=places, target_rows=rows, targets=rows, **items)
+        inputs = (None, batch, torch.randn(48, 3 * 64)) if is_deep else (None, batch)
+        load = UnitLoad(num_tokens, 0, 48)
+    predicted = predicted_bytes(graph, unit, described.layers, load, FULL, recompute=recompute)
+    assert predicted == pytest.approx(saved_bytes(stage, *inputs), rel=0.1)
     assert unit_parameters(graph, described, vocab_size=VOCABULARY) == sum(each.numel() for each in stage.parameters())
 
 
@@ -261,79 +244,36 @@ def test_parameters_are_counted_as_they_are_built(shape: str, changes: dict[str,
         assert unit_parameters(graph, unit, vocab_size=VOCABULARY) == total
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@FROZEN
 @pytest.mark.parametrize("options", [{}, {"has_pre_norm": True}, {"num_registers": 3, "position_grid": 12}])
 def test_learned_positions_are_counted(options: dict[str, Any], frozen: bool) -> None:
-    """Parameters exactly; what the first layer keeps for its backward, where it has one, within a tenth."""
     image = {"patch_size": 4, "merge_size": 1, "image_size": 32, "class_token": "dropped", **options}
-    units = {
-        "vision": {"role": "encoder", **CLIP, "image": image, "projector_norm": "none"},
-        "llm": {"role": "backbone", **LLAMA},
-    }
-    graph = ModelGraph.from_dict({"units": units})
-    kind = graph.unit("vision").layers[0]
-    stage = build_layer(graph, "vision", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
-    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
-    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
-    stage.layers.requires_grad_(not frozen)
-    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
-    need = BackwardNeed.NONE if frozen else BackwardNeed.FULL
-    predicted = layer_activation_bytes(
-        graph, "vision", kind, UnitLoad(256), need=need, vocab_size=VOCABULARY, bytes_per_element=4, implementation="local"
-    )
-    assert predicted == pytest.approx(measured, rel=0.1)
+    graph = with_encoder({**CLIP, "image": image, "projector_norm": "none"})
+    kind, need = graph.unit("vision").layers[0], NONE if frozen else FULL
+    check_layer(graph, "vision", kind, load=UnitLoad(256), need=need, freezes=frozen)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@FROZEN
 @pytest.mark.parametrize("shape", ["llama", "gpt"])
 @pytest.mark.parametrize("queries", [{"num_queries": 24}, {"num_queries": 24, "num_layers": 2, "has_self_attention": True}])
 def test_queries_are_counted(queries: dict[str, Any], shape: str, frozen: bool) -> None:
-    """Parameters exactly; what attention of queries to tokens keeps, within a tenth."""
     widths = {"hidden_size": 48, "num_attention_heads": 3, "ffn_hidden_size": 80}
-    vision = {"role": "encoder", **SHAPES[shape], "image": IMAGE, "queries": {**queries, **widths}}
-    graph = ModelGraph.from_dict({"units": {"vision": vision, "llm": {"role": "backbone", **LLAMA}}})
-    kind = graph.unit("vision").layers[-1]
-    stage = build_layer(graph, "vision", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
-    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
-    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
-    stage.layers.requires_grad_(not frozen)
-    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
-    need = BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL
-    load, case = UnitLoad(256, 0, 48, 2), {"bytes_per_element": 4, "implementation": "local"}
-    predicted = layer_activation_bytes(graph, "vision", kind, load, need=need, vocab_size=VOCABULARY, **case)
-    assert predicted == pytest.approx(measured, rel=0.1)
+    graph = with_encoder({**SHAPES[shape], "image": IMAGE, "queries": {**queries, **widths}})
+    kind, need = graph.unit("vision").layers[-1], PASSED if frozen else FULL
+    check_layer(graph, "vision", kind, load=UnitLoad(256, 0, 48, 2), need=need, freezes=frozen)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@FROZEN
+@RECOMPUTE
 def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
     shape = {**LLAMA, "num_query_groups": 4, "add_bias_linear": True}
-    units = {"vision": {"role": "encoder", **shape, "image": {**IMAGE, "window_size": 16}}, "llm": {"role": "backbone", **LLAMA}}
-    graph = ModelGraph.from_dict({"units": units})
-    kind = graph.unit("vision").layers[1]
-    options = BuildOptions(recompute=recompute)
-    stage = build_layer(graph, "vision", kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
-    layer = describe_layer(graph, graph.unit("vision"), kind, vocab_size=VOCABULARY)
-    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
+    graph = with_encoder({**shape, "image": {**IMAGE, "window_size": 16}})
+    kind, need = graph.unit("vision").layers[1], PASSED if frozen else FULL
+    layer, _ = check_layer(graph, "vision", kind, load=UnitLoad(256), need=need, freezes=frozen, recompute=recompute)
     assert layer.forward_flops(UnitLoad(256)) == LayerFlops(2.0 * 256 * layer.num_weights, 4.0 * 64 * 256 * 16)
-    stage.layers.requires_grad_(not frozen)
-    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
-    need = BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL
-    predicted = layer_activation_bytes(
-        graph,
-        "vision",
-        kind,
-        UnitLoad(256),
-        need=need,
-        vocab_size=VOCABULARY,
-        bytes_per_element=4,
-        implementation="local",
-        recompute=recompute,
-    )
-    assert predicted == pytest.approx(measured, rel=0.1)
 
 
-@pytest.mark.parametrize("frozen", [False, True])
+@FROZEN
 @pytest.mark.parametrize(
     ("kind", "counted"), [("audio_embedding", 256), ("windowed_transformer", 256), ("linear_projector", 128)]
 )
@@ -341,59 +281,19 @@ def test_windows_are_counted(recompute: Any, frozen: bool) -> None:
     "audio", [{"merge": "averaged", "chunk_tokens": 16}, {"merge": "averaged", "max_tokens": 500}], ids=["chunks", "whole clips"]
 )
 def test_sound_is_counted(audio: dict[str, Any], kind: str, counted: int, frozen: bool) -> None:
-    """Parameters exactly; what layers keep within a tenth."""
     shape = {**GPT, "has_rotary_positions": False, "has_linear_projector": True, "projector_norm": "merged"}
-    ear = {"role": "encoder", **shape, "audio": {"num_mel_bins": 8, **audio}}
-    graph = ModelGraph.from_dict({"units": {"ear": ear, "llm": {"role": "backbone", **LLAMA}}})
-    if kind not in graph.unit("ear").layers:
-        kind = "transformer"
-    stage = build_layer(graph, "ear", kind, groups=groups(1), options=BuildOptions(), vocab_size=VOCABULARY)
-    layer = describe_layer(graph, graph.unit("ear"), kind, vocab_size=VOCABULARY)
-    assert layer.can_be_built
-    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
-    stage.layers.requires_grad_(not frozen)
-    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=counted, num_sequences=2))
-    without = BackwardNeed.NONE if kind == "audio_embedding" else BackwardNeed.INPUT_GRADIENT
-    predicted = layer_activation_bytes(
-        graph,
-        "ear",
-        kind,
-        load_of(graph, "ear", kind, counted),
-        need=without if frozen else BackwardNeed.FULL,
-        vocab_size=VOCABULARY,
-        bytes_per_element=4,
-        implementation="local",
-    )
-    assert predicted == pytest.approx(measured, rel=0.1)
+    graph = with_encoder({**shape, "audio": {"num_mel_bins": 8, **audio}}, name="ear")
+    kind = kind if kind in graph.unit("ear").layers else "transformer"
+    without = NONE if kind == "audio_embedding" else PASSED
+    check_layer(graph, "ear", kind, counted=counted, need=without if frozen else FULL, freezes=frozen)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@DTYPES
+@FROZEN
+@RECOMPUTE
 @pytest.mark.parametrize("shape", [MIXTRAL, SHARING], ids=["mixtral", "sharing"])
 def test_experts_are_counted(shape: dict[str, Any], recompute: Any, frozen: bool, dtype: Any) -> None:
-    """Parameters exactly; what a layer keeps within a hundredth."""
-    graph, kind = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **shape}}}), "moe_transformer"
-    options = BuildOptions(Precision(dtype), recompute=recompute)
-    stage = build_layer(graph, "llm", kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
-    layer = describe_layer(graph, graph.unit("llm"), kind, vocab_size=VOCABULARY)
-    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
-    of_experts = sum(each.numel() for name, each in stage.named_parameters() if ".experts." in name)
-    assert layer.num_expert_weights == of_experts
-    stage.layers.requires_grad_(not frozen)
-    with torch.no_grad():
-        for parameter in stage.parameters():
-            parameter.normal_(0, 0.1)
-    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=256, num_sequences=2))
-    predicted = layer_activation_bytes(
-        graph,
-        "llm",
-        kind,
-        UnitLoad(256),
-        need=BackwardNeed.INPUT_GRADIENT if frozen else BackwardNeed.FULL,
-        vocab_size=VOCABULARY,
-        bytes_per_element=dtype.itemsize,
-        implementation="local",
-        recompute=recompute,
-    )
-    assert predicted == pytest.approx(measured, rel=0.01)
+    graph, need = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **shape}}}), PASSED if frozen else FULL
+    case = {"load": UnitLoad(256), "need": need, "freezes": frozen, "dtype": dtype, "recompute": recompute, "within": 0.01}
+    layer, stage = check_layer(graph, "llm", "moe_transformer", **case)
+    assert layer.num_expert_weights == sum(each.numel() for name, each in stage.named_parameters() if ".experts." in name)

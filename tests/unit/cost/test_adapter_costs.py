@@ -8,21 +8,17 @@ import pytest
 import torch
 import yaml
 
-from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.cost.layers.registry import describe_layer, read_model
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.schedule.unit_cost import unit_cost
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Lora, ModelGraph
-from tests.unit.cost.layer_answers import layer_activation_bytes
-from tests.unit.cost.test_activation_memory import VOCABULARY, fake_groups, graph_of, groups, load_of, saved_bytes
+from tests.unit.cost.test_activation_memory import VOCABULARY, check_layer, fake_groups, graph_of
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request
 from tests.unit.schedule.schedule_cases import build_case, build_graph
 
@@ -53,26 +49,9 @@ def adapted(graph: ModelGraph, unit: str, kind: str, modules: tuple[str, ...]) -
 def test_layers_have_and_keep_what_is_predicted(
     unit: str, kind: str, modules: Any, shape: str, dtype: Any, recompute: Any
 ) -> None:
-    graph, counted = adapted(graph_of(shape), unit, kind, modules), 256
-    options = BuildOptions(Precision(dtype), recompute=recompute)
-    stage = build_layer(graph, unit, kind, groups=groups(1), options=options, vocab_size=VOCABULARY)
-    layer = describe_layer(graph, graph.unit(unit), kind, vocab_size=VOCABULARY)
-    assert layer.num_parameters == sum(parameter.numel() for parameter in stage.parameters())
-    trained = sum(parameter.numel() for parameter in stage.parameters() if parameter.requires_grad)
-    assert layer.num_trained_weights == trained
-    predicted = layer_activation_bytes(
-        graph,
-        unit,
-        kind,
-        load_of(graph, unit, kind, counted),
-        need=BackwardNeed.FULL,
-        vocab_size=VOCABULARY,
-        bytes_per_element=dtype.itemsize,
-        implementation="local",
-        recompute=recompute,
-    )
-    measured = saved_bytes(stage, *synthetic_input(stage, num_tokens=counted, num_sequences=2))
-    assert measured == pytest.approx(predicted, rel=0.02)
+    graph = adapted(graph_of(shape), unit, kind, modules)
+    layer, stage = check_layer(graph, unit, kind, dtype=dtype, recompute=recompute, within=0.02)
+    assert layer.num_trained_weights == sum(each.numel() for each in stage.parameters() if each.requires_grad)
 
 
 def test_weight_gradients_are_those_of_adapters_alone() -> None:

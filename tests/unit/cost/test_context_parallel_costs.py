@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
@@ -15,19 +14,11 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from tests.unit.cost.layer_answers import layer_activation_bytes
-from tests.unit.cost.message_answers import transfer
+from tests.unit.cost.cost_cases import cluster_of, graph_of, layer_activation_bytes, transfer
 
-LINKS = {
-    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
-    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 2},
-}
-CLUSTER = Cluster.from_dict({"gpus_per_node": 16, "peak_tflops": 100.0, "memory_gb": 80, "efficiency": 0.5, **LINKS})
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "activation": "gelu"}
-GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+CLUSTER, GRAPH = cluster_of(gpus_per_node=16), graph_of(activation="gelu")
 LENGTHS = [SampleLengths(sample, (ItemLengths("vision", 4000, 1000),), 2000, 1500) for sample in range(2)]
 ASSIGNMENT = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
 NUM_TOKENS = 3000

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from multimodal.cost.layers.registry import describe_layer, read_model
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.cost.layer_answers import parameter_count, unit_parameters
+from tests.unit.cost.cost_cases import parameter_count, unit_parameters
 
 FOLDER = Path(__file__).parents[3] / "examples" / "models"
 TOTALS = {
@@ -76,10 +77,13 @@ def test_units_have_their_published_size(name: str, unit: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_every_model_file_is_read_and_says_its_vocabulary(path: Path) -> None:
-    graph = ModelGraph.from_file(path)
+def test_every_model_file_says_its_vocabulary_and_whether_it_can_only_be_planned(path: Path) -> None:
+    graph = read_model(path)
     assert graph.backbone.vocab_size
     assert ModelGraph.from_dict(graph.to_dict()) == graph
+    can_train = all(describe_layer(graph, unit, kind, vocab_size=0).can_be_built for unit in graph.units for kind in unit.layers)
+    says_so = "# To be planned and simulated only, not trained:" in path.read_text()
+    assert says_so is not can_train
 
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}

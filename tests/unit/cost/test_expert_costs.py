@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
@@ -16,13 +15,9 @@ from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
+from tests.unit.cost.cost_cases import SHAPE, cluster_of
 
-LINKS = {
-    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
-    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 2},
-}
-CLUSTER = Cluster.from_dict({"gpus_per_node": 16, "peak_tflops": 100.0, "memory_gb": 80, "efficiency": 0.5, **LINKS})
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
+CLUSTER = cluster_of(gpus_per_node=16)
 GRAPH = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE, "experts": {"num_experts": 8}}}})
 NUM_TOKENS, VOCABULARY = 1500, 512
 LENGTHS = [SampleLengths(sample, (), NUM_TOKENS, 700) for sample in range(4)]
@@ -45,15 +40,11 @@ def test_tokens_travel_there_and_back_in_every_layer(experts: int) -> None:
     alone, shared = costs_of(1).compute(FORWARD), costs_of(experts).compute(FORWARD)
     travelling = NUM_TOKENS * 2 * 64 * 2 * (experts - 1) / experts / 100e9
     assert shared.seconds - alone.seconds == pytest.approx(2 * 2 * (travelling + 2e-6))
-    back = replace_kind(FORWARD, ActionKind.BACKWARD)
+    back = FORWARD._replace(kind=ActionKind.BACKWARD)
     added = costs_of(experts).compute(back).seconds - costs_of(1).compute(back).seconds
     assert added == pytest.approx(2 * 2 * (travelling + 2e-6))
     again = costs_of(experts, recompute="full").compute(back).seconds - costs_of(1, recompute="full").compute(back).seconds
     assert again == pytest.approx(2 * added), "the forward is repeated, with its exchanges"
-
-
-def replace_kind(action: Action, kind: ActionKind) -> Action:
-    return action._replace(kind=kind)
 
 
 def test_gradients_of_experts_are_reduced_by_those_who_hold_them() -> None:

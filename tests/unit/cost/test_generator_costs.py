@@ -1,6 +1,5 @@
 import pytest
 
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.flops import step_flops, unit_flops
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.model_costs import ModelCosts
@@ -11,19 +10,8 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.item_passes import pass_items
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from tests.unit.cost.message_answers import transfer
+from tests.unit.cost.cost_cases import EVEN_CLUSTER, transfer
 
-LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
-CLUSTER = Cluster.from_dict(
-    {
-        "gpus_per_node": 4,
-        "peak_tflops": 100.0,
-        "memory_gb": 80,
-        "efficiency": 0.5,
-        "intra_node": LINK,
-        "inter_node": {**LINK, "nics_per_node": 2},
-    }
-)
 SHAPE = {"num_layers": 2, "num_attention_heads": 4, "ffn_hidden_size": 256, "activation": "gelu"}
 GRAPH = ModelGraph.from_dict(
     {
@@ -44,7 +32,7 @@ PLAN = Plan.from_dict(
 IMAGE = ItemLengths("painter", 40, 0)
 LENGTHS = [SampleLengths(0, (IMAGE, IMAGE), 20, 15), SampleLengths(1, (), 30, 30), SampleLengths(2, (IMAGE,), 10, 5)]
 ASSIGNMENT = Assignment({"llm": (((Atom(0), Atom(1)), (Atom(2),)),), "painter": (((Atom(0),), (Atom(2),)),)})
-COSTS = ModelCosts(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
+COSTS = ModelCosts(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS, EVEN_CLUSTER, vocab_size=512)
 
 
 def test_the_llm_hands_over_one_hidden_state_an_image():
@@ -87,7 +75,7 @@ def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():
         {"units": {name: {"replicas": [{"stages": [{"ranks": [rank], "layers": [[0, 4]]}]}]} for name, rank in stages.items()}}
     )
     assignment = Assignment({"vision": (((Atom(0, 0),),),), "llm": (((Atom(0),),),), "painter": (((Atom(0),),),)})
-    costs = ModelCosts(assignment.shape(given, plan), assignment, lengths, CLUSTER, vocab_size=512)
+    costs = ModelCosts(assignment.shape(given, plan), assignment, lengths, EVEN_CLUSTER, vocab_size=512)
     for target in ("llm", "painter"):
         send = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 0, Place(target, 0, 0, 0))
         assert transfer(costs, send, shape=costs.shape).occupied_seconds == pytest.approx(2 * 10 * 64 / 100e9)

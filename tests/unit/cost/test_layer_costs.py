@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.seconds.layer_costs import NO_SECONDS, LayerCosts
@@ -15,15 +14,9 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, item_load
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
+from tests.unit.cost.cost_cases import cluster_of, graph_of
 
-LINKS = {
-    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
-    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 2},
-}
-CLUSTER = Cluster.from_dict({"gpus_per_node": 4, "peak_tflops": 100.0, "memory_gb": 80, "efficiency": 0.5, **LINKS})
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
-GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+CLUSTER, GRAPH = cluster_of(), graph_of()
 PLAIN = LayerCosts(GRAPH, CLUSTER, 512)
 LAYER, HEAD = "transformer", "head"
 LOAD = item_load(100, 80)

@@ -2,7 +2,6 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import TransferCost, collective_seconds, message_cost
 from multimodal.cost.flops import step_flops
 from multimodal.cost.layers.registry import describe_layer
@@ -13,20 +12,11 @@ from multimodal.cost.unit_load import UnitLoad, sample_load
 from multimodal.values.action import Action, ActionKind, LayerRange, Place
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
-from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from tests.unit.cost.layer_answers import layer_activation_bytes
-from tests.unit.cost.message_answers import transfer
+from tests.unit.cost.cost_cases import cluster_of, graph_of, layer_activation_bytes, transfer
 
-LINKS = {
-    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0},
-    "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 2},
-}
-CLUSTER = {"gpus_per_node": 4, "peak_tflops": 100.0, "memory_gb": 80, "efficiency": 0.5, **LINKS}
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256, "activation": "gelu"}
-GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+CLUSTER, GRAPH = cluster_of(), graph_of(activation="gelu")
 TWO_STAGES = [{"ranks": [4, 5], "layers": [[0, 2]]}, {"ranks": [6, 7], "layers": [[2, 4]]}]
 PLAN = Plan.from_dict(
     {
@@ -43,7 +33,7 @@ ASSIGNMENT = Assignment(
         "llm": (((Atom(0), Atom(1)), (Atom(2), Atom(3))),),
     }
 )
-COSTS = ModelCosts(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS, Cluster.from_dict(CLUSTER), vocab_size=512)
+COSTS = ModelCosts(ASSIGNMENT.shape(GRAPH, PLAN), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
 
 
 def test_all_computations_together_cost_the_steps_flops():
@@ -91,11 +81,10 @@ def test_messages_are_hidden_states_inside_a_unit_and_projected_items_between_un
 
 
 def test_ranks_of_a_node_share_its_network_cards():
-    cluster = Cluster.from_dict(CLUSTER)
-    assert [cluster.nic(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
-    cost = message_cost(20e9, source_ranks=(0, 1, 2, 3), target_ranks=(4, 5, 6, 7), cluster=cluster)
+    assert [CLUSTER.nic(rank) for rank in range(8)] == [0, 0, 1, 1, 2, 2, 3, 3]
+    cost = message_cost(20e9, source_ranks=(0, 1, 2, 3), target_ranks=(4, 5, 6, 7), cluster=CLUSTER)
     assert (cost.occupied_seconds, cost.link) == (pytest.approx(1.0), -1)
-    assert message_cost(20e9, source_ranks=(3,), target_ranks=(4,), cluster=cluster).link == 1
+    assert message_cost(20e9, source_ranks=(3,), target_ranks=(4,), cluster=CLUSTER).link == 1
 
 
 def test_replicas_reduce_fp32_gradients_and_gather_bf16_parameters():
@@ -121,14 +110,13 @@ def test_the_parts_of_a_reduction_by_layer_make_up_the_whole():
 
 
 def test_collectives_across_nodes_share_the_cards():
-    cluster = Cluster.from_dict(CLUSTER)
-    assert collective_seconds(1e9, ranks=(0, 4), cluster=cluster) == pytest.approx(5e-6 + 0.5 / 5)
+    assert collective_seconds(1e9, ranks=(0, 4), cluster=CLUSTER) == pytest.approx(5e-6 + 0.5 / 5)
 
 
 def test_a_ring_takes_as_many_steps_over_the_network_as_there_are_nodes_but_one():
-    cluster = Cluster.from_dict(CLUSTER)  # four ranks a node; 2 us inside, 5 us between
-    assert collective_seconds(0.0, ranks=range(8), cluster=cluster) == pytest.approx(6 * 2e-6 + 5e-6)
-    assert collective_seconds(0.0, ranks=(0, 4, 8, 12), cluster=cluster) == pytest.approx(3 * 5e-6)
+    """Four ranks a node; 2 us inside, 5 us between."""
+    assert collective_seconds(0.0, ranks=range(8), cluster=CLUSTER) == pytest.approx(6 * 2e-6 + 5e-6)
+    assert collective_seconds(0.0, ranks=(0, 4, 8, 12), cluster=CLUSTER) == pytest.approx(3 * 5e-6)
 
 
 def test_memory_of_a_gpt_layer_is_korthikantis():
@@ -207,27 +195,3 @@ def test_full_recomputation_keeps_inputs_and_works_on_one_layer():
     received = 2 * 10 * 64 * 2
     assert full.memory.activation_bytes(place) == 2 * 64 * 60 / 2 + received
     assert full.static_bytes(2) - COSTS.static_bytes(2) == 32 * 64 * 60 / 2
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"peak_tflops": None}, "peak_tflops: expected a positive number, found None"),
-        ({"device": "H100"}, "exactly one of 'device' and 'peak_tflops'"),
-        ({"gpus": 8}, "unknown key 'gpus'"),
-        ({"efficiency": 2.0}, "cannot exceed 1"),
-        ({"intra_node": {"latency_us": 1}}, "intra_node: 'bandwidth_gbytes_per_second' is missing"),
-        ({"inter_node": {**LINKS["inter_node"], "nics_per_node": 8}}, "8 cards for 4 accelerators"),
-        ({"gpus_per_node": 0}, "a positive integer, found 0"),
-    ],
-)
-def test_wrong_clusters_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        Cluster.from_dict({**CLUSTER, **change})
-
-
-def test_a_device_brings_its_peak():
-    described = {key: value for key, value in CLUSTER.items() if key != "peak_tflops"}
-    assert Cluster.from_dict({**described, "device": "H100"}).peak_tflops == 989.0
-    with pytest.raises(ConfigError, match="unknown device 'Abacus'"):
-        Cluster.from_dict({**described, "device": "Abacus"})

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.cost.cluster import NodeLink
-from multimodal.cost.layers.collectives import LayerCollectives
+from multimodal.cost.layers.collectives import (
+    GATHERED_AT_ONCE_BYTES,
+    LayerCollectives,
+    count_groups_at_once,
+    held_key_bytes,
+)
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_curves import Quadratic
 from tests.unit.cost.test_layer_costs import CLUSTER, GRAPH, LAYER, LOAD
@@ -72,3 +77,14 @@ def test_a_forward_that_is_repeated_is_cut_again():
     cut = LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=4)
     plain, repeated = (cut.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=each) for each in (None, "full"))
     assert repeated.input_gradient - plain.input_gradient == pytest.approx(plain.forward)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "share_of_the_most", "at_once"),
+    [(8, 0.0, 8), (8, 0.125, 8), (8, 0.126, 4), (6, 0.25, 3), (5, 0.3, 1), (4, 3.0, 1)],
+)
+def test_small_groups_of_heads_are_gathered_together(num_groups: int, share_of_the_most: float, at_once: int) -> None:
+    bytes_per_group = share_of_the_most * GATHERED_AT_ONCE_BYTES
+    assert count_groups_at_once(num_groups, bytes_per_group=bytes_per_group) == at_once
+    assert held_key_bytes(num_groups, bytes_per_group=bytes_per_group) == min(2 * at_once, num_groups) * bytes_per_group
+    assert held_key_bytes(num_groups, bytes_per_group=bytes_per_group) <= 2 * max(GATHERED_AT_ONCE_BYTES, bytes_per_group)

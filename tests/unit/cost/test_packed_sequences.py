@@ -4,26 +4,20 @@ import pytest
 
 from megatron.runtime.orchestrator.profile_layers import packed_sizes, sizes_between
 from multimodal.cost.assigned_loads import AssignedLoads
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
 from multimodal.plan.colocated import plan_colocated
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from tests.unit.cost.cost_cases import EVEN_CLUSTER, graph_of
 
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
-GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
-LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
-CLUSTER = Cluster.from_dict(
-    {"gpus_per_node": 4, "peak_tflops": 100.0, "memory_gb": 80, "intra_node": LINK, "inter_node": {**LINK, "nics_per_node": 2}}
-)
+GRAPH = graph_of()
 CURVES = LayerCurves(
     Quadratic(1.0, 0.1, 0.01, 4.0), Quadratic(2.0, 0.2, 0.02, 5.0), Quadratic(3.0, 0.3), Quadratic(0.5, 0.0, 0.01, 0.25)
 )
-COSTS = LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): CURVES}))
+COSTS = LayerCosts(GRAPH, EVEN_CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): CURVES}))
 
 
 def test_sequences_add_up_over_items_and_samples() -> None:
@@ -58,7 +52,7 @@ def test_more_ranks_share_tokens_but_not_the_calls_for_each_sequence() -> None:
 
 def test_a_profile_without_sequences_costs_as_before() -> None:
     curves = LayerCurves(*(Quadratic(*curve[:3]) for curve in CURVES))
-    costs = LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): curves}))
+    costs = LayerCosts(GRAPH, EVEN_CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): curves}))
     load = item_load(100, 0)
     assert costs.seconds("llm", "transformer", load) == costs.seconds("llm", "transformer", load._replace(num_sequences=9))
 

@@ -17,16 +17,11 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from tests.unit.cost.cost_cases import EVEN_CLUSTER, graph_of
 
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
-GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
-LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 2.0}
-CLUSTER = Cluster.from_dict(
-    {"gpus_per_node": 4, "peak_tflops": 100.0, "memory_gb": 80, "intra_node": LINK, "inter_node": {**LINK, "nics_per_node": 2}}
-)
+GRAPH = graph_of()
 CURVES = LayerCurves(Quadratic(), Quadratic(), Quadratic())
 STEP = StepProfile(seconds=1.0, computation_seconds=0.25, unit_update_seconds=0.5, weight_update_seconds=1e-4)
 SAMPLES = (SampleLengths(0, (ItemLengths("vision", 8, 8),), 8, 8), SampleLengths(1, (), 8, 8))
@@ -39,7 +34,7 @@ def weights(unit: str, layers: range) -> int:
 
 
 def costs(
-    plan: Plan, *, profile: LayerProfile | None = None, cluster: Cluster = CLUSTER, options: RunOptions | None = None
+    plan: Plan, *, profile: LayerProfile | None = None, cluster: Cluster = EVEN_CLUSTER, options: RunOptions | None = None
 ) -> ModelCosts:
     assignment = Assignment({"vision": (((Atom(0, 0),), ()),), "llm": (((Atom(0),), (Atom(1),)),)})
     return ModelCosts(assignment.shape(GRAPH, plan), assignment, SAMPLES, cluster, 512, options or RunOptions(), profile)
@@ -101,7 +96,7 @@ def test_what_is_frozen_is_not_updated() -> None:
 
 def test_without_a_profile_an_update_moves_bytes() -> None:
     assert costs(ALONE).update_seconds == 0.0, "the cluster says no bandwidth"
-    fast = replace(CLUSTER, memory_bandwidth_gbytes_per_second=1000.0)
+    fast = replace(EVEN_CLUSTER, memory_bandwidth_gbytes_per_second=1000.0)
     everything = sum(weights(unit.name, range(len(unit.layers))) for unit in GRAPH.units)
     # bf16: the fp32 gradient four times, master weight and two moments there and back, the weight once
     moved = pytest.approx(everything * (16 + 24 + 2) / 1e12)
