@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from multimodal.balance.algorithms.pipeline_recursion import PipelineRecursion, PipelineStep, pipeline_steps
+from multimodal.balance.algorithms.pipeline_recursion import PipelineRecursion, pipeline_steps
 from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
@@ -90,10 +90,3 @@ def test_intervals_after_the_warm_up_do_not_depend_on_what_is_not_known():
             recursion.append(microbatch)
         intervals.append(found)
     assert intervals[0] == intervals[1] and len(set(intervals[0])) == 8
-
-
-def test_what_a_step_needs():
-    assert PipelineStep(True, 0, 2).needed(3) is None
-    assert PipelineStep(False, 2, 2).needed(3) is None
-    assert PipelineStep(True, 2, 1).needed(3) == PipelineStep(True, 1, 1)
-    assert PipelineStep(False, 0, 1).needed(3) == PipelineStep(False, 1, 1)
