@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from multimodal.balance.batch_work import BatchWork
-from multimodal.values.assignment import Assignment, Microbatch
+from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 
@@ -49,7 +49,10 @@ def balance_unlike(work: BatchWork, *, plan: Plan, balance: Callable[..., Assign
         owners_here = [owners[of_sample[microbatch[0].sample_id]] for microbatch in own]
         if len(own_shares) != len(shares):
             owners_here = _deal([1.0] * len(own), share_microbatches(len(own), own_shares))
-        placed[name] = _split(own, owners_here, len(own_shares))
+        placed[name] = tuple(
+            tuple(microbatch for microbatch, owner in zip(own, owners_here, strict=True) if owner == replica)
+            for replica in range(len(own_shares))
+        )
     return Assignment(placed)
 
 
@@ -77,11 +80,3 @@ def _deal(work: Sequence[float], shares: Sequence[int]) -> list[int]:
         owner = min(open_ones, key=lambda each: ((loads[each] + work[index]) / shares[each], each))
         owners[index], counts[owner], loads[owner] = owner, counts[owner] + 1, loads[owner] + work[index]
     return owners
-
-
-def _split(microbatches: Sequence[Microbatch], owners: Sequence[int], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
-    """Give each microbatch to its owner; they keep their order."""
-    found: list[list[Microbatch]] = [[] for _ in range(num_replicas)]
-    for microbatch, owner in zip(microbatches, owners, strict=True):
-        found[owner].append(microbatch)
-    return tuple(map(tuple, found))

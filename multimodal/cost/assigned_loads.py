@@ -71,8 +71,11 @@ class AssignedLoads:
         """Return each microbatch's load on the context parallel rank with the most tokens, times their number, as arrays."""
         places = [place for place in self.shape.microbatches if place.unit == unit and unit in self._dealers]
         if places:
-            fullest = [self._fullest(unit, self.assignment.atoms(place)) for place in places]
-            columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*fullest, strict=True)]
+            shared = (self._rank_loads(unit, self.assignment.atoms(place)) for place in places)
+            fullest = [max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens) for parts in shared]
+            num_ranks = self._dealers[unit].num_ranks
+            of_all = ([of_all_ranks(load, num_ranks) for load in part] for part in fullest)
+            columns: list[Any] = [np.array(part, np.int64).reshape(-1, 4).T for part in zip(*of_all, strict=True)]
             return RankLoad(*(UnitLoad(*part) for part in columns))
         loads = self.of_microbatches(unit)
         nothing = UnitLoad(*(np.zeros_like(column) for column in loads))  # type: ignore[arg-type]
@@ -94,11 +97,6 @@ class AssignedLoads:
             of_all_ranks(add_loads(busiest), dealer.num_ranks),
             CutLoad(of_all_ranks(busiest.cut, dealer.num_ranks), num_gathered),
         )
-
-    def _fullest(self, unit: str, atoms: Microbatch) -> RankLoad:
-        num_ranks, parts = self._dealers[unit].num_ranks, self._rank_loads(unit, atoms)
-        fullest = max(parts, key=lambda part: part.whole.num_tokens + part.cut.num_tokens)
-        return RankLoad(*(of_all_ranks(load, num_ranks) for load in fullest))
 
     @memoized
     def _rank_loads(self, unit: str, atoms: Microbatch) -> tuple[RankLoad, ...]:

@@ -59,7 +59,11 @@ class CostTable:
         top = Plain(value, "cost table", ConfigError).mapping(known=_TABLE_KEYS, required=("num_microbatches", "units"))
         count = top["num_microbatches"].read(int, minimum=1, maximum=_MOST_MICROBATCHES)
         entries = top["units"].mapping(at_least=1, expected="each unit's name with its upstream and stages")
-        found = {name: _unit_entries(name, entry) for name, entry in entries.items()}
+        expected = "a mapping with upstream and stages"
+        found = {
+            name: replace(entry, where=f"unit '{name}'").mapping(known=_UNIT_KEYS, required=("stages",), expected=expected)
+            for name, entry in entries.items()
+        }
         upstream = {name: _upstream(keys, names=tuple(entries)) for name, keys in found.items()}
         units: dict[str, UnitSeconds] = {}
         next_rank = 0
@@ -78,12 +82,6 @@ class CostTable:
     def from_file(cls, path: str | Path) -> "CostTable":
         """Read a YAML or JSON table; a ConfigError names the line."""
         return read_file(path, cls.from_dict, error=ConfigError)
-
-
-def _unit_entries(name: str, entry: Plain) -> dict[str, Plain]:
-    return replace(entry, where=f"unit '{name}'").mapping(
-        known=_UNIT_KEYS, required=("stages",), expected="a mapping with upstream and stages"
-    )
 
 
 def _upstream(keys: Mapping[str, Plain], *, names: tuple[str, ...]) -> tuple[str, ...]:

@@ -37,27 +37,22 @@ def pipeline_steps(num_stages: int, num_chunks: int, num_microbatches: int) -> t
     That order is 1F1B (stage s starts with num_stages - s - 1 forwards) or, where stages hold several chunks, interleaved 1F1B.
     O(steps).
     """
-    waiting = [
-        deque(
-            _one_f_one_b(stage, num_stages, num_microbatches)
-            if num_chunks == 1
-            else _interleaved(stage, num_stages, num_chunks, num_microbatches)
-        )
-        for stage in range(num_stages)
-    ]
-    steps: dict[PipelineStep, None] = {}
+    waiting = []
+    for stage in range(num_stages):
+        queue = deque(_one_f_one_b(stage, num_stages, num_microbatches))
+        if num_chunks > 1:
+            order = interleaved_order(stage, num_stages=num_stages, chunks=num_chunks, num_microbatches=num_microbatches)
+            steps = ((each.kind is ActionKind.FORWARD, each.chunk * num_stages + stage, each.microbatch) for each in order)
+            queue = deque(map(PipelineStep._make, steps))
+        waiting.append(queue)
+    done: dict[PipelineStep, None] = {}
     while any(waiting):
-        num_before = len(steps)
+        num_before = len(done)
         for queue in waiting:
-            while queue and ((needed := queue[0].needed(num_stages * num_chunks)) is None or needed in steps):
-                steps[queue.popleft()] = None
-        assert len(steps) > num_before, "the orders of the stages wait for each other in a circle"
-    return tuple(steps)
-
-
-def _interleaved(stage: int, num_stages: int, num_chunks: int, num_microbatches: int) -> Sequence[PipelineStep]:
-    order = interleaved_order(stage, num_stages=num_stages, chunks=num_chunks, num_microbatches=num_microbatches)
-    return [PipelineStep(step.kind is ActionKind.FORWARD, step.chunk * num_stages + stage, step.microbatch) for step in order]
+            while queue and ((needed := queue[0].needed(num_stages * num_chunks)) is None or needed in done):
+                done[queue.popleft()] = None
+        assert len(done) > num_before, "the orders of the stages wait for each other in a circle"
+    return tuple(done)
 
 
 def _one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Sequence[PipelineStep]:

@@ -30,7 +30,7 @@ def adapt_units(
     chosen: dict[str, dict[str, None]] = {name: {} for name in linear_layers}
     for pattern in targets or (f"{graph.backbone.name}.*",):
         matched = {
-            name: _matching(pattern, _unit_names(graph, name), layers, only_inside=not targets)
+            name: _matching(pattern, (name, "llm") if name == graph.backbone.name else (name,), layers, only_inside=not targets)
             for name, layers in linear_layers.items()
         }
         if not any(matched.values()):
@@ -58,11 +58,6 @@ def _resolved(unit: Unit, layers: Mapping[str, bool]) -> Unit:
             )
         chosen |= dict.fromkeys(matched)
     return replace(unit, lora=replace(unit.lora, targets=tuple(chosen)))
-
-
-def _unit_names(graph: ModelGraph, name: str) -> tuple[str, ...]:
-    """Return the names that flags may use for a unit."""
-    return (name, "llm") if name == graph.backbone.name else (name,)
 
 
 def _matching(pattern: str, units: Sequence[str], layers: Mapping[str, bool], *, only_inside: bool) -> list[str]:

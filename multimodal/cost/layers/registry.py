@@ -1,9 +1,7 @@
 """All kinds of layer that a unit may list, by name."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from multimodal.cost.layers.adapters import LinearLayers, resolve_adapters
 from multimodal.cost.layers.backbone_ends import HeadLayer, TokenEmbeddingLayer
@@ -88,7 +86,7 @@ def read_model(path: str | Path) -> ModelGraph:
     """
     if Path(path).is_dir():
         return _with_known_kinds(read_graph(path))
-    graph = read_file(path, _checked_model, error=ModelError)
+    graph = read_file(path, lambda value: _with_known_kinds(ModelGraph.from_dict(value)), error=ModelError)
     return replace(graph, units=tuple(_beside(Path(path), unit) for unit in graph.units))
 
 
@@ -100,10 +98,6 @@ def _beside(path: Path, unit: Unit) -> Unit:
 
     module = replace(unit.module, directory=found(unit.module.directory)) if unit.module is not None else None
     return replace(unit, module=module, weights=found(unit.weights) if unit.weights is not None else None)
-
-
-def _checked_model(value: Mapping[str, Any]) -> ModelGraph:
-    return _with_known_kinds(ModelGraph.from_dict(value))
 
 
 def _with_known_kinds(graph: ModelGraph) -> ModelGraph:

@@ -105,7 +105,7 @@ class ComputationSeconds:
 
     def of_both(self, unit: str) -> Floats:
         """[2, num_stages, num_microbatches] seconds of forward and backward together, and the waits inside layers among them."""
-        placed, seconds = self.loads.assignment.placed[unit], self.of_unit(unit)
+        placed, seconds = self.loads.assignment.placed[unit], self.of_unit(unit, of_subsets=False)
         has_backward = np.zeros((seconds.shape[2], placed.num_replicas), bool)
         for stage, where in self.stages.alike(unit):
             has_backward[where] = self.loads.shape.backward_need(*stage).has_backward
@@ -113,15 +113,12 @@ class ComputationSeconds:
         found: Floats = np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
         return found
 
-    def of_unit(self, unit: str, *, of_subsets: bool = False) -> Floats:
+    @memoized
+    def of_unit(self, unit: str, *, of_subsets: bool) -> Floats:
         """[2, kinds, num_stages, num_rows] seconds of the `COMPUTATIONS`, and the waits for collectives inside layers among them.
 
         Rows are the unit's microbatches, or the sample subsets of all of them in the order of `StepShape.consumers`.
         """
-        return self._of_unit(unit, of_subsets)
-
-    @memoized
-    def _of_unit(self, unit: str, of_subsets: bool) -> Floats:
         replicas, rows = self.loads.assignment.placed[unit].replica_of_microbatch, self._rows(unit, of_subsets)
         if of_subsets:
             replicas = np.repeat(replicas, np.diff(self.loads.routes_from(unit).subset_starts))
@@ -170,7 +167,7 @@ class ComputationSeconds:
         Time that belongs to no segment is shared evenly.
         """
         rows, replicas = self._rows(unit, False), self.loads.assignment.placed[unit].replica_of_microbatch
-        whole = self.of_unit(unit)[:, :, stage]
+        whole = self.of_unit(unit, of_subsets=False)[:, :, stage]
         of_keys = [(key, np.flatnonzero(where[stage][replicas])) for key, where in self.stages.alike(unit)]
         counts = {key: self.stages.stages.num_segments(key) for key, chosen in of_keys if len(chosen)}
         found = np.zeros((*whole.shape[:2], max(counts.values(), default=0), whole.shape[2]))

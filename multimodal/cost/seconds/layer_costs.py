@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from multimodal.cost.seconds.layer_seconds import (
 from multimodal.cost.unit_load import CutLoad, UnitLoad
 from multimodal.values.model_graph import ModelGraph
 
-_Key = tuple[str, str, int, int, Recompute | None, tuple[int, ...] | None, tuple[int, ...]]
 _ONE_TOKEN = UnitLoad(1, 1, 1)
 _ONE_INSIDE = UnitLoad(1, 1)
 _PRODUCTS_PER_ADAPTER = 2
@@ -80,8 +78,7 @@ class LayerCosts:
         is_array = isinstance(load.num_tokens, np.ndarray)
         if not is_array and not load.num_tokens:
             return NO_SECONDS
-        key = unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks
-        prepared = self._prepared.get(key) or self._prepare(*key)
+        prepared = self._prepare(unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks)
         counted = counted_tokens(load, counts=prepared.counts)
         forward = prepared.curves.forward.at(*counted)
         input_gradient = prepared.curves.input_gradient.at(*counted)
@@ -121,9 +118,9 @@ class LayerCosts:
         return PassParts(attention, waiting, waiting * (2 if prepared.recompute == "full" else 1), repeats_attention, repeats_all)
 
     def _of(self, unit: str, kind: str, shared: Mapping[str, Any]) -> "_Prepared":
-        sizes = (shared[name] for name in ("tensor_parallel_size", "context_parallel_size", "recompute", "ranks"))
-        key = unit, kind, *sizes, shared.get("expert_ranks", ())
-        return self._prepared.get(key) or self._prepare(*key)
+        tensor_size, context_size = shared["tensor_parallel_size"], shared["context_parallel_size"]
+        recompute, expert_ranks = shared["recompute"], shared.get("expert_ranks", ())
+        return self._prepare(unit, kind, tensor_size, context_size, recompute, shared["ranks"], expert_ranks)
 
     def collectives(self, unit: str, kind: str, **shared: Any) -> LayerCollectives:
         """Return a layer's collectives; arguments as in `seconds`. Ranks with equal collectives take equal seconds."""
@@ -139,6 +136,7 @@ class LayerCosts:
     def _describe(self, unit: str, kind: str) -> Layer:
         return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
 
+    @memoized
     def _prepare(
         self,
         unit: str,
@@ -162,8 +160,10 @@ class LayerCosts:
         if recompute and layer.recomputes:
             repeated.append(curves.forward if recompute == "full" else curves.attention)
         is_cut = collectives.tensor != Quadratic()
-        cutting = _constant(curves.weight_gradient) * (self.num_overlapped_parts - 1) if is_cut else 0.0
-        prepared = _Prepared(
+        # A product takes a constant however small it is; measured curves that are no quadratic have none.
+        constant = curves.weight_gradient.constant if isinstance(curves.weight_gradient, Quadratic) else 0.0
+        cutting = constant * (self.num_overlapped_parts - 1) if is_cut else 0.0
+        return _Prepared(
             curves,
             tuple(repeated),
             collectives,
@@ -173,12 +173,6 @@ class LayerCosts:
             cutting,
             2 * cutting if recompute == "full" else cutting,
         )
-        self._prepared[unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks] = prepared
-        return prepared
-
-    @cached_property
-    def _prepared(self) -> dict[_Key, "_Prepared"]:
-        return {}
 
 
 class _Prepared(NamedTuple):
@@ -225,11 +219,6 @@ class _Prepared(NamedTuple):
         return self.collectives.exposed_tensor(
             num_tokens, num_squared, products_seconds=products_seconds, num_parts=self.num_parts
         )
-
-
-def _constant(curve: Curve) -> float:
-    """Return the seconds that a product takes however small it is; 0 for measured curves that are no quadratic."""
-    return curve.constant if isinstance(curve, Quadratic) else 0.0
 
 
 def analytic_curves(layer: Layer, *, num_ranks: int, cluster: Cluster) -> LayerCurves:

@@ -69,7 +69,9 @@ class Interpolated(NamedTuple):
         if not num_tokens:
             return 0.0
         length = num_squared / num_tokens
-        return num_tokens / length * self._at_one(length)
+        right = min(max(bisect_right(self.tokens, length), 1), len(self.tokens) - 1)
+        (before, after), (low, high) = self.tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return num_tokens / length * max(0.0, low + (high - low) * (length - before) / (after - before))
 
     def shared(self, factor: float) -> "Interpolated":
         """Return the curve of `factor` times the work, as on more or fewer ranks."""
@@ -78,11 +80,6 @@ class Interpolated(NamedTuple):
     def times(self, factor: float) -> "Interpolated":
         """Return the curve with all seconds multiplied by `factor`."""
         return self.shared(factor)
-
-    def _at_one(self, length: float) -> float:
-        right = min(max(bisect_right(self.tokens, length), 1), len(self.tokens) - 1)
-        (before, after), (low, high) = self.tokens[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
-        return max(0.0, low + (high - low) * (length - before) / (after - before))
 
 
 Curve = Quadratic | Interpolated

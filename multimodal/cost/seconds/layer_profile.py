@@ -96,10 +96,10 @@ class LayerProfile:
         """Plain form, read back by `from_dict`."""
         units: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for (unit, kind, *sizes), curves in self.curves.items():
-            entry = {
-                **dict(zip(_SIZES, sizes, strict=True)),
-                **{name: _curve_to_plain(curve) for name, curve in curves._asdict().items()},
-            }
+            entry: dict[str, Any] = dict(zip(_SIZES, sizes, strict=True))
+            for name, curve in curves._asdict().items():
+                is_fitted = isinstance(curve, Quadratic)
+                entry[name] = list(curve) if is_fitted else {key: list(points) for key, points in curve._asdict().items()}
             units.setdefault(unit, {}).setdefault(kind, []).append(entry)
         plain = {"device": self.device, "dtype": self.dtype, "units": units}
         return plain if self.step is None else {**plain, "step": self.step.to_dict()}
@@ -116,7 +116,9 @@ class LayerProfile:
                 key = unit, kind, *_sizes(entry)
                 if key in curves:
                     entry.fail(f"tp {key[2]}, cp {key[3]} is listed twice; leave one out")
-                curves[key] = _curves_from_plain(entry, also=_SIZES)
+                parts = entry.mapping(known=(*LayerCurves._fields, *_SIZES), required=_REQUIRED_CURVES)
+                of_layer = {name: _curve_from_plain(part) for name, part in parts.items() if name not in _SIZES}
+                curves[key] = LayerCurves(**of_layer)
         step = top["step"].build(StepProfile) if "step" in top else None
         device, dtype = (top[key].read(str) if key in top else "" for key in ("device", "dtype"))
         return cls(device, dtype, curves, step)
@@ -145,18 +147,6 @@ def _sizes(entry: Plain) -> tuple[int, int]:
     sizes = entry.mapping()
     tensor, context = (sizes[name].read(int, minimum=1, maximum=MOST_RANKS) if name in sizes else 1 for name in _SIZES)
     return tensor, context
-
-
-def _curves_from_plain(value: Plain, *, also: tuple[str, ...] = ()) -> LayerCurves:
-    """Build from the plain form; also: further keys that are allowed. Raises the error of `value`, naming the place."""
-    parts = value.mapping(known=(*LayerCurves._fields, *also), required=_REQUIRED_CURVES)
-    return LayerCurves(**{name: _curve_from_plain(part) for name, part in parts.items() if name not in also})
-
-
-def _curve_to_plain(curve: Curve) -> Any:
-    if isinstance(curve, Quadratic):
-        return list(curve)
-    return {"tokens": list(curve.tokens), "seconds": list(curve.seconds)}
 
 
 def _curve_from_plain(value: Plain) -> Curve:
