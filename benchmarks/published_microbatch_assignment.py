@@ -6,7 +6,7 @@ the docstring says with what.
 
 from collections.abc import Sequence
 
-from multimodal.balance.algorithms.pipeline_recursion import PipelineRecursion, pipeline_steps
+from multimodal.balance.algorithms.pipeline_recursion import interval_to_fill, pipeline_steps
 
 Groups = list[list[int]]
 
@@ -31,18 +31,14 @@ def published_inter_reordering(forward: Sequence[Sequence[float]], *, backward: 
     """
     num_stages, num_microbatches = len(forward), len(forward[0])
     forward, backward = ([[*row, sum(row) / len(row)] for row in table] for table in (forward, backward))
-    recursion = PipelineRecursion(
-        pipeline_steps(num_stages, 1, num_microbatches), num_stages=num_stages, forward=forward, backward=backward
-    )
+    steps = pipeline_steps(num_stages, 1, num_microbatches)
     sizes = [sum(row[each] for row in (*forward, *backward)) for each in range(num_microbatches)]
     by_size = sorted(range(num_microbatches), key=lambda each: sizes[each])
     order, rear, pending = [by_size[0]], by_size[1:num_stages], by_size[num_stages:]
-    recursion.append(order[0])
     while pending:
-        interval = recursion.interval()
+        interval = interval_to_fill(order, steps=steps, num_stages=num_stages, forward=forward, backward=backward)
         closest = min(pending, key=lambda each: abs(forward[0][each] - interval))
         pending.remove(closest)
-        recursion.append(closest)
         order.append(closest)
     return order + rear
 

@@ -65,10 +65,10 @@ def _one_f_one_b(stage: int, num_stages: int, num_microbatches: int) -> Sequence
     return steps
 
 
-def pipeline_end(
+def step_ends(
     order: Sequence[int], *, steps: Sequence[PipelineStep], num_stages: int, forward: Seconds, backward: Seconds
-) -> float:
-    """Return the end of the last step if the pipeline starts at 0 and runs its microbatches in this order. O(steps).
+) -> dict[PipelineStep | None, float]:
+    """Return the end of every step if the pipeline starts at 0 and runs its microbatches in this order; None ends at 0. O(steps).
 
     steps: a result of `pipeline_steps`.
     """
@@ -78,75 +78,28 @@ def pipeline_end(
         seconds = (forward if step.is_forward else backward)[step.virtual_stage][order[step.position]]
         stage = step.virtual_stage % num_stages
         free_at[stage] = ends[step] = max(free_at[stage], ends[step.needed(len(forward))]) + seconds
-    return max(free_at)
+    return ends
 
 
-class PipelineRecursion:
-    """The end of every step, as far as the order of microbatches is known (DistTrain 5.2, GETINTERVAL).
+def interval_to_fill(
+    order: Sequence[int], *, steps: Sequence[PipelineStep], num_stages: int, forward: Seconds, backward: Seconds
+) -> float:
+    """Return the time of stage 0 that the forwards of the next microbatch should fill (DistTrain 5.2, GETINTERVAL). O(steps).
 
-    Every step is computed once for good, and a few times more for intervals.
+    Per chunk: the time from the end of the step before its forward to the moment at which the next backward can start, divided by
+    the forwards up to that backward; negative if the backward is ready earlier. Microbatches that are not in the order yet take
+    the time of the last column (with one chunk, intervals after the warm-up do not depend on it).
+
+    order: of the microbatches before it, at least one.
     """
-
-    def __init__(self, steps: Sequence[PipelineStep], *, num_stages: int, forward: Seconds, backward: Seconds) -> None:
-        self._seconds = (backward, forward)
-        self._num_stages, self._num_virtual_stages = num_stages, len(forward)
-        self._unknown = len(forward[0]) - 1
-        self._order: list[int] = []
-        self._next = [0] * num_stages
-        self._free_at = [0.0] * num_stages
-        self._ends: dict[PipelineStep | None, float] = {None: 0.0}
-        self._steps: list[list[PipelineStep]] = [[] for _ in range(num_stages)]
-        self._index: dict[PipelineStep, int] = {}
-        for step in steps:
-            of_stage = self._steps[step.virtual_stage % num_stages]
-            self._index[step] = len(of_stage)
-            of_stage.append(step)
-
-    def append(self, microbatch: int) -> None:
-        """Append a microbatch to the order and compute every step that this makes possible."""
-        self._order.append(microbatch)
-        self._run(num_known=len(self._order), first_stage_stops_at=len(self._steps[0]))
-
-    def interval(self) -> float:
-        """Return the time of stage 0 that the forwards of the next microbatch in the order should fill.
-
-        Per chunk: the time from the end of the step before its forward to the moment at which the next backward can start,
-        divided by the forwards up to that backward; negative if the backward is ready earlier. Microbatches that are not in the
-        order yet take the time of the last column (with one chunk, intervals after the warm-up do not depend on it).
-        """
-        position, total = len(self._order), 0.0
-        saved = self._next.copy(), self._free_at.copy()
-        for virtual_stage in range(0, self._num_virtual_stages, self._num_stages):
-            index = self._index[PipelineStep(True, virtual_stage, position)]
-            self._run(num_known=self._unknown, first_stage_stops_at=index)
-            free_at, after = self._free_at[0], index
-            while self._steps[0][after].is_forward:
-                after += 1
-            self._run(num_known=self._unknown, first_stage_stops_at=after)
-            ready_at = self._ends[self._steps[0][after].needed(self._num_virtual_stages)]
-            total += (ready_at - free_at) / (after - index)
-        self._next, self._free_at = saved
-        return total
-
-    def _run(self, *, num_known: int, first_stage_stops_at: int) -> None:
-        """Compute steps in rounds over the stages, up and down, until none is possible."""
-        has_run = True
-        while has_run:
-            has_run = False
-            for stage in (*range(self._num_stages), *range(self._num_stages - 2, -1, -1)):
-                stop = first_stage_stops_at if stage == 0 else len(self._steps[stage])
-                while self._next[stage] < stop and self._run_next(stage, num_known):
-                    has_run = True
-
-    def _run_next(self, stage: int, num_known: int) -> bool:
-        step = self._steps[stage][self._next[stage]]
-        needed = step.needed(self._num_virtual_stages)
-        if step.position >= num_known:
-            return False
-        if needed is not None and self._index[needed] >= self._next[needed.virtual_stage % self._num_stages]:
-            return False
-        microbatch = self._order[step.position] if step.position < len(self._order) else self._unknown
-        seconds = self._seconds[step.is_forward][step.virtual_stage][microbatch]
-        self._free_at[stage] = self._ends[step] = max(self._free_at[stage], self._ends[needed]) + seconds
-        self._next[stage] += 1
-        return True
+    unknown, total = len(forward[0]) - 1, 0.0
+    assumed = [*order, *[unknown] * (unknown - len(order))]
+    ends = step_ends(assumed, steps=steps, num_stages=num_stages, forward=forward, backward=backward)
+    of_first_stage = [step for step in steps if step.virtual_stage % num_stages == 0]
+    for virtual_stage in range(0, len(forward), num_stages):
+        index = after = of_first_stage.index(PipelineStep(True, virtual_stage, len(order)))
+        while of_first_stage[after].is_forward:
+            after += 1
+        ready_at = ends[of_first_stage[after].needed(len(forward))]
+        total += (ready_at - ends[of_first_stage[index - 1]]) / (after - index)
+    return total

@@ -1,17 +1,17 @@
 """Orders the microbatches of one pipeline so that its stages wait little (DistTrain 5.2, Alg. 3)."""
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from multimodal.balance.algorithms.pipeline_recursion import (
-    PipelineRecursion,
     PipelineStep,
     Seconds,
-    pipeline_end,
+    interval_to_fill,
     pipeline_steps,
+    step_ends,
 )
 from multimodal.kernels import kernels
 
@@ -31,7 +31,7 @@ def reorder_microbatches(
 
     DistTrain's order is built (`fill_intervals`); it competes with the given order and with those by ascending and descending
     time of a microbatch. The best is improved by exchanges; an order that ends no earlier than the given one is not taken. Orders
-    are compared by `pipeline_end`, in which messages between stages take no time. Equal microbatches are ordered by index.
+    are compared by their ends, for which messages between stages take no time. Equal microbatches are ordered by index.
 
     Durations are finite and not negative. O((num_microbatches + num_swaps) x steps).
     """
@@ -50,7 +50,8 @@ def pipeline_seconds(
     """Return the duration of a pipeline with microbatches in this order; arguments as in `reorder_microbatches`."""
     forward, backward = map(_with_mean, (forward_seconds, backward_seconds))
     steps = pipeline_steps(num_stages, len(forward) // num_stages, len(order))
-    return pipeline_end(order, steps=steps, num_stages=num_stages, forward=forward.tolist(), backward=backward.tolist())
+    shape = {"steps": steps, "num_stages": num_stages, "forward": forward.tolist(), "backward": backward.tolist()}
+    return max(step_ends(order, **shape).values())
 
 
 def fill_intervals(
@@ -60,7 +61,7 @@ def fill_intervals(
 
     The smallest microbatch comes first, to reach all stages soon; the next `num_stages` - 1 smallest come last, because nothing
     fills the waits for the last backwards. Each position between them gets the microbatch whose forwards on stage 0 take the time
-    closest to the wait that they fill (`PipelineRecursion.interval`). totals: each microbatch's size, the sum of all its seconds.
+    closest to the wait that they fill (`interval_to_fill`). totals: each microbatch's size, the sum of all its seconds.
 
     Differences from the listing, which is open or wrong in places: its loop would need num_stages - 2 microbatches more than
     there are, so here it ends when none is left; the microbatches of the first interval are picked one by one, each for an even
@@ -69,14 +70,11 @@ def fill_intervals(
     by_size = sorted(range(len(totals)), key=totals.__getitem__)
     first, last, pending = by_size[0], by_size[num_stages - 1 : 0 : -1], sorted(by_size[num_stages:])
     first_stage = range(0, len(forward), num_stages)
-    recursion = PipelineRecursion(steps, num_stages=num_stages, forward=forward, backward=backward)
-    recursion.append(first)
     order = [first]
     while pending:
-        interval = recursion.interval()
+        interval = interval_to_fill(order, steps=steps, num_stages=num_stages, forward=forward, backward=backward)
         closest = min(pending, key=lambda index: abs(_sum(forward[stage][index] for stage in first_stage) - interval))
         pending.remove(closest)
-        recursion.append(closest)
         order.append(closest)
     return order + last
 
@@ -102,7 +100,10 @@ def reorder_microbatches_reference(
     forward, backward = forward_seconds.tolist(), backward_seconds.tolist()
     num_microbatches = len(forward[0]) - 1
     steps = pipeline_steps(num_stages, len(forward) // num_stages, num_microbatches)
-    end_of = partial(pipeline_end, steps=steps, num_stages=num_stages, forward=forward, backward=backward)
+
+    def end_of(order: Sequence[int]) -> float:
+        return max(step_ends(order, steps=steps, num_stages=num_stages, forward=forward, backward=backward).values())
+
     given = list(range(num_microbatches))
     totals = [_sum(row[index] for rows in zip(forward, backward, strict=True) for row in rows) for index in given]
     given_end = end_of(given)

@@ -114,6 +114,8 @@ def longest_first(loads, num_replicas):
 
 def test_replicas_are_even_in_every_unit():
     llm, encoder = [1.0, 1.0, 5.0, 5.0], [6.0, 6.0, 1.0, 1.0]
+    by_rule = without_kernels(assign_entrain)(llm, encoder_loads=encoder, num_replicas=2, num_microbatches=2)
+    assert by_rule[0] == [0, 1, 0, 1], "Entrain's rule"
     replicas = replicas_of(llm, [encoder], 2)
     assert sums(llm, replicas, 2) == [6.0, 6.0] and sums(encoder, replicas, 2) == [7.0, 7.0]
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from multimodal.balance.algorithms.pipeline_recursion import PipelineRecursion, pipeline_steps
+from multimodal.balance.algorithms.pipeline_recursion import interval_to_fill, pipeline_steps
 from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
@@ -66,27 +66,23 @@ def test_the_steps_of_every_stage_are_1f1b():
 
 def test_the_interval_is_the_wait_that_a_forward_fills():
     # Two stages, forward 1 s and backward 2 s on each: stage 0 ends F0 at 1 and could start B0 at 4.
-    forward, backward = [[1.0] * 4] * 2, [[2.0] * 4] * 2
-    recursion = PipelineRecursion(pipeline_steps(2, 1, 3), num_stages=2, forward=forward, backward=backward)
-    recursion.append(0)
-    assert recursion.interval() == 3.0
+    pipeline = {"steps": pipeline_steps(2, 1, 3), "num_stages": 2, "forward": [[1.0] * 4] * 2, "backward": [[2.0] * 4] * 2}
+    assert interval_to_fill([0], **pipeline) == 3.0
     # Then F1 until 2, B0 from 4 to 6; stage 1 runs F1 until 5 and B1 until 7.
-    recursion.append(1)
-    assert recursion.interval() == 1.0
+    assert interval_to_fill([0, 1], **pipeline) == 1.0
 
 
 def test_intervals_after_the_warm_up_do_not_depend_on_what_is_not_known():
     generator = np.random.default_rng(3)
     forward, backward = generator.random((2, 4, 13))
-    steps = pipeline_steps(4, 1, 12)
     intervals = []
     for unknown in (0.0, 5.0):
         forward[:, -1] = backward[:, -1] = unknown
-        recursion = PipelineRecursion(steps, num_stages=4, forward=forward.tolist(), backward=backward.tolist())
-        found = []
-        for microbatch in range(12):
-            if microbatch >= 4:
-                found.append(recursion.interval())
-            recursion.append(microbatch)
-        intervals.append(found)
+        pipeline = {
+            "steps": pipeline_steps(4, 1, 12),
+            "num_stages": 4,
+            "forward": forward.tolist(),
+            "backward": backward.tolist(),
+        }
+        intervals.append([interval_to_fill(range(count), **pipeline) for count in range(4, 12)])
     assert intervals[0] == intervals[1] and len(set(intervals[0])) == 8
