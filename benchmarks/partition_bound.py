@@ -5,8 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from multimodal.balance.algorithms.post_balance import lower_bound, post_balance
+from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import LINEAR_COST, CostForm, LengthCost, integer_costs
+
+MOST_ROUNDS = 16
 
 
 def batch_cost(lengths: Sequence[float], cost: LengthCost) -> float:
@@ -37,3 +39,18 @@ def partition_lower_bound(lengths: ArrayLike, *, num_bins: int, cost: LengthCost
     order = np.argsort(-costs.lengths, kind="stable")
     padded = None if costs.padded is None else costs.padded[order].tolist()
     return lower_bound(costs.additive[order].tolist(), padded, num_bins=num_bins) / costs.scale
+
+
+def lower_bound(additive: list[int], padded: list[int] | None, *, num_bins: int) -> int:
+    """Return a lower bound of the cost of the costliest bin; costs descend.
+
+    It is the largest of: the mean; the costliest item; the cheapest k + 1 of the first k num_bins + 1 items, since one bin holds
+    k + 1 of these. No item is padded beyond its own length there, so with padding the bound is loose.
+    """
+    costs = additive if padded is None else [sum(pair) for pair in zip(additive, padded, strict=True)]
+    crowded = (
+        sum(costs[(num_bins - 1) * round_index : num_bins * round_index + 1])
+        for round_index in range(MOST_ROUNDS + 1)
+        if num_bins * round_index < len(costs)
+    )
+    return max(-(-sum(costs) // num_bins), *crowded)

@@ -11,8 +11,6 @@ from multimodal.kernels import kernels
 REFINEMENT_STEPS = 2**18
 """Default budget of the local search, about half a millisecond."""
 
-_MOST_ROUNDS = 16
-
 
 def post_balance(
     lengths: ArrayLike, *, num_bins: int, cost: LengthCost = LINEAR_COST, refinement_steps: int = REFINEMENT_STEPS
@@ -57,31 +55,17 @@ def post_balance(
 
 
 def _place_greedily(lengths: Integers, additive: Integers | None, padded: Integers | None, *, num_bins: int) -> NDArray[np.int32]:
-    """Return the bin of each item as the kernel does without refinement: by the greedy step for the form of the cost."""
+    """Return the bin of each item as the kernel does without refinement: by the greedy step for the form of the cost.
+
+    For padded attention it is the least bound's cut alone.
+    """
     order = np.argsort(-lengths, kind="stable")
     added = [0] * len(order) if additive is None else additive[order].tolist()
     if padded is None:
         bins = partition_longest_first_reference(added, num_bins=num_bins)
     else:
-        padding = padded[order].tolist()
-        bound = lower_bound(added, padding, num_bins=num_bins)
-        bins = partition_padded(added, padding, num_bins=num_bins, lower_bound=bound)
+        bins = partition_padded(added, padded[order].tolist(), num_bins=num_bins)
     bin_of_item = np.empty(len(order), dtype=np.int32)
     for index, members in enumerate(bins):
         bin_of_item[order[members]] = index
     return bin_of_item
-
-
-def lower_bound(additive: list[int], padded: list[int] | None, *, num_bins: int) -> int:
-    """Return a lower bound of the cost of the costliest bin; costs descend.
-
-    It is the largest of: the mean; the costliest item; the cheapest k + 1 of the first k num_bins + 1 items, since one bin holds
-    k + 1 of these. No item is padded beyond its own length there, so with padding the bound is loose.
-    """
-    costs = additive if padded is None else [sum(pair) for pair in zip(additive, padded, strict=True)]
-    crowded = (
-        sum(costs[(num_bins - 1) * round_index : num_bins * round_index + 1])
-        for round_index in range(_MOST_ROUNDS + 1)
-        if num_bins * round_index < len(costs)
-    )
-    return max(-(-sum(costs) // num_bins), *crowded)

