@@ -87,7 +87,8 @@ def interval_to_fill(
     """Return the time of stage 0 that the forwards of the next microbatch should fill (DistTrain 5.2, GETINTERVAL). O(steps).
 
     Per chunk: the time from the end of the step before its forward to the moment at which the next backward can start, divided by
-    the forwards up to that backward; negative if the backward is ready earlier. Microbatches that are not in the order yet take
+    the forwards up to that backward; negative if the backward is ready earlier. If chunks wait for the same backward, the time of
+    the later ones starts at the end of the step before that backward. Microbatches that are not in the order yet take
     the time of the last column (with one chunk, intervals after the warm-up do not depend on it).
 
     order: of the microbatches before it, at least one.
@@ -96,10 +97,12 @@ def interval_to_fill(
     assumed = [*order, *[unknown] * (unknown - len(order))]
     ends = step_ends(assumed, steps=steps, num_stages=num_stages, forward=forward, backward=backward)
     of_first_stage = [step for step in steps if step.virtual_stage % num_stages == 0]
+    reached = 0
     for virtual_stage in range(0, len(forward), num_stages):
         index = after = of_first_stage.index(PipelineStep(True, virtual_stage, len(order)))
         while of_first_stage[after].is_forward:
             after += 1
-        ready_at = ends[of_first_stage[after].needed(len(forward))]
-        total += (ready_at - ends[of_first_stage[index - 1]]) / (after - index)
+        free_at = ends[of_first_stage[max(reached, index) - 1]]
+        total += (ends[of_first_stage[after].needed(len(forward))] - free_at) / (after - index)
+        reached = max(reached, after)
     return total
