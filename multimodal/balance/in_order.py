@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from multimodal.balance.algorithms.cut_evenly import cut_evenly
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.cut_evenly import cut_evenly
 from multimodal.balance.placement import deal, follow_llm
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.assignment import Assignment

@@ -5,10 +5,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from multimodal.balance.algorithms.cut_evenly import cut_evenly
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.balance_options import Granularity
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.cut_evenly import cut_evenly
 from multimodal.values.arrays.rows import Integers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.length_arrays import LengthBatch

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from multimodal.balance.algorithms.cut_evenly import cut_evenly
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.batch_work import BatchWork, list_items
-from multimodal.balance.cut_evenly import cut_evenly
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.balance.placement import Groups, follow_llm, place_every_unit
 from multimodal.cost.flops import unit_flops

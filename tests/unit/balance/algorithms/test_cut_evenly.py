@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.balance.cut_evenly import cut_evenly, cut_evenly_reference
+from multimodal.balance.algorithms.cut_evenly import cut_evenly, cut_evenly_reference
 from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import flat_rows
 
