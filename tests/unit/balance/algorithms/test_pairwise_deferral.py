@@ -99,6 +99,11 @@ def closest_by_brute_force(loads, target, limit):
     return min((total for total in sums if total <= limit), key=lambda total: (abs(target - total), total))
 
 
+def test_sums_beyond_the_limit_are_no_candidates():
+    sums = SubsetSums([4.0, 2.0], limit=3.0, max_sums=8)
+    assert sums.sum_of(sums.closest(100.0)) == 2.0
+
+
 @given(loads=st.lists(st.integers(1, 60), max_size=8), share=st.floats(0, 1), target_share=st.floats(0, 1))
 def test_few_loads_are_searched_exactly(loads, share, target_share):
     limit = float(sum(loads)) * share
