@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before torch is imported anywhere: with more threads, processes forked from this one hang after a backward in the parent.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -25,8 +25,10 @@ FEWEST_EXAMPLES = 5
 LONGEST_VALUE, LONGEST_ID = 32, 120
 """Characters of a string's part in the id of a row, and of the id."""
 
-# No deadline an example: on a busy machine the first one, which imports and compiles, takes longer than any sensible one.
-settings.register_profile("braid", deadline=None)
+# The same examples every time, none kept from another; and no limits of time, as a busy machine exceeds any sensible one.
+DRAWS_ANEW = "BRAID_MASTER_EXAMPLES" in os.environ
+SLOW = HealthCheck.too_slow, HealthCheck.data_too_large
+settings.register_profile("braid", deadline=None, derandomize=not DRAWS_ANEW, database=None, suppress_health_check=SLOW)
 settings.load_profile("braid")
 
 
@@ -53,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         raise pytest.UsageError(f"planted errors are never deep; take the mark from {', '.join(planted)}")
     config.hook.pytest_deselected(items=list(deep))
     items[:] = [item for item in items if item not in deep]
-    if "BRAID_MASTER_EXAMPLES" not in os.environ:
+    if not DRAWS_ANEW:
         for function in {item.obj for item in items if hasattr(getattr(item, "obj", None), "hypothesis")}:
             _draw_fewer(function)
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
 from megatron.runtime.communication import units
@@ -35,16 +35,8 @@ from tests.distributed.training_case import (
     train_and_save,
 )
 
-FIXED: dict[str, Any] = {
-    "derandomize": True,
-    "database": None,
-    "deadline": None,
-    "phases": [Phase.explicit, Phase.generate],
-    "suppress_health_check": list(HealthCheck),
-}
 
-
-@settings(max_examples=10, **FIXED)
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(case=expert_cases())
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(case, ranks)

@@ -43,7 +43,7 @@ def schedule_of(case: GradientCase) -> Schedule:
     return schedules.schedule(case.assignment)
 
 
-@settings(max_examples=8, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, suppress_health_check=list(HealthCheck))
 @given(case=inside_cases())
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     assume(schedule_of(case).has_inside)

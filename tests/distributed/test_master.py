@@ -12,16 +12,26 @@ from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.strategies.gradient_cases import gradient_cases
 
-NUM_EXAMPLES = os.environ.get("BRAID_MASTER_EXAMPLES")
+
+def examples(number: int) -> settings:
+    """How many are drawn."""
+    return settings(max_examples=int(os.environ.get("BRAID_MASTER_EXAMPLES", number)), suppress_health_check=list(HealthCheck))
 
 
-@settings(
-    max_examples=int(NUM_EXAMPLES or 90),
-    derandomize=NUM_EXAMPLES is None,
-    database=None,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
-)
+@examples(90)
 @given(case=gradient_cases())
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
+    assert_matches(case, ranks)
+
+
+@examples(10)
+@given(case=gradient_cases(has_encoder_edges=True))
+def test_encoders_feed_encoders(ranks: RankPool, case: GradientCase) -> None:
+    """One or several, by features or tokens."""
+    assert_matches(case, ranks)
+
+
+@examples(10)
+@given(case=gradient_cases(has_conditions=True))
+def test_generators_take_what_encoders_give(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(case, ranks)

@@ -24,12 +24,6 @@ from tests.distributed.training_case import (
     train_and_save,
 )
 
-FIXED: dict[str, Any] = {
-    "derandomize": True,
-    "database": None,
-    "deadline": None,
-    "suppress_health_check": list(HealthCheck),
-}
 GRAPH, TIED = build_graph(), build_graph(tied=True)
 FROZEN = build_graph(tied=True, frozen=("vision",))
 UNEQUAL = {"vision": (1, 1, 2), "llm": (2, 1, 3)}
@@ -40,7 +34,7 @@ COLOCATED = {"vision": (1, 1, 4), "llm": (1, 2, 2), "colocated": True}
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-@settings(max_examples=24, **FIXED)
+@settings(max_examples=24, suppress_health_check=list(HealthCheck))
 @given(case=gradient_cases(has_unlike_replicas=False))
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: GradientCase) -> None:
     """Replicas of any numbers of microbatches, in any order, join each other's computations."""

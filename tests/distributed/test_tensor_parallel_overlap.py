@@ -81,7 +81,7 @@ def test_frozen_units(ranks: RankPool, change: str, frozen: tuple[str, ...]) -> 
     assert_matches(build_case("tp 2 and 4", frozen=frozen, **CHANGES[change]), ranks)
 
 
-@settings(max_examples=10, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=10, suppress_health_check=list(HealthCheck))
 @given(case=gradient_cases())
 def test_any_plan_and_schedule(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(replace(case, num_overlapped_parts=4), ranks)

@@ -32,7 +32,7 @@ PROOFS = {
             MASTER,
             "unit/model/test_query_projector.py::test_they_find_in_each_item_what_they_find_in_it_alone",
         ),
-        "encoders that feed encoders": ("distributed/test_encoder_edges.py::test_loss_and_every_gradient_equal_one_process",),
+        "encoders that feed encoders": ("distributed/test_master.py::test_encoders_feed_encoders",),
     },
     "Pretrained weights": {
         "`--load-hf DIR` starts": ("distributed/test_hugging_face_runs.py::test_a_run_steps_as_transformers_with_adamw",),

@@ -76,7 +76,7 @@ def test_encoders_without_an_item_on_one_replica():
     assert [kinds_of(joins, lane) for lane in range(3)] == [[], ["F", "B"], []]
 
 
-@settings(max_examples=60, derandomize=True, database=None)
+@settings(max_examples=60)
 @given(
     case=cases().filter(all_alike),
     builder=st.sampled_from(["1f1b", "gpipe", "zb-h1", "eager-1f1b"]),

@@ -93,7 +93,7 @@ def warm_ups(schedule: Schedule) -> list[int]:
     return [sum(kind is ActionKind.FORWARD for kind in lane) for lane in first]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(built=built_cases(), triple=st.permutations(sorted(PASSES)))
 def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepShape, str], triple: list[str]) -> None:
     case, builder = built
@@ -110,7 +110,7 @@ def test_a_pass_keeps_what_those_before_it_did(built: tuple[StepShape, str], tri
             schedule = after
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(built=built_cases(), name=st.sampled_from(sorted(PASSES)))
 def test_a_pass_twice_changes_nothing_or_makes_nothing_longer(built: tuple[StepShape, str], name: str) -> None:
     """The two that move actions into waits may find more the second time; `--schedule-passes` refuses a name given twice."""

@@ -46,7 +46,7 @@ def check(one, before, lost, joined, found):
     assert not survivors.intersection(found.missing_layers)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_losses_and_returns_leave_a_run_that_uses_all_nodes(data):
     one = reconfigurer(memory_gb=data.draw(st.sampled_from([0.35, 0.5, 16.0])))
