@@ -64,7 +64,7 @@ def test_the_functions_take_what_megatrons_take(loop: ModuleType) -> None:
 
 
 def test_an_unknown_schedule_is_refused(loop: ModuleType) -> None:
-    with pytest.raises(ConfigError, match="no schedule '2f2b'; give patches.apply.* one of 1f1b, "):
+    with pytest.raises(ConfigError, match="apply.schedule=....: there is no schedule '2f2b'; choose one of gpipe, "):
         patches.apply(schedule="2f2b")
     assert schedules.get_forward_backward_func is ORIGINAL
 
