@@ -1,6 +1,5 @@
 """Samples from a `manifest.jsonl` or data in another form: texts, images and sound, indexed once, decoded on demand."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -66,8 +65,11 @@ class ManifestSource:
         options = IndexOptions(seq_length, needs_items_first, allows_outside_paths, max_image_pixels)
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch
-        facts = self._facts(astuple(options))
-        self._samples = cache.get(self._files.folder, depends_on=facts, build=self._build) if cache else self._build()
+        if cache:
+            facts = self._facts(astuple(options))
+            self._samples = cache.get(self._files.folder, depends_on=facts, build=self._build)
+        else:
+            self._samples = self._build()
         self.skipped = self._samples.skipped
         self.num_cut = self._samples.num_cut
 
@@ -112,29 +114,17 @@ class ManifestSource:
         return [str(self._files.path.absolute()), self._files.digest, *units, repr(options)]
 
     def _build(self) -> SampleIndex:
-        skipped: Counter[str] = Counter()
-        index = build_index(self._usable(skipped), skipped=skipped)
-        self._check_not_empty(index)
-        return index
-
-    def _usable(self, skipped: Counter[str]) -> Iterator[IndexedSample]:
-        for sample_or_reason in self._watch(self._indexing.index_all(self._files.samples(), local=self._indexer)):
-            if isinstance(sample_or_reason, str):
-                skipped[sample_or_reason] += 1
-            else:
-                yield sample_or_reason
-
-    def _check_not_empty(self, index: SampleIndex) -> None:
-        if len(index):
-            return
-        if not index.skipped:
+        index = build_index(self._watch(self._indexing.index_all(self._files.samples(), local=self._indexer)))
+        if not len(index) and not index.skipped:
             raise DataError(f"{self._files.path}: the manifest is empty; expected one JSON object a line")
-        reasons = "; ".join(
-            f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in index.skipped.items()
-        )
-        raise DataError(
-            f"{self._files.path}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
-        )
+        if not len(index):
+            reasons = "; ".join(
+                f"{count} {'sample' if count == 1 else 'samples'} {reason}" for reason, count in index.skipped.items()
+            )
+            raise DataError(
+                f"{self._files.path}: no usable sample ({reasons}); use other data, another --model or a larger --seq-length"
+            )
+        return index
 
 
 def _check_channels(graph: ModelGraph) -> None:

@@ -3,20 +3,18 @@
 import json
 import struct
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
-from megatron.runtime.feed.producers.wire import build_pixels, describe_pixels
+from megatron.runtime.feed.producers.wire import pack_arrays, unpack_arrays
 from multimodal.data.sample_source import ItemPixels, SampleText
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 WHOLE_TEXT = -1
 """Item index of a sample's text."""
 _HEAD = struct.Struct("!Q")
-_ALIGNMENT = 8
-"""Alignment of every array in bytes."""
 
 
 class Piece(NamedTuple):
@@ -39,58 +37,45 @@ Pieces = Mapping[Piece, SampleText | ItemPixels]
 
 def pack_pieces(pieces: Pieces) -> bytes:
     """Return one message: JSON that describes the pieces, then the numbers of all pieces. O(bytes)."""
-    said: list[Any] = []
+    about: list[Any] = []
     arrays: list[npt.NDArray[Any]] = []
     for piece, content in pieces.items():
         if isinstance(content, SampleText):
-            own: tuple[npt.NDArray[Any], ...] = (content.token_ids, content.labels, content.is_target)
-            about: dict[str, Any] = {"num_tokens": len(content.token_ids), "item_starts": content.item_starts}
+            about.append([*piece, content.item_starts])
+            arrays += content.token_ids, content.labels, content.is_target
         else:
-            own, about = (content.patches,), describe_pixels(content)
-        said.append([*piece, about])
-        arrays += own
-    text = json.dumps(said, default=int).encode()
-    return b"".join([_HEAD.pack(len(text)), _padded(text, after=_HEAD.size), *(_padded(array.tobytes()) for array in arrays)])
+            about.append([*piece, content.grid])
+            arrays.append(content.patches)
+    described, values = pack_arrays(arrays)
+    text = json.dumps([about, described], default=int).encode()
+    text += b" " * (-len(text) % _HEAD.size)  # so that the numbers are aligned
+    return b"".join([_HEAD.pack(len(text)), text, values])
 
 
 def unpack_pieces(message: bytearray) -> dict[Piece, SampleText | ItemPixels]:
     """Return the argument of `pack_pieces`; arrays are views of the message."""
     (length,) = _HEAD.unpack_from(message)
-    place = _HEAD.size + length + -(_HEAD.size + length) % _ALIGNMENT
+    start = _HEAD.size + length
+    pieces, described = json.loads(message[_HEAD.size : start])
+    arrays = iter(unpack_arrays(described, memoryview(message)[start:]))
     found: dict[Piece, SampleText | ItemPixels] = {}
-
-    def take(dtype: npt.DTypeLike, count: int) -> memoryview:
-        nonlocal place
-        num_bytes = np.dtype(dtype).itemsize * count
-        taken = memoryview(message)[place : place + num_bytes]
-        place += num_bytes + -num_bytes % _ALIGNMENT
-        return taken
-
-    for sample_id, item_index, about in json.loads(message[_HEAD.size : _HEAD.size + length]):
+    for sample_id, item_index, about in pieces:
         if item_index == WHOLE_TEXT:
-            count = int(about["num_tokens"])
-            ids, labels = (np.frombuffer(take(np.int64, count), np.int64) for _ in range(2))
-            is_target = np.frombuffer(take(np.bool_, count), np.bool_)
-            starts = tuple((int(item), int(start), int(outputs)) for item, start, outputs in about["item_starts"])
-            found[Piece(sample_id, item_index)] = SampleText(ids, labels, is_target, starts)
+            ids, labels, is_target = islice(arrays, 3)
+            found[Piece(sample_id, item_index)] = SampleText(ids, labels, is_target, tuple(tuple(start) for start in about))
         else:
-            num_values = int(np.prod(about["shape"], dtype=np.int64))
-            found[Piece(sample_id, item_index)] = build_pixels(about, take(about["dtype"], num_values))
+            rows, columns = about
+            found[Piece(sample_id, item_index)] = ItemPixels(next(arrays), (rows, columns))
     return found
-
-
-def _padded(part: bytes, *, after: int = 0) -> bytes:
-    return part + bytes(-(after + len(part)) % _ALIGNMENT)
 
 
 def pack_described(described: Mapping[int, Described], failure: str | None) -> bytes:
     """Return a rank's message to all others about its share: lengths and grids, or the reason for its failure."""
-    samples = [[*_plain(each.lengths), each.grids] for each in described.values()]
+    samples = [
+        [lengths.sample_id, lengths.items, lengths.num_text_tokens, lengths.num_target_tokens, lengths.item_starts, grids]
+        for lengths, grids in described.values()
+    ]
     return json.dumps([samples, failure], default=int).encode()
-
-
-def _plain(lengths: SampleLengths) -> tuple[Any, ...]:
-    return lengths.sample_id, lengths.items, lengths.num_text_tokens, lengths.num_target_tokens, lengths.item_starts
 
 
 def unpack_described(message: bytes | bytearray) -> tuple[dict[int, Described], str | None]:

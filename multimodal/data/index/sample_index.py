@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -151,13 +152,18 @@ class SampleIndex:
         return bytes(self._arrays[name][self._slice(f"{name[:-1]}_starts", index)]).decode(errors="surrogatepass")
 
 
-def build_index(samples: Iterable[IndexedSample], *, skipped: Mapping[str, int]) -> SampleIndex:
-    """Build the index of these samples; skipped: read after the last sample."""
+def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
+    """Build the index of these samples; a text stands for one that is left out, and says why."""
+    skipped: Counter[str] = Counter()
     conversations: list[Conversation] = []
     places, paths = [], []
     items: list[tuple[int, ...]] = []
     units: dict[str, int] = {}
-    for place, conversation, of_sample in samples:
+    for sample in samples:
+        if isinstance(sample, str):
+            skipped[sample] += 1
+            continue
+        place, conversation, of_sample = sample
         conversations.append(conversation)
         places.append(place)
         for item, (_, start, outputs) in zip(of_sample, conversation.item_starts, strict=True):

@@ -103,14 +103,14 @@ MESSAGES: dict[str, Message] = {
     "a pickle": [b"cos\nabort\n(tR.", b""],
     "a failure": [b'{"failure": ["no text"]}', b""],
     **{
-        f"an item {name}": [json.dumps({"dtype": "uint8", "shape": [1, 192], "grid": [1, 1]} | changes).encode(), bytes(192)]
+        f"an item {name}": [json.dumps({"arrays": [["uint8", [1, 192]]], "grid": [1, 1]} | changes).encode(), bytes(192)]
         for name, changes in {
             "of one patch": {},
-            "of objects": {"dtype": "object"},
-            "of no known type": {"dtype": "uint7"},
-            "of more numbers than came": {"shape": [2**40, 192]},
-            "of a negative shape": {"shape": [-1, 192]},
-            "of a shape that is a text": {"shape": "1"},
+            "of objects": {"arrays": [["object", [1, 192]]]},
+            "of no known type": {"arrays": [["uint7", [1, 192]]]},
+            "of more numbers than came": {"arrays": [["uint8", [2**40, 192]]]},
+            "of a negative shape": {"arrays": [["uint8", [-1, 192]]]},
+            "of a shape that is a text": {"arrays": [["uint8", "192"]]},
             "of a huge grid": {"grid": [2**70, 2**70]},
             "without a grid": {"grid": []},
         }.items()

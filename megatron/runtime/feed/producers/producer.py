@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
@@ -34,16 +34,16 @@ from megatron.runtime.feed.producers.wire import (
     SampleBlock,
     Wanted,
     WireError,
-    describe_pixels,
     pack_index,
     pack_message,
+    pack_pixels,
     unpack_message,
     unpack_wanted,
 )
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.index.item_reader import ItemReader, WantedItem, item_inputs
-from multimodal.data.index.sample_index import IndexedSample, SampleIndex, build_index
+from multimodal.data.index.sample_index import SampleIndex, build_index
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer
 from multimodal.data.sample_source import ItemPixels
 from multimodal.values.errors import BraidError, DataError
@@ -155,10 +155,7 @@ class Producer:
                 self._data_sets.move_to_end(peer)
                 wanted = unpack_wanted(unpack_message(text))
                 found = await asyncio.wrap_future(self._produce(self._data_sets[peer], wanted))
-                if isinstance(found, ItemPixels):
-                    said, payload = describe_pixels(found), found.patches.tobytes()
-                else:
-                    said, payload = pack_index(found)
+                said, payload = pack_pixels(found) if isinstance(found, ItemPixels) else pack_index(found)
         except BraidError as problem:
             said = {"error": str(problem)}
         except (WireError, OSError, ValueError) as problem:
@@ -232,17 +229,7 @@ def decode_item(data_set: str, item: WantedItem) -> ItemPixels:
 
 def index_block(data_set: str, block: SampleBlock) -> SampleIndex:
     """Index samples of a data set; runs in a decoding process."""
-    skipped: Counter[str] = Counter()
-    found = _open_indexer(data_set).index_all(block.samples)
-
-    def usable() -> Iterator[IndexedSample]:
-        for each in found:
-            if isinstance(each, str):
-                skipped[each] += 1
-            else:
-                yield each
-
-    return build_index(usable(), skipped=skipped)
+    return build_index(_open_indexer(data_set).index_all(block.samples))
 
 
 def _end_with_parent() -> None:

@@ -6,11 +6,12 @@ number, with which its answer comes, in any order. Nothing that is received is e
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import AudioSegment, ImageSegment, Segment, SegmentedSample
@@ -21,8 +22,8 @@ from multimodal.values.errors import ConfigError
 
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
 """Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
-_DTYPES = ("uint8", "float32")
-_INDEX_DTYPES = ("uint8", "bool", "int32", "int64")
+_DTYPES = ("uint8", "bool", "int32", "int64", "float32")
+_ALIGNMENT = 8
 _SEGMENTS: Mapping[str, Callable[..., Segment]] = {"text": TextSegment, "image": ImageSegment, "audio": AudioSegment}
 
 
@@ -112,38 +113,60 @@ def _unpack_segment(*, kind: str, size: Sequence[int] | None = None, **fields: A
     return ImageSegment(size=None if size is None else (int(size[0]), int(size[1])), **fields)
 
 
-def describe_pixels(pixels: ItemPixels) -> dict[str, Any]:
-    """Return the description that is needed to read an item's values."""
-    return {"dtype": str(pixels.patches.dtype), "shape": pixels.patches.shape, "grid": pixels.grid}
+def pack_arrays(arrays: Iterable[npt.NDArray[Any]]) -> tuple[list[Any], bytes]:
+    """Return the types and shapes of arrays, and their values, each array at a multiple of 8 bytes. O(bytes)."""
+    described: list[Any] = []
+    parts: list[bytes] = []
+    for array in arrays:
+        described.append([str(array.dtype), list(array.shape)])
+        if parts and (rest := len(parts[-1]) % _ALIGNMENT):
+            parts.append(bytes(_ALIGNMENT - rest))
+        parts.append(array.tobytes())
+    return described, b"".join(parts)
+
+
+def unpack_arrays(described: Iterable[Any], values: bytearray | memoryview) -> list[npt.NDArray[Any]]:
+    """Return the argument of `pack_arrays`, as views of the values; raises TypeError or ValueError."""
+    arrays: list[npt.NDArray[Any]] = []
+    position = 0
+    for dtype, shape in described:
+        if dtype not in _DTYPES:
+            raise ValueError(f"values of type {dtype}")
+        sizes = [int(size) for size in shape]
+        count = math.prod(sizes)
+        position += -position % _ALIGNMENT
+        arrays.append((np.frombuffer(values, dtype, count, position) if count else np.empty(0, dtype)).reshape(sizes))
+        position += arrays[-1].nbytes
+    return arrays
+
+
+def pack_pixels(pixels: ItemPixels) -> tuple[dict[str, Any], bytes]:
+    """Return the description that is needed to read an item, and its values."""
+    arrays, values = pack_arrays([pixels.patches])
+    return {"arrays": arrays, "grid": pixels.grid}, values
 
 
 def build_pixels(said: Mapping[str, Any], payload: bytearray | memoryview) -> ItemPixels:
-    """Return the item from the result of `describe_pixels` and its values; raises WireError."""
+    """Return the item from the results of `pack_pixels`; raises WireError."""
     try:
-        dtype, shape, (rows, columns) = said["dtype"], [int(size) for size in said["shape"]], map(int, said["grid"])
-        if dtype not in _DTYPES:
-            raise ValueError(f"values of type {dtype}")
-        return ItemPixels(np.frombuffer(payload, dtype).reshape(shape), (rows, columns))
+        (patches,), (rows, columns) = unpack_arrays(said["arrays"], payload), map(int, said["grid"])
+        if patches.dtype not in (np.uint8, np.float32):
+            raise ValueError(f"values of type {patches.dtype}")
+        return ItemPixels(patches, (rows, columns))
     except (KeyError, TypeError, ValueError) as problem:
         raise WireError(f"an item that is none ({problem})") from problem
 
 
 def pack_index(index: SampleIndex) -> tuple[dict[str, Any], bytes]:
     """Return the description that is needed to read an index, and its values."""
-    arrays = {name: [str(array.dtype), list(array.shape)] for name, array in index.arrays.items()}
-    return {"summary": index.summary, "arrays": arrays}, b"".join(array.tobytes() for array in index.arrays.values())
+    arrays, values = pack_arrays(index.arrays.values())
+    return {"summary": index.summary, "names": list(index.arrays), "arrays": arrays}, values
 
 
 def build_block(said: Mapping[str, Any], payload: bytearray | memoryview, *, num_samples: int) -> IndexedBlock:
     """Return the samples from the results of `pack_index`; raises WireError unless there are this many."""
     try:
-        arrays, position = {}, 0
-        for name, (dtype, shape) in said["arrays"].items():
-            if dtype not in _INDEX_DTYPES:
-                raise ValueError(f"values of type {dtype}")
-            count = math.prod(map(int, shape))
-            arrays[name] = np.frombuffer(payload, dtype, count, position).reshape(shape)
-            position += arrays[name].nbytes
+        arrays = dict(zip(said["names"], unpack_arrays(said["arrays"], payload), strict=True))
         index = SampleIndex(arrays, said["summary"])
         if len(index) + sum(map(int, index.skipped.values())) != num_samples:
             raise ValueError(f"of other than {num_samples} samples")

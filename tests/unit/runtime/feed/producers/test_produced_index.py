@@ -151,20 +151,26 @@ def test_samples_that_are_none_are_refused(said: Any) -> None:
 
 
 def test_indices_that_are_none_are_refused() -> None:
-    good, payload = wire.pack_index(build_index([], skipped={"why": 2}))
+    good, payload = wire.pack_index(build_index(["why", "why"]))
     assert wire.build_block(good, bytearray(payload), num_samples=2).found == ("why", "why")
     with pytest.raises(wire.WireError, match="an index that is none .of other than 3 samples"):
         wire.build_block(good, bytearray(payload), num_samples=3)
-    arrays: dict[str, Any] = good["arrays"]
+    names, arrays = good["names"], dict(zip(good["names"], good["arrays"], strict=True))
     wrong: list[Any] = [
         [],
         {},
-        {**good, "arrays": {}},
+        {**good, "arrays": []},
+        {**good, "names": names[1:]},
         {**good, "summary": {}},
-        {**good, "arrays": {**arrays, "token_ids": ["object", [1]]}},
-        {**good, "arrays": {**arrays, "token_ids": ["int32", [2**40]]}},
-        {**good, "arrays": {**arrays, "items": ["int64", [0, 3]]}},
-        {**good, "arrays": {**arrays, "token_starts": ["int64", []]}},
+        *(
+            {**good, "arrays": list({**arrays, name: described}.values())}
+            for name, described in (
+                ("token_ids", ["object", [1]]),
+                ("token_ids", ["int32", [2**40]]),
+                ("items", ["int64", [0, 3]]),
+                ("token_starts", ["int64", []]),
+            )
+        ),
     ]
     for said in wrong:
         with pytest.raises(wire.WireError, match="an index that is none"):

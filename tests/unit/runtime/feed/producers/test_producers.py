@@ -161,7 +161,7 @@ def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: P
 
 @pytest.mark.parametrize(
     "spoilt",
-    [{"shape": [1, 48]}, {"shape": [-1, 24]}, {"grid": (1, 1)}, {"grid": (2**70, 2**70)}],
+    [{"arrays": [["uint8", [1, 48]]]}, {"arrays": [["uint8", [0, 48]]]}, {"grid": (1, 1)}, {"grid": (2**70, 2**70)}],
 )
 def test_items_of_other_shapes_are_decoded_here(
     spoilt: dict[str, Any],
@@ -171,7 +171,7 @@ def test_items_of_other_shapes_are_decoded_here(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A producer whose items have fewer patches, or another grid, than the index says would shift all that follow in a batch."""
-    monkeypatch.setattr(producer, "describe_pixels", lambda pixels: wire.describe_pixels(pixels) | spoilt)
+    monkeypatch.setattr(producer, "pack_pixels", lambda pixels: (wire.pack_pixels(pixels)[0] | spoilt, pixels.patches.tobytes()))
     found = _open(tmp_path, serve())
     found.expect(wanted)
     _check(found, wanted)
@@ -232,10 +232,12 @@ def test_noise_ends_a_connection_and_nothing_else(
 @pytest.mark.parametrize(
     "said",
     [
-        {"dtype": "object", "shape": [1, 1], "grid": [1, 1]},
-        {"dtype": "uint8", "shape": [3], "grid": [1, 1]},
-        {"dtype": "uint8", "shape": [1, 1], "grid": [1]},
-        {"shape": [1, 1], "grid": [1, 1]},
+        {"arrays": [["object", [1, 1]]], "grid": [1, 1]},
+        {"arrays": [["bool", [1, 1]]], "grid": [1, 1]},
+        {"arrays": [["uint8", [3]]], "grid": [1, 1]},
+        {"arrays": [["uint8", [1, 1]]], "grid": [1]},
+        {"arrays": [["uint8", [1, 1]]] * 2, "grid": [1, 1]},
+        {"grid": [1, 1]},
         [],
     ],
 )
