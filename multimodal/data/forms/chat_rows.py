@@ -12,13 +12,13 @@ from itertools import pairwise
 from typing import Any
 
 from multimodal.data.conversation import TextSegment
-from multimodal.data.forms.known_keys import check_keys
 from multimodal.data.forms.segments import (
-    EMBEDDED,
     AudioSegment,
+    EmbeddedAddress,
     ImageSegment,
     Segment,
     SegmentedSample,
+    check_keys,
     check_path,
     required,
     shown,
@@ -197,7 +197,7 @@ def _take(listed: _Listed, kind: str, *, number: int | None = None, where: str) 
 
 
 def _local_path(path: str, *, where: str) -> str:
-    if path.startswith(EMBEDDED):
+    if isinstance(path, EmbeddedAddress):
         return path
     path = path.removeprefix("file://")
     if path.startswith(("http://", "https://", "data:")):

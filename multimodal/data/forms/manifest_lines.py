@@ -9,12 +9,12 @@ only describe a sample (METADATA) are ignored.
 from typing import Any
 
 from multimodal.data.conversation import ROLES, TextSegment
-from multimodal.data.forms.known_keys import check_keys
 from multimodal.data.forms.segments import (
     AudioSegment,
     ImageSegment,
     Segment,
     SegmentedSample,
+    check_keys,
     check_path,
     required,
     shown,
@@ -56,8 +56,10 @@ def _parse_segment(segment: Any, *, where: str) -> Segment:
             raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}")
         return TextSegment(role, required(segment, "text", (str,), where=where))
     if kind == "image":
+        if (role := segment.get("role")) not in (None, *ROLES):
+            raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
         path, size = _parse_path(segment, where=where), _parse_size(segment, where=where)
-        return ImageSegment(path, size, is_answer=_is_answer(segment, where=where), unit=_parse_unit(segment, where=where))
+        return ImageSegment(path, size, is_answer=role == "assistant", unit=_parse_unit(segment, where=where))
     if kind == "audio":
         return AudioSegment(_parse_path(segment, where=where), _parse_unit(segment, where=where))
     raise DataError(f"{where}: unknown segment type {kind!r}; use one of {', '.join(_KEYS)}")
@@ -69,13 +71,6 @@ def _parse_path(segment: dict[str, Any], *, where: str) -> str:
 
 def _parse_unit(segment: dict[str, Any], *, where: str) -> str | None:
     return None if segment.get("unit") is None else required(segment, "unit", (str,), where=where)
-
-
-def _is_answer(segment: dict[str, Any], *, where: str) -> bool:
-    role = segment.get("role")
-    if role is not None and role not in ROLES:
-        raise DataError(f"{where}: unknown role {role!r}; use one of {', '.join(ROLES)}, or leave it out")
-    return bool(role == "assistant")
 
 
 def _parse_size(segment: dict[str, Any], *, where: str) -> tuple[int, int] | None:

@@ -71,7 +71,7 @@ class JsonFile:
 
     def embedded(self, address: str) -> bytes:
         """JSON embeds no images."""
-        raise AssertionError(address)
+        raise DataError(f"{self.path}: holds no images, and so none at {address!r}; name a file")
 
 
 class Table:

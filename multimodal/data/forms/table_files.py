@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from multimodal.data.forms.segments import EMBEDDED
+from multimodal.data.forms.segments import EMBEDDED, EmbeddedAddress
 from multimodal.values.errors import DataError
 
 _PARQUET = b"PAR1"
@@ -166,7 +166,7 @@ def _files_of_state(state: Path) -> list[Path]:
 def _without_bytes(value: Any, address: tuple[int | str, ...]) -> Any:
     """Return a value with the address of bytes in their place; an image without bytes is its path."""
     if isinstance(value, bytes):
-        return EMBEDDED + json.dumps(address)
+        return EmbeddedAddress(EMBEDDED + json.dumps(address))
     if isinstance(value, dict):
         if value.keys() == {"bytes", "path"}:
             return _without_bytes(value["bytes"], (*address, "bytes")) if value["bytes"] is not None else value["path"]

@@ -158,15 +158,15 @@ class Producer:
                 said, payload = pack_pixels(found) if isinstance(found, ItemPixels) else pack_index(found)
         except BraidError as problem:
             said = {"error": str(problem)}
-        except (WireError, OSError, ValueError) as problem:
-            logger.warning("a request failed: %s", problem)
-            said = {"failure": str(problem)}
         except (BrokenProcessPool, CancelledError, asyncio.CancelledError) as problem:
             if self._is_closed.is_set():
                 raise
             logger.warning("a process that decodes was killed; the ranks that waited for it decode by themselves")
             self._replace(pool)
             said = {"failure": f"a process that decodes was killed ({type(problem).__name__})"}
+        except Exception as problem:  # whatever was asked
+            logger.warning("a request failed: %s", problem or type(problem).__name__)
+            said = {"failure": str(problem) or type(problem).__name__}
         if self._num_unanswered[peer] > 1:
             self._num_unanswered[peer] -= 1
         else:

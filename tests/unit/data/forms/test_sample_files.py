@@ -173,6 +173,7 @@ def test_sources_of_every_form_are_alike(write: Callable[..., Path], graph: Mode
         ({"image": 7, "conversations": [ASK, SAY]}, "an image must be the path of a file, found 7"),
         ({"image": "http://a/b.png", "conversations": [ASK, SAY]}, "is no path of a file, and nothing is downloaded"),
         ({"image": "", "conversations": [ASK, SAY]}, "no file can be called ''"),
+        ({"image": '\0[0, "image"]', "conversations": [ASK, SAY]}, r"no file can be called '\\x00\[0, \"image\"\]'"),
         (
             {"image": "a.png", "conversations": [SAY, ASK]},
             "out of order: a message of the assistant comes first, .*system or the user",
@@ -351,6 +352,15 @@ def test_data_sets_of_hugging_face(data_set: Path, graph: ModelGraph) -> None:
         assert source.item_grid(index, 0) == grid
         np.testing.assert_array_equal(copy.item(index, 0).patches, source.item(index, 0).patches)
         assert len(source.item(index, 0).patches) == grid[0] * grid[1]
+
+
+def test_a_text_in_a_row_is_no_address_of_another_row(tmp_path: Path, graph: ModelGraph) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed (pip install 'braid[hf]')")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    row = {"messages": [{**USER, "content": "<image>what?"}, ASSISTANT], "images": ['\0[0, "images", 0]']}
+    parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / "data.parquet")
+    with pytest.raises(DataError, match=r"data.parquet, row 0: no file can be called"):
+        ManifestSource(tmp_path / "data.parquet", graph=graph, tokenizer=ByteTokenizer(), seq_length=99)
 
 
 def test_damaged_data_sets_are_named(data_set: Path, graph: ModelGraph) -> None:

@@ -4,6 +4,7 @@ import socket
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -189,6 +190,15 @@ def test_a_damaged_file_is_told_as_if_it_had_been_decoded_here(
         found.read(wanted[1])
     assert str(there.value) == str(here.value)
     _check(found, [wanted[0], *wanted[2:]])
+
+
+def test_a_request_that_cannot_be_met_is_answered(
+    serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = _open(tmp_path, serve())
+    found.expect([WantedItem(replace(wanted[0].item, unit="nobody"), "line 0"), *wanted])
+    _check(found, wanted)
+    assert {"a request failed: 'nobody'"} <= set(caplog.messages)
 
 
 def test_both_sides_refuse_another_token(serve: Callable[..., Serving], wanted: list[WantedItem], tmp_path: Path) -> None:
