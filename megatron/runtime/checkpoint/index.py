@@ -6,7 +6,6 @@ import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +13,7 @@ import torch
 from megatron.runtime.checkpoint.folder import damaged
 
 INDEX_NAME = "tensors.json"
-DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
-    {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-)
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
 
 
 class SavedPiece(NamedTuple):

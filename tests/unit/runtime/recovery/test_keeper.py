@@ -205,6 +205,7 @@ def test_too_few_nodes_wait_for_one_to_return(run: Run) -> None:
     run.die(1)
     run.arrive(2, generation=2, done_steps=3)
     run.arrive(2, generation=3, done_steps=3, waits=True)
+    assert run.signals(2) == [], "nobody need be told to leave"
     assert run.nodes(3) is None
     run.start_again(0)
     run.arrive(0, generation=1)
