@@ -6,7 +6,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import StepProfile
 from multimodal.cost.stage_layers import StageKey, StageLayers
-from multimodal.cost.step_memory import GRADIENT_BYTES, OPTIMIZER_BYTES
+from multimodal.cost.step_memory import GRADIENT_BYTES, optimizer_bytes
 
 
 def update_seconds(stages: StageLayers, *, options: RunOptions, cluster: Cluster, profile: StepProfile | None = None) -> float:
@@ -40,9 +40,7 @@ def update_traffic_bytes(bytes_per_element: int) -> float:
     weight itself is written if that state includes an fp32 master weight, else also read.
     """
     gradient = max(GRADIENT_BYTES, bytes_per_element)
-    has_master = bytes_per_element < 4
-    state = OPTIMIZER_BYTES if has_master else 2 * bytes_per_element
-    return float(4 * gradient + 2 * state + bytes_per_element * (1 if has_master else 2))
+    return float(4 * gradient + 2 * optimizer_bytes(bytes_per_element) + bytes_per_element * (1 if bytes_per_element < 4 else 2))
 
 
 def _updated_weights(stages: StageLayers, keys: Collection[StageKey], options: RunOptions) -> dict[str, float]:

@@ -16,8 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.runtime import platform
 from megatron.runtime.profiler import LayerTimes, build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.layers.registry import LAYER_KINDS, describe_layer
-from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadratic
-from multimodal.cost.seconds.layer_curves import Curve, Interpolated, LayerCurves, PackedSize
+from multimodal.cost.seconds.layer_curves import Curve, FitError, Interpolated, LayerCurves, PackedSize, fit_error, fit_quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile, ProfileKey, StepProfile
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.model_graph import ModelGraph, Unit

@@ -8,8 +8,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.cost.seconds.fit_quadratic import FitError, fit_error, fit_quadratic
-from multimodal.cost.seconds.layer_curves import Interpolated, LayerCurves, PackedSize, Quadratic
+from multimodal.cost.seconds.layer_curves import (
+    FitError,
+    Interpolated,
+    LayerCurves,
+    PackedSize,
+    Quadratic,
+    fit_error,
+    fit_quadratic,
+)
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.values.errors import ConfigError
 
