@@ -12,6 +12,8 @@ import yaml
 
 from megatron.runtime.feed.agreement import check_agreement
 from megatron.runtime.launch.stop_requests import StopReason
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.schedule.text import schedule_to_text
 from multimodal.values.action import ActionKind
@@ -63,6 +65,21 @@ def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
 @pytest.mark.parametrize("cluster", [SLOW, EVEN, FAST])
 def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster: Cluster, freezing: dict[str, bool]) -> None:
     assert_matches(build_case(cluster, **freezing), ranks)
+
+
+@pytest.mark.parametrize("builder", ["optimus", "optimus-zb", "nested"])
+def test_a_plan_with_unequal_shares_trains_as_one_process_does(ranks: RankPool, builder: str) -> None:
+    """Four ranks: the LLM has tp 2 and pp 2; of four replicas of the encoder, those of the first stage take one of three."""
+    graph = ModelGraph.from_dict({"units": {name: UNITS[name] for name in ("vision", "llm")}})
+    vision = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in range(4)), microbatch_shares=(1, 1, 2, 2))
+    llm = UnitPlan((Replica((Stage((0, 1), ((0, 2),)), Stage((2, 3), ((2, 4),)))),), 2)
+    shapes = tuple(SampleShape((("vision", 1, size),), 2 + size, 2) for size in (1, 2, 3, 1, 2, 1))
+    source = RandomSource(graph, shapes, 12)
+    plan = Plan({"vision": vision, "llm": llm})
+    lengths = [replace(source.lengths(index), sample_id=index) for index in range(len(shapes))]
+    assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=BalanceOptions())
+    assert list(map(len, assignment.units["vision"])) == [1, 1, 2, 2]
+    assert_matches(GradientCase(graph, plan, assignment, source, builder=builder, cluster=EVEN), ranks)
 
 
 def order_of(case: GradientCase) -> str:
