@@ -83,25 +83,22 @@ class SampleIndexer:
             if not isinstance(segment, TextSegment):
                 unit = self._unit_of(segment, where=sample.where)
                 if unit is None:
-                    return _reason_of(segment)
+                    kind = "audio" if isinstance(segment, AudioSegment) else "images"
+                    return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
                 found.append((segment, unit))
         tiles = [self._index_item(segment, unit, where=sample.where) for segment, unit in found]
-        segments = _with_items(sample.segments, tiles, [unit for _, unit in found], graph=self._graph)
-        conversation, items = self._tokenise(segments, where=sample.where), [*chain.from_iterable(tiles)]
+        of_items = iter([_item_segment(own, unit, graph=self._graph) for own, (_, unit) in zip(tiles, found, strict=True)])
+        segments = [each if isinstance(each, TextSegment) else next(of_items) for each in sample.segments]
+        if self._chat is not None:
+            conversation = self._chat.build(segments, seq_length=self._options.seq_length, where=sample.where)
+        else:
+            conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
+        items = [*chain.from_iterable(tiles)]
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._options.seq_length} (seq_length)"
         if self._options.needs_items_first:
             _check_items_first(conversation, items, where=sample.where)
         return IndexedSample(sample.where, conversation, tuple(items[: len(conversation.item_starts)]))
-
-    def _tokenise(self, segments: Sequence[Segment], *, where: str) -> Conversation:
-        if self._chat is not None:
-            return self._chat.build(segments, seq_length=self._options.seq_length, where=where)
-        return build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
-
-    def _opened(self, path: str) -> tuple[str, bytes | None]:
-        """Return the name of an image for messages, and its bytes if it is no file."""
-        return ("its image", self._files.embedded(path)) if path.startswith(EMBEDDED) else (path, None)
 
     def _unit_of(self, segment: ImageSegment | AudioSegment, *, where: str) -> Unit | None:
         """Return the unit that takes or makes an item; raises DataError if the item does not name one of several."""
@@ -123,13 +120,14 @@ class SampleIndexer:
     def _index_item(self, segment: ImageSegment | AudioSegment, unit: Unit, *, where: str) -> list[IndexedItem]:
         """Return an item, or the tiles of an image."""
         found = input_of(unit)
-        path = segment.path if segment.path.startswith(EMBEDDED) else self._paths.resolve(segment.path, where=where)
-        name = path
+        is_embedded = segment.path.startswith(EMBEDDED)
+        path = segment.path if is_embedded else self._paths.resolve(segment.path, where=where)
+        name = "its image" if is_embedded else path
         if isinstance(segment, ImageSegment):
-            name, content = self._opened(path)
+            content = self._files.embedded(path) if is_embedded else None
             size = segment.size or read_image_size(name, content=content, where=where)
             check_image_size(name, size=size, max_pixels=self._options.max_image_pixels, where=where)
-        elif path.startswith(EMBEDDED):
+        elif is_embedded:
             raise DataError(f"{where}: sound inside a data set cannot be read; save it as files, and name these")
         else:
             size = read_audio_length(path, where=where), 1
@@ -143,30 +141,13 @@ class SampleIndexer:
             raise DataError(f"{where}: {name}: {problem}, or remove that line") from problem
 
 
-def _with_items(
-    segments: Sequence[TextSegment | ImageSegment | AudioSegment],
-    tiles: Sequence[Sequence[IndexedItem]],
-    units: Sequence[Unit],
-    *,
-    graph: ModelGraph,
-) -> list[Segment]:
-    """Return a sample's segments with the LLM tokens of its items; tiles: of each item; units: those that take the items."""
-    remaining = zip(tiles, units, strict=True)
-    return [segment if isinstance(segment, TextSegment) else _item_segment(*next(remaining), graph=graph) for segment in segments]
-
-
 def _item_segment(tiles: Sequence[IndexedItem], unit: Unit, *, graph: ModelGraph) -> Segment:
+    """Return an item as its LLM tokens; tiles: of an image, or a clip alone."""
     if unit.role is Role.GENERATOR:
         return GeneratedSegment()
     num_output_tokens = sum(count_llm_tokens(graph, unit, tile.grid) for tile in tiles)
     row_length = tiles[0].grid[1] + 1 if unit.image is not None and unit.image.has_row_ends else None
     return ItemSegment(num_output_tokens, is_sound=unit.audio is not None, num_tiles=len(tiles), row_length=row_length)
-
-
-def _reason_of(segment: ImageSegment | AudioSegment) -> str:
-    """Return the reason for leaving out a sample with an item that no unit takes."""
-    kind = "audio" if isinstance(segment, AudioSegment) else "images"
-    return f"with {kind}{f' for {segment.unit!r}' if segment.unit else ''}, which no unit of the model takes"
 
 
 def _check_items_first(conversation: Conversation, items: Sequence[IndexedItem], *, where: str) -> None:
