@@ -38,7 +38,6 @@ class Architecture:
 
     name: str
     """Its name in `architectures` of config.json."""
-    model_type: str
     to_graph: Callable[[Config], dict[str, Any]]
     """From a config.json to the plain form of a model graph; raises ModelError for unsupported values."""
     to_config: Callable[[ModelGraph], dict[str, Any]] | None

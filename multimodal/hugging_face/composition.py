@@ -92,9 +92,8 @@ def compose(
             f"compose: llm {llm} is no text model, but has {', '.join(language.unit_names)}; give one without encoders"
         )
     backbone = language.to_dict()["units"][language.backbone.name] | {"weights": str(Path(llm).absolute())}
-    for argument, names in (("as_modules", as_modules), ("callbacks", given)):
-        if unknown := [name for name in names if name not in encoders]:
-            raise ModelError(f"compose: {argument} names '{unknown[0]}', which is none of {', '.join(encoders)}; correct it")
+    _check_known("as_modules", as_modules, encoders)
+    _check_known("callbacks", given, encoders)
     shared = _Shared(projector, language, frozenset((*as_modules, *given)))
     sizes, layers = (
         _by_unit(argument, value, encoders, default=default)
@@ -107,9 +106,10 @@ def compose(
     for name, functions in given.items():
         units[name]["module"] |= _checked_callbacks(name, functions)
     units[_LLM] = backbone
+    _check_known("freeze", [entry.removesuffix(_OF_PROJECTOR) for entry in freeze], units)
     for entry in freeze:
         name = entry.removesuffix(_OF_PROJECTOR)
-        _unit(units, name, "freeze")["freeze_module" if name == entry else "freeze_projector"] = True
+        units[name]["freeze_module" if name == entry else "freeze_projector"] = True
     try:
         write_mapping(output, {"units": units})
     except OSError as problem:
@@ -131,6 +131,11 @@ def _check_types(**arguments: Any) -> None:
             raise ModelError(f"compose: {name} is {value!r}, expected {expected}; correct it")
 
 
+def _check_known(argument: str, names: Iterable[str], known: Collection[str]) -> None:
+    if unknown := [name for name in names if name not in known]:
+        raise ModelError(f"compose: {argument} names '{unknown[0]}', which is none of {', '.join(known)}; correct it")
+
+
 def _entries(value: Any) -> Iterable[tuple[Any, Any]]:
     return value.items() if isinstance(value, Mapping) else ()
 
@@ -145,8 +150,7 @@ class _Shared(NamedTuple):
 
 
 def _by_unit(argument: str, value: int | Mapping[str, int], names: Collection[str], *, default: int) -> dict[str, int]:
-    if unknown := [name for name, _ in _entries(value) if name not in names]:
-        raise ModelError(f"compose: {argument} names '{unknown[0]}', which is none of {', '.join(names)}; correct it")
+    _check_known(argument, [name for name, _ in _entries(value)], names)
     if wrong := [each for each in (value.values() if isinstance(value, Mapping) else (value,)) if not isinstance(each, int)]:
         raise ModelError(f"compose: {argument} is {wrong[0]!r}, expected an integer, or one for each encoder by its name")
     return {name: value.get(name, default) if isinstance(value, Mapping) else value for name in names}
@@ -166,7 +170,9 @@ def _encoder(name: str, folder: Path, shared: _Shared, *, merge_size: int, layer
         if is_module:
             unit = {**_module(whole, folder, merge_size=merge_size, where=where), "projector_norm": norm}
         else:
-            unit = _with_merging(read_encoder(folder)[0].to_unit(whole), merge_size)
+            unit = read_encoder(folder)[0].to_unit(whole)
+            kind = "audio" if "audio" in unit else "image"
+            unit[kind] |= {"merge": "joined", "merge_factor": merge_size} if kind == "audio" else {"merge_size": merge_size}
         if layer != -1:
             unit = _of_layer(unit, layer)
         if unit["projector_norm"] == "none" and norm != "none":
@@ -175,12 +181,6 @@ def _encoder(name: str, folder: Path, shared: _Shared, *, merge_size: int, layer
     except BraidError as problem:
         hint = "" if is_module else f"; or take it as it is: as_modules=['{name}']"
         raise ModelError(str(problem) if str(problem).startswith(where) else f"{where}: {problem}{hint}") from None
-
-
-def _with_merging(unit: Mapping[str, Any], merge_size: int) -> dict[str, Any]:
-    if "audio" in unit:
-        return {**unit, "audio": {**unit["audio"], "merge": "joined", "merge_factor": merge_size}}
-    return {**unit, "image": {**unit["image"], "merge_size": merge_size}}
 
 
 def _of_layer(unit: Mapping[str, Any], layer: int) -> dict[str, Any]:
@@ -250,12 +250,6 @@ def _whole_numbers(config: Mapping[str, Any], key: str) -> list[int]:
     """Return a list of integers; an empty one if config.json has another value."""
     value = config.get(key)
     return value if isinstance(value, list) and all(isinstance(each, int) for each in value) else []
-
-
-def _unit(units: Mapping[str, dict[str, Any]], name: str, argument: str) -> dict[str, Any]:
-    if name not in units:
-        raise ModelError(f"compose: {argument} names '{name}', which is none of {', '.join(units)}; correct it")
-    return units[name]
 
 
 def _checked_callbacks(name: str, functions: Mapping[str, str]) -> dict[str, str]:

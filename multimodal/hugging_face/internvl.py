@@ -167,7 +167,6 @@ def _side(vision: Config, key: str) -> Any:
 
 INTERNVL = Architecture(
     "InternVLForConditionalGeneration",
-    "internvl",
     read_internvl,
     write_internvl,
     (VISION, decoder_names("language_model.")),

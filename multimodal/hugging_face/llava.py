@@ -158,7 +158,6 @@ def is_unused(key: str, graph: ModelGraph) -> bool:
 
 LLAVA = Architecture(
     "LlavaForConditionalGeneration",
-    "llava",
     read_llava,
     write_llava,
     (lambda vision: _NAMES[PIXTRAL if is_pixtral(vision) else tower_of(vision).model_type], decoder_names("language_model.")),

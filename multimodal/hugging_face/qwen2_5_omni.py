@@ -30,6 +30,8 @@ _TEXT_DEFAULTS = {
     "sliding_window": 32768,
 }
 _CHUNK_TOKENS = 100
+_ENDS_OF_SOUND = "audio_tower.audio_bos_eos_token.weight"
+"""Embeddings that transformers has and does not use."""
 _MAX_TOKENS = 15000
 """Tokens of 5 minutes, as in the published feature extractor."""
 _PARTS = ("audio_tower.", "visual.", "model.", "lm_head.")
@@ -85,8 +87,8 @@ def write_thinker(graph: ModelGraph) -> dict[str, Any]:
 
 
 def thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of patch embedding and convolutions, and of the unused embeddings of the ends of sound."""
-    ends = {"audio_tower.audio_bos_eos_token.weight": (2, graph.backbone.transformer.hidden_size)}
+    """Return the shapes of patch embedding and convolutions, and of the ends of sound."""
+    ends = {_ENDS_OF_SOUND: (2, graph.backbone.transformer.hidden_size)}
     return {**patch_shapes(graph), **convolution_shapes(graph.encoders[1], "audio_tower."), **ends}
 
 
@@ -96,15 +98,9 @@ def write_processor(graph: ModelGraph) -> dict[str, Any]:
     return {key: value for key, value in both.items() if key != "do_normalize"}
 
 
-def _is_unused(key: str, graph: ModelGraph) -> bool:
-    """True for the unused embeddings of the ends of sound, and for tensors of the talker."""
-    return key.endswith("audio_tower.audio_bos_eos_token.weight") or key.startswith(("talker.", "token2wav."))
-
-
-def _architecture(name: str, model_type: str, *, is_alone: bool = False) -> Architecture:
+def _architecture(name: str, *, is_alone: bool = False) -> Architecture:
     return Architecture(
         name,
-        model_type,
         read_thinker,
         write_thinker if is_alone else None,
         (
@@ -112,7 +108,7 @@ def _architecture(name: str, model_type: str, *, is_alone: bool = False) -> Arch
             audio_names("audio_tower.", last_norm="audio_tower.ln_post", product="audio_tower.proj"),
             decoder_names(),
         ),
-        is_unused=_is_unused,
+        is_unused=lambda key, graph: key.endswith(_ENDS_OF_SOUND) or key.startswith(("talker.", "token2wav.")),
         spellings=SPELLINGS,
         to_processor=write_processor,
         shapes=thinker_shapes,
@@ -121,7 +117,7 @@ def _architecture(name: str, model_type: str, *, is_alone: bool = False) -> Arch
 
 
 QWEN2_5_OMNI = (
-    _architecture("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker", is_alone=True),
-    _architecture("Qwen2_5OmniForConditionalGeneration", "qwen2_5_omni"),
-    _architecture("Qwen2_5OmniModel", "qwen2_5_omni"),
+    _architecture("Qwen2_5OmniThinkerForConditionalGeneration", is_alone=True),
+    _architecture("Qwen2_5OmniForConditionalGeneration"),
+    _architecture("Qwen2_5OmniModel"),
 )

@@ -186,7 +186,6 @@ def placed_architecture(
 
     return Architecture(
         name,
-        model_type,
         read,
         write,
         (vision, decoder_names()),

@@ -42,7 +42,6 @@ def write_qwen2_audio(graph: ModelGraph) -> dict[str, Any]:
 
 QWEN2_AUDIO = Architecture(
     "Qwen2AudioForConditionalGeneration",
-    "qwen2_audio",
     read_qwen2_audio,
     write_qwen2_audio,
     (

@@ -40,15 +40,9 @@ ARCHITECTURES: dict[str, Architecture] = {
 """Families by their name in `architectures` of config.json."""
 ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in (*WHISPERS, *VISION_ENCODERS)}
 """Families of encoders by their name in `architectures` of config.json."""
-_FREE = frozenset(
-    (
-        *("name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "new_tokens"),
-        *("min_pixels", "max_pixels", "max_tiles"),
-    )
-)
+_FREE = {"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "new_tokens"}
+_FREE |= {"min_pixels", "max_pixels", "max_tiles"}
 """Fields that a unit may have in any family."""
-
-
 _OF_CHANNELS = ("mean", "std")
 """Fields with one number for every channel, or one for all."""
 

@@ -14,18 +14,6 @@ _ORIGINAL = "original_max_position_embeddings"
 _BASE = 10000.0
 
 
-def _read_llama3(given: Config, head_channels: int, base: float) -> dict[str, Any]:
-    return {"rotary_scaling": [given[key] for key in _LLAMA3]}
-
-
-def _read_dynamic(given: Config, head_channels: int, base: float) -> dict[str, Any]:
-    return {"rotary_dynamic_scaling": [given["factor"], given[_LENGTH]]}
-
-
-def _read_linear(given: Config, head_channels: int, base: float) -> dict[str, Any]:
-    return {"rotary_factors": [float(given["factor"])] * (head_channels // 2)}
-
-
 def _read_yarn(given: Config, head_channels: int, base: float) -> dict[str, Any]:
     """YaRN (Peng et al., 2023): frequencies that turn often stay, those that turn rarely are divided by the factor."""
     factor, length = float(given["factor"]), given[_ORIGINAL]
@@ -67,9 +55,9 @@ def _read_longrope(given: Config, head_channels: int, base: float) -> dict[str, 
 
 
 _READERS: Mapping[str, tuple[Callable[[Config, int, float], dict[str, Any]], Sequence[str]]] = {
-    "llama3": (_read_llama3, _LLAMA3),
-    "dynamic": (_read_dynamic, ("factor", _LENGTH)),
-    "linear": (_read_linear, ("factor",)),
+    "llama3": (lambda given, *_: {"rotary_scaling": [given[key] for key in _LLAMA3]}, _LLAMA3),
+    "dynamic": (lambda given, *_: {"rotary_dynamic_scaling": [given["factor"], given[_LENGTH]]}, ("factor", _LENGTH)),
+    "linear": (lambda given, channels, _: {"rotary_factors": [float(given["factor"])] * (channels // 2)}, ("factor",)),
     "yarn": (_read_yarn, ("factor", _ORIGINAL)),
     "longrope": (_read_longrope, ("short_factor", "long_factor", _ORIGINAL)),
 }

@@ -129,16 +129,8 @@ class TextFamily(NamedTuple):
         return self.names == decoder_names()
 
 
-def _without_global_layers(config: Config) -> Iterable[int]:
-    return ()
-
-
 def _lower_layers(config: Config) -> Iterable[int]:
     return range(min(config["max_window_layers"], config["num_hidden_layers"]))
-
-
-def _even_layers(config: Config) -> Iterable[int]:
-    return range(1, config["num_hidden_layers"], 2)
 
 
 def _every_sixth_layer(config: Config) -> Iterable[int]:
@@ -223,7 +215,7 @@ TEXT_FAMILIES = {
             "MistralForCausalLM",
             "mistral",
             {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
-            global_layers=_without_global_layers,
+            global_layers=lambda config: (),
         ),
         TextFamily(
             "Phi3ForCausalLM",
@@ -236,14 +228,14 @@ TEXT_FAMILIES = {
                 "max_position_embeddings": 4096,
                 "original_max_position_embeddings": 4096,
             },
-            global_layers=_without_global_layers,
+            global_layers=lambda config: (),
             names=decoder_names(layer=PHI3_LAYER),
         ),
         TextFamily(
             "Gemma2ForCausalLM",
             "gemma2",
             {**_GEMMA_SIZES, "vocab_size": 256000, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
-            global_layers=_even_layers,
+            global_layers=lambda config: range(1, config["num_hidden_layers"], 2),
             **_GEMMA,
         ),
         TextFamily(

@@ -8,7 +8,7 @@ from multimodal.hugging_face.architecture import Architecture, Config, Key, read
 from multimodal.hugging_face.rotary_positions import read_rotary, rotary_entries, write_rotary
 from multimodal.hugging_face.text_families import BIASES, TEXT_FAMILIES, ExpertKeys, TextFamily
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ModelGraph, Unit
+from multimodal.values.model_graph import Unit
 
 _LOCAL, _GLOBAL = "sliding_attention", "full_attention"
 _DEFAULTS = {
@@ -150,20 +150,16 @@ def _read_biases(family: TextFamily, config: Config, *, where: str) -> dict[str,
     return {"add_qkv_bias": attention, "add_proj_bias": attention, "add_mlp_bias": mlp}
 
 
-def _write_biases(family: TextFamily, unit: Unit) -> dict[str, bool]:
-    found = unit.transformer.biases["linear_proj"], unit.transformer.biases["linear_fc1"]
-    return dict(zip(family.bias_keys, found, strict=False))
-
-
 def write_text_unit(family: TextFamily, unit: Unit) -> dict[str, Any]:
     """Return the configuration of an LLM in the form of config.json."""
+    shape = unit.transformer
     return {
         "architectures": [family.name],
         "model_type": family.model_type,
         **write_keys((*_KEYS, *family.keys), unit),
         **write_rotary(unit),
-        **({} if family.local_base_key is None else {family.local_base_key: unit.transformer.rotary_local_base}),
-        **_write_biases(family, unit),
+        **({} if family.local_base_key is None else {family.local_base_key: shape.rotary_local_base}),
+        **dict(zip(family.bias_keys, (shape.biases["linear_proj"], shape.biases["linear_fc1"]), strict=False)),
         **_write_window(family, unit),
         **({} if family.experts is None else _write_experts(family.experts, unit)),
         **family.constants,
@@ -201,11 +197,9 @@ def write_placed_text(unit: Unit, model_type: str) -> dict[str, Any]:
 
 def text_architecture(family: TextFamily) -> Architecture:
     """Return the architecture of a text model on its own."""
-
-    def to_graph(config: Config) -> dict[str, Any]:
-        return {"units": {"llm": read_text_unit(config)}}
-
-    def to_config(graph: ModelGraph) -> dict[str, Any]:
-        return write_text_unit(family, graph.backbone)
-
-    return Architecture(family.name, family.model_type, to_graph, to_config, (family.names,))
+    return Architecture(
+        family.name,
+        to_graph=lambda config: {"units": {"llm": read_text_unit(config)}},
+        to_config=lambda graph: write_text_unit(family, graph.backbone),
+        names=(family.names,),
+    )

@@ -119,15 +119,11 @@ def _lay_out(wanted: Mapping[str, SavedWeight], metadata: Mapping[str, Mapping[s
             weight = wanted[key]
             starts[key], end = end, end + math.prod(weight.shape) * weight.dtype.itemsize
             entries[key] = {"dtype": _NAMES[weight.dtype], "shape": list(weight.shape), "data_offsets": [starts[key], end]}
-        headers[name] = _header(entries)
+        text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        headers[name] = len(text).to_bytes(_LENGTH_BYTES, "little") + text
         sizes[name] = len(headers[name]) + end
         for key in keys:
             row_size = names.shapes[key].row_size if key in names.shapes else math.prod(wanted[key].shape[1:])
             weights[key] = PlacedWeight(name, len(headers[name]) + starts[key], wanted[key].dtype, row_size)
     return FileLayout(headers, sizes, weights, sum(math.prod(weight.shape) for weight in wanted.values()))
-
-
-def _header(entries: Mapping[str, object]) -> bytes:
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text

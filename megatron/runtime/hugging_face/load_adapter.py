@@ -22,7 +22,6 @@ from multimodal.hugging_face.adapter_files import (
     UP_ENDING,
     OwnModule,
     PeftAdapter,
-    PeftModule,
     all_spellings,
     read_peft_adapter,
 )
@@ -84,8 +83,13 @@ def _fill_half(tensor: HeldTensor, files: WeightFiles, adapter: PeftAdapter, ses
             values = values if part.scale == unit.lora.scale else values.double() * (part.scale / unit.lora.scale)
             for rows in rows_of(adapter.names(name), unit, f"layers.{layer}.{path}.weight", num_rows=tensor.shape[0]):
                 if rows.key == f"{part.key}.weight":
-                    _check_rows(adapter, part, values, at_least=rows.start + rows.num_rows)
-                    _copy(tensor, (rows.target, start), values[rows.start : rows.start + rows.num_rows])
+                    stop = rows.start + rows.num_rows
+                    if len(values) < stop:
+                        raise CheckpointError(
+                            f"{adapter.folder}: {part.name}{UP_ENDING} has {len(values)} rows, but the model's matrix at least "
+                            f"{stop}; give adapters of this model, or take the model that they are of"
+                        )
+                    _copy(tensor, (rows.target, start), values[rows.start : stop])
         else:
             _copy(tensor, (start, 0), _read_half(files, f"{PREFIX}{part.name}{DOWN_ENDING}", columns=tensor.shape[1]))
 
@@ -99,14 +103,6 @@ def _read_half(files: WeightFiles, key: str, *, columns: int) -> Tensor:
         )
     check_finite(values, f"{files.folder / files.weights[key].file}: {key}")
     return values
-
-
-def _check_rows(adapter: PeftAdapter, part: PeftModule, values: Tensor, *, at_least: int) -> None:
-    if len(values) < at_least:
-        raise CheckpointError(
-            f"{adapter.folder}: {part.name}{UP_ENDING} has {len(values)} rows, but the model's matrix at least {at_least}; give "
-            "adapters of this model, or take the model that they are of"
-        )
 
 
 def _copy(tensor: HeldTensor, offsets: tuple[int, int], values: Tensor) -> None:
@@ -148,7 +144,7 @@ def _fill_projectors(plain: Sequence[HeldTensor], folder: Path, session: Session
 
     def read() -> None:
         with WeightFiles(folder) as files:
-            check_weights(folder, names, found=files.weights, unused=(), grown_from=(0, 0))
+            check_weights(files, names)
             fill(own, files, names)
 
     on_this_rank(read, what=what)

@@ -8,7 +8,7 @@ import torch
 
 from megatron.runtime.checkpoint.all_ranks import on_this_rank
 from megatron.runtime.hugging_face.adapters import VOCABULARIES
-from megatron.runtime.hugging_face.named_weights import NamedWeights, as_in_files, check_weights, name_weights, parts_of
+from megatron.runtime.hugging_face.named_weights import NamedWeights, find_weights, name_weights, parts_of
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, model_tensors
@@ -32,13 +32,11 @@ def load_hugging_face(folder: Path, *, session: Session) -> None:
     architecture, _ = read_config(folder)
     tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
-    vocabularies = graph.backbone.vocab_size or 0, described.backbone.vocab_size or 0
+    vocab_size = described.backbone.vocab_size or 0
 
     def read() -> None:
         with WeightFiles(folder) as files:
-            theirs = as_in_files(names, architecture, found=files.weights)
-            unused = [key for key in files.weights if architecture.is_unused(key, graph)]
-            check_weights(folder, theirs, found=files.weights, unused=unused, grown_from=vocabularies)
+            theirs = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=vocab_size)
             fill(tensors, files, theirs, new_rows=NewRows.of(graph))
 
     on_this_rank(read, what=what)

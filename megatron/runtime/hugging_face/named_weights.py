@@ -4,11 +4,10 @@ import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks
-from megatron.runtime.hugging_face.weight_files import SavedWeight
+from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.state.held_tensors import HeldTensor, Piece
 from multimodal.hugging_face.adapter_files import TOKENS_ENDING
 from multimodal.hugging_face.architecture import Architecture
@@ -132,27 +131,34 @@ def as_in_files(names: NamedWeights, architecture: Architecture, *, found: Itera
         if copy in known and copy not in shapes and original in shapes:
             shapes[copy] = shapes[original]
             # Copies come first, so that the original is read last.
-            rows = {key: (*_renamed(parts, original, copy), *parts) for key, parts in rows.items()}
+            rows = {
+                key: (*(part._replace(key=copy) for part in parts if part.key == original), *parts) for key, parts in rows.items()
+            }
     return NamedWeights(rows, shapes)
 
 
-def _renamed(parts: Iterable[Rows], key: str, new_key: str) -> Iterator[Rows]:
-    return (part._replace(key=new_key) for part in parts if part.key == key)
+def find_weights(
+    files: WeightFiles, names: NamedWeights, *, graph: ModelGraph, architecture: Architecture, vocab_size: int
+) -> NamedWeights:
+    """Return the weights of a model under the names in a folder's files; vocab_size: the folder's.
+
+    Raises CheckpointError if the files lack one, have another shape of it, or have an unknown one.
+    """
+    found = as_in_files(names, architecture, found=files.weights)
+    unused = [key for key in files.weights if architecture.is_unused(key, graph)]
+    check_weights(files, found, unused=unused, grown_from=(graph.backbone.vocab_size or 0, vocab_size))
+    return found
 
 
 def check_weights(
-    folder: Path,
-    names: NamedWeights,
-    *,
-    found: Mapping[str, SavedWeight],
-    unused: Collection[str],
-    grown_from: tuple[int, int],
+    files: WeightFiles, names: NamedWeights, *, unused: Collection[str] = (), grown_from: tuple[int, int] = (0, 0)
 ) -> None:
     """Raise CheckpointError if a folder lacks a tensor, has another shape of it, or has an unknown one.
 
     unused: tensors that are part of no parameter; grown_from: the vocabulary of this run and of the folder; tensors with as many
     rows as the former may have as many as the latter there.
     """
+    folder, found = files.folder, files.weights
     for key, shape in names.shapes.items():
         weight = found.get(key)
         if weight is None:

@@ -6,14 +6,7 @@ from pathlib import Path
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.hugging_face.adapters import gather_adapters
 from megatron.runtime.hugging_face.file_layout import FileLayout, cut_into_files, in_one_file, like_files
-from megatron.runtime.hugging_face.named_weights import (
-    NamedWeights,
-    as_in_files,
-    as_spelled,
-    check_weights,
-    name_tensors,
-    name_weights,
-)
+from megatron.runtime.hugging_face.named_weights import NamedWeights, as_spelled, find_weights, name_tensors, name_weights
 from megatron.runtime.hugging_face.unit_weights import check_units, is_of_projector, is_written_in_parts, name_unit
 from megatron.runtime.hugging_face.weight_files import SINGLE_NAME, WeightFiles
 from megatron.runtime.hugging_face.write_folder import Export, check_links, write_folder
@@ -119,18 +112,15 @@ def _prepare(session: Session, like: Path | None, *, special_tokens: Mapping[str
         written = {**config, **tokens, "dtype": str(dtype).removeprefix("torch.")}
         beside = Path(graph.backbone.weights) if graph.backbone.weights is not None else None
         return Export(names, layout, written, beside=beside, processor=architecture.to_processor(graph))
-    vocab_size = graph.backbone.vocab_size or 0
     before = check_same_model(like, graph).backbone.vocab_size or 0
 
     def lay_out() -> tuple[NamedWeights, FileLayout]:
         with WeightFiles(like) as files:
-            theirs = as_in_files(names, architecture, found=files.weights)
-            unused = [key for key in files.weights if architecture.is_unused(key, graph)]
-            check_weights(like, theirs, found=files.weights, unused=unused, grown_from=(vocab_size, before))
+            theirs = find_weights(files, names, graph=graph, architecture=architecture, vocab_size=before)
             return theirs, like_files(theirs, files.weights, files.metadata)
 
     names, layout = on_this_rank(lay_out, what=what)
-    if vocab_size != before:
+    if (vocab_size := graph.backbone.vocab_size or 0) != before:
         config = with_vocab_size(config, vocab_size)
     return Export(names, layout, config, like=like)
 

@@ -9,10 +9,10 @@ from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank
 from megatron.runtime.hugging_face.load_weights import NewRows, fill
 from megatron.runtime.hugging_face.named_weights import (
     NamedWeights,
-    as_in_files,
     as_spelled,
     best_spelling,
     check_weights,
+    find_weights,
     name_tensors,
     name_weights,
 )
@@ -87,8 +87,9 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     folder = Path(unit.weights)
     own = [each for each in tensors if each.key.split(".")[1] == unit.name and not is_of_projector(graph, each.key)]
     if unit.module is not None:
-        names = name_tensors(own, lambda key, shape: (Rows(_module_key(key), 0, 0, shape[0]),), what=what)
-        return UnitWeights(folder, on_first_rank(lambda: _found_in(folder, names, unit), what=what))
+        start = f"model.{unit.name}.{_MODULE}"
+        names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix(start), 0, 0, shape[0]),), what=what)
+        return UnitWeights(folder, on_first_rank(lambda: _find_module(folder, names, unit), what=what))
     if unit.role is Role.ENCODER:
         return UnitWeights(folder, _encoder_names(own, unit, folder, what=what))
     if unit.role is not Role.BACKBONE:
@@ -98,16 +99,13 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     architecture, config = read_config(folder)
     alone = ModelGraph((unit,))
     names = name_weights(own, graph=alone, architecture=architecture, what=what)
-    sizes = unit.vocab_size or 0, config.get("vocab_size", unit.vocab_size) or 0
+    vocab_size = config.get("vocab_size", unit.vocab_size) or 0
 
-    def check() -> NamedWeights:
+    def find() -> NamedWeights:
         with WeightFiles(folder) as files:
-            found = as_in_files(names, architecture, found=files.weights)
-            unused = [key for key in files.weights if architecture.is_unused(key, alone)]
-            check_weights(folder, found, found=files.weights, unused=unused, grown_from=sizes)
-            return found
+            return find_weights(files, names, graph=alone, architecture=architecture, vocab_size=vocab_size)
 
-    return UnitWeights(folder, on_first_rank(check, what=what))
+    return UnitWeights(folder, on_first_rank(find, what=what))
 
 
 def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what: str) -> NamedWeights:
@@ -127,7 +125,7 @@ def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what:
         with WeightFiles(folder) as files:
             theirs = as_spelled(names, best_spelling(names, encoder.spellings, found=files.weights))
             unused = [key for key in files.weights if encoder.is_unused(key, unit)]
-            check_weights(folder, theirs, found=files.weights, unused=unused, grown_from=(0, 0))
+            check_weights(files, theirs, unused=unused)
             return theirs
 
     return on_first_rank(check, what=what)
@@ -147,11 +145,7 @@ def is_of_projector(graph: ModelGraph, key: str) -> bool:
     return not (has_own_norm and unit.projector_norm == "patches" and tensor.startswith("norm."))
 
 
-def _module_key(key: str) -> str:
-    return key.split(".", 2)[2].removeprefix(_MODULE)
-
-
-def _found_in(folder: Path, names: NamedWeights, unit: Unit) -> NamedWeights:
+def _find_module(folder: Path, names: NamedWeights, unit: Unit) -> NamedWeights:
     """Return the names in a folder: those of the module in transformers' files, possibly inside a larger model."""
     with WeightFiles(folder) as files:
         renamed = rename_keys(unit, files.weights)
@@ -161,6 +155,5 @@ def _found_in(folder: Path, names: NamedWeights, unit: Unit) -> NamedWeights:
         theirs = {key: renamed.get(prefix + key, prefix + key) for key in names.shapes}
         rows = {key: tuple(part._replace(key=theirs[part.key]) for part in parts) for key, parts in names.rows.items()}
         found = NamedWeights(rows, {theirs[key]: shape for key, shape in names.shapes.items()})
-        unused = [key for key in files.weights if key not in found.shapes]
-        check_weights(folder, found, found=files.weights, unused=unused, grown_from=(0, 0))
+        check_weights(files, found, unused=files.weights.keys())
         return found
