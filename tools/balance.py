@@ -27,8 +27,16 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import draw_length_batches
-from tools.command_line import Parser, at_least_zero, count, counts_by_unit, run_tool, values_by_unit
-from tools.request_flags import DEFAULT_VOCAB_SIZE
+from tools.command_line import (
+    DEFAULT_VOCAB_SIZE,
+    Parser,
+    at_least_zero,
+    count,
+    counts_by_unit,
+    padded_vocab_size,
+    run_tool,
+    values_by_unit,
+)
 
 TOKEN_BYTES = 4
 """Bytes of a token id that the LLM gets."""
@@ -137,7 +145,7 @@ def run(argv: Sequence[str]) -> None:
         granularity=Granularity(flags.balance_granularity),
         unit_costs=costs,
         ranks_per_node=flags.gpus_per_node,
-        vocab_size=flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE,
+        vocab_size=padded_vocab_size(flags, graph),
     )
     samples, seed = read_length_table(flags.lengths, graph=graph), None if flags.keep_order else flags.seed
     batches = draw_length_batches(samples, batch_size=flags.global_batch_size, num_batches=flags.num_batches, seed=seed)

@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import SampleLengths
+
+DEFAULT_VOCAB_SIZE = 50304
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +50,21 @@ def at_least_zero(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"expected an integer of at least 0, found '{text}'")
     return int(text)
+
+
+def padded_vocab_size(flags: argparse.Namespace, graph: ModelGraph) -> int:
+    """Return --vocab-size, or what the model file says, or DEFAULT_VOCAB_SIZE."""
+    size: int = flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE
+    return size
+
+
+def read_lengths(flags: argparse.Namespace, graph: ModelGraph) -> tuple[SampleLengths, ...]:
+    """Return the samples of --lengths, or one sample of --uniform-lengths; raises ConfigError unless there is one of the two."""
+    if (flags.lengths is None) == (flags.uniform_lengths is None):
+        raise ConfigError("give exactly one of --lengths and --uniform-lengths")
+    if flags.lengths is not None:
+        return read_length_table(flags.lengths, graph=graph)
+    return uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
 
 
 def run_tool(name: str, run: Callable[[Sequence[str]], None], argv: Sequence[str] | None = None) -> int:

@@ -23,7 +23,6 @@ from multimodal.plan.planners.templates.instantiate import share_batch
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Reconfigurer
 from multimodal.plan.planners.templates.simulate_trace import (
-    NodeChange,
     Pauses,
     Simulated,
     Span,
@@ -166,7 +165,7 @@ def simulate(flags: argparse.Namespace) -> Comparison:
     reconfigurer = Reconfigurer(
         templates,
         network.bandwidth_gbytes_per_second * 1e9 * network.nics_per_node,
-        horizon_seconds=mean_seconds_between(changes, until),
+        horizon_seconds=until / (1 + len(changes)),  # the mean between two changes
     )
     fresh = FreshPlans(request, templates)
     runs = {
@@ -174,11 +173,6 @@ def simulate(flags: argparse.Namespace) -> Comparison:
         "restarts": simulate_restarts(fresh.alike_seconds, changes, num_nodes=templates.num_nodes, until=until, pauses=pauses),
     }
     return Comparison(templates, runs, fresh, until)
-
-
-def mean_seconds_between(changes: Sequence[NodeChange], until: float) -> float:
-    """Return the mean seconds between two changes."""
-    return until / (1 + len(changes))
 
 
 def report(compared: Comparison) -> dict[str, Any]:
@@ -230,11 +224,9 @@ def draw(compared: Comparison, path: str | Path) -> None:
 
     Dotted lines are the means without steps that were lost again.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 5.0), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     panels = figure.subplots(len(compared.runs), sharex=True, sharey=True)
     for axes, (name, run) in zip(panels, compared.runs.items(), strict=True):
         edges = [*(span.start / 3600 for span in run.spans), run.spans[-1].end / 3600]

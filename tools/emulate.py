@@ -10,13 +10,13 @@ the real ones. Waiting costs no core, so 16 ranks fit on two. --report-dir gets 
 `tools/trace.py diff`) and a picture.
 """
 
-import argparse
 import json
 import os
 import statistics
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +30,25 @@ from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
-from multimodal.values.errors import BraidError
 from multimodal.values.timeline import Timeline
+from tools.command_line import Parser, count, run_tool
 from tools.simulate import build_parser, build_steps, check_flags, check_virtual_stages
 
 
-def main(argv: Sequence[str]) -> int:
-    """Emulate and print; returns the exit code."""
-    given = _parse(argv)
-    try:
-        run = build_run(given.model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
-        simulation = simulate_schedule(run.schedule, run.costs)
-        timelines = emulate(run)
-    except BraidError as problem:
-        print(f"emulate.py: {problem}", file=sys.stderr)
-        return 2
+def run(argv: Sequence[str]) -> None:
+    """Emulate and print; raises BraidError."""
+    parser = Parser(prog="emulate.py", description=__doc__)
+    parser.add_argument(
+        "--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"Of {', '.join(BUILDERS.listed())}."
+    )
+    parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"Of {', '.join(PASSES)}.")
+    parser.add_argument("--iterations", type=count, default=5, metavar="N", help="Measured steps, whose median counts (5).")
+    parser.add_argument("--report-dir", type=Path, metavar="DIR", help="Folder for timelines and a picture.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    given, model_flags = parser.parse_known_args(argv)
+    emulated = build_run(model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
+    simulation = simulate_schedule(emulated.schedule, emulated.costs)
+    timelines = emulate(emulated)
     summary = summarize(simulation, timelines)
     if given.report_dir is not None:
         _write_report(given.report_dir, simulation, timelines, title=f"{given.schedule}, measured")
@@ -52,7 +56,6 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(summary))
     else:
         print("\n".join(f"{name:>20}  {value}" for name, value in summary.items()))
-    return 0
 
 
 def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
@@ -79,24 +82,6 @@ def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str
     }
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"of {', '.join(BUILDERS.listed())}"
-    )
-    parser.add_argument("--schedule-passes", default="", metavar="A,B", help=f"of {', '.join(PASSES)}")
-    parser.add_argument("--iterations", type=int, default=5, metavar="N", help="measured steps (the median counts)")
-    parser.add_argument("--report-dir", type=Path, metavar="DIR", help="folder for timelines and a picture")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    given, model_flags = parser.parse_known_args(argv)
-    given.model_flags = model_flags
-    if given.iterations < 1:
-        parser.error("--iterations must be at least 1")
-    return given
-
-
 def _write_report(folder: Path, simulation: Simulation, timelines: Sequence[Timeline], *, title: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     middle = sorted(timelines, key=lambda timeline: timeline.duration_seconds)[len(timelines) // 2]
@@ -105,5 +90,9 @@ def _write_report(folder: Path, simulation: Simulation, timelines: Sequence[Time
     draw_timeline(middle, folder / "measured.png", title=title)
 
 
+main = partial(run_tool, "emulate.py", run)
+"""Returns the exit code: 2, with one line on stderr, for wrong input."""
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -44,7 +44,7 @@ from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Unit
-from tools.command_line import run_tool
+from tools.command_line import Parser, count, padded_vocab_size, run_tool
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -57,9 +57,9 @@ COLORS = {"forward": "#4c8fd6", "input_gradient": "#e8883a", "weight_gradient": 
 PANEL_INCHES = (4.2, 3.2)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """Return the parser of all flags."""
-    parser = argparse.ArgumentParser(prog="profile_layers.py", description=(__doc__ or "").splitlines()[0])
+    parser = Parser(prog="profile_layers.py", description=__doc__)
     parser.add_argument("--model", type=Path, required=True, metavar="M.yaml", help="units and their architecture")
     parser.add_argument("--output", type=Path, required=True, metavar="COSTS.yaml", help="where the costs go (.yaml or .json)")
     parser.add_argument("--unit", action="append", metavar="U", help="only this unit; may be given again (all)")
@@ -75,9 +75,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=DTYPES, help="what layers compute in (float32 on CPU, bfloat16 on GPU)")
     parser.add_argument("--fit", choices=("quadratic", "interpolate"), default="quadratic", help="form of the curves (quadratic)")
     parser.add_argument(
-        "--repetitions", type=int, default=5, metavar="N", help="least number of runs per size, whose median counts (5)"
+        "--repetitions", type=count, default=5, metavar="N", help="least number of runs per size, whose median counts (5)"
     )
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="padded vocabulary (the model file's, else 50304)")
+    parser.add_argument("--vocab-size", type=count, metavar="N", help="padded vocabulary (the model file's, else 50304)")
     parser.add_argument("--transformer-impl", choices=("local", "transformer_engine"), default="local", help="layers (local)")
     parser.add_argument("--picture", type=Path, metavar="OUT.png", help="curves and measurements of all transformer layers")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -85,9 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _counts(text: str) -> tuple[int, ...]:
-    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
-        raise argparse.ArgumentTypeError(f"expected positive integers such as 1,2, found '{text}'")
-    return tuple(sorted({int(part) for part in text.split(",")}))
+    return tuple(sorted({count(part) for part in text.split(",")}))
 
 
 def run(argv: Sequence[str]) -> None:
@@ -116,7 +114,7 @@ def _options(graph: ModelGraph, given: argparse.Namespace) -> ProfileOptions:
         build=BuildOptions(Precision(DTYPES[dtype]), transformer_impl=given.transformer_impl),
         sizes=given.sizes,
         sequences=given.sequences,
-        vocab_size=given.vocab_size or graph.backbone.vocab_size or 50304,
+        vocab_size=padded_vocab_size(given, graph),
         num_repetitions=given.repetitions,
         seconds_per_size=SECONDS_PER_SIZE,
         is_interpolated=given.fit == "interpolate",
@@ -128,8 +126,6 @@ def _check(given: argparse.Namespace, graph: ModelGraph) -> None:
         graph.unit(name)
     if len(given.sizes) < 3:
         raise ConfigError(f"--sizes {','.join(map(str, given.sizes))}: a quadratic needs at least three sizes")
-    if given.repetitions < 1:
-        raise ConfigError(f"--repetitions must be at least 1, found {given.repetitions}")
     for unit in _units(graph, given):
         shape = unit.transformer
         for size in given.tp:
@@ -152,12 +148,10 @@ def draw_curves(rows: Sequence[ProfiledLayer], path: Path) -> None:
 
     Needs matplotlib (the extra `plots`), which is imported here and draws without a display.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     layers = [row for row in rows if LAYER_KINDS[row.key[1]].attends]
     figure = Figure(figsize=(PANEL_INCHES[0] * len(layers), PANEL_INCHES[1]), layout="constrained")
-    FigureCanvasAgg(figure)
     for axes, layer in zip(figure.subplots(1, len(layers), squeeze=False)[0], layers, strict=True):
         _draw_layer(axes, layer)
     figure.savefig(path, dpi=110)
@@ -169,16 +163,16 @@ def _draw_layer(axes: "Axes", layer: ProfiledLayer) -> None:
         measured = layer.seconds[name]
         if not any(measured.values()):
             continue
-        for count in counts:
-            label = name.replace("_", " ") if count == counts[0] else None
-            sizes = [size.num_tokens for size in measured if size.num_sequences == count]
-            line = [PackedSize(round(tokens), count) for tokens in np.geomspace(min(sizes), max(sizes), 60)]
+        for num_sequences in counts:
+            label = name.replace("_", " ") if num_sequences == counts[0] else None
+            sizes = [size.num_tokens for size in measured if size.num_sequences == num_sequences]
+            line = [PackedSize(round(tokens), num_sequences) for tokens in np.geomspace(min(sizes), max(sizes), 60)]
             curve = getattr(layer.curves, name)
             axes.plot(
                 [size.num_tokens for size in line],
-                [1e3 * curve.at(size.num_tokens, size.num_squared, count) for size in line],
+                [1e3 * curve.at(size.num_tokens, size.num_squared, num_sequences) for size in line],
                 color=color,
-                linestyle="-" if count == counts[0] else "--",
+                linestyle="-" if num_sequences == counts[0] else "--",
                 linewidth=1.2,
                 label=label,
             )

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from functools import partial
 from pathlib import Path
 from typing import get_args
 
@@ -11,12 +12,10 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, Sharding
 from multimodal.values.errors import ConfigError
-from tools.command_line import Parser, count, counts_by_unit
+from tools.command_line import Parser, count, counts_by_unit, padded_vocab_size, read_lengths
 
-DEFAULT_VOCAB_SIZE = 50304
 SIZE_NAMES = {
     "ep": "expert_parallel_size",
     "tp": "tensor_parallel_size",
@@ -79,24 +78,18 @@ def _fixed(text: str) -> tuple[str, FixedSizes]:
 
 def build_request(flags: argparse.Namespace) -> PlanningRequest:
     """Read the files that the flags name, and build the request; raises BraidError."""
-    if (flags.lengths is None) == (flags.uniform_lengths is None):
-        raise ConfigError("give exactly one of --lengths and --uniform-lengths")
     trained = {name: getattr(flags, name) for name in ("model", "freeze", "freeze_projector", "lora_rank", "lora_targets")}
     graph = choose_trained(read_model(flags.model), ModelConfig(**trained))
     if flags.lora_rank is None and flags.lora_targets:
         raise ConfigError("--lora-targets would be ignored: there are no adapters; add --lora-rank N or leave it out")
-    if flags.lengths is not None:
-        lengths = read_length_table(flags.lengths, graph=graph)
-    else:
-        lengths = uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
     return PlanningRequest(
         graph,
         Cluster.from_file(flags.cluster),
         flags.num_gpus,
         flags.global_batch_size,
-        lengths,
+        read_lengths(flags, graph),
         micro_batch_size=flags.micro_batch_size,
-        vocab_size=flags.vocab_size or graph.backbone.vocab_size or DEFAULT_VOCAB_SIZE,
+        vocab_size=padded_vocab_size(flags, graph),
         fixed_sizes=dict(flags.fix),
         recompute=flags.recompute_granularity,
         transformer_impl=flags.transformer_impl,
@@ -104,10 +97,6 @@ def build_request(flags: argparse.Namespace) -> PlanningRequest:
         profile=LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None,
         memory_headroom=flags.memory_headroom,
         time_budget_seconds=flags.time_budget,
-        on_progress=_say if sys.stderr.isatty() else None,
+        on_progress=partial(print, file=sys.stderr, flush=True) if sys.stderr.isatty() else None,
         num_batches=flags.num_iterations,
     )
-
-
-def _say(progress: str) -> None:
-    print(progress, file=sys.stderr, flush=True)

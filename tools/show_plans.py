@@ -152,12 +152,10 @@ def print_comparison(compared: Mapping[str, PredictedRun | str]) -> None:
 
 def draw_plans(predictions: Mapping[str, Prediction], path: str | Path) -> None:
     """Write a PNG with horizontal bars, shortest step first; needs matplotlib (the extra `plots`)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     ordered = sorted(predictions.items(), key=lambda entry: entry[1].iteration_seconds, reverse=True)
     figure = Figure(figsize=(9.0, 1.4 + 0.4 * len(ordered)), dpi=110, layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     kinds = tuple(ordered[0][1].bubble)
     left = [0.0] * len(ordered)

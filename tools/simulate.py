@@ -32,7 +32,6 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
 from multimodal.cost.table_model import build_table_step
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
-from multimodal.data.length_table import read_length_table, uniform_lengths
 from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.communicators import max_communicators_per_rank
 from multimodal.plan.planners.planning_request import OVERLAPPED_PARTS
@@ -51,7 +50,17 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.shape import StepShape
-from tools.command_line import Parser, at_least_zero, count, counts_by_unit, format_ranks, format_seconds, run_tool
+from tools.command_line import (
+    Parser,
+    at_least_zero,
+    count,
+    counts_by_unit,
+    format_ranks,
+    format_seconds,
+    padded_vocab_size,
+    read_lengths,
+    run_tool,
+)
 
 DEFAULT_MICROBATCHES = 8
 """Microbatches per replica of the LLM if no global batch size is given."""
@@ -153,12 +162,6 @@ def check_flags(flags: argparse.Namespace) -> None:
         raise ConfigError(f"{_flag(given[0])} would be ignored beside --costs, which says all of it; leave one of the two out")
     if flags.costs is None and (missing := [name for name in MODEL_FLAGS if name not in given]):
         raise ConfigError(f"{_flag(missing[0])} is missing; give --model, --cluster and --plan, or --costs alone")
-    if flags.costs is None and (flags.lengths is None) == (flags.uniform_lengths is None):
-        raise ConfigError("give exactly one of --lengths and --uniform-lengths")
-    _check_overlap(flags)
-
-
-def _check_overlap(flags: argparse.Namespace) -> None:
     if flags.tp_comm_overlap_parts is not None and not flags.tp_comm_overlap:
         raise ConfigError("--tp-comm-overlap-parts would be ignored without --tp-comm-overlap; add that, or leave it out")
     if flags.tp_comm_overlap_parts == 1:
@@ -181,7 +184,7 @@ def build_steps(flags: argparse.Namespace) -> Iterator[CostedStep]:
     plan = read_plan(flags.plan, graph=graph)
     if flags.tp_comm_overlap and all(unit.tensor_parallel_size == 1 for unit in plan.units.values()):
         raise ConfigError(f"--tp-comm-overlap would be ignored: {flags.plan} has tensor parallel size 1 everywhere; leave it out")
-    vocab_size = flags.vocab_size or graph.backbone.vocab_size or 50304
+    vocab_size = padded_vocab_size(flags, graph)
     profile = LayerProfile.from_file(flags.layer_costs) if flags.layer_costs else None
     for lengths in global_batches(flags, graph, plan):
         options = BalanceOptions(
@@ -216,10 +219,7 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
     """Draw the global batches to simulate."""
     num_replicas = plan.units[graph.backbone.name].data_parallel_size
     size = flags.global_batch_size or DEFAULT_MICROBATCHES * num_replicas * (flags.micro_batch_size or 1)
-    if flags.lengths is not None:
-        samples = read_length_table(flags.lengths, graph=graph)
-    else:
-        samples = uniform_lengths(graph, tokens=flags.uniform_lengths, num_samples=1)
+    samples = read_lengths(flags, graph)
     return draw_length_batches(samples, batch_size=size, num_batches=flags.num_iterations or 1, seed=flags.seed)
 
 

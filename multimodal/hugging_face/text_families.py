@@ -129,6 +129,10 @@ class TextFamily(NamedTuple):
         return self.names == decoder_names()
 
 
+def _without_global_layers(config: Config) -> Iterable[int]:
+    return ()
+
+
 def _lower_layers(config: Config) -> Iterable[int]:
     return range(min(config["max_window_layers"], config["num_hidden_layers"]))
 
@@ -215,7 +219,7 @@ TEXT_FAMILIES = {
             "MistralForCausalLM",
             "mistral",
             {"vocab_size": 32000, "intermediate_size": 14336, "num_key_value_heads": 8, "sliding_window": 4096},
-            global_layers=lambda config: (),
+            global_layers=_without_global_layers,
         ),
         TextFamily(
             "Phi3ForCausalLM",
@@ -228,7 +232,7 @@ TEXT_FAMILIES = {
                 "max_position_embeddings": 4096,
                 "original_max_position_embeddings": 4096,
             },
-            global_layers=lambda config: (),
+            global_layers=_without_global_layers,
             names=decoder_names(layer=PHI3_LAYER),
         ),
         TextFamily(

@@ -121,7 +121,7 @@ def test_points_pass_through_what_was_measured(model: str, tmp_path: Path, capsy
         (["--unit", "ear"], "ModelError: the model has no unit 'ear'"),
         (["--sizes", "8,16"], "ConfigError: --sizes 8,16: a quadratic needs at least three sizes"),
         (["--tp", "3"], "ConfigError: --tp 3 does not divide unit 'vision'"),
-        (["--repetitions", "0"], "ConfigError: --repetitions must be at least 1"),
+        (["--repetitions", "0"], "argument --repetitions: expected a positive integer, found '0'"),
     ],
 )
 def test_wrong_flags_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture, flags: list, message: str) -> None:
