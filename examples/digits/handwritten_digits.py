@@ -37,7 +37,7 @@ from multimodal.data.conversation import (
 from multimodal.data.image_processing import cut_patches
 from multimodal.data.sample_program import SampleRequest
 from multimodal.data.sample_source import ItemPixels, SampleSource, SampleText
-from multimodal.data.source_views import InterleavedSource
+from multimodal.data.source_views import JoinedSources, SourceSubset
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ImageInput, Role, Unit
@@ -407,6 +407,12 @@ def open_samples(request: SampleRequest) -> tuple[SampleSource, SampleSource]:
             )
             for kind, unit in kinds
         ]
-        return sources[0] if len(sources) == 1 else InterleavedSource(sources)
+        return sources[0] if len(sources) == 1 else in_turn(sources)
 
     return build(request.num_train, "train"), build(request.num_valid, "valid")
+
+
+def in_turn(sources: Sequence[SampleSource]) -> SampleSource:
+    """Return the samples of sources of one length in turn: the first of each, the second of each, and so on."""
+    joined = JoinedSources(sources)
+    return SourceSubset(joined, np.arange(len(joined)).reshape(len(sources), -1).T.ravel())

@@ -144,7 +144,8 @@ def _read_csv(path: Path) -> _Rows:
             for row in reader:
                 where = f"line {reader.line_num}, row {len(rows) + 1}"
                 if None in row or None in row.values():
-                    width, expected = _width(row), len(reader.fieldnames or ())
+                    width = sum(value is not None for name, value in row.items() if name is not None) + len(row.get(None) or ())
+                    expected = len(reader.fieldnames or ())
                     raise DataError(
                         f"{path}, {where}: has {width} values, but the header {expected}; complete or remove that row"
                     )
@@ -152,10 +153,6 @@ def _read_csv(path: Path) -> _Rows:
     except (OSError, EOFError, UnicodeDecodeError, csv.Error, zlib.error) as problem:
         raise DataError(f"{path}: cannot be read as csv behind row {len(rows)} ({problem}); replace the file") from problem
     return rows
-
-
-def _width(row: Mapping[Any, Any]) -> int:
-    return sum(value is not None for key, value in row.items() if key is not None) + len(row.get(None) or ())
 
 
 def _read_parquet(path: Path) -> _Rows:

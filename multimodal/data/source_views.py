@@ -1,4 +1,4 @@
-"""Sources that view the samples of other sources: a subset, several sources in turn, or samples without pixels."""
+"""Sources that view the samples of other sources: a subset, several sources one behind the other, or samples without pixels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -70,26 +70,6 @@ class SourceSubset(SourceView):
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
         return self._source, int(self._indices[index])
-
-
-class InterleavedSource(SourceView):
-    """The samples of several sources in turn: sample `index` is sample `index // n` of source `index % n` of n.
-
-    Ends with the shortest source.
-    """
-
-    def __init__(self, sources: Sequence[SampleSource]) -> None:
-        """sources: at least one."""
-        self._sources = tuple(sources)
-
-    def __len__(self) -> int:
-        """Count the samples."""
-        return len(self._sources) * min(map(len, self._sources))
-
-    def _at(self, index: int) -> tuple[SampleSource, int]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        return self._sources[index % len(self._sources)], index // len(self._sources)
 
 
 class JoinedSources(SourceView):

@@ -5,8 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from examples.digits.handwritten_digits import DigitsSource, DigitsToDrawSource, load_handwritten_digits
-from multimodal.data.source_views import InterleavedSource
+from examples.digits.handwritten_digits import DigitsSource, DigitsToDrawSource, in_turn, load_handwritten_digits
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import ImageInput
@@ -71,12 +70,12 @@ def test_bounds_decide_how_many_digits_there_are() -> None:
         open_drawings(seq_length=8)
 
 
-def test_interleaved_sources_take_turns() -> None:
+def test_sources_take_turns() -> None:
     image = ImageInput(patch_size=4, merge_size=2, in_channels=1, min_pixels=256, max_pixels=2560)
     reading = DigitsSource(20, seed=5, split="train", unit="vision", image=image, tokenizer=TOKENIZER, seq_length=256)
-    drawing = open_drawings(10)
-    both = InterleavedSource([reading, drawing])
-    assert len(both) == 20
+    drawing = open_drawings(20)
+    both = in_turn([reading, drawing])
+    assert len(both) == 40
     for index in range(len(both)):
         source = (reading, drawing)[index % 2]
         assert both.lengths(index).sample_id == index
@@ -85,4 +84,4 @@ def test_interleaved_sources_take_turns() -> None:
         np.testing.assert_array_equal(both.item(index, 0).patches, source.item(index // 2, 0).patches)
         assert both.item_grid(index, 0) == source.item_grid(index // 2, 0)
     with pytest.raises(IndexError):
-        both.lengths(20)
+        both.lengths(40)
