@@ -1,18 +1,17 @@
 """config.json and feature extractor of Qwen2-Audio and Qwen2.5-Omni: as model graphs, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.registry import ARCHITECTURES
 from multimodal.hugging_face.weight_names import rows_of
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.hugging_face.folders import read_folder
 from tests.unit.plan.planners.planning_cases import request
 
 WHISPER = {
@@ -61,10 +60,7 @@ FEATURES = {"feature_size": 128, "sampling_rate": 16000, "hop_length": 160, "n_f
 
 
 def read(folder: Path, config: dict[str, Any], features: Any = None, **changes: Any) -> ModelGraph:
-    (folder / "config.json").write_text(json.dumps(config | changes))
-    if features is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(features))
-    return read_model(folder)
+    return read_folder(folder, config | changes, features)
 
 
 def test_qwen2_audio_is_understood(tmp_path: Path) -> None:

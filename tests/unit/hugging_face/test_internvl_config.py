@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.hugging_face.folders import read_folder, written
 
 VISION = {"model_type": "internvl_vision", "attention_bias": True, "image_size": [448, 448], "patch_size": [14, 14]}
 TEXT = {"model_type": "qwen2", "hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2, "vocab_size": 151674}
@@ -25,8 +25,7 @@ INTERNVL: dict[str, Any] = {
 
 
 def read(folder: Path, **config: Any) -> ModelGraph:
-    (folder / "config.json").write_text(json.dumps(INTERNVL | config))
-    return read_model(folder)
+    return read_folder(folder, INTERNVL | config)
 
 
 def test_the_published_config_is_understood(tmp_path: Path) -> None:
@@ -49,10 +48,8 @@ def test_the_large_vision_encoder_stays_on_whole_heads(tmp_path: Path) -> None:
     shape = vision.transformer
     assert (shape.normalization, shape.qk_norm_spans_heads, vision.projector_normalization) == ("RMSNorm", True, "LayerNorm")
     assert list(shape.biases.values()) == [False, True, True, True]
-    family = architecture_of(graph)
-    assert family.name == "InternVLForConditionalGeneration" and family.to_config is not None
-    written = family.to_config(graph)["vision_config"]
-    assert {key: written[key] for key in LARGE} == LARGE
+    assert architecture_of(graph).name == "InternVLForConditionalGeneration"
+    assert {key: written(graph)["vision_config"][key] for key in LARGE} == LARGE
     assert ModelGraph.from_dict(graph.to_dict()) == graph
     with pytest.raises(PlanError, match="norms of queries and keys over all heads"):
         plan_disaggregated(

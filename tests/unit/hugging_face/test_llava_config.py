@@ -1,13 +1,11 @@
 """config.json and image processor of LLaVA-1.5: as a model graph, and what is refused."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.llava import LLAVA as LLAVA_FAMILY
 from multimodal.hugging_face.llava import is_unused
 from multimodal.hugging_face.registry import architecture_of
@@ -15,6 +13,7 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.hugging_face.folders import read_folder, written
 from tests.unit.plan.planners.planning_cases import request
 
 CLIP = {
@@ -35,10 +34,7 @@ LLAVA: dict[str, Any] = {
 
 
 def read(folder: Path, processor: Any = None, **config: Any) -> ModelGraph:
-    (folder / "config.json").write_text(json.dumps(LLAVA | config))
-    if processor is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return read_model(folder)
+    return read_folder(folder, LLAVA | config, processor)
 
 
 def test_the_published_config_is_understood(tmp_path: Path) -> None:
@@ -168,12 +164,6 @@ def test_weights_that_nothing_is_computed_with_are_known(tmp_path: Path) -> None
     for prefix in ("vision_tower.", "vision_tower.vision_model."):
         assert all(is_unused(prefix + name, graph) for name in unused)
         assert not any(is_unused(prefix + name, graph) for name in ("encoder.layers.22.mlp.fc1.bias", "pre_layrnorm.weight"))
-
-
-def written(graph: ModelGraph) -> dict[str, Any]:
-    to_config = architecture_of(graph).to_config
-    assert to_config is not None
-    return to_config(graph)
 
 
 def test_it_is_written_with_the_layers_that_are_used(tmp_path: Path) -> None:

@@ -1,17 +1,16 @@
 """config.json and image processor of Qwen2.5-VL: as a model graph, and what is refused."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multimodal.cost.layers.registry import read_model
 from multimodal.hugging_face.registry import architecture_of
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.hugging_face.folders import read_folder
 from tests.unit.plan.planners.planning_cases import request
 
 PUBLISHED: dict[str, Any] = {
@@ -49,10 +48,7 @@ PUBLISHED: dict[str, Any] = {
 
 
 def read(folder: Path, processor: Any = None, **config: Any) -> ModelGraph:
-    (folder / "config.json").write_text(json.dumps(PUBLISHED | config))
-    if processor is not None:
-        (folder / "preprocessor_config.json").write_text(json.dumps(processor))
-    return read_model(folder)
+    return read_folder(folder, PUBLISHED | config, processor)
 
 
 def test_the_published_config_is_understood(tmp_path: Path) -> None:
@@ -88,8 +84,7 @@ def test_newer_versions_nest_the_llm(tmp_path: Path) -> None:
     text["rope_parameters"]["rope_theta"] = text.pop("rope_theta")
     older = read(tmp_path)
     nested = {key: PUBLISHED[key] for key in ("architectures", "model_type", "vision_config", "tie_word_embeddings")}
-    (tmp_path / "config.json").write_text(json.dumps({**nested, "text_config": text}))
-    assert read_model(tmp_path) == older
+    assert read_folder(tmp_path, {**nested, "text_config": text}) == older
 
 
 def test_the_image_processor_is_obeyed(tmp_path: Path) -> None:

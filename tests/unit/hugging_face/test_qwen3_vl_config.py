@@ -1,16 +1,15 @@
 """config.json of Qwen3-VL: as a model graph, what is refused, and that it can be planned."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.hugging_face.folders import read_folder
 from tests.unit.plan.planners.planning_cases import request
 
 TEXT: dict[str, Any] = {
@@ -55,8 +54,7 @@ PUBLISHED: dict[str, Any] = {
 
 
 def read(folder: Path, **config: Any) -> ModelGraph:
-    (folder / "config.json").write_text(json.dumps(PUBLISHED | config))
-    return read_model(folder)
+    return read_folder(folder, PUBLISHED | config)
 
 
 def test_the_published_config_is_understood(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from multimodal.hugging_face.llava import LLAVA
 from multimodal.hugging_face.registry import architecture_of, read_encoder
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
+from tests.unit.hugging_face.folders import written
 
 SMALL = {
     "model_type": "dinov2",
@@ -89,10 +90,10 @@ def test_the_gate_of_the_largest_one_is_read_and_written(tmp_path: Path) -> None
         "vision_feature_select_strategy": "full",
     }
     graph = ModelGraph.from_dict(LLAVA.to_graph(llava))
-    assert architecture_of(graph) is LLAVA and LLAVA.to_config is not None
-    written = LLAVA.to_config(graph)["vision_config"]
-    assert (written["mlp_ratio"], written["use_swiglu_ffn"], written["num_hidden_layers"]) == (4, True, 39)
-    assert "intermediate_size" not in written
+    assert architecture_of(graph) is LLAVA
+    tower = written(graph)["vision_config"]
+    assert (tower["mlp_ratio"], tower["use_swiglu_ffn"], tower["num_hidden_layers"]) == (4, True, 39)
+    assert "intermediate_size" not in tower
 
 
 def test_what_is_composed_of_a_known_family_is_written_as_that(tmp_path: Path) -> None:
@@ -100,8 +101,7 @@ def test_what_is_composed_of_a_known_family_is_written_as_that(tmp_path: Path) -
     for vision, layer in ((CLIP, -1), (CLIP, -2), (small(), -2)):
         graph = composed(tmp_path, vision, None if vision is CLIP else PROCESSOR, feature_layer=layer)
         assert architecture_of(graph) is LLAVA
-        assert LLAVA.to_config is not None
-        config = LLAVA.to_config(graph)["vision_config"]
+        config = written(graph)["vision_config"]
         assert config["image_size"] == (224 if vision is CLIP else 518)
         assert config["num_hidden_layers"] == (13 + layer)
     for options in ({}, {"feature_layer": -2, "projector": "merger"}, {"feature_layer": -2, "merge_size": 2}):

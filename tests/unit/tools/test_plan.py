@@ -42,6 +42,17 @@ def plan(capsys, *flags):
     return capsys.readouterr().out
 
 
+def check_simulated_alike(capsys, output, answer):
+    """Run the command that a plan file gives for the simulator, and return its report."""
+    comment = next(line for line in output.read_text().splitlines() if "tools/simulate.py" in line)
+    simulated = comment.split("tools/simulate.py --plan plan.yaml ")[1].split()
+    assert simulate_main(["--plan", str(output), *simulated, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
+    assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+    return report
+
+
 def test_json_has_the_keys_and_the_plan_file_runs_in_the_simulator(flags, tmp_path, capsys):
     data = ["--lengths", str(tmp_path / "lengths.csv")]
     output = tmp_path / "plan.yaml"
@@ -50,12 +61,7 @@ def test_json_has_the_keys_and_the_plan_file_runs_in_the_simulator(flags, tmp_pa
     assert set(answer["units"]["llm"]) == {"dp", "tp", "cp", "pp", "ep", "virtual_stages", "gpus"}
     found = read_plan(output, graph=ModelGraph.from_file(tmp_path / "model.yaml"), world_size=answer["num_gpus_used"])
     assert found.units["llm"].data_parallel_size == answer["units"]["llm"]["dp"]
-    comment = next(line for line in output.read_text().splitlines() if "tools/simulate.py" in line)
-    simulated = comment.split("tools/simulate.py --plan plan.yaml ")[1].split()
-    assert simulate_main(["--plan", str(output), *simulated, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
-    assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+    report = check_simulated_alike(capsys, output, answer)
     assert report["checkpoint"] == answer["checkpoint"]
     assert answer["checkpoint"]["num_files"] == answer["num_gpus_used"] + 2
 
@@ -81,12 +87,7 @@ def test_a_context_parallel_plan_is_written_and_simulated_alike(flags, tmp_path,
     assert sizes["gpus"] == 2 * sizes["dp"] * sizes["pp"]
     llm = read_plan(output, graph=ModelGraph.from_file(tmp_path / "model.yaml")).units["llm"]
     assert llm.context_parallel_size == 2 and {len(stage.ranks) for stage in llm.replicas[0].stages} == {2}
-    comment = next(line for line in output.read_text().splitlines() if "tools/simulate.py" in line)
-    simulated = comment.split("tools/simulate.py --plan plan.yaml ")[1].split()
-    assert simulate_main(["--plan", str(output), *simulated, "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["iteration_seconds"] == pytest.approx(answer["iteration_seconds"])
-    assert report["peak_memory_bytes"] == answer["peak_memory_bytes"]
+    check_simulated_alike(capsys, output, answer)
     table = plan(capsys, *flags, *data, "--compare", "megatron")
     assert "tp x cp x pp x dp" in table and "llm 1x2x" in table
 
