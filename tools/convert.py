@@ -32,7 +32,6 @@ from multimodal.cost.layers.adapters import adapt_units
 from multimodal.cost.layers.registry import linear_layers
 from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph
 from tools.command_line import Parser, count, run_tool
 
 
@@ -74,7 +73,9 @@ def run(argv: Sequence[str]) -> None:
     if flags.save_hf is not None:
         check_hugging_face_target(flags.save_hf, graph=source.graph, like=like)
     if flags.save_adapter is not None:
-        _check_adapters(flags.save_adapter, source.graph, flags.load, like=like)
+        if all(unit.lora is None for unit in source.graph.units):
+            raise ConfigError(f"--save-adapter: the run in {flags.load} has no adapters; use --save-hf")
+        check_adapter_target(flags.save_adapter, graph=source.graph, like=like)
     with empty_session(source) as session:
         if flags.load_hf is not None:
             load_hugging_face(flags.load_hf, session=session)
@@ -89,12 +90,6 @@ def run(argv: Sequence[str]) -> None:
         else:
             save_checkpoint(flags.save, step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
     print(f"{flags.load_hf or flags.load} is now also in {flags.save_hf or flags.save_adapter or flags.save}")
-
-
-def _check_adapters(target: Path, graph: ModelGraph, checkpoint: Path, *, like: Path | None) -> None:
-    if all(unit.lora is None for unit in graph.units):
-        raise ConfigError(f"--save-adapter: the run in {checkpoint} has no adapters; use --save-hf")
-    check_adapter_target(target, graph=graph, like=like)
 
 
 def _read_hugging_face(flags: Any) -> StoredModel:

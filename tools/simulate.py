@@ -65,26 +65,8 @@ from tools.command_line import (
 DEFAULT_MICROBATCHES = 8
 """Microbatches per replica of the LLM if no global batch size is given."""
 MODEL_FLAGS = ("model", "cluster", "plan")
-DATA_FLAGS = (
-    "lengths",
-    "uniform_lengths",
-    "seed",
-    "num_iterations",
-    "global_batch_size",
-    "micro_batch_size",
-    "encoder_micro_batch_sizes",
-    "balance",
-    "vocab_size",
-    "no_sequence_parallel",
-    "layer_costs",
-    "recompute_granularity",
-    "zero_stage",
-    "transformer_impl",
-    "tp_comm_overlap",
-    "tp_comm_overlap_parts",
-    "context_parallel_distribution",
-    "context_parallel_block_size",
-)
+FLAGS_BESIDE_COSTS = {"costs", "schedule", "schedule_passes", "json", "trace", "picture"}
+"""All flags that --costs does not make useless."""
 
 
 class CostedStep(NamedTuple):
@@ -157,9 +139,9 @@ def build_parser() -> Parser:
 
 def check_flags(flags: argparse.Namespace) -> None:
     """Check combinations; raises ConfigError."""
-    given = [name for name in (*MODEL_FLAGS, *DATA_FLAGS) if getattr(flags, name) is not None]
-    if flags.costs is not None and given:
-        raise ConfigError(f"{_flag(given[0])} would be ignored beside --costs, which says all of it; leave one of the two out")
+    given = [name for name, value in vars(flags).items() if value is not None]
+    if flags.costs is not None and (ignored := [name for name in given if name not in FLAGS_BESIDE_COSTS]):
+        raise ConfigError(f"{_flag(ignored[0])} would be ignored beside --costs, which says all of it; leave one of the two out")
     if flags.costs is None and (missing := [name for name in MODEL_FLAGS if name not in given]):
         raise ConfigError(f"{_flag(missing[0])} is missing; give --model, --cluster and --plan, or --costs alone")
     if flags.tp_comm_overlap_parts is not None and not flags.tp_comm_overlap:

@@ -327,11 +327,9 @@ def _are_equal(folder: Path, tensors: Mapping[str, _Stored], parts: Sequence[Pef
     stored = [tensors[f"{PREFIX}{part.name}{DOWN_ENDING}"] for part in parts]
     if len({(each.shape, part.scale) for each, part in zip(stored, parts, strict=True)}) > 1:
         return False
+    contents = set()
     with open(folder / ADAPTER_WEIGHTS, "rb") as file:
-        return len(set(_contents(file, stored))) == 1
-
-
-def _contents(file: Any, stored: Iterable[_Stored]) -> Iterator[bytes]:
-    for each in stored:
-        file.seek(each.start)
-        yield file.read(each.stop - each.start)
+        for each in stored:
+            file.seek(each.start)
+            contents.add(file.read(each.stop - each.start))
+    return len(contents) == 1

@@ -26,7 +26,6 @@ from multimodal.hugging_face.adapter_files import (
     TOKENS_ENDING,
     UP_ENDING,
 )
-from multimodal.hugging_face.architecture import Architecture
 from multimodal.hugging_face.registry import architecture_of, read_config
 from multimodal.model.adapter import is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
@@ -71,8 +70,7 @@ def save_adapter(folder: Path, *, session: Session, like: Path | None = None) ->
     if like is None and is_composed(graph):
         _save_parts(folder, session=session, tensors=tensors, what=what)
         return
-    architecture = read_config(like)[0] if like is not None else architecture_of(graph)
-    export = _prepare(tensors, session, graph=graph, architecture=architecture, base=like, what=what)
+    export = _prepare(tensors, session, graph=graph, base=like, what=what)
     write_folder(folder, export, session=session, tensors=tensors)
 
 
@@ -93,8 +91,7 @@ def _save_parts(folder: Path, *, session: Session, tensors: Sequence[HeldTensor]
     unit = session.graph.backbone
     assert unit.weights is not None
     base, own = Path(unit.weights), [tensor for tensor in tensors if is_adapter(tensor.key)]
-    architecture = read_config(base)[0]
-    export = _prepare(own, session, graph=ModelGraph((unit,)), architecture=architecture, base=base, what=what)
+    export = _prepare(own, session, graph=ModelGraph((unit,)), base=base, what=what)
     write_folder(folder / unit.name, export, session=session, tensors=own)
     if any(each.trains_weights(len(each.layers) - 1) for each in session.graph.encoders):
         projectors = [tensor for tensor in tensors if not is_adapter(tensor.key)]
@@ -102,15 +99,8 @@ def _save_parts(folder: Path, *, session: Session, tensors: Sequence[HeldTensor]
         write_folder(folder / "projectors", export, session=session, tensors=projectors)
 
 
-def _prepare(
-    tensors: Sequence[HeldTensor],
-    session: Session,
-    *,
-    graph: ModelGraph,
-    architecture: Architecture,
-    base: Path | None,
-    what: str,
-) -> Export:
+def _prepare(tensors: Sequence[HeldTensor], session: Session, *, graph: ModelGraph, base: Path | None, what: str) -> Export:
+    architecture = read_config(base)[0] if base is not None else architecture_of(graph)
     names = name_weights(tensors, graph=graph, architecture=architecture, what=what)
     names = as_spelled(names, architecture.module_spelling, prefix=PREFIX)
     dtype = session.options.build.precision.params_dtype

@@ -74,11 +74,12 @@ def _parts(session: Session, what: str) -> Iterator[tuple[str, Export, Collectio
     """Yield the folders of a composed model: every unit in the form of its original folder, and all projectors in one."""
     tensors = [tensor for tensor in model_tensors(session.state) if not is_adapter(tensor.key)]
     for unit in session.graph.units:
-        theirs = name_unit(tensors, session.graph, unit, what=what)
-        with WeightFiles(theirs.folder) as files:
-            layout = like_files(theirs.names, files.weights, files.metadata)
-        config = read_mapping(theirs.folder / CONFIG_NAME, error=CheckpointError)
-        yield unit.name, Export(theirs.names, layout, config, like=theirs.folder), theirs.names.rows
+        assert unit.weights is not None  # see check_units
+        folder, names = Path(unit.weights), name_unit(tensors, session.graph, unit, what=what)
+        with WeightFiles(folder) as files:
+            layout = like_files(names, files.weights, files.metadata)
+        config = read_mapping(folder / CONFIG_NAME, error=CheckpointError)
+        yield unit.name, Export(names, layout, config, like=folder), names.rows
     projectors = projectors_export(
         session, [tensor for tensor in tensors if is_of_projector(session.graph, tensor.key)], what=what
     )

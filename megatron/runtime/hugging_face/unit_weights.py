@@ -3,7 +3,6 @@
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank
 from megatron.runtime.hugging_face.load_weights import NewRows, fill
@@ -27,13 +26,6 @@ from multimodal.values.errors import CheckpointError, ModelError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 _MODULE = "layers.0.module."
-
-
-class UnitWeights(NamedTuple):
-    """The weights that a folder has for a unit."""
-
-    folder: Path
-    names: NamedWeights
 
 
 def is_composed(graph: ModelGraph) -> bool:
@@ -71,17 +63,16 @@ def load_units(session: Session) -> None:
         if unit.module is None:
             on_all_ranks(partial(check_same_unit, session.graph, unit), what=what)
         theirs = name_unit(tensors, session.graph, unit, what=what)
-        own = [tensor for tensor in tensors if tensor.key in theirs.names.rows]
-
-        def read(theirs: UnitWeights = theirs, own: list[HeldTensor] = own) -> None:
-            with WeightFiles(theirs.folder) as files:
-                fill(own, files, theirs.names, new_rows=NewRows.of(session.graph))
-
-        on_all_ranks(read, what=what)
+        on_all_ranks(partial(_read, tensors, Path(unit.weights), theirs, session.graph), what=what)
     session.reload_optimizers()
 
 
-def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, what: str) -> UnitWeights:
+def _read(tensors: Iterable[HeldTensor], folder: Path, names: NamedWeights, graph: ModelGraph) -> None:
+    with WeightFiles(folder) as files:
+        fill((each for each in tensors if each.key in names.rows), files, names, new_rows=NewRows.of(graph))
+
+
+def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, what: str) -> NamedWeights:
     """Name a unit's parameters on all ranks, except its projector's, as in its folder; collective."""
     assert unit.weights is not None
     folder = Path(unit.weights)
@@ -89,9 +80,9 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
     if unit.module is not None:
         start = f"model.{unit.name}.{_MODULE}"
         names = name_tensors(own, lambda key, shape: (Rows(key.removeprefix(start), 0, 0, shape[0]),), what=what)
-        return UnitWeights(folder, on_first_rank(lambda: _find_module(folder, names, unit), what=what))
+        return on_first_rank(lambda: _find_module(folder, names, unit), what=what)
     if unit.role is Role.ENCODER:
-        return UnitWeights(folder, _encoder_names(own, unit, folder, what=what))
+        return _encoder_names(own, unit, folder, what=what)
     if unit.role is not Role.BACKBONE:
         raise CheckpointError(f"unit '{unit.name}' has weights {folder}, which only the LLM and encoders may have")
 
@@ -105,7 +96,7 @@ def name_unit(tensors: Iterable[HeldTensor], graph: ModelGraph, unit: Unit, *, w
         with WeightFiles(folder) as files:
             return find_weights(files, names, graph=alone, architecture=architecture, vocab_size=vocab_size)
 
-    return UnitWeights(folder, on_first_rank(find, what=what))
+    return on_first_rank(find, what=what)
 
 
 def _encoder_names(own: Iterable[HeldTensor], unit: Unit, folder: Path, *, what: str) -> NamedWeights:
