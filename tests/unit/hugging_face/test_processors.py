@@ -38,7 +38,7 @@ SIDE = {"height": 24, "width": 24}
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("shorter_side", [24, 28, None])
-def test_pixels_of_one_size_are_those_of_transformers(shorter_side: int | None, size: tuple[int, int]) -> None:
+def test_pixels_are_those_of_transformers(shorter_side: int | None, size: tuple[int, int]) -> None:
     """Cropped from a shorter side, as CLIP does, or stretched, as SigLIP does."""
     image = Image.effect_noise(size, 80).convert("RGB")
     if shorter_side is None:
