@@ -119,7 +119,7 @@ def _write_chats(inputs: Inputs, *, form: str, change: Callable[[Any], Any] = la
 
 _BYTES: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda content: b"",
-    "cut off": lambda content: content[: len(content) // 2],
+    "cut off": lambda content: content[: len(content) // 2 - 3],  # in the middle of a line
     "without its end": lambda content: content[:-9],
     "with zeros inside": lambda content: content[:16] + b"\0" * 16 + content[32:],
     "text": lambda content: b"no data at all\n",
