@@ -173,7 +173,7 @@ def _give_sound(
     entries = manifest_entries()
     for index, entry in enumerate(entries):
         entry["segments"][0] = {"type": "audio", "path": f"{index}.wav"}
-        noise = np.random.default_rng(index).uniform(0.4, 0.6, 4000 + 800 * index) * scale
+        noise = np.random.default_rng(index).uniform(0.4, 0.6, 4000 + 800 * index) * (scale if index == 2 else 1.0)
         largest = np.iinfo(dtype).max if np.dtype(dtype).kind in "iu" and index == 2 else 1.0 if index == 2 else 2**15 - 1
         wavfile.write(folder / f"{index}.wav", 16000, (noise * largest).astype(dtype if index == 2 else "int16"))
     inputs.manifest.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
