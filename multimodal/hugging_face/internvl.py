@@ -76,8 +76,7 @@ VISION = UnitNames(
 )
 
 
-def read_internvl(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for unsupported values."""
+def _read_internvl(config: Config) -> dict[str, Any]:
     require(config, _COMPUTED_OUTSIDE)
     llm = read_inner_text(config, model_type="qwen2")
     return {"units": {"vision": _read_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
@@ -118,8 +117,7 @@ def _read_vision(given: Config, text_size: int) -> dict[str, Any]:
     }
 
 
-def write_internvl(graph: ModelGraph) -> dict[str, Any]:
-    """Return a config.json."""
+def _write_internvl(graph: ModelGraph) -> dict[str, Any]:
     (vision,), image = graph.encoders, graph.encoders[0].image
     assert image is not None
     return {
@@ -143,7 +141,7 @@ def write_internvl(graph: ModelGraph) -> dict[str, Any]:
     }
 
 
-def internvl_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+def _internvl_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     """Return the shapes of patch embedding, class token and positions."""
     (vision,) = graph.encoders
     assert vision.image is not None
@@ -167,13 +165,13 @@ def _side(vision: Config, key: str) -> Any:
 
 INTERNVL = Architecture(
     "InternVLForConditionalGeneration",
-    read_internvl,
-    write_internvl,
+    _read_internvl,
+    _write_internvl,
     (VISION, decoder_names("language_model.")),
     spellings=SPELLINGS,
     module_spelling=SPELLINGS[2],
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
     to_processor=partial(write_image_processor, kind="GotOcr2ImageProcessor"),
-    shapes=internvl_shapes,
+    shapes=_internvl_shapes,
     placeholders={"image": "image_token_id"},
 )

@@ -51,8 +51,7 @@ _TOKENS = {
 """The tokenizer's name of a token -> the key of config.json."""
 
 
-def read_thinker(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for unsupported values."""
+def _read_thinker(config: Config) -> dict[str, Any]:
     config = config.get("thinker_config") or config
     llm = read_placed_text({"tie_word_embeddings": False, **config}, defaults=_TEXT_DEFAULTS)
     given = config.get("audio_config") or {}
@@ -67,7 +66,7 @@ def read_thinker(config: Config) -> dict[str, Any]:
     return {"units": {"vision": vision, "audio": audio, "llm": llm}}
 
 
-def write_thinker(graph: ModelGraph) -> dict[str, Any]:
+def _write_thinker(graph: ModelGraph) -> dict[str, Any]:
     """Return a config.json of the thinker alone."""
     (vision, audio), llm = graph.encoders, graph.backbone
     chunks = {"n_window": audio.audio.chunk_tokens if audio.audio is not None else None}
@@ -86,13 +85,13 @@ def write_thinker(graph: ModelGraph) -> dict[str, Any]:
     }
 
 
-def thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+def _thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     """Return the shapes of patch embedding and convolutions, and of the ends of sound."""
     ends = {_ENDS_OF_SOUND: (2, graph.backbone.transformer.hidden_size)}
     return {**patch_shapes(graph), **convolution_shapes(graph.encoders[1], "audio_tower."), **ends}
 
 
-def write_processor(graph: ModelGraph) -> dict[str, Any]:
+def _write_processor(graph: ModelGraph) -> dict[str, Any]:
     """Return the description of both image and sound processing, without the key that means something else in each."""
     both = {**write_image_processor(graph), **write_feature_extractor(graph)}
     return {key: value for key, value in both.items() if key != "do_normalize"}
@@ -101,8 +100,8 @@ def write_processor(graph: ModelGraph) -> dict[str, Any]:
 def _architecture(name: str, *, is_alone: bool = False) -> Architecture:
     return Architecture(
         name,
-        read_thinker,
-        write_thinker if is_alone else None,
+        _read_thinker,
+        _write_thinker if is_alone else None,
         (
             vision_names(Weight("self_attention.linear_qkv", ("attn.q", "attn.k", "attn.v"), grouped_qkv)),
             audio_names("audio_tower.", last_norm="audio_tower.ln_post", product="audio_tower.proj"),
@@ -110,8 +109,8 @@ def _architecture(name: str, *, is_alone: bool = False) -> Architecture:
         ),
         is_unused=lambda key, graph: key.endswith(_ENDS_OF_SOUND) or key.startswith(("talker.", "token2wav.")),
         spellings=SPELLINGS,
-        to_processor=write_processor,
-        shapes=thinker_shapes,
+        to_processor=_write_processor,
+        shapes=_thinker_shapes,
         placeholders=_TOKENS,
     )
 

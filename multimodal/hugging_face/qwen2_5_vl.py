@@ -93,8 +93,7 @@ _IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_
 """The tokenizer's name of a token -> the key of config.json."""
 
 
-def read_qwen2_5_vl(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for unsupported values."""
+def _read_qwen2_5_vl(config: Config) -> dict[str, Any]:
     llm = read_placed_text(config, defaults=TEXT_DEFAULTS)
     return {"units": {"vision": read_native_vision(config.get("vision_config") or {}, llm["hidden_size"]), "llm": llm}}
 
@@ -201,7 +200,7 @@ def placed_architecture(
 QWEN2_5_VL = placed_architecture(
     "Qwen2_5_VLForConditionalGeneration",
     "qwen2_5_vl",
-    read_qwen2_5_vl,
+    _read_qwen2_5_vl,
     write_native_vision,
     vision_names(Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)),
 )

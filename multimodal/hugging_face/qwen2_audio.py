@@ -21,16 +21,14 @@ _SPELLINGS = (
 """The spelling that transformers saves, and the one of its modules."""
 
 
-def read_qwen2_audio(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for unsupported values."""
+def _read_qwen2_audio(config: Config) -> dict[str, Any]:
     text = {"model_type": "qwen2", **(config.get("text_config") or {})}
     require(text, {"tie_word_embeddings": (False, None)}, where="text_config: ")  # transformers ignores it here
     llm = read_text_unit(text, where="text_config: ")
     return {"units": {"audio": read_audio_unit(config.get("audio_config") or {}), "llm": llm}}
 
 
-def write_qwen2_audio(graph: ModelGraph) -> dict[str, Any]:
-    """Return a config.json."""
+def _write_qwen2_audio(graph: ModelGraph) -> dict[str, Any]:
     return {
         "architectures": ["Qwen2AudioForConditionalGeneration"],
         "model_type": "qwen2_audio",
@@ -42,8 +40,8 @@ def write_qwen2_audio(graph: ModelGraph) -> dict[str, Any]:
 
 QWEN2_AUDIO = Architecture(
     "Qwen2AudioForConditionalGeneration",
-    read_qwen2_audio,
-    write_qwen2_audio,
+    _read_qwen2_audio,
+    _write_qwen2_audio,
     (
         audio_names("audio_tower.", last_norm="audio_tower.layer_norm", product="multi_modal_projector.linear"),
         decoder_names("language_model."),

@@ -36,8 +36,7 @@ _VISION_KEYS = (
 )
 
 
-def read_qwen2_vl(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for unsupported values."""
+def _read_qwen2_vl(config: Config) -> dict[str, Any]:
     llm = read_placed_text(config, defaults=TEXT_DEFAULTS)
     vision = with_defaults(config.get("vision_config") or {}, _VISION_DEFAULTS)
     require(vision, {"hidden_act": ("quick_gelu",)}, where="vision_config: ")
@@ -79,5 +78,5 @@ def _write_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
 _QKV = Weight("self_attention.linear_qkv", ("attn.qkv",), fused_qkv)
 _MLP = Weight("mlp.linear_fc1", ("mlp.fc1",)), Weight("mlp.linear_fc2", ("mlp.fc2",))
 QWEN2_VL = placed_architecture(
-    "Qwen2VLForConditionalGeneration", "qwen2_vl", read_qwen2_vl, _write_vision, vision_names(_QKV, mlp=_MLP)
+    "Qwen2VLForConditionalGeneration", "qwen2_vl", _read_qwen2_vl, _write_vision, vision_names(_QKV, mlp=_MLP)
 )

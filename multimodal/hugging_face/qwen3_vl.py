@@ -79,8 +79,7 @@ VISION = UnitNames(
 )
 
 
-def read_qwen3_vl(config: Config) -> dict[str, Any]:
-    """Return the plain form of the model graph; raises ModelError for unsupported values."""
+def _read_qwen3_vl(config: Config) -> dict[str, Any]:
     llm = read_placed_text({"tie_word_embeddings": False, **config}, defaults=_TEXT_DEFAULTS, family="qwen3", sections=_SECTIONS)
     vision = _read_vision(config.get("vision_config") or {}, llm["hidden_size"])
     return {"units": {"vision": vision, "llm": {**llm, "has_interleaved_sections": True}}}
@@ -125,7 +124,7 @@ def _write_vision(vision: Unit, llm: Unit) -> dict[str, Any]:
 QWEN3_VL = placed_architecture(
     "Qwen3VLForConditionalGeneration",
     "qwen3_vl",
-    read_qwen3_vl,
+    _read_qwen3_vl,
     _write_vision,
     VISION,
     written_spelling=SPELLINGS[1],

@@ -114,14 +114,14 @@ def convolution_shapes(unit: Unit, prefix: str) -> dict[str, tuple[int, ...]]:
     return {f"{prefix}conv1.weight": (size, num_bins, 3), f"{prefix}conv2.weight": (size, size, 3)}
 
 
-def read_whisper(config: Config) -> dict[str, Any]:
+def _read_whisper(config: Config) -> dict[str, Any]:
     """Return the plain form of a Whisper's encoder, without a projector; raises ModelError for unsupported values."""
     return {**read_audio_unit(config), "has_linear_projector": False, "projector_norm": "patches"}
 
 
 def _whisper(name: str, prefix: str) -> Encoder:
     names = audio_names(f"{prefix}encoder.", last_norm=f"{prefix}encoder.layer_norm")
-    return Encoder(name, read_whisper, names, lambda key, unit: key.startswith((f"{prefix}decoder.", "proj_out.")))
+    return Encoder(name, _read_whisper, names, lambda key, unit: key.startswith((f"{prefix}decoder.", "proj_out.")))
 
 
 WHISPERS = (_whisper("WhisperForConditionalGeneration", "model."), _whisper("WhisperModel", ""))
