@@ -184,7 +184,6 @@ def print_table(report: Mapping[str, Any]) -> None:
 
 
 main = partial(run_tool, "balance.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

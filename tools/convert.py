@@ -105,7 +105,6 @@ def _read_hugging_face(flags: Any) -> StoredModel:
 
 
 main = partial(run_tool, "convert.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -258,7 +258,6 @@ def run(argv: Sequence[str]) -> None:
 
 
 main = partial(run_tool, "elastic.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

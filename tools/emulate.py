@@ -25,14 +25,13 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
-from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.timeline import Timeline
 from tools.command_line import Parser, count, run_tool
-from tools.simulate import build_parser, build_steps, check_flags, check_virtual_stages
+from tools.simulate import build_parser, build_step_schedule, build_steps, check_flags
 
 
 def run(argv: Sequence[str]) -> None:
@@ -62,11 +61,9 @@ def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_ite
     """Build the run of the first step that the flags of tools/simulate.py describe; raises BraidError."""
     flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
-    shape, assignment, costs = next(iter(build_steps(flags)))
-    check_virtual_stages(schedule, shape.graph, shape.plan)
-    builder = BUILDERS[schedule].with_costs(costs)
-    built = build_schedule(builder, shape, passes=passes_named(passes), costs=costs)
-    return EmulatedRun(built, assignment, costs, num_iterations)
+    step = next(iter(build_steps(flags)))
+    built = build_step_schedule(step, builder=schedule, passes=passes_named(passes))
+    return EmulatedRun(built, step.assignment, step.costs, num_iterations)
 
 
 def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str, Any]:
@@ -91,7 +88,6 @@ def _write_report(folder: Path, simulation: Simulation, timelines: Sequence[Time
 
 
 main = partial(run_tool, "emulate.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

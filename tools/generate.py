@@ -140,7 +140,6 @@ def _talk(session: Session, model: StoredModel, options: Mapping[str, Any]) -> N
 
 
 main = partial(run_tool, "generate.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

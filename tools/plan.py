@@ -215,7 +215,6 @@ def run_templates(flags: argparse.Namespace, request: PlanningRequest) -> None:
 
 
 main = partial(run_tool, "plan.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

@@ -56,7 +56,6 @@ def serve(argv: Sequence[str]) -> None:
 
 
 main = partial(run_tool, "producer.py", serve)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

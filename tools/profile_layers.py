@@ -221,7 +221,6 @@ def _report(rows: Sequence[ProfiledLayer], profile: LayerProfile, given: argpars
 
 
 main = partial(run_tool, "profile_layers.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":

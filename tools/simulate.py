@@ -40,7 +40,7 @@ from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, Pass, passes_named
-from multimodal.schedule.simulate import Simulation, simulate_schedule
+from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation_report import report_simulations
 from multimodal.values.assignment import Assignment
 from multimodal.values.checks.validate_assignment import validate_assignment
@@ -49,6 +49,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
+from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from tools.command_line import (
     Parser,
@@ -205,22 +206,15 @@ def global_batches(flags: argparse.Namespace, graph: ModelGraph, plan: Plan) -> 
     return draw_length_batches(samples, batch_size=size, num_batches=flags.num_iterations or 1, seed=flags.seed)
 
 
-def simulate_step(costed: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Simulation:
-    """Build the schedule, rewrite, lower, validate and simulate it; raises ScheduleError."""
-    check_virtual_stages(builder, costed.shape.graph, costed.shape.plan)
-    costs = costed.costs
-    schedule = build_schedule(BUILDERS[builder].with_costs(costs), costed.shape, passes=passes, costs=costs)
-    return simulate_schedule(schedule, costs)
-
-
-def check_virtual_stages(builder: str, graph: ModelGraph, plan: Plan) -> None:
-    """Raise ConfigError if the schedule needs virtual stages and the plan's shape has none."""
+def build_step_schedule(step: CostedStep, *, builder: str, passes: Sequence[Pass]) -> Schedule:
+    """Build the schedule of a step, rewrite, lower and validate it; raises ConfigError or ScheduleError."""
     row = BUILDERS[builder]
-    if row.layout is not None and not row.layout.is_met(graph, plan):
+    if row.layout is not None and not row.layout.is_met(step.shape.graph, step.shape.plan):
         raise ConfigError(
             f"--schedule {builder} needs virtual stages: {row.layout.wanted}; give one several 'layers' per stage in the plan "
             f"(ranks that appear twice in a --costs table), or choose --schedule {row.otherwise}"
         )
+    return build_schedule(row.with_costs(step.costs), step.shape, passes=passes, costs=step.costs)
 
 
 def size_of_checkpoint(costs: ModelCosts) -> CheckpointSize:
@@ -261,7 +255,9 @@ def run(argv: Sequence[str]) -> None:
     passes = passes_named(flags.schedule_passes)
     names = [name for name in flags.schedule_passes.split(",") if name]
     steps = list(build_steps(flags))
-    simulations = [simulate_step(step, builder=flags.schedule, passes=passes) for step in steps]
+    simulations = [
+        simulate_schedule(build_step_schedule(step, builder=flags.schedule, passes=passes), step.costs) for step in steps
+    ]
     costs = steps[0].costs
     after = costs.update_seconds if isinstance(costs, ModelCosts) else 0.0
     saved = size_of_checkpoint(costs) if isinstance(costs, ModelCosts) else None
@@ -281,7 +277,6 @@ def run(argv: Sequence[str]) -> None:
 
 
 main = partial(run_tool, "simulate.py", run)
-"""Returns the exit code: 2, with one line on stderr, for wrong input."""
 
 
 if __name__ == "__main__":
