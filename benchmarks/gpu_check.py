@@ -52,7 +52,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     f"bf16, {_SPLIT}": ("--bf16", "--schedule", _SPLIT),
     "defaults": (),
     "bf16, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine"),
-    "bf16, adapters": ("--bf16", "--transformer-impl", "transformer_engine", "--lora-rank", "8", "--lora-targets", "*"),
+    "adapters, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine", "--lora-rank", "8"),
     "FP8, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"),
 }
 """Name -> flags of runs of one process."""

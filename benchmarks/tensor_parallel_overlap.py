@@ -122,13 +122,13 @@ def median_seconds(layers: list[Module]) -> tuple[float, float]:
 
 def measure(*, rank: int) -> list[dict[str, float]]:
     """One row for each collective's seconds and number of parts; collective."""
-    gather, scatter = dist.all_gather, overlapped_product.reduce_scatter
+    gather, scatter = dist.all_gather, overlapped_product.reduce_scatter_single
     multiply, weight_gradients = overlapped_product._multiply, overlapped_linear.weight_gradients
     rows = []
     for seconds in COLLECTIVE_SECONDS:
         device = Device(seconds)
         dist.all_gather = device.hold(gather, lambda blocks, share: share)
-        overlapped_product.reduce_scatter = device.hold(scatter, lambda share, product: share)
+        overlapped_product.reduce_scatter_single = device.hold(scatter, lambda share, product: share)
         overlapped_product._multiply = device.lengthen(multiply, lambda blocks, factor: len(blocks) * blocks.shape[1])
         overlapped_linear.weight_gradients = device.lengthen(weight_gradients, lambda context, rows, *others: len(rows))
         collectives = LayerCollectives(tensor=Quadratic(0.0, 2 * seconds / NUM_ROWS))

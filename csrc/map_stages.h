@@ -22,7 +22,7 @@ struct StageMapping {
 };
 
 // Returns the mapping of all pieces to stages on exactly `num_gpus[i]` GPUs with the shortest step of `num_microbatches[i]`
-// microbatches under 1F1B, as map_stages_reference in multimodal/plan/planners/templates/map_stages.py.
+// microbatches under 1F1B, for multimodal/plan/planners/templates/chain.py.
 std::vector<StageMapping> map_stages(const StageTables& tables, View<std::int64_t> num_gpus,
                                      View<std::int64_t> num_microbatches);
 

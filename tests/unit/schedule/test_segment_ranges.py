@@ -60,9 +60,9 @@ def test_by_layer_a_reduction_begins_with_the_first_range_of_the_last_backward()
     assert action_to_text(dependencies(then, step)[-1]) == "B vision/0/1/1{0:4}"
 
 
-def test_graphs_are_cut_where_forward_or_backward_are() -> None:
+def test_a_forward_ascends_and_a_backward_descends() -> None:
     cut = SegmentCut(10, (2, 7), (5, 7))
-    assert cut.graphs == tuple(SegmentRange(*ends) for ends in ((0, 2), (2, 5), (5, 7), (7, 10)))
+    assert cut.forwards == tuple(SegmentRange(*ends) for ends in ((0, 2), (2, 7), (7, 10)))
     assert cut.backwards == tuple(SegmentRange(*ends) for ends in ((7, 10), (5, 7), (0, 5)))
     assert SegmentCut(10).forwards == (None,)
 
