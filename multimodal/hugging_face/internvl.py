@@ -130,7 +130,7 @@ def _write_internvl(graph: ModelGraph) -> dict[str, Any]:
             "norm_type": next((name for name, kind in _NORMS.items() if kind == vision.transformer.normalization)),
             "attention_bias": vision.transformer.biases["linear_qkv"],
             "use_qk_norm": vision.transformer.qk_norm_spans_heads,
-            "image_size": [(image.position_grid or image.grid_size) * image.patch_size] * 2,
+            "image_size": [(image.position_grid or (image.image_size or 0) // image.patch_size) * image.patch_size] * 2,
             "patch_size": [image.patch_size, image.patch_size],
             "num_channels": image.in_channels,
             "model_type": "internvl_vision",

@@ -109,6 +109,12 @@ def test_what_is_composed_of_a_known_family_is_written_as_that(tmp_path: Path) -
             architecture_of(composed(tmp_path, small(), **options))
 
 
+def test_an_encoder_of_images_of_any_size_is_of_no_family_that_is_written_without_a_folder() -> None:
+    example = Path(multimodal.__file__).parents[1] / "examples" / "digits" / "model.yaml"
+    with pytest.raises(ModelError, match="the model is none that Hugging Face's transformers has"):
+        architecture_of(ModelGraph.from_file(example))
+
+
 @pytest.mark.parametrize(
     ("vision", "options", "message"),
     [
