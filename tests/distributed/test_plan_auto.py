@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,31 +64,39 @@ def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder
     assert "links as kept" in second.output and "layers as kept" in second.output and "(as planned before)" in second.output
     assert "plan review" not in second.output
 
-    plant_bad_plan(folder)
+    planted = plant_bad_plan(folder)
     third, losses = train(folder, "third.jsonl", "--plan-review-iters", 2, "--replan", "--save", folder / "saved")
     assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     assert f"{BAD}, llm" in third.output, "the planted plan is not taken"
     assert "plan review after step 2: " in third.output and "; going on under it" in third.output, third.output
     assert "plan review after step 4: " in third.output and "; under the plan before it took " in third.output, third.output
+    chosen = json.loads(kept_choice(folder).read_text())
+    assert (chosen["plan"], chosen["flags"]) != (planted["plan"], planted["flags"])
 
     more = ("--load", folder / "saved", "--plan-review-iters", 2)
     fourth, losses = train(folder, "fourth.jsonl", *more, num_steps=STEPS_OF_TWO_RUNS)
     assert losses == pytest.approx(one_process[NUM_STEPS:], rel=0, abs=1e-9)
-    assert "(as planned before)" in fourth.output and BAD not in fourth.output, fourth.output
+    assert "(as planned before)" in fourth.output and chosen["lines"][0] in fourth.output, fourth.output
     assert f"plan review after step {STEPS_OF_TWO_RUNS}: a step takes " in fourth.output, fourth.output
 
 
-def plant_bad_plan(folder: Path) -> None:
+def kept_choice(folder: Path) -> Path:
+    """The file of the plan that the next run takes."""
+    (kept,) = (folder / "cache" / "braid" / "choices").iterdir()
+    return kept
+
+
+def plant_bad_plan(folder: Path) -> dict[str, Any]:
     """Put a plan in the place of the one that was kept whose encoder waits for most of a step, in microbatches of one sample."""
     graph = ModelGraph.from_file(folder / "model.yaml")
     sizes = {"vision": UnitSizes(data_parallel_size=1), "llm": UnitSizes(data_parallel_size=1)}
-    (kept,) = (folder / "cache" / "braid" / "choices").iterdir()
-    choice = json.loads(kept.read_text())
+    choice: dict[str, Any] = json.loads(kept_choice(folder).read_text())
     choice["plan"] = plan_disaggregated(graph, sizes=sizes, world_size=2).to_dict()
     choice["flags"] |= {"schedule": "gpipe", "passes": [], "balance": "none", "micro_batch_size": 1, "sharding": "optim"}
     choice["text"] = json.dumps(choice["plan"])  # which is YAML, too
     choice["lines"][0] = f"{BAD}, llm tp 1 x pp 1 x dp 1"
-    kept.write_text(json.dumps(choice))
+    kept_choice(folder).write_text(json.dumps(choice))
+    return choice
 
 
 @pytest.mark.parametrize(
