@@ -37,7 +37,6 @@ CALLED = {
     ),
     "--data-path": "train-data-path data-args-path per-split-data-args-path",
     "--data-path digits": "mock-data",
-    "--program-samples": "digits-samples",
     "--distributed-timeout-minutes": "distributed-timeout-seconds-after-init",
     "--freeze": "freeze-all-layers",
     "--log-interval": "tensorboard-log-interval",
