@@ -35,9 +35,9 @@ def open_program(path: Path, request: SampleRequest) -> tuple[SampleSource, Samp
     """Run a program and return its training and validation samples; raises DataError if it is no such program."""
     if not path.is_file():
         raise DataError(f"--data-path {path}: there is no such program; correct the path (digits comes with a checkout of Braid)")
-    spec = spec_from_file_location(path.stem, path)
+    spec = spec_from_file_location(f"braid sample program {path.stem}", path)  # no name that another module has
     assert spec is not None and spec.loader is not None
-    module = sys.modules[path.stem] = module_from_spec(spec)  # dataclasses look their module up
+    module = sys.modules[spec.name] = module_from_spec(spec)  # dataclasses look their module up
     spec.loader.exec_module(module)
     if not hasattr(module, "open_samples"):
         raise DataError(f"--data-path {path}: the program has no function `open_samples(request)`; see docs/data.md")

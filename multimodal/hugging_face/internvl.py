@@ -45,7 +45,7 @@ _PIXELS = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225], "fit": "
 """Values of the published image processors."""
 _PROJECTOR_EPSILON = 1e-5
 _HEADS_EPSILON = 1e-6
-"""Of norms of queries and keys, whatever that of the others is."""
+"""Epsilon of norms of queries and keys, whatever that of the others is."""
 _NORMS = {"layer_norm": "LayerNorm", "rms_norm": "RMSNorm"}
 
 VISION = UnitNames(

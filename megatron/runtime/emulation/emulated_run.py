@@ -47,7 +47,7 @@ class EmulatedRun:
     schedule: Schedule
     """Lowered and validated."""
     assignment: Assignment
-    """Of the schedule's shape."""
+    """An assignment of the schedule's shape."""
     costs: StepCosts
     num_iterations: int = 5
     num_tokens: int = 8

@@ -27,7 +27,7 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
 Received = tuple[tuple[Route, Tensor], ...]
-"""What other units hand to a microbatch, by route."""
+"""Tensors that other units hand to a microbatch, by route."""
 _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""
 

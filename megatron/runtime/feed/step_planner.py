@@ -49,7 +49,7 @@ CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What is the same for all steps that are planned for a rank."""
+    """The values that all steps of a rank are planned with."""
 
     schedules: ScheduleCache
     rank: int
@@ -62,7 +62,7 @@ class StepOptions:
     costs_of: CostsOf | None = None
     """Called if schedules need costs."""
     build: BuildOptions | None = None
-    """Of the run's stages; see `load_inputs`."""
+    """Build options of the run's stages; see `load_inputs`."""
 
 
 class StepPlanner(torch.utils.data.Dataset[Step]):

@@ -73,7 +73,7 @@ class ModelConfig:
     lora_rank: int | None = field(default=None, metadata={"minimum": 1, "maximum": 2**14})
     """Train adapters of this rank (LoRA) in place of the weights of the units that --lora-targets names, which are frozen."""
     lora_alpha: float | None = field(default=None, metadata={"above": 0, "maximum": 1e6})
-    """What adapters add is scaled by this over --lora-rank; by default not at all."""
+    """Products of adapters are scaled by this over --lora-rank; by default they are not."""
     lora_targets: tuple[str, ...] = field(default=(), metadata={"metavar": "PATTERN"})
     """Linear layers with adapters, as UNIT.KIND.MODULE or the end of it, with * and ?; by default all inside the LLM. Others are
     listed in an error."""

@@ -18,7 +18,7 @@ class Rule(NamedTuple):
     message: str
     """A format string over `c`, the configuration."""
     keeps_local: str | None = None
-    """Of combinations that Transformer Engine's layers cannot have: their name in the table of defaults in docs/gpu.md."""
+    """Field of combinations that Transformer Engine's layers cannot have: their name in the table of defaults in docs/gpu.md."""
 
 
 def _is_half(config: RunConfig) -> bool:

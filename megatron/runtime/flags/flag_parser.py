@@ -51,7 +51,7 @@ def unfold_balance(tokens: Sequence[str]) -> list[str]:
             continue
         name, options = split_options(token.removeprefix(start))
         found.append(start + name)
-        for key, value in options:
+        for key, value in filter(any, options):
             flag, expected = BALANCE_OPTIONS.get(key, ("", ""))
             if not flag or bool(value) != bool(expected):
                 known = ", ".join(f"{each}={values}" if values else each for each, (_, values) in BALANCE_OPTIONS.items())

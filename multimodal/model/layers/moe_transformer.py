@@ -8,7 +8,7 @@ from torch.nn import Module
 
 from multimodal.model.experts.expert_mlp import ExpertMLP
 from multimodal.model.experts.router import RowSequences
-from multimodal.model.layers.layer_kind import LayerContext, LayerPart, StagePass
+from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.norm import Norm
 
@@ -41,9 +41,7 @@ class MoeTransformerKind(TransformerKind):
         mlp.sequences = None
         return output
 
-    def segments(self, layer: Module) -> tuple[tuple[LayerPart, ...], ...]:
-        """Return none: the layer is not cut."""
-        raise NotImplementedError("a layer with experts has one segment: the whole layer")
+    segments = LayerKind.segments  # it is not cut
 
 
 def _sequences(mlp: ExpertMLP, given: StagePass, num_rows: int) -> RowSequences:

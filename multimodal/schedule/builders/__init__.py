@@ -23,6 +23,7 @@ from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.named_options import split_options
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
@@ -51,7 +52,7 @@ class Layout(NamedTuple):
 
 
 class Parameter(NamedTuple):
-    """What may follow a schedule's name and a colon: `name:key=value`, or `name:key` for what is either on or off."""
+    """A choice behind a schedule's name and a colon: `name:key=value`, or `name:key` for what is either on or off."""
 
     values: str
     """The values that it takes, in words; empty if the key stands alone."""
@@ -99,7 +100,7 @@ class ScheduleRow:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     """Key -> what may be chosen about it."""
     alias_of: str = ""
-    """What its name stands for, with parameters; empty if it stands for itself."""
+    """The name with parameters that its name stands for; empty if it stands for itself."""
 
     def __call__(self, shape: StepShape) -> Schedule:
         """Build the schedule, so that a row is a `Builder`. One that needs costs takes unit costs; see `with_costs`."""
@@ -155,13 +156,13 @@ class ScheduleTable(dict[str, ScheduleRow]):
         return self._made[text]
 
     def _read(self, text: str) -> ScheduleRow:
-        name, _, given = text.partition(":")
+        name, given = split_options(text)
         row = self.get(name)
         if row is None:
             raise ScheduleError(f"there is no schedule '{name}'; choose one of {', '.join(self)}")
         known = ", ".join(f"{key}={each.values}" if each.values else key for key, each in row.parameters.items()) or "none"
         seen = set[str]()
-        for key, _, value in (entry.partition("=") for entry in given.split(",")):
+        for key, value in given:
             parameter = row.parameters.get(key)
             if parameter is None or key in seen:
                 problem = "is given twice the parameter" if parameter else "has no parameter"

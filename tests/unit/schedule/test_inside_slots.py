@@ -73,9 +73,10 @@ def test_text_says_in_which_wait_work_runs_and_round_trips() -> None:
 
 def test_a_schedule_with_work_inside_is_valid_in_both_dialects() -> None:
     schedule = schedule_from_text(TOGETHER, beside())
-    validate_schedule(schedule, options=LOCAL)
-    validate_schedule(insert_communication(schedule), options=LOCAL)
-    validate_schedule(schedule)
+    lowered = insert_communication(schedule)
+    for each, options in ((schedule, LOCAL), (lowered, LOCAL), (schedule, None)):
+        validate_schedule(each, options=options)
+    assert [sum(slot.mode is SlotMode.INSIDE for slot in each.lane(0).slots) for each in (schedule, lowered)] == [4, 4]
 
 
 WHOLE_INSIDE = "F llm/0/0/0; {F vision/0/0/1 @0} F llm/0/0/1"

@@ -1,4 +1,4 @@
-"""What ranks and producers say to each other: messages of JSON, followed by plain numbers.
+"""Messages between ranks and producers: JSON, followed by plain numbers.
 
 A rank's first message describes its data set; each later one asks for one item, or one block of samples. Every message has a
 number, with which its answer comes, in any order. Nothing that is received is ever executed or unpickled.

@@ -1,5 +1,7 @@
 """The digits as data of models with several encoders."""
 
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -71,11 +73,13 @@ def config_of(program: Path) -> RunConfig:
 
 
 def test_a_program_of_ones_own_makes_samples(tmp_path: Path) -> None:
-    (tmp_path / "halves.py").write_text(PROGRAM)
-    data = build_data_sets(config_of(tmp_path / "halves.py"), graph_of({"vision": {"image": IMAGE}}))
+    """Also one that is called like a module of Python."""
+    (tmp_path / "json.py").write_text(PROGRAM)
+    data = build_data_sets(config_of(tmp_path / "json.py"), graph_of({"vision": {"image": IMAGE}}))
     digits = build_data_sets(CONFIG, graph_of({"vision": {"image": IMAGE}}))
     assert (len(data.train), len(digits.train)) == (3, 6)
     assert data.train.lengths(2) == digits.train.lengths(2)
+    assert sys.modules["json"] is json
 
 
 @pytest.mark.parametrize(("text", "message"), [(None, "there is no such program"), ("x = 1", "has no function `open_samples")])
