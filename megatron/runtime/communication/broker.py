@@ -253,7 +253,7 @@ class Broker:
             num_rows = link.num_received(target)
             first_row = share_of_rows(num_rows, num_shares=len(group), index=group.index(self._rank)).start
             size = -(-num_rows // len(group))
-        buffer = torch.zeros((size, *width), device=self._device, dtype=self._dtype)
+        buffer = torch.empty((size, *width), device=self._device, dtype=self._dtype)
         receives = [
             (buffer[piece.first_row - first_row : piece.last_row - first_row], piece.source_rank)
             for piece in pieces_of(link)

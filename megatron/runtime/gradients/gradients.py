@@ -191,10 +191,10 @@ def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *
     ranks hold the same gradients if the optimizer is unsharded, so only the first counts.
     """
     square = torch.zeros(1, dtype=torch.float64, device=device)
-    for optimizer, counts in optimizers:
-        for gradient in _gradients_to_count(optimizer) if counts else ():
-            dtype = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            square += torch.linalg.vector_norm(gradient.detach(), dtype=dtype).double() ** 2
+    gradients = [gradient.detach() for optimizer, counts in optimizers if counts for gradient in _gradients_to_count(optimizer)]
+    if gradients:  # a few kernels for all of them
+        dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+        square += torch.stack(torch._foreach_norm(gradients, 2, dtype)).double().square().sum()
     dist.all_reduce(square)
     return float(square.sqrt())
 
@@ -211,6 +211,6 @@ def clip_gradients(parameters: Iterable[Tensor], *, norm: float, max_norm: float
     """Scale gradients in place so that the global norm is at most `max_norm` (Megatron's formula)."""
     coefficient = max_norm / (norm + 1.0e-6)
     if coefficient < 1.0:
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad.mul_(coefficient)
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, coefficient)
