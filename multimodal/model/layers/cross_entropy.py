@@ -12,7 +12,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
 CHUNK_ENTRIES = 2**24
-"""Number of logits that are held in float32 at a time: 64 MiB."""
+"""Number of logits that are held in float32 at a time: 64 MiB, or more if it were above MOST_CHUNKS times."""
+MOST_CHUNKS = 16
+"""Each takes four kernels forward and five backward."""
 
 
 class VocabularyShare(NamedTuple):
@@ -48,15 +50,15 @@ def vocab_parallel_cross_entropy(
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, share: VocabularyShare) -> Tensor:
-        largest = torch.cat([rows.max(dim=-1).values for _, rows in _wide_chunks(logits, share)])
+        known, local, is_mine = _known_columns(logits, targets, share)
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        largest = known.amax(-1).to(dtype) if share.num_known else logits.new_full(targets.shape, -torch.inf, dtype=dtype)
         all_reduce(largest, op=ReduceOp.MAX, group=share.group)
-        local, is_mine = _local_targets(targets, share, width=logits.shape[-1])
-        sums = []
-        for chunk, rows in _wide_chunks(logits, share, copies=True):
-            of_targets = rows.gather(-1, local[chunk, None])[:, 0] - largest[chunk]
-            sums.append(torch.stack((_exponentials(rows, largest[chunk]).sum(-1), of_targets)))
-        total = torch.cat(sums, dim=1)
-        total[1].masked_fill_(~is_mine, 0.0)
+        total = logits.new_zeros(2, len(logits), dtype=dtype)
+        if share.num_known:
+            for rows in _chunks(known):
+                torch.sum(_exponentials(known, largest, rows), -1, out=total[0, rows])
+            total[1] = (known.gather(-1, local[:, None])[:, 0] - largest).masked_fill_(~is_mine, 0.0)
         all_reduce(total, group=share.group)
         ctx.save_for_backward(logits, targets, largest, total[0])
         ctx.share = share
@@ -66,34 +68,31 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         logits, targets, largest, total = ctx.saved_tensors
-        local, is_mine = _local_targets(targets, ctx.share, width=logits.shape[-1])
+        known, local, is_mine = _known_columns(logits, targets, ctx.share)
         of_logits = torch.empty_like(logits)
-        for chunk, rows in _wide_chunks(logits, ctx.share, copies=True):
-            rows = _exponentials(rows, largest[chunk]).div_(total[chunk, None])
-            rows.scatter_add_(-1, local[chunk, None], -is_mine[chunk, None].to(rows.dtype))
-            of_logits[chunk] = rows.mul_(gradient[chunk, None])
+        of_logits[:, ctx.share.num_known :] = 0.0
+        of_targets, scale = torch.where(is_mine, -total, 0.0), gradient / total
+        for rows in _chunks(known) if ctx.share.num_known else ():
+            found = _exponentials(known, largest, rows)
+            found.scatter_add_(-1, local[rows, None], of_targets[rows, None])
+            of_logits[rows, : ctx.share.num_known] = found.mul_(scale[rows, None])
         return of_logits, None, None
 
 
-def _local_targets(targets: Tensor, share: VocabularyShare, *, width: int) -> tuple[Tensor, Tensor]:
-    """Return the columns of the targets (an arbitrary one for targets on other ranks), and which targets are on this rank."""
+def _known_columns(logits: Tensor, targets: Tensor, share: VocabularyShare) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logits without padding, columns of targets (an arbitrary one for other ranks'), and which targets are here."""
     local = targets - share.first_id
-    return local.clamp(0, width - 1), (local >= 0) & (local < width)
+    is_mine = (local >= 0) & (local < share.num_known)
+    return logits[:, : share.num_known], local.clamp(0, max(share.num_known - 1, 0)), is_mine
 
 
-def _exponentials(rows: Tensor, largest: Tensor) -> Tensor:
-    """Replace rows by their exponentials in place; padding columns become 0."""
-    return rows.sub_(largest[:, None]).exp_()
+def _exponentials(logits: Tensor, largest: Tensor, rows: slice) -> Tensor:
+    """Return the exponentials of some rows' distances to their largest entries, in the wider of the two types."""
+    return logits[rows].to(largest.dtype, copy=True).sub_(largest[rows, None]).exp_()
 
 
-def _wide_chunks(logits: Tensor, share: VocabularyShare, *, copies: bool = False) -> Iterator[tuple[slice, Tensor]]:
-    """Yield chunks of rows in float32 (or float64), with padding at the lowest value; copies: True if they will be changed."""
+def _chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield rows to be computed at a time."""
     num_rows, width = logits.shape
-    size = max(1, CHUNK_ENTRIES // max(1, width))
-    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
-    for start in range(0, num_rows, size):
-        chunk = slice(start, min(start + size, num_rows))
-        rows = logits[chunk].to(dtype, copy=copies or share.num_known < width)
-        if share.num_known < width:
-            rows[:, share.num_known :] = torch.finfo(logits.dtype).min
-        yield chunk, rows
+    size = max(1, max(CHUNK_ENTRIES, logits.numel() // MOST_CHUNKS) // width)
+    return (slice(start, start + size) for start in range(0, num_rows, size))
