@@ -18,6 +18,9 @@ from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).parents[2]
 
+HANG_SECONDS = 600.0
+"""After which a run hangs, however slow the machine is."""
+
 
 @dataclass(frozen=True)
 class Launched:
@@ -39,7 +42,7 @@ def launch(
     flags: Mapping[str, object] | Sequence[object],
     *,
     num_ranks: int,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = HANG_SECONDS,
     environment: Mapping[str, str] | None = None,
     is_new_program: bool = False,
     flags_of_rank: Mapping[int, Sequence[object]] | None = None,
@@ -147,13 +150,17 @@ def _run_forks(
             for process in processes:
                 process.join(max(1.0, deadline - time.monotonic()))
                 if process.exitcode is None:
-                    raise subprocess.TimeoutExpired(["pretrain_mllm.py", *ranks[0].flags], deadline)
+                    said = "".join(map(_said, outputs))
+                    raise subprocess.TimeoutExpired(["pretrain_mllm.py", *ranks[0].flags, "\n", said], deadline)
         finally:
             for process in processes:
                 process.kill()
                 process.join()
-        texts = [output.read_text() if output.exists() else "" for output in outputs]
-        return [process.exitcode for process in processes], texts
+        return [process.exitcode for process in processes], [*map(_said, outputs)]
+
+
+def _said(output: Path) -> str:
+    return output.read_text() if output.exists() else ""
 
 
 def forking_context() -> ForkServerContext:

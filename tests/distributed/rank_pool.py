@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.runtime import platform
 from megatron.runtime.communication.create_groups import connect_world
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUT = timedelta(seconds=120)
 """How long a rank waits for a message; the pool gives a run three times as long."""
 
 

@@ -94,7 +94,7 @@ def test_what_is_wrong_with_data_ends_every_rank(spoil: Callable[[Path, Path], N
     model, data = write_inputs(tmp_path, "llava")
     spoil(data, model)
     flags = {"--config": EXAMPLE / "projector.yaml", **SMALL, "--load-hf": model, "--data-path": data}
-    done = launch(flags, num_ranks=2, timeout_seconds=90)
+    done = launch(flags, num_ranks=2)
     assert all(code not in (0, None) for code in done.exit_codes), done.output
     assert done.output.count(WRONG[spoil]) == 1, done.output
     assert "Traceback" not in done.output

@@ -29,7 +29,7 @@ def train_undisturbed(folder: Path) -> Path:
     write_working_files(folder)
     values = {**working_flags(folder), "--global-batch-size": BATCH, "--train-iters": NUM_STEPS, "--dtype": "float64"}
     values["--log-json"] = folder / "log.jsonl"
-    train(values, num_ranks=2, timeout_seconds=300)
+    train(values, num_ranks=2)
     return folder
 
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
-from tests.distributed.launch import Launched, as_arguments, launch
+from tests.distributed.launch import HANG_SECONDS, Launched, as_arguments, launch
 from tests.distributed.small_run import working_flags, write_working_files
 
 NUM_RANKS = 3
 FROZEN_SECONDS = 15
 """--distributed-timeout where it has to pass; elsewhere no slow machine may come to it."""
-PATIENCE_SECONDS = 100.0
 ENDLESS = 10**6
 Meanwhile = Callable[[Sequence[int]], None]
 
@@ -35,7 +34,6 @@ def train(folder: Path, *flags: object, meanwhile: Callable[[Sequence[int], Path
     return launch(
         [*as_arguments(kept), *flags],
         num_ranks=NUM_RANKS,
-        timeout_seconds=2 * PATIENCE_SECONDS,
         meanwhile=when_training,
     )
 
@@ -49,7 +47,7 @@ def logged_steps(folder: Path) -> list[int]:
 
 def wait_for_steps(folder: Path, count: int) -> None:
     """Until so many steps are in the log."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while len(logged_steps(folder)) < count:
         assert time.monotonic() < deadline, "training did not start"
         time.sleep(0.05)
@@ -57,7 +55,7 @@ def wait_for_steps(folder: Path, count: int) -> None:
 
 def wait_for_end(processes: Sequence[int]) -> bool:
     """Whether all end by themselves."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while any(is_running(process) for process in processes) and time.monotonic() < deadline:
         time.sleep(0.05)
     return not any(is_running(process) for process in processes)
@@ -65,7 +63,7 @@ def wait_for_end(processes: Sequence[int]) -> bool:
 
 def terminate_until_it_ends(process: int) -> None:
     """Send SIGTERM again and again: one that follows another too soon does not count."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
+    deadline = time.monotonic() + HANG_SECONDS
     while is_running(process) and time.monotonic() < deadline:
         os.kill(process, signal.SIGTERM)
         time.sleep(0.5)

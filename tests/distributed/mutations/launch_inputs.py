@@ -3,12 +3,9 @@
 import subprocess
 from pathlib import Path
 
-from tests.distributed.launch import Launched, as_arguments, launch
+from tests.distributed.launch import HANG_SECONDS, Launched, as_arguments, launch
 from tests.distributed.mutations.mutation import Inputs
 from tests.distributed.small_run import working_flags
-
-HANG_SECONDS = 180.0
-"""Beyond this a run counts as hanging, also where others keep the machine busy; alone each ends in a few seconds."""
 
 
 def launch_inputs(inputs: Inputs) -> Launched | str:
@@ -26,7 +23,6 @@ def launch_inputs(inputs: Inputs) -> Launched | str:
         return launch(
             shared,
             num_ranks=inputs.num_ranks,
-            timeout_seconds=HANG_SECONDS,
             flags_of_rank=own,
             environment_of_rank=inputs.environment_of_rank,
             folder=inputs.folder,
