@@ -4,7 +4,10 @@ import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -14,11 +17,13 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from PIL import Image
 
 from megatron.runtime.generation.answering import Answering, open_answering
+from megatron.runtime.generation.key_value_cache import KeyValueCache
 from megatron.runtime.generation.whole_model import StoredModel, empty_session, open_model
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.model.initialization import initialize_parameters
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.test_hugging_face_runs import small_qwen2
+from tests.distributed.test_hugging_face_text import GEMMA, PLAIN, SHAPE, gemma2, gemma3, mixtral_with_windows, phi3
 from tests.distributed.wide_transformers import build_wide_model
 from tests.unit.data.chat.templates import CHATML, write_tokenizer
 from tools import generate
@@ -45,7 +50,14 @@ def write_questions(folder: Path) -> Path:
     return folder / "questions.jsonl"
 
 
-@pytest.mark.parametrize("change", [lambda graph: graph, three_axes], ids=["one axis", "three axes"])
+def deepstack(graph: ModelGraph) -> ModelGraph:
+    """Add states of the encoder's layers behind those of the LLM's first ones."""
+    vision, llm = graph.units
+    assert vision.image is not None
+    return replace(graph, units=(replace(vision, image=replace(vision.image, deepstack_layers=(0, 1))), llm))
+
+
+@pytest.mark.parametrize("change", [lambda graph: graph, three_axes, deepstack], ids=["one axis", "three axes", "deepstack"])
 def test_next_tokens_are_those_of_the_training_forward(change: Callable[[ModelGraph], ModelGraph], tmp_path: Path) -> None:
     """Logits behind every prefix of an answer, against those of the whole sample in one forward."""
     graph = change(ModelGraph.from_file("examples/digits/model.yaml"))
@@ -60,10 +72,13 @@ def test_next_tokens_are_those_of_the_training_forward(change: Callable[[ModelGr
             learnt = torch.from_numpy(whole.is_target).nonzero()[:, 0]
             together = forward_logits(answering, index)[-len(question.answer) :]
             before, items = answering._inputs(index, num_tokens=len(question.token_ids))
-            for length in range(len(question.answer)):
-                ids = torch.tensor([*question.token_ids, *question.answer[:length]])
-                found = answering._next_logits(before, ids, items)
-                assert (found - together[length, : len(found)]).abs().max() < 1e-9
+            with KeyValueCache(answering._backbone) as cache:
+                for length in range(len(question.answer)):
+                    ids = torch.tensor([[*question.token_ids, *question.answer[:length]]])
+                    compute = Mock(side_effect=partial(answering._next_logits, before, items))
+                    (found,) = cache.next_logits(ids, compute)
+                    assert compute.call_args.args[1] == (ids.shape[1] - 1 if length else 0), "the others are computed anew"
+                    assert (found - together[length, : len(found)]).abs().max() < 1e-9
             assert learnt[-1] + 2 == len(question.token_ids) + len(question.answer)
 
 
@@ -79,9 +94,13 @@ def forward_logits(answering: Answering, index: int) -> torch.Tensor:
     return found[0]
 
 
-def test_a_folder_answers_as_transformers_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("build", [small_qwen2, gemma2, gemma3, phi3, mixtral_with_windows], ids=lambda build: build.__name__)
+def test_a_folder_answers_as_transformers_do(build: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of phi3 a token's angles depend on the length of all."""
+    for shape in (SHAPE, PLAIN, GEMMA):
+        monkeypatch.setitem(shape, "vocab_size", 280)
     folder = tmp_path / "model"
-    model = build_wide_model(lambda: small_qwen2(vocab_size=280), folder)
+    model = build_wide_model(partial(build, vocab_size=280) if build is small_qwen2 else build, folder)
     write_tokenizer(folder, template=CHATML)
     with open_model(folder, is_hugging_face=True, dtype=torch.float64) as (session, stored):
         (tmp_path / "chat.jsonl").write_text(

@@ -1,15 +1,15 @@
-"""Answers to the questions of a data set: encoders and projectors run once a question, the LLM once a token.
+"""Answers to the questions of a data set: encoders and projectors run once a question, the LLM once on every token.
 
 transformers' `generate` chooses the tokens (greedily, by beams or at random), with logits of Braid's own stages, so that every
-model answers that can be trained. There is no cache of keys and values: a token costs a forward of all before it.
+model answers that can be trained.
 """
 
 import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.feed.step_planner import StepOptions, StepPlanner
+from megatron.runtime.generation.key_value_cache import KeyValueCache
 from megatron.runtime.generation.whole_model import StoredModel
 from megatron.runtime.session import Session
+from multimodal.attention.block_attention import capped
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.data.global_batches import DataPart, GlobalBatches
@@ -92,9 +94,11 @@ class Answering:
         end = question.answer[-1] if question.answer[-1] in self._special_ids else None
         options = {"do_sample": False, **options, "use_cache": False, "eos_token_id": end, "pad_token_id": end}
         torch.manual_seed(seed)
-        model = _token_by_token(lambda ids: self._next_logits(before, ids, items), device=before.positions.device)
         ids = torch.tensor([question.token_ids], device=before.positions.device)
-        found = model.generate(ids, max_new_tokens=max_new_tokens, **options)
+        compute = partial(self._next_logits, before, items)
+        with KeyValueCache(self._backbone) as cache:
+            model = _token_by_token(lambda sequences: cache.next_logits(sequences, compute), device=ids.device)
+            found = model.generate(ids, max_new_tokens=max_new_tokens, **options)
         return self.tokenizer.decode(found[0, len(question.token_ids) :].tolist())
 
     @cached_property
@@ -126,22 +130,27 @@ class Answering:
         )
         return cut, items
 
-    def _next_logits(self, before: PackedInput, ids: Tensor, items: Tensor | None) -> Tensor:
-        """Return the logits behind a question and what was answered so far; ids: [num_tokens]; returns [vocab_size]."""
+    def _next_logits(self, before: PackedInput, items: Tensor | None, ids: Tensor, num_known: int) -> Tensor:
+        """Return the logits behind a question and what was answered so far; ids: [num_tokens]; returns [vocab_size].
+
+        num_known: tokens at the begin whose keys and values are kept; 0, or all but the last.
+        """
         assert before.token_ids is not None
         num_new = len(ids) - len(before.token_ids)
         behind = before.positions[-1].max() + 1 + torch.arange(num_new, device=ids.device)
         positions = behind.reshape(-1, *[1] * (before.positions.dim() - 1)).expand(num_new, *before.positions.shape[1:])
         batch = replace(
             before,
-            lengths=(len(ids),),
-            positions=torch.cat([before.positions, positions.to(before.positions.dtype)]),
-            token_ids=ids,
-            target_rows=torch.tensor([len(ids) - 1], device=ids.device),
+            lengths=(len(ids) - num_known,),
+            positions=torch.cat([before.positions, positions.to(before.positions.dtype)])[num_known:],
+            token_ids=ids[num_known:],
+            target_rows=torch.tensor([len(ids) - num_known - 1], device=ids.device),
         )
+        if num_known:
+            items, batch = None, replace(batch, items=(), item_rows=None, item_ends=None, item_sources=None)
         found: list[Tensor] = []
         head: Any = self._backbone.layers[str(len(self._backbone.unit.layers) - 1)]
-        hook = head.output_layer.register_forward_hook(lambda module, inputs, output: found.append(output[0][0, 0]))
+        hook = head.output_layer.register_forward_hook(lambda module, inputs, output: found.append(capped(output[0][0, 0], head.softcap)))
         try:
             self._backbone(None, batch, items)
         finally:
@@ -177,8 +186,8 @@ def asking(session: Session, model: StoredModel, messages: Sequence[Message]) ->
         yield open_answering(session, model, path)
 
 
-def _token_by_token(next_logits: Any, *, device: torch.device) -> Any:
-    """Return a model of transformers whose logits come from a function: [num_tokens] ids -> [vocab_size]."""
+def _token_by_token(next_logits: Callable[[Tensor], Tensor], *, device: torch.device) -> Any:
+    """Return a model of transformers with the logits of a function of token ids; both [num_sequences, ...]."""
     try:
         from transformers import GenerationMixin, PretrainedConfig, PreTrainedModel
         from transformers.modeling_outputs import CausalLMOutput
@@ -197,6 +206,6 @@ def _token_by_token(next_logits: Any, *, device: torch.device) -> Any:
             return {"input_ids": input_ids}
 
         def forward(self, input_ids: Tensor, **_: Any) -> Any:
-            return CausalLMOutput(logits=torch.stack([next_logits(ids) for ids in input_ids])[:, None])
+            return CausalLMOutput(logits=next_logits(input_ids)[:, None])
 
     return TokenByToken(PretrainedConfig())
