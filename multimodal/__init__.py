@@ -3,9 +3,16 @@
 import importlib
 from typing import Any
 
+_FUNCTIONS = {
+    "compose": "multimodal.hugging_face.composition",
+    "generate": "megatron.runtime.generation.answering",
+    "open_model": "megatron.runtime.generation.whole_model",
+}
+"""What a program calls by this package's name, and the module, which is read when it is asked for."""
+
 
 def __getattr__(name: str) -> Any:
-    """Return `compose`, whose module is read when it is asked for."""
-    if name == "compose":
-        return importlib.import_module("multimodal.hugging_face.composition").compose
+    """Return one of `_FUNCTIONS`."""
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

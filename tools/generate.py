@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.generation.answering import Answering, Message, asking, open_answering, user_message
+from megatron.runtime.generation.answering import Answering, Message, generate, open_answering, user_message
 from megatron.runtime.generation.whole_model import StoredModel, open_model
 from megatron.runtime.session import Session
 from multimodal.values.errors import ConfigError
@@ -73,7 +73,7 @@ def run(argv: Sequence[str]) -> None:
         changed = {"tokenizer_model": flags.tokenizer_model, "chat_template": flags.chat_template}
         model = model.with_texts(**{name: value for name, value in changed.items() if value is not None})
         if flags.prompt is not None:
-            print(_reply(session, model, [user_message(flags.prompt, images=flags.image, audio=flags.audio)], options))
+            print(generate((session, model), flags.prompt, images=flags.image, audio=flags.audio, **options))
         elif flags.interactive:
             _talk(session, model, options)
         else:
@@ -103,11 +103,6 @@ def _held_out(session: Session, flags: Any) -> Answering:
     return Answering(session, data.valid, data.tokenizer)
 
 
-def _reply(session: Session, model: StoredModel, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    with asking(session, model, messages) as answering:
-        return answering.answer(0, **options)
-
-
 def _answer_all(answering: Answering, *, num: int, options: Mapping[str, Any], output: Path | None) -> None:
     lines, num_right = [], 0
     for index in range(min(num, len(answering))):
@@ -134,7 +129,7 @@ def _talk(session: Session, model: StoredModel, options: Mapping[str, Any]) -> N
         else:
             messages.append(user_message(line, images=files.pop("/image"), audio=files.pop("/audio")))
             files = {"/image": [], "/audio": []}
-            said = _reply(session, model, messages, options)
+            said = generate((session, model), messages, **options)
             messages.append({"role": "assistant", "content": [{"type": "text", "text": said}]})
             print(said, flush=True)
 

@@ -9,21 +9,27 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
+from scipy.io import wavfile
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
 from PIL import Image
 
-from megatron.runtime.generation.answering import Answering, open_answering
+import multimodal
+from megatron.runtime.generation.answering import Answering, open_answering, user_message
 from megatron.runtime.generation.key_value_cache import KeyValueCache
 from megatron.runtime.generation.whole_model import StoredModel, empty_session, open_model
+from megatron.runtime.hugging_face.unit_weights import load_units
 from multimodal.data.chat.text_settings import TextSettings
 from multimodal.model.initialization import initialize_parameters
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from tests.distributed.test_hugging_face_runs import small_qwen2
-from tests.distributed.test_hugging_face_text import GEMMA, PLAIN, SHAPE, gemma2, gemma3, mixtral_with_windows, phi3
+from tests.distributed.test_hugging_face_text import GEMMA, PLAIN, SHAPE, gemma2, gemma3, llama, mixtral_with_windows, phi3
+from tests.distributed.test_opaque_sound import composed, hubert
 from tests.distributed.wide_transformers import build_wide_model
 from tests.unit.data.chat.templates import CHATML, write_tokenizer
 from tools import generate
@@ -61,12 +67,30 @@ def deepstack(graph: ModelGraph) -> ModelGraph:
 def test_next_tokens_are_those_of_the_training_forward(change: Callable[[ModelGraph], ModelGraph], tmp_path: Path) -> None:
     """Logits behind every prefix of an answer, against those of the whole sample in one forward."""
     graph = change(ModelGraph.from_file("examples/digits/model.yaml"))
+    assert_next_tokens(graph, write_questions(tmp_path), answers=["then three", "right"])
+
+
+def test_next_tokens_behind_sound_that_an_encoder_of_transformers_hears(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path / "llm")
+    hubert().save_pretrained(tmp_path / "hubert")
+    graph = composed(tmp_path, tmp_path, "hubert")
+    llm = replace(graph.backbone, vocab_size=None, weights=None)
+    graph = replace(graph, units=tuple(llm if unit is graph.backbone else unit for unit in graph.units))
+    for name, length in (("a.wav", 170), ("b.wav", 219)):
+        wavfile.write(tmp_path / name, 16000, np.random.default_rng(0).normal(size=length).astype(np.float32))
+    heard = user_message("hm", audio=[tmp_path / "a.wav", tmp_path / "b.wav"])
+    (tmp_path / "clips.jsonl").write_text(json.dumps({"messages": [heard, {"role": "assistant", "content": "four"}]}) + "\n")
+    assert_next_tokens(graph, tmp_path / "clips.jsonl", answers=["four"])
+
+
+def assert_next_tokens(graph: ModelGraph, questions: Path, *, answers: list[str]) -> None:
     model = StoredModel(graph, torch.float64, 384, BYTES)
     with empty_session(model) as session:
         for stage in session.stages.values():
             initialize_parameters(stage.eval(), seed=3)
-        answering = open_answering(session, model, write_questions(tmp_path))
-        for index, expected in enumerate(["then three", "right"]):
+        load_units(session)
+        answering = open_answering(session, model, questions)
+        for index, expected in enumerate(answers):
             assert answering.expected(index) == expected
             question, whole = answering.question(index), answering._source.text(index)
             learnt = torch.from_numpy(whole.is_target).nonzero()[:, 0]
@@ -115,6 +139,21 @@ def test_a_folder_answers_as_transformers_do(build: Callable[[], Any], tmp_path:
             theirs = model.double().generate(ids, max_new_tokens=12, eos_token_id=end, pad_token_id=end, **options)
             expected = answering.tokenizer.decode(theirs[0, ids.shape[1] :].tolist())
             assert answering.answer(0, max_new_tokens=12, **options) == expected
+
+
+def test_a_program_asks_a_folder_once_or_an_open_model_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_tokenizer(tmp_path / "model", template=CHATML)
+    build_wide_model(lambda: small_qwen2(vocab_size=280), folder)
+    options = {"max_new_tokens": 5, "num_beams": 2}
+    said = multimodal.generate(folder, "who?", **options)
+    assert generate.main(["--load-hf", str(folder), "--prompt", "who?", "--max-new-tokens", "5", "--num-beams", "2"]) == 0
+    assert capsys.readouterr().out == said + "\n"
+    with multimodal.open_model(folder) as model:
+        assert multimodal.generate(model, [user_message("who?")], **options) == said
+        talk = [user_message("who?"), {"role": "assistant", "content": said}, user_message("and who else?")]
+        assert multimodal.generate(model, talk, **options) != said
+        with pytest.raises(ConfigError, match="close the model that is open"):
+            multimodal.generate(folder, "who?")
 
 
 WRONG = {

@@ -6,8 +6,7 @@ model answers that can be trained.
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from megatron.runtime.feed.step_planner import StepOptions, StepPlanner
 from megatron.runtime.generation.key_value_cache import KeyValueCache
-from megatron.runtime.generation.whole_model import StoredModel
+from megatron.runtime.generation.whole_model import OpenedModel, StoredModel, open_model
 from megatron.runtime.session import Session
 from multimodal.attention.block_attention import capped
 from multimodal.balance import BALANCERS
@@ -150,7 +149,9 @@ class Answering:
             items, batch = None, replace(batch, items=(), item_rows=None, item_ends=None, item_sources=None)
         found: list[Tensor] = []
         head: Any = self._backbone.layers[str(len(self._backbone.unit.layers) - 1)]
-        hook = head.output_layer.register_forward_hook(lambda module, inputs, output: found.append(capped(output[0][0, 0], head.softcap)))
+        hook = head.output_layer.register_forward_hook(
+            lambda module, inputs, output: found.append(capped(output[0][0, 0], head.softcap))
+        )
         try:
             self._backbone(None, batch, items)
         finally:
@@ -169,21 +170,39 @@ def open_answering(session: Session, model: StoredModel, path: Path) -> Answerin
     return Answering(session, source, tokenizer)
 
 
-def user_message(prompt: str, *, images: Sequence[Path] = (), audio: Sequence[Path] = ()) -> Message:
+def user_message(prompt: str, *, images: Sequence[str | Path] = (), audio: Sequence[str | Path] = ()) -> Message:
     """Return what a user says, with files before the text."""
     kinds = ("image", images), ("audio", audio)
-    files = [{"type": kind, kind: str(path.absolute())} for kind, paths in kinds for path in paths]
+    files = [{"type": kind, kind: str(Path(path).absolute())} for kind, paths in kinds for path in paths]
     return {"role": "user", "content": [*files, {"type": "text", "text": prompt}]}
 
 
-@contextmanager
-def asking(session: Session, model: StoredModel, messages: Sequence[Message]) -> Iterator[Answering]:
-    """Yield what answers the last message of a conversation, its sample 0."""
+def generate(
+    model: str | Path | OpenedModel,
+    prompt: str | Sequence[Message],
+    *,
+    images: Sequence[str | Path] = (),
+    audio: Sequence[str | Path] = (),
+    max_new_tokens: int = 64,
+    seed: int = 0,
+    **options: Any,
+) -> str:
+    """Return a trained model's answer, computed by this process.
+
+    model: the folder of a run's checkpoints, one of them, a folder of Hugging Face, or what `open_model` gives for one, which
+    spares reading it for every question. prompt: a question, after images and clips of sound from these files; or the messages of
+    a conversation, the last one a user's, as `user_message` makes them. options: as in `Answering.answer`. Raises BraidError if
+    the model cannot be read, or takes no such files.
+    """
+    if isinstance(model, str | Path):
+        with open_model(Path(model)) as opened:
+            return generate(opened, prompt, images=images, audio=audio, max_new_tokens=max_new_tokens, seed=seed, **options)
+    messages = [user_message(prompt, images=images, audio=audio)] if isinstance(prompt, str) else prompt
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "."}]}  # only its place counts
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "question.jsonl"
-        answer = {"role": "assistant", "content": [{"type": "text", "text": "."}]}  # only its place counts
         path.write_text(json.dumps({"messages": [*messages, answer]}) + "\n")
-        yield open_answering(session, model, path)
+        return open_answering(*model, path).answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
 
 
 def _token_by_token(next_logits: Callable[[Tensor], Tensor], *, device: torch.device) -> Any:

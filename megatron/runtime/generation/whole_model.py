@@ -21,10 +21,12 @@ from megatron.runtime.session import Session, SessionOptions
 from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.chat.text_settings import TextSettings
+from multimodal.hugging_face.registry import CONFIG_NAME
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 
 _WORD_EMBEDDINGS = "model.{}.layers.0.word_embeddings.weight"
@@ -74,9 +76,18 @@ def find_hugging_face(folder: Path, *, vocab_multiple: int = 128, vocab_size: in
     return StoredModel(graph, dtype, padded, TextSettings("HuggingFaceTokenizer", str(folder)))
 
 
+OpenedModel = tuple[Session, StoredModel]
+"""A model in memory, and the files that it comes from."""
+
+
 @contextmanager
 def empty_session(model: StoredModel) -> Iterator[Session]:
-    """Yield a session of the whole model, all weights 0, on this process alone."""
+    """Yield a session of the whole model, all weights 0, on this process alone; raises ConfigError if it is a rank already."""
+    if dist.is_initialized():
+        raise ConfigError(
+            "a model is opened by a process alone, and torch.distributed is initialised in this one; close the model that is "
+            "open, or open this one in a process of its own"
+        )
     platform.install()
     sizes = {name: UnitSizes(data_parallel_size=1) for name in model.graph.unit_names}
     plan = plan_colocated(model.graph, sizes=sizes, world_size=1)
@@ -91,12 +102,16 @@ def empty_session(model: StoredModel) -> Iterator[Session]:
 
 @contextmanager
 def open_model(
-    folder: Path, *, is_hugging_face: bool = False, dtype: torch.dtype | None = None
-) -> Iterator[tuple[Session, StoredModel]]:
+    folder: str | Path, *, is_hugging_face: bool | None = None, dtype: torch.dtype | None = None
+) -> Iterator[OpenedModel]:
     """Yield the whole model of a run's checkpoints, or of a folder of Hugging Face, with its weights, for forwards only.
 
-    dtype: None: the one that it has where it is read. Raises CheckpointError or ModelError.
+    is_hugging_face: None: if it holds a config.json. dtype: None: the one that it has where it is read. Raises CheckpointError or
+    ModelError, and ConfigError in a process that is a rank already.
     """
+    folder = Path(folder)
+    if is_hugging_face is None:
+        is_hugging_face = (folder / CONFIG_NAME).is_file()
     model = find_hugging_face(folder) if is_hugging_face else find_checkpoint(folder)
     frozen = (replace(unit, freeze_module=True, freeze_projector=True) for unit in model.graph.units)
     model = model._replace(dtype=dtype or model.dtype, graph=replace(model.graph, units=tuple(frozen)))  # no gradients' buffers

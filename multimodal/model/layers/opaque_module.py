@@ -60,6 +60,7 @@ def build_module(unit: Unit, described: Opaque) -> Module:
     return part
 
 
+@torch.enable_grad()  # stages for forwards only are built without
 def find_unused(unit: Unit, described: Opaque, item: ItemInput) -> frozenset[str]:
     """Return the parameters that get no gradient, such as those of poolers; does not compute any values.
 
