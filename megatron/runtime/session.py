@@ -3,7 +3,7 @@
 import gc
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -20,7 +20,7 @@ from megatron.runtime.execution.step_clock import gather_timeline
 from megatron.runtime.gradients.gradients import UnitGradients, clip_gradients, global_gradient_norm
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.gradients.state_shares import StateShares
-from megatron.runtime.gradients.unit_optimizer import OptimizerKey, build_unit_optimizers
+from megatron.runtime.gradients.unit_optimizer import OptimizerKey, UnitRates, build_unit_optimizers
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import TrainedState
@@ -55,6 +55,8 @@ class SessionOptions:
     """The longest time that a rank waits for its peers."""
     optimizer: OptimizerConfig | None = None
     """None: nothing is updated."""
+    rates: Mapping[str, UnitRates] = field(default_factory=dict)
+    """Unit -> its learning rates and weight decays; by default those of the optimizer."""
     builder: ScheduleRow = BUILDERS["1f1b"]
     passes: Sequence[Pass] = ()
     """Passes of the schedules, applied one after another."""
@@ -233,8 +235,9 @@ class Session:
         self.gradients = {name: self._build_gradients(member) for name, member in self.memberships.items()}
         self.optimizers = {}
         if options.optimizer is not None:
-            units = self.gradients.values()
-            self.optimizers = dict(each for unit in units for each in build_unit_optimizers(unit, config=options.optimizer))
+            for name, gradients in self.gradients.items():
+                rates = options.rates.get(name)
+                self.optimizers |= build_unit_optimizers(gradients, config=options.optimizer, rates=rates)
         partners = message_partners(self.graph, plan, rank=rank)
         self._channel = MessageChannel(world_size=dist.get_world_size(), tracks=partners, timeout=options.timeout)
         if device.type == "cuda":

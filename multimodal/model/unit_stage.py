@@ -120,6 +120,8 @@ class UnitStage(MegatronModule):
             for name, parameter in layer.named_parameters():
                 parameter.requires_grad_(unit.is_trainable(index) and name not in fixed)
             self._adapt_layer(index)
+            for parameter in layer.parameters():
+                parameter.is_of_projector = index == unit.projector_layer  # type: ignore[attr-defined]  # for its learning rate
         if "0" in self.layers:
             self._mark_shared_embedding()
         for module in self.layers.modules():

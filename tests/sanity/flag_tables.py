@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from megatron.runtime.flags.configuration import GROUPS
 from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, field_flags
 from megatron.runtime.flags.ignored_flags import ENCODER_FLAGS, EXCLUSIVE_FLAGS, EXCLUSIVE_SIZES, IGNORED_FLAGS
-from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, SIZE_SPELLINGS, plain_endings, shown_flag
+from megatron.runtime.flags.unit_flags import MICRO_BATCH_HELP, RATE_HELPS, SIZE_SPELLINGS, plain_endings, shown_flag
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, ScheduleRow, VirtualStages
 from multimodal.schedule.passes import PASSES, Need
@@ -29,6 +29,8 @@ def tables() -> Iterator[tuple[str, str]]:
     for name in GROUPS:
         yield f"## {name.capitalize()}", _table(("flag", "default", "meaning"), map(_row, field_flags(name)))
     yield "### The sizes of a unit", _table(("flag", "also", "LLM, as in Megatron", "meaning"), _unit_rows())
+    rates = ((f"`--UNIT-{name.replace('_', '-')} X`", meaning) for name, meaning in RATE_HELPS.items())
+    yield "### The rates of a unit", _table(("flag", "meaning"), rates)
     errors = ((f"`{shown_flag(row.name)}`", row.reason) for row in IGNORED_FLAGS)
     yield "## Flags that need another", _table(("flag", "error"), errors)
     pairs = [

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
-from megatron.runtime.flags.configuration import GROUPS, ModelConfig, RunConfig
+from megatron.runtime.flags.configuration import GROUPS, UNIT_RATES, ModelConfig, RunConfig
 from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled
 from megatron.runtime.flags.elastic_templates import plan_of_start
 from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
@@ -181,6 +181,11 @@ def _build_config(values: Mapping[str, Any], *, graph: ModelGraph) -> RunConfig:
     per_unit: dict[str, dict[str, Any]] = {
         "parallelism": {"units": units},
         "training": {"encoder_micro_batch_sizes": {name: size for name, size in sizes.items() if size is not None}},
+        "optimizer": {
+            "unit_rates": {
+                key: values[key] for name in graph.unit_names for rate in UNIT_RATES if (key := f"{name}.{rate}") in values
+            }
+        },
     }
     groups = {
         name: group(

@@ -245,6 +245,10 @@ class TrainingConfig:
         return found
 
 
+UNIT_RATES = ("lr", "weight_decay", "projector_lr", "projector_weight_decay")
+"""Settings of the optimizer that a unit's module and its projector may have of their own."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerSettings:
     """AdamW and its learning rate, under Megatron's names."""
@@ -277,6 +281,16 @@ class OptimizerSettings:
     """Added to the denominator of the update."""
     clip_grad: float = field(default=1.0, metadata=AT_LEAST_ZERO)
     """Largest global gradient norm, over all units; 0 does not clip."""
+    projector_lr: float | None = field(default=None, metadata={"above": 0})
+    """Highest learning rate of all projectors, whose decay and warm-up are like those of --lr; by default --lr."""
+    unit_rates: Mapping[str, float] = field(default_factory=dict, metadata=PER_UNIT)
+    """`<unit>.<one of UNIT_RATES>` -> its value; those that are not named are as in other units."""
+
+    def rate(self, unit: str, name: str) -> float:
+        """Return one of `UNIT_RATES` of a unit."""
+        of_all = self.projector_lr if name == "projector_lr" else None
+        common = getattr(self, name.removeprefix("projector_")) if of_all is None else of_all
+        return self.unit_rates.get(f"{unit}.{name}", common)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -102,6 +102,16 @@ def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
         for name in config.training.encoder_micro_batch_sizes:
             flag = shown_flag(f"{name}.{MICRO_BATCH_SIZE}")
             yield f"{flag} and --plan auto exclude each other: encoders are planned to follow the LLM; leave it out"
+    for key in config.optimizer.unit_rates:
+        name, _, rate = key.rpartition(".")
+        if rate.endswith("lr") and config.optimizer.unit_rates[key] < config.optimizer.lr_warmup_init:
+            yield f"--lr-warmup-init {config.optimizer.lr_warmup_init} is above {shown_flag(key)}; lower it"
+        unit, is_for_projector = graph.unit(name), rate.startswith("projector_")
+        layers = (index for index in range(len(unit.layers)) if (index == unit.projector_layer) == is_for_projector)
+        if not any(map(unit.is_trainable, layers)):
+            yield f"{shown_flag(key)} would be ignored: what it is for in unit '{name}' is frozen; leave it out"
+    if config.optimizer.projector_lr is not None and not (graph.encoders or graph.generators):
+        yield "--projector-lr would be ignored: the model has no projector; leave it out"
     for unit in graph.units:
         if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
             yield (

@@ -4,10 +4,11 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, flag_of, whole_number
+from megatron.runtime.flags.configuration import UNIT_RATES
+from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, finite_number, flag_of, whole_number
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import ConfigError
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 
 LLM = "llm"
 """Name of the backbone in flags, in addition to its name in the model."""
@@ -41,6 +42,14 @@ SIZE_SPELLINGS = {
 }
 """Field of `UnitSizes` -> the endings of its flags."""
 
+RATE_HELPS = {
+    "lr": "Highest learning rate of the unit's module, whose decay and warm-up are like those of --lr; by default --lr.",
+    "weight_decay": "Weight decay of the unit's module; by default --weight-decay.",
+    "projector_lr": "The same for its projector; by default --projector-lr.",
+    "projector_weight_decay": "The same for its projector; by default --weight-decay.",
+}
+"""One of `UNIT_RATES` -> its flag's help."""
+
 MICRO_BATCH_SIZE = "micro_batch_size"
 MICRO_BATCH_ENDING = "micro-batch-size"
 MICRO_BATCH_HELP = "Items in one microbatch of this encoder; by default they follow the LLM's microbatches."
@@ -63,12 +72,15 @@ def unit_flags(graph: ModelGraph | None) -> Mapping[str, tuple[FieldFlag, ...]]:
     flags = {unit.name: list(_size_flags(unit.name, is_backbone=unit.role is Role.BACKBONE)) for unit in graph.units}
     for unit in graph.encoders:
         flags[unit.name].append(_count_flag(unit.name, MICRO_BATCH_SIZE, [f"{flag_of(unit.name)}-{MICRO_BATCH_ENDING}"]))
+    for unit in graph.units:
+        flags[unit.name] += _rate_flags(unit)
     return {name: tuple(of_unit) for name, of_unit in flags.items()}
 
 
 def names_a_unit(flag: str) -> bool:
     """Return True if a flag has the form of a unit's flag, for any unit."""
-    endings = [ending for spelling in SIZE_SPELLINGS.values() for ending in spelling.endings] + [MICRO_BATCH_ENDING]
+    endings = [ending for spelling in SIZE_SPELLINGS.values() for ending in spelling.endings]
+    endings += [MICRO_BATCH_ENDING, *(flag_of(name)[2:] for name in UNIT_RATES)]
     return any(flag.endswith(f"-{ending}") for ending in endings)
 
 
@@ -99,6 +111,30 @@ def _count_flag(unit: str, name: str, spellings: Sequence[str]) -> FieldFlag:
     )
 
 
+def _rate_flags(unit: Unit) -> Iterator[FieldFlag]:
+    prefixes = dict.fromkeys([flag_of(unit.name), *([flag_of(LLM)] if unit.role is Role.BACKBONE else ())])
+    for name in UNIT_RATES:
+        if unit.projector_layer is None and name.startswith("projector_"):
+            continue
+        flag, *also = (f"{prefix}{flag_of(name)[1:]}" for prefix in prefixes)
+        parse = _above_zero if name.endswith("lr") else _at_least_zero
+        yield FieldFlag(name=f"{unit.name}.{name}", flag=flag, also=tuple(also), parse=parse, metavar="X", help=RATE_HELPS[name])
+
+
+def _above_zero(text: str) -> float:
+    number = finite_number(text)
+    if number <= 0:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, found {number:g} (to train nothing there: --freeze)")
+    return number
+
+
+def _at_least_zero(text: str) -> float:
+    number = finite_number(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {number:g}")
+    return number
+
+
 def _at_least_one(text: str) -> int:
     number = whole_number(text)
     if number < 1:
@@ -111,4 +147,4 @@ def shown_flag(name: str) -> str:
     unit, _, size = name.rpartition(".")
     if not unit:
         return next(flag.flag for flag in all_flags() if flag.name == name)
-    return f"{flag_of(unit)}-{MICRO_BATCH_ENDING if size == MICRO_BATCH_SIZE else SIZE_SPELLINGS[size].long}"
+    return f"{flag_of(unit)}-{SIZE_SPELLINGS[size].long if size in SIZE_SPELLINGS else size.replace('_', '-')}"

@@ -24,6 +24,20 @@ from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 
 
+class Rates(NamedTuple):
+    """What a parameter's learning rate begins to decay from, and its weight decay."""
+
+    lr: float
+    weight_decay: float
+
+
+class UnitRates(NamedTuple):
+    """The rates of a unit."""
+
+    module: Rates
+    projector: Rates
+
+
 class OptimizerKey(NamedTuple):
     """The parameters that one optimizer steps: a unit's, with those of shared experts apart."""
 
@@ -38,18 +52,21 @@ class OptimizerKey(NamedTuple):
 
 
 def build_unit_optimizers(
-    gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig
+    gradients: UnitGradients | ShardedUnit, *, config: OptimizerConfig, rates: UnitRates | None = None
 ) -> Iterator[tuple[OptimizerKey, MegatronOptimizer]]:
-    """Yield the optimizers of one unit; none if this rank trains nothing there.
+    """Yield the optimizers of one unit; none if this rank trains nothing there. rates: None: those of `config`.
 
     megatron-core's own factory gathers parameter groups over the whole world, which ranks of different units cannot join; so the
-    groups are made here: biases and norms without weight decay, all else with it, both present on every rank.
+    groups are made here, for the module and for a projector with other rates: biases and norms without weight decay, all else
+    with it, all of them present on every rank.
     """
+    if rates is None:
+        rates = UnitRates(*[Rates(config.lr, config.weight_decay)] * 2)
     unit, tp_group = gradients.membership.unit, gradients.membership.groups.tp
     if isinstance(gradients, ShardedUnit) or gradients.shares is not None:
         pieces = gradients.pieces if isinstance(gradients, ShardedUnit) else gradients.shares.pieces()  # type: ignore[union-attr]
         if gradients.is_trained:
-            sharded = ShardedOptimizer([piece for piece in pieces if piece.gradient is not None], config=config)
+            sharded = ShardedOptimizer([piece for piece in pieces if piece.gradient is not None], config=config, rates=rates)
             sharded.tp_group = tp_group
             yield OptimizerKey(unit), sharded
         return
@@ -57,7 +74,7 @@ def build_unit_optimizers(
     for parameter in (each for chunk in gradients.wrapped.values() for each in chunk.parameters() if each.requires_grad):
         trained.setdefault(OptimizerKey.of(unit, parameter), []).append(parameter)
     for key, parameters in sorted(trained.items()):
-        adam = _build_adam([(parameter, parameter.dim() > 1) for parameter in parameters], config=config)
+        adam = _build_adam([(parameter, parameter) for parameter in parameters], config=config, rates=rates)
         optimizer = (
             _sharded_by_replicas(adam, config, gradients, steps_experts=key.steps_experts)
             if config.use_distributed_optimizer
@@ -106,21 +123,27 @@ def build_optimizer_config(
     )
 
 
-def _build_adam(parameters: Sequence[tuple[Tensor, bool]], *, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build AdamW; parameters: each with True if its weights decay."""
+def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerConfig, rates: UnitRates) -> torch.optim.Optimizer:
+    """Build AdamW; stepped: each parameter with what is stepped in its place."""
+    groups: dict[tuple[Rates, bool], list[Tensor]] = {(own, decays): [] for own in rates for decays in (True, False)}
+    for parameter, main in stepped:
+        own = rates.projector if getattr(parameter, "is_of_projector", False) else rates.module
+        groups[own, parameter.dim() > 1].append(main)
     shared = {"lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "default_config": True}
-    groups = [
+    rows = [
         {
-            "params": [parameter for parameter, its_weights_decay in parameters if its_weights_decay == decays],
+            "params": mains,
             "wd_mult": float(decays),
-            "max_lr": config.lr,
-            "min_lr": config.min_lr,
+            "start_wd": own.weight_decay,
+            "end_wd": own.weight_decay,
+            "max_lr": own.lr,
+            "min_lr": config.min_lr * own.lr / config.lr if config.lr else config.min_lr,
             **shared,
         }
-        for decays in (True, False)
+        for (own, decays), mains in groups.items()
     ]
     adam: torch.optim.Optimizer = Adam(
-        groups,
+        rows,
         lr=config.lr,
         weight_decay=config.weight_decay,
         betas=(config.adam_beta1, config.adam_beta2),
@@ -149,12 +172,12 @@ class SteppedPiece(NamedTuple):
 class ShardedOptimizer(FP32Optimizer):
     """Megatron's plain optimizer for pieces whose gradients are already summed over all ranks that use their parameters."""
 
-    def __init__(self, pieces: Iterable[WeightPiece], *, config: OptimizerConfig) -> None:
+    def __init__(self, pieces: Iterable[WeightPiece], *, config: OptimizerConfig, rates: UnitRates) -> None:
         """pieces: of trained layers."""
         self.stepped: dict[Tensor, SteppedPiece] = {piece.parameter: SteppedPiece(piece, _main(piece)) for piece in pieces}
-        decaying = [(stepped.main, parameter.dim() > 1) for parameter, stepped in self.stepped.items()]
+        mains = [(parameter, stepped.main) for parameter, stepped in self.stepped.items()]
         # Every rank counts its own pieces in the gradient norm, as with Megatron's sharded optimizer.
-        adam = _build_adam(decaying, config=config)
+        adam = _build_adam(mains, config=config, rates=rates)
         super().__init__(adam, replace(config, use_distributed_optimizer=True), _init_state)
 
     @torch.no_grad()

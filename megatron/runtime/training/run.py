@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -18,10 +18,10 @@ from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, 
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained
-from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.configuration import OptimizerSettings, RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults, with_layer_defaults
 from megatron.runtime.flags.elastic_templates import read_templates
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
 from megatron.runtime.launch.distributed_setup import StartValues, World
@@ -248,6 +248,7 @@ def _session_options(
             clip_grad=settings.clip_grad,
             dtype=dtype,
         ),
+        rates={name: UnitRates(*_rates(settings, name)) for name in graph.unit_names},
         builder=BUILDERS[config.training.schedule],
         passes=passes,
         reduces_by_layer=any(row.reduces_by_layer for row in passes),
@@ -255,6 +256,12 @@ def _session_options(
         num_state_copies=read_templates(config, graph).num_state_copies if config.parallelism.elastic else None,
         build_stage=partial(EmulatedStage, cost=emulation.costs.compute) if emulation else None,
     )
+
+
+def _rates(settings: OptimizerSettings, unit: str) -> Iterator[Rates]:
+    """Yield those of a unit's module, then of its projector."""
+    for part in ("", "projector_"):
+        yield Rates(*(settings.rate(unit, f"{part}{name}") for name in ("lr", "weight_decay")))
 
 
 def _build_options(config: RunConfig) -> BuildOptions:

@@ -81,8 +81,8 @@ def _flag_values(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield flag.name, _shown(flag.flag, flag.value(config), is_switch=flag.parse is None)
     sizes = {f"{unit}.{name}": getattr(own, name) for unit, own in config.parallelism.units.items() for name in SIZE_SPELLINGS}
     counts = {f"{unit}.{MICRO_BATCH_SIZE}": size for unit, size in config.training.encoder_micro_batch_sizes.items()}
-    for name, size in {**sizes, **counts}.items():
-        yield name, _shown(shown_flag(name), size)
+    for name, value in {**sizes, **counts, **config.optimizer.unit_rates}.items():
+        yield name, _shown(shown_flag(name), value)
 
 
 def _shown(flag: str, value: Any, *, is_switch: bool = False) -> str:

@@ -322,9 +322,14 @@ class Unit:
         added = self.adapted_modules(layer_index) or self.new_rows(self.layers[layer_index])
         return self.trains_weights(layer_index) or bool(added)
 
+    @property
+    def projector_layer(self) -> int | None:
+        """The index of the projector, or of what is in its place; None for the backbone."""
+        return {Role.ENCODER: len(self.layers) - 1, Role.GENERATOR: 0}.get(self.role)
+
     def trains_weights(self, layer_index: int) -> bool:
         """True if this layer's own weights are trained, rather than adapters of them."""
-        projector = {Role.ENCODER: len(self.layers) - 1, Role.GENERATOR: 0}.get(self.role)
+        projector = self.projector_layer
         if self.join is not None and layer_index == 0:
             return False  # there are none
         if layer_index == projector and not self.has_projector:

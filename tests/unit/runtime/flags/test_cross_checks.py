@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import choose_trained, parse_arguments
+from megatron.runtime.flags.configuration import UNIT_RATES
 from megatron.runtime.flags.field_flags import all_flags, whole_number
 from megatron.runtime.flags.ignored_flags import IGNORED_FLAGS
 from megatron.runtime.flags.unit_flags import shown_flag
@@ -123,11 +124,18 @@ def test_every_row_of_the_table_names_fields_that_exist() -> None:
         "--no-merge-encoders --no-replan",  # as is the default
         "--data-path m.jsonl --split 0,1 --skip-train --eval-iters 1",
         "--seed 0 --clip-grad 0 --weight-decay 0 --num-workers 0 --adam-beta1 0",
+        "--projector-lr 1e-2 --plan auto",
     ],
 )
 def test_the_same_flags_where_they_have_an_effect(parse_on_base: Parse, line: str) -> None:
     fields = {flag[2:].removeprefix("no-").replace("-", "_") for flag in line.split() if flag.startswith("--")}
     assert parse_on_base(line).given >= fields
+
+
+def test_units_have_rates_of_their_own_under_a_planned_plan(parse_on_base: Parse) -> None:
+    settings = parse_on_base("--plan auto --vision-lr 1e-5 --projector-lr 1e-2 --llm-weight-decay 0").optimizer
+    rates = {unit: [settings.rate(unit, name) for name in UNIT_RATES] for unit in ("vision", "language")}
+    assert rates == {"vision": [1e-5, 0.01, 1e-2, 0.01], "language": [1e-3, 0.0, 1e-2, 0.01]}
 
 
 def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_base: Parse) -> None:
@@ -147,6 +155,15 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_ba
         ("--adam-beta1 1", "--adam-beta1 must be at least 0 and below 1, found 1.0"),
         ("--min-lr 0.1", "--min-lr 0.1 is above --lr 0.001"),
         ("--lr-warmup-init 0.1 --lr-warmup-iters 2", "--lr-warmup-init 0.1 is above --lr 0.001"),
+        ("--vision-lr 1e-5 --lr-warmup-init 1e-4 --lr-warmup-iters 2", "--lr-warmup-init 0.0001 is above --vision-lr; lower it"),
+        ("--vision-lr 0", "argument --vision-lr: expected a number above 0, found 0 (to train nothing there: --freeze)"),
+        ("--llm-weight-decay=-1", "/--llm-weight-decay: expected a number of at least 0, found -1"),
+        ("--llm-projector-lr 1", "unknown flag --llm-projector-lr"),
+        ("--vision-lr 1e-5 --freeze vision", "--vision-lr would be ignored: what it is for in unit 'vision' is frozen"),
+        (
+            "--vision-projector-lr 1e-5 --freeze-projector vision",
+            "--vision-projector-lr would be ignored: what it is for in unit 'vision' is frozen",
+        ),
         ("--lr-warmup-iters 10", "--lr-warmup-iters 10 leaves no step for the decay"),
         ("--lr-warmup-iters 5 --lr-decay-iters 5", "--lr-warmup-iters 5 leaves no step for the decay"),
         ("--lr-warmup-iters 2 --lr-warmup-fraction 0.1", "--lr-warmup-iters and --lr-warmup-fraction exclude each other"),

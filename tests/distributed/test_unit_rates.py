@@ -1,0 +1,61 @@
+"""Learning rates and weight decays of single units and projectors, as runs have them under any plan."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launch import train
+from tests.distributed.small_run import working_flags, write_working_files
+
+ALIKE = {"--train-iters": 4, "--lr-decay-style": "cosine", "--min-lr": 1e-4, "--lr-warmup-iters": 1, "--lr": 1e-2}
+RATES = {"--vision-lr": 3e-3, "--projector-lr": 3e-2, "--vision-projector-weight-decay": 0.5, "--llm-weight-decay": 0.0}
+NOT_AT_ALL = 1e-30
+"""A learning rate that changes no weight."""
+
+
+def losses(folder: Path, flags: Mapping[str, object], *, num_ranks: int = 1, dtype: str = "float64") -> list[float]:
+    """The losses of a run; flags: None takes one away."""
+    if not (folder / "model.yaml").exists():
+        write_working_files(folder)
+    given = {**working_flags(folder), **ALIKE, "--dtype": dtype, "--log-json": folder / "log.jsonl", **flags}
+    kept = {flag: value for flag, value in given.items() if value != "left out"}
+    return [entry["loss"] for entry in train(kept, num_ranks=num_ranks)[0]]
+
+
+PLANS = {
+    "tp and dp": {"--vision-tp": 2, "--llm-dp": 2, "--micro-batch-size": 1},
+    "zero 3": {"--vision-dp": 2, "--llm-dp": 2, "--data-parallel-sharding-strategy": "optim_grads_params"},
+    "shared ranks": {"--vision-dp": "left out", "--llm-dp": "left out", "--llm-tp": 2, "--colocate-units": None},
+}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_rates_are_those_of_one_process_under_any_plan(plan: str, tmp_path: Path) -> None:
+    alone = losses(tmp_path, RATES)
+    assert alone != losses(tmp_path, {})
+    num_ranks = 2 if plan == "shared ranks" else 4
+    assert losses(tmp_path, RATES | PLANS[plan], num_ranks=num_ranks) == pytest.approx(alone, rel=0, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("rates", "frozen", "dtype"),
+    [
+        ({"--vision-lr": NOT_AT_ALL}, {"--freeze": "vision"}, "float64"),
+        ({"--projector-lr": NOT_AT_ALL}, {"--freeze-projector": "vision"}, "float32"),
+        (
+            {"--vision-projector-lr": NOT_AT_ALL, "--llm-lr": NOT_AT_ALL},
+            {"--freeze": "llm", "--freeze-projector": "vision"},
+            "float32",
+        ),
+    ],
+    ids=["encoder", "projectors", "projector and LLM"],
+)
+def test_what_hardly_learns_is_as_if_frozen(
+    rates: Mapping[str, object], frozen: Mapping[str, object], dtype: str, tmp_path: Path
+) -> None:
+    """In float32 over Megatron's sharded optimizer; clipping, which counts all gradients, is off."""
+    plan = {"--vision-dp": 2, "--llm-dp": 2, "--clip-grad": 0, "--min-lr": 0}
+    expected = losses(tmp_path, plan | frozen, num_ranks=4, dtype=dtype)
+    found = losses(tmp_path, plan | rates, num_ranks=4, dtype=dtype)
+    assert found == pytest.approx(expected, rel=0, abs=1e-9 if dtype == "float64" else 1e-5)
