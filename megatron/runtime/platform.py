@@ -6,6 +6,8 @@ longer exists, so that a new megatron-core cannot silently keep an assumption.
 
 import functools
 import importlib
+import resource
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -136,3 +138,10 @@ def _resolve(target: str) -> tuple[Any, str]:
 def device() -> torch.device:
     """The device of this process."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+def memory_bytes() -> int:
+    """The most memory that this process has had: reserved on its GPU, or resident on the CPU."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_reserved()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -93,7 +93,7 @@ def as_arguments(flags: Mapping[str, object]) -> list[object]:
 
 
 def train(flags: Mapping[str, object], *, num_ranks: int, **how: Any) -> tuple[list[dict[str, Any]], Launched]:
-    """Launch a run that must end well; returns the entries of its log (--log-json), which begins anew, and what it said.
+    """Launch a run that must end well; returns the steps in its log (--log-json), which begins anew, and what it said.
 
     how: options of `launch`.
     """
@@ -102,7 +102,8 @@ def train(flags: Mapping[str, object], *, num_ranks: int, **how: Any) -> tuple[l
         log.unlink()
     launched = launch(flags, num_ranks=num_ranks, **how)
     assert launched.exit_codes == (0,) * num_ranks, launched.output
-    return [json.loads(line) for line in log.read_text().splitlines()], launched
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    return [entry for entry in entries if "evaluation" not in entry], launched
 
 
 class _Rank(NamedTuple):

@@ -404,7 +404,8 @@ class LoggingConfig:
     tensorboard_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder for TensorBoard."""
     log_json: Path | None = field(default=None, metadata={"metavar": "FILE.jsonl"})
-    """File that gets one JSON object per step: step, loss, grad_norm, num_target_tokens, step_seconds, ..."""
+    """File that gets a JSON object a line: of every step (step, loss, grad_norm, num_target_tokens, step_seconds, ...), and of
+    every evaluation (step, evaluation: what of, loss, token_accuracy, answer_accuracy)."""
     report_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """Folder for the pictures: loss curve and measured pipeline timeline."""
     timeline_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)

@@ -4,11 +4,13 @@ A file that cannot be written is an error before training, and a warning during 
 """
 
 import errno
+import math
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,9 @@ class StepReport:
     tflops_per_device: float
     """The model's FLOPs over the step's time and all devices."""
     peak_activation_bytes: int
-    """The largest of all ranks."""
+    """The largest of all ranks, as the next."""
+    memory_bytes: int
+    """The most memory that a rank has had so far: reserved on its GPU, or resident on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +86,8 @@ class Reporter:
         if message:
             self.say(message)
 
-    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
-        """Report that a training step is done."""
+    def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
+        """Report that a training step is done; num_consumed_samples: up to its end."""
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report an evaluation; name: the evaluated data."""
@@ -109,7 +113,8 @@ class ConsoleReporter(Reporter):
         self._console = Console()
         check_places(logging)
         self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
-        self._losses = [(entry["step"], entry["loss"]) for entry in (self._json_log.kept if self._json_log else ())]
+        kept = self._json_log.kept if self._json_log else []
+        self._losses = [(entry["step"], entry["loss"]) for entry in kept if "evaluation" not in entry]
         self._tensorboard: Any = None
         if logging.tensorboard_dir:
             try:
@@ -144,12 +149,12 @@ class ConsoleReporter(Reporter):
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
-    def step(self, number: int, report: StepReport, balance: BalanceReport) -> None:
+    def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
         """Report a step to all places."""
         self._losses.append((number, report.loss))
         self._balance.add(number, balance)
         if (log := self._json_log) is not None:
-            entry = {"step": number, **asdict(report), **balance.to_dict()}
+            entry = {"step": number, "num_consumed_samples": num_consumed_samples, **asdict(report), **balance.to_dict()}
             self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
         scalars = {f"train/{name}": value for name, value in asdict(report).items()}
         for unit, imbalance in balance.imbalance_after.items():
@@ -161,12 +166,14 @@ class ConsoleReporter(Reporter):
         if self._bar is not None:
             numbers = f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s"
             self._bar.update(self._task, advance=1, numbers=numbers)
-        elif number % self._logging.log_interval == 0 or number == self._train_iters:
+        if number % self._logging.log_interval == 0 or number == self._train_iters:
             left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
             self.say(
-                f"step {number}/{self._train_iters}  {_shown_loss(report)}  grad norm {report.grad_norm:.2f}  "
+                f"step {number}/{self._train_iters}  {datetime.now():%Y-%m-%d %H:%M:%S}  "
+                f"{_shown_loss(report)}  grad norm {report.grad_norm:.2f}  "
                 f"lr {report.learning_rate:.2e}  {report.step_seconds * 1000:.0f} ms  {report.tokens_per_second:,.0f} tokens/s  "
                 f"{report.tflops_per_device:.3g} TFLOP/s a device (MFU {report.mfu:.1%})  "
+                f"{report.memory_bytes / 1e9:.1f} GB  {num_consumed_samples:,} samples  "
                 f"left {int(left // 60)}:{int(left % 60):02d}"
             )
             if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
@@ -178,7 +185,12 @@ class ConsoleReporter(Reporter):
             f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
             f"({report.token_accuracy:.1%} of tokens)"
         )
-        self._add_scalars({f"{name}/{key}": value for key, value in asdict(report).items()}, number)
+        numbers = {key: value for key, value in asdict(report).items() if not math.isnan(value)}
+        if (log := self._json_log) is not None:
+            entry = {"step": number, "evaluation": name, **numbers}
+            self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
+        tag = name.replace(",", "").replace(" ", "_")
+        self._add_scalars({f"{tag}/{key}": value for key, value in numbers.items()}, number)
 
     def timeline(self, number: int, timeline: Timeline) -> None:
         """Write the timeline as JSON and as a picture."""

@@ -127,7 +127,7 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             _report_step(run, reporter, progress, report, replace(step.balance, assign_wait_ms=1e3 * agreed.wait_seconds))
             if config.logging.log_straggler:
                 stragglers.add(run.trainer.gather_compute_seconds())
-                if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0:
+                if number % (LINES_PER_BALANCE_LINE * config.logging.log_interval) == 0 or number == last_step:
                     reporter.say(stragglers.tell())
             progress.peak_bytes = max(progress.peak_bytes, report.peak_activation_bytes)
             if run.emulation:
@@ -166,7 +166,7 @@ def _review_plan(
 
 
 def _report_step(run: Run, reporter: Reporter, progress: Progress, report: StepReport, balance: BalanceReport) -> None:
-    reporter.step(progress.step, report, balance)
+    reporter.step(progress.step, report, balance, num_consumed_samples=run.num_consumed_samples(progress.step))
     progress.reported_step = progress.step
     if run.world.rank == 0:
         run.note_reported(progress.step)

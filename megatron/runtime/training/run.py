@@ -85,6 +85,10 @@ class Run:
     note_reported: Callable[[int], None] = lambda step: None
     """Called with each step that rank 0 has reported."""
 
+    def num_consumed_samples(self, step: int) -> int:
+        """Return the number of training samples up to the end of a step, in all phases."""
+        return self.phase.first_sample + (step - self.phase.first_step) * self.config.training.global_batch_size
+
     def wish_to_stop(self, *, can_leave: bool) -> StopReason:
         """Return this rank's reason to stop now; can_leave: True if waiting nodes are a reason."""
         reason = self.stop_requests.reason(exit_duration_minutes=self.config.training.exit_duration_in_mins)

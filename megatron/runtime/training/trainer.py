@@ -160,12 +160,12 @@ class Trainer:
         self._compute_seconds = split["compute"]
         expert_losses = self.session.take_expert_losses()
         means = [split["compute"], split["communication"], split["waiting"], end - done.end]
-        largest = [end - done.start, float(result.peak_activation_bytes)]
+        largest = [end - done.start, float(result.peak_activation_bytes), float(platform.memory_bytes())]
         if not is_alone:
             means = [total / dist.get_world_size() for total in self._sum(means)]
             largest = self._reduce(largest, dist.ReduceOp.MAX)
             (expert_losses,) = self._sum([expert_losses]) if self.session.graph.backbone.transformer.experts else (0.0,)
-        step_seconds, peak_bytes = largest
+        step_seconds, peak_bytes, memory_bytes = largest
         flops = step.flops or step_flops(step.graph, step.lengths.values(), vocab_size=self.session.options.vocab_size)
         num_moe_layers = sum(map(step.graph.backbone.layers.count, MOE_KINDS))
         return StepReport(
@@ -186,6 +186,7 @@ class Trainer:
             mfu=flops / step_seconds / (self._world_peak_tflops * 1e12),
             tflops_per_device=flops / step_seconds / dist.get_world_size() / 1e12,
             peak_activation_bytes=int(peak_bytes),
+            memory_bytes=int(memory_bytes),
         )
 
     def gather_compute_seconds(self) -> list[float]:

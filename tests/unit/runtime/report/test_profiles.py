@@ -114,7 +114,7 @@ def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     logging = LoggingConfig(wandb_project="braid", wandb_exp_name="first", wandb_save_dir=Path("there"))
     with closing(ConsoleReporter(logging, train_iters=1, first_step=0, run_config={"lr": "0.1"})) as reporter:
-        reporter.step(1, STEP, BALANCE)
+        reporter.step(1, STEP, BALANCE, num_consumed_samples=8)
     started, (step, numbers), finished = seen
     assert started == {"project": "braid", "name": "first", "entity": None, "dir": "there", "config": {"lr": "0.1"}}
     assert step == 1 and numbers["train/loss"] == STEP.loss and numbers["train/tflops_per_device"] == 12.5

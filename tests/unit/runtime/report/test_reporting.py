@@ -1,6 +1,8 @@
 """What the person and the files are told, and what happens when they cannot be."""
 
 import json
+import math
+import re
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -17,7 +19,7 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 from tests.unit.runtime.report.test_json_log import room_for
 
-STEP = StepReport(1.5, 0.0, 0.0, 2.5, 1e-3, 8, 100, 50, 0.5, 0.4, 0.05, 0.03, 0.02, 200.0, 0.1, 12.5, 1000)
+STEP = StepReport(1.5, 0.0, 0.0, 2.5, 1e-3, 8, 100, 50, 0.5, 0.4, 0.05, 0.03, 0.02, 200.0, 0.1, 12.5, 1000, 2_500_000_000)
 BALANCE = BalanceReport(
     {"vision": Imbalance(1.62, 2.0, 0.3), "llm": Imbalance(1.0, 1.5, 0.2)},
     {"vision": Imbalance(1.08, 1.31, 0.1), "llm": Imbalance(1.0, 1.1, 0.1)},
@@ -33,10 +35,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     def report(logging: LoggingConfig, *, steps: range = range(1, 21), balance: BalanceReport = BALANCE) -> list[str]:
         with closing(ConsoleReporter(logging, train_iters=steps[-1], first_step=steps[0] - 1)) as reporter:
             for number in steps:
-                reporter.step(number, STEP, balance)
+                reporter.step(number, STEP, balance, num_consumed_samples=8 * number)
                 if number >= steps[-1] - 1:
                     reporter.timeline(number, Timeline((), ()))
-            reporter.evaluation(steps[-1], "held out", EvaluationReport(1.0, 0.0, 0.5, 0.25))
+            reporter.evaluation(steps[-1], "held out", EvaluationReport(1.0, 0.0, 0.5, math.nan))
         return capsys.readouterr().out.splitlines()
 
     return report
@@ -45,8 +47,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 def test_every_step_has_one_line(run: Run) -> None:
     """And every tenth is followed by the balance of those since the last time, in words."""
     lines = run(LoggingConfig(log_interval=1))
-    steps = [index for index, line in enumerate(lines) if line.startswith("step ") and "grad norm" in line]
-    assert len(steps) == 20 and len(lines) == 23
+    begin = r"step \d+/20  \d{4}-\d\d-\d\d \d\d:\d\d:\d\d  loss 1.5000  grad norm 2.50  "
+    shown = [line for line in lines if re.match(begin, line)]
+    assert "  2.5 GB  160 samples  " in shown[-1]
+    assert len(shown) == 20 and len(lines) == 23
     assert lines[10] == (
         "balance of step 1-10: vision: busiest replica 1.08x the mean (before balancing 1.62x), busiest microbatch 1.31x the "
         "mean (before balancing 2.00x); llm: busiest microbatch 1.10x the mean (before balancing 1.50x); waited 3 ms a step "
@@ -86,8 +90,10 @@ def test_what_the_longest_item_does_alone_is_told_beside_it(run: Run) -> None:
 
 def test_the_log_names_its_numbers(run: Run, tmp_path: Path) -> None:
     run(LoggingConfig(log_json=tmp_path / "log.jsonl"), steps=range(1, 3))
-    first, second = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
+    first, second, last = (json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines())
     assert (first["step"], second["step"], first["loss"], first["assign_wait_ms"]) == (1, 2, 1.5, 3.0)
+    assert (first["num_consumed_samples"], second["num_consumed_samples"], first["memory_bytes"]) == (8, 16, 2_500_000_000)
+    assert last == {"step": 2, "evaluation": "held out", "loss": 1.0, "generator_loss": 0.0, "token_accuracy": 0.5}
     assert first["imbalance"]["vision"] == {
         "before_balancing": {
             "busiest_replica_over_mean": 1.62,
@@ -149,7 +155,7 @@ def test_standard_output_may_run_out_of_room(tmp_path: Path, monkeypatch: pytest
         patch.setattr("sys.stdout", full)
         reporter = ConsoleReporter(LoggingConfig(log_interval=1, log_json=tmp_path / "log.jsonl"), train_iters=3, first_step=0)
         for number in (1, 2, 3):
-            reporter.step(number, STEP, BALANCE)
+            reporter.step(number, STEP, BALANCE, num_consumed_samples=8 * number)
         reporter.close()
         (tmp_path / "closed").touch()
     assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 3 and (tmp_path / "closed").exists()
@@ -173,5 +179,9 @@ def test_a_resumed_log_gives_the_whole_loss_curve(run: Run, tmp_path: Path) -> N
     run(logging, steps=range(1, 4))
     (tmp_path / "loss.png").unlink()
     run(replace(logging), steps=range(3, 6))
-    assert [json.loads(line)["step"] for line in (tmp_path / "log.jsonl").read_text().splitlines()] == [1, 2, 3, 4, 5]
+    entries = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [(entry["step"], "evaluation" in entry) for entry in entries] == [
+        *((step, False) for step in range(1, 6)),
+        (5, True),
+    ], "the evaluation behind step 3 is not kept, as that step is done again"
     assert (tmp_path / "loss.png").stat().st_size > 1000
