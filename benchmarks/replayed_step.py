@@ -37,6 +37,7 @@ from multimodal.cost.step_costs import PieceCosts
 from multimodal.data.length_table import read_length_table
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.chrome_trace import read_timeline
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, Resource
@@ -80,7 +81,7 @@ def train(planned: digits.Planned, *, folder: Path, num_steps: int) -> tuple[dic
     if done.returncode:
         raise RuntimeError(f"training ended with {done.returncode}:\n{done.stdout}{done.stderr}")
     numbers = range(digits.WARM_UP, num_steps)
-    timelines = {number: Timeline.from_file(folder / "run" / f"timeline_step_{number + 1}.json") for number in numbers}
+    timelines = {number: read_timeline(folder / "run" / f"timeline_step_{number + 1}.json.gz") for number in numbers}
     return timelines, [json.loads(line) for line in log.read_text().splitlines()]
 
 

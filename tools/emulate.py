@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate
 from multimodal.schedule.builders import BUILDERS, schedule_name
+from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
@@ -82,8 +83,8 @@ def summarize(simulation: Simulation, timelines: Sequence[Timeline]) -> dict[str
 def _write_report(folder: Path, simulation: Simulation, timelines: Sequence[Timeline], *, title: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     middle = sorted(timelines, key=lambda timeline: timeline.duration_seconds)[len(timelines) // 2]
-    middle.to_file(folder / "measured.json")
-    simulation.timeline.to_file(folder / "simulated.json")
+    write_chrome_trace(middle, folder / "measured.json")
+    write_chrome_trace(simulation.timeline, folder / "simulated.json")
     draw_timeline(middle, folder / "measured.png", title=title)
 
 

@@ -97,7 +97,7 @@ def build_parser() -> Parser:
     parser = Parser(prog="trace.py", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     diff = commands.add_parser("diff", help="Say where two steps of one plan spent their time.")
-    diff.add_argument("first", type=Path, metavar="A", help="timeline_step_N.json of --report-dir, or simulate.py --trace.")
+    diff.add_argument("first", type=Path, metavar="A", help="timeline_step_N.json.gz of --report-dir, or simulate.py --trace.")
     diff.add_argument("second", type=Path, metavar="B", help="Another one with the same lanes.")
     diff.add_argument("--picture", type=Path, metavar="OUT.png", help="Draw both above each other.")
     diff.add_argument("--json", action="store_true", help="Print one JSON object instead of tables.")

@@ -1,10 +1,13 @@
 """Writes timelines in Chrome's trace format, for ui.perfetto.dev and chrome://tracing, and reads them back."""
 
+import gzip
 import json
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from multimodal.values.action import ACTION_TABLE, Resource, SampleSubset, SegmentRange
+from multimodal.values.action import ACTION_TABLE, Place, Resource, SampleSubset, SegmentRange
 from multimodal.values.errors import DataError
 from multimodal.values.timeline import Timeline, TimelineEvent
 
@@ -15,23 +18,25 @@ _THREADS = {resource: number for number, resource in enumerate(Resource)}
 def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     """Write one process per lane with one thread per resource (compute, send, receive, collective); times in microseconds.
 
-    The timeline itself is stored under a key that trace viewers ignore, so that `read_timeline` returns it exactly.
+    An arrow leads from each send to its receive. The timeline itself is stored under a key that trace viewers ignore, so that
+    `read_timeline` returns it exactly. path: compressed if it ends with .gz, which viewers open, too.
     """
-    events = [*_names(timeline), *(_event(event) for event in timeline.events)]
-    Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms", _OWN_KEY: timeline.to_dict()}))
+    events = [*_names(timeline), *map(_event, timeline.events), *_arrows(timeline)]
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", _OWN_KEY: timeline.to_dict()}).encode()
+    Path(path).write_bytes(gzip.compress(text) if Path(path).suffix == ".gz" else text)
 
 
 def read_timeline(path: str | Path) -> Timeline:
-    """Read a timeline from `Timeline.to_file`'s JSON or from a trace that `write_chrome_trace` wrote; raises DataError."""
+    """Read a timeline that `write_chrome_trace` wrote, or the plain form of one; raises DataError."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file; give a timeline that a run or a simulation wrote")
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_text())
         return Timeline.from_dict(value.get(_OWN_KEY, value))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as problem:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError, EOFError) as problem:
         raise DataError(
-            f"{path}: is no timeline ({type(problem).__name__}: {problem}); give a timeline_step_N.json of --report-dir, "
+            f"{path}: is no timeline ({type(problem).__name__}: {problem}); give a timeline_step_N.json.gz of --report-dir, "
             "or what tools/simulate.py --trace wrote"
         ) from problem
 
@@ -46,6 +51,23 @@ def _names(timeline: Timeline) -> list[dict[str, Any]]:
         for resource, thread in _THREADS.items():
             records.append({"ph": "M", "pid": lane, "tid": thread, "name": "thread_name", "args": {"name": str(resource)}})
     return records
+
+
+def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Yield both ends of each message of which there are two: a receive that need not wait has no event."""
+    ends: dict[tuple[Any, ...], dict[Resource, TimelineEvent]] = defaultdict(dict)
+    for event in timeline.events:
+        action, resource = event.action, ACTION_TABLE[event.action.kind].resource
+        if action.peer is not None and resource in (Resource.SEND, Resource.RECEIVE):
+            places = (Place(*action[1:5]), action.peer)
+            ordered = places if resource is Resource.SEND else places[::-1]
+            ends[action.kind.value[1], ordered, action.covers][resource] = event
+    for number, both in enumerate(both for both in ends.values() if len(both) == 2):
+        sent, received = both[Resource.SEND], both[Resource.RECEIVE]
+        shared = {"id": number, "name": "message", "cat": "message"}
+        yield {"ph": "s", "pid": sent.lane, "tid": _THREADS[Resource.SEND], "ts": sent.start_seconds * 1e6, **shared}
+        where = {"pid": received.lane, "tid": _THREADS[Resource.RECEIVE], "bp": "e"}
+        yield {"ph": "f", **where, "ts": received.end_seconds * 1e6, **shared}
 
 
 def _event(event: TimelineEvent) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """The timeline of a step: (action, lane, start, end), simulated or measured."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.values.action import Action, ActionKind, Coverage, LayerRange, Place, SampleSubset, SegmentRange
@@ -52,15 +50,6 @@ class Timeline:
                 for kind in [ActionKind(name)]
             ),
         )
-
-    def to_file(self, path: str | Path) -> None:
-        """Write as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict()))
-
-    @classmethod
-    def from_file(cls, path: str | Path) -> "Timeline":
-        """Read a file that `to_file` wrote."""
-        return cls.from_dict(json.loads(Path(path).read_text()))
 
 
 def _plain(covers: Coverage) -> list[int] | None:

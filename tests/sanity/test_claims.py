@@ -61,9 +61,17 @@ PROOFS = {
         ),
     },
     "Answers": {
-        "`tools/generate.py` asks": (
+        "`tools/generate.py`, or `multimodal.generate` in Python, asks": (
             "distributed/test_generate.py::test_a_folder_answers_as_transformers_do",
             "distributed/test_generate.py::test_next_tokens_are_those_of_the_training_forward",
+            "distributed/test_generate.py::test_next_tokens_behind_sound_that_an_encoder_of_transformers_hears",
+            "distributed/test_generate.py::test_a_program_asks_a_folder_once_or_an_open_model_again",
+        ),
+    },
+    "Recipes": {
+        "published trainings with their flags": (
+            "distributed/test_recipe_files.py::test_a_recipe_starts_on_its_gpus_and_says_its_prediction",
+            "distributed/test_recipe_files.py::test_a_recipe_trains_a_small_model_of_its_kind",
         ),
     },
     "Adapters": {

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.report.json_log import JsonLog, check_log_file
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
+from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
@@ -193,10 +194,10 @@ class ConsoleReporter(Reporter):
         self._add_scalars({f"{tag}/{key}": value for key, value in numbers.items()}, number)
 
     def timeline(self, number: int, timeline: Timeline) -> None:
-        """Write the timeline as JSON and as a picture."""
+        """Write the timeline for ui.perfetto.dev and tools/trace.py, and as a picture."""
         if folder := self._logging.report_dir:
-            title = f"Measured pipeline of step {number}"
-            self._write(f"--report-dir {folder}", lambda: timeline.to_file(folder / f"timeline_step_{number}.json"))
+            title, path = f"Measured pipeline of step {number}", folder / f"timeline_step_{number}.json.gz"
+            self._write(f"--report-dir {folder}", lambda: write_chrome_trace(timeline, path))
             self._write(f"--report-dir {folder}", lambda: draw_timeline(timeline, folder / "timeline.png", title=title))
 
     def close(self) -> None:

@@ -171,6 +171,9 @@ def test_trace_and_picture_show_the_first_step(flags, tmp_path, capsys):
     timeline = read_timeline(trace)
     assert len(boxes) == len(timeline.events) > 0
     assert max(box["ts"] + box["dur"] for box in boxes) == pytest.approx(timeline.duration_seconds * 1e6)
+    arrows = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("cat") == "message"]
+    sent, received = ({event["id"] for event in arrows if event["ph"] == end} for end in "sf")
+    assert sent == received and 2 * len(sent) == len(arrows) > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

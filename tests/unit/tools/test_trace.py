@@ -23,9 +23,9 @@ def timeline_of(first, second):
 
 @pytest.fixture
 def files(tmp_path):
-    timeline_of(1.0, 2.0).to_file(tmp_path / "a.json")
-    write_chrome_trace(timeline_of(1.5, 2.0), tmp_path / "b.json")
-    return str(tmp_path / "a.json"), str(tmp_path / "b.json")
+    write_chrome_trace(timeline_of(1.0, 2.0), tmp_path / "a.json")
+    write_chrome_trace(timeline_of(1.5, 2.0), tmp_path / "b.json.gz")
+    return str(tmp_path / "a.json"), str(tmp_path / "b.json.gz")
 
 
 def test_time_is_told_by_kind_and_lane():
