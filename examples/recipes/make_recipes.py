@@ -1,10 +1,10 @@
-"""Writes the recipes of this folder: the flags of each published training, a plan for a machine, and what its prediction says.
+"""Writes the recipes of this folder: the flags of each training, a plan for a machine, and the plan's prediction.
 
 python examples/recipes/make_recipes.py                                     all of them, as they are here
 python examples/recipes/make_recipes.py qwen2.5-vl-7b-full --num-gpus 16 --lengths mine.csv.gz     for your data and machine
 
---lengths: of your own samples (tools/lengths.py writes them); without, samples are drawn that are like the published data. A plan
-for one node takes about a minute, those for 64 and 1,536 GPUs many. Other flags of tools/plan.py may follow, as --flag=value.
+--lengths: of your own samples (tools/lengths.py writes them); without, samples are drawn. A plan for one node takes about a
+minute, those for 64 and 1,536 GPUs many. Other flags of tools/plan.py may follow, as --flag=value.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +37,11 @@ COSINE = {"lr-decay-style": "cosine", "lr-warmup-fraction": 0.03}
 
 @dataclass(frozen=True)
 class Recipe:
-    """A published training, and the samples it is like."""
+    """The training of a published model, and the samples that its plan is made for."""
 
     what: str
     source: str
+    """The origin of learning rates, batch and the like."""
     model: str
     flags: Mapping[str, Any]
     images: tuple[int, int] = (0, 0)
@@ -52,13 +53,10 @@ class Recipe:
     audio_seconds: tuple[float, float] = (0.0, 0.0)
     """Median and longest."""
     num_gpus: int = 8
-    cluster: str = "h100"
-    options: tuple[str, ...] = field(default=())
-    """Further flags of tools/plan.py."""
 
     @property
     def plan_flags(self) -> list[str]:
-        """What the planner must know of the training's flags."""
+        """Those of the training's flags that are also the planner's."""
         found = []
         for flag in ("freeze", "freeze-projector", "lora-rank", "lora-targets"):
             if flag in self.flags:
@@ -69,7 +67,8 @@ class Recipe:
 
 QWEN_VL = {"global-batch-size": 128, "train-iters": 2000, "seq-length": 4096, **COSINE, "weight-decay": 0.01, "clip-grad": 1.0}
 QWEN_SAMPLES: dict[str, Any] = {"images": (1, 4), "image_side": (560, 1344), "text_tokens": (250, 1600)}
-QWEN_SOURCE = "qwen-vl-finetune in QwenLM/Qwen3-VL (batch 128, warm-up 3 %, cosine)"
+QWEN_SOURCE = "public scripts that call the fine-tuning program of Qwen2.5-VL"
+LORA_SOURCE = "public scripts that call ms-swift for Qwen2.5-VL (rank 8, alpha 32, learning rate 1e-4); the rest is a choice"
 LLAVA = {"seq-length": 2048, **COSINE, "weight-decay": 0.0}
 LLAVA_SOURCE = "scripts/v1_5 in haotian-liu/LLaVA"
 RECIPES = {
@@ -91,7 +90,7 @@ RECIPES = {
     ),
     "qwen2.5-vl-7b-projector": Recipe(
         "Qwen2.5-VL 7B, projector alone",
-        QWEN_SOURCE,
+        f"{QWEN_SOURCE} (the projector's rate there)",
         "qwen2.5-vl-7b",
         {"freeze": ["vision", "llm"], "lr": 1e-5, **QWEN_VL},
         **QWEN_SAMPLES,
@@ -105,7 +104,7 @@ RECIPES = {
     ),
     "qwen2.5-vl-7b-lora": Recipe(
         "Qwen2.5-VL 7B, adapters of rank 8 in the LLM",
-        "ms-swift's examples (rank 8, alpha 32, learning rate 1e-4)",
+        LORA_SOURCE,
         "qwen2.5-vl-7b",
         {"freeze": ["vision"], "freeze-projector": ["vision"], "lora-rank": 8, "lora-alpha": 32, **QWEN_VL, "lr": 1e-4},
         **QWEN_SAMPLES,
@@ -129,7 +128,7 @@ RECIPES = {
     ),
     "qwen2-audio-7b-lora": Recipe(
         "Qwen2-Audio 7B, adapters of rank 8 in the LLM",
-        "ms-swift's examples (rank 8, alpha 32, learning rate 1e-4)",
+        LORA_SOURCE,
         "qwen2-audio-7b",
         {
             "freeze": ["audio"],
@@ -148,7 +147,7 @@ RECIPES = {
     ),
     "qwen2.5-omni-7b-full": Recipe(
         "Qwen2.5-Omni 7B (thinker), projectors and LLM, on images, sound and text",
-        "as Qwen2.5-VL's, for which it is published",
+        "a choice: those of qwen2.5-vl-7b-full",
         "qwen2.5-omni-7b",
         {"freeze": ["vision", "audio"], "lr": 5e-7, "projector-lr": 1e-5, **QWEN_VL},
         **{**QWEN_SAMPLES, "images": (0, 3)},
@@ -156,7 +155,7 @@ RECIPES = {
     ),
     "qwen3-vl-30b-a3b-full": Recipe(
         "Qwen3-VL 30B-A3B, LLM with 128 experts, and projector",
-        QWEN_SOURCE,
+        "a choice, after those of qwen2.5-vl-7b-full",
         "qwen3-vl-30b-a3b",
         {"freeze": ["vision"], "lr": 1e-6, "projector-lr": 1e-5, **QWEN_VL, "global-batch-size": 512},
         **QWEN_SAMPLES,
@@ -164,7 +163,7 @@ RECIPES = {
     ),
     FROM_THE_BEGINNING: Recipe(
         "ViT-22B and GPT-175B from the beginning, Optimus' largest model",
-        "Feng et al., Optimus (model, 1,536 GPUs, batch 1,536); Brown et al., GPT-3 (learning rate, weight decay, betas)",
+        "Feng et al., Optimus (model, 1,536 GPUs, batch 1,536); a choice after GPT-3 (learning rate, weight decay, betas)",
         "vit-22b-gpt-175b",
         {
             "global-batch-size": 1536,
@@ -216,7 +215,7 @@ def make(name: str, recipe: Recipe, arguments: argparse.Namespace, more: list[st
                 writer = csv.DictWriter(file, rows[0])
                 writer.writeheader()
                 writer.writerows(rows)
-        cluster = arguments.cluster or ROOT / "examples" / "clusters" / f"{recipe.cluster}.yaml"
+        cluster = arguments.cluster or ROOT / "examples" / "clusters" / "h100.yaml"
         flags: dict[str, Any] = {
             "--model": ROOT / "examples" / "models" / f"{recipe.model}.yaml",
             "--cluster": cluster,
@@ -225,7 +224,7 @@ def make(name: str, recipe: Recipe, arguments: argparse.Namespace, more: list[st
             "--lengths": lengths,
             "--output": plan_file,
         }
-        given = [str(part) for pair in flags.items() for part in pair] + recipe.plan_flags + [*recipe.options, *more, "--json"]
+        given = [str(part) for pair in flags.items() for part in pair] + recipe.plan_flags + [*more, "--json"]
         said = io.StringIO()
         with contextlib.redirect_stdout(said):
             if plan.main(given) != 0:
@@ -233,14 +232,14 @@ def make(name: str, recipe: Recipe, arguments: argparse.Namespace, more: list[st
     found = json.loads(said.getvalue())
     text = plan_file.read_text().replace(str(plan_file), plan_file.name).replace(f"{ROOT}/", "").replace(str(lengths), "LENGTHS")
     plan_file.write_text(text)
-    write_flags(name, recipe, text)
+    write_flags(name, recipe, text, num_gpus=found["num_gpus_used"])
     return (
         f"| [`{name}`]({name}.yaml) | {recipe.what} | {found['num_gpus_used']} {Path(cluster).stem.upper()} | "
         f"{found['iteration_seconds']:.2f} s | {found['mfu']:.0%} | {found['peak_memory_bytes'] / 1e9:.0f} GB |"
     )
 
 
-def write_flags(name: str, recipe: Recipe, plan_text: str) -> None:
+def write_flags(name: str, recipe: Recipe, plan_text: str, *, num_gpus: int) -> None:
     """Write the recipe: the training's flags, and those that the plan was judged with."""
     (line,) = (line for line in plan_text.splitlines() if line.startswith("#   pretrain_mllm.py --plan "))
     words = shlex.split(line.removeprefix("#   pretrain_mllm.py --plan "))[1:]
@@ -254,14 +253,14 @@ def write_flags(name: str, recipe: Recipe, plan_text: str) -> None:
     if of_plan.get("transformer-impl") == "transformer_engine":
         del of_plan["transformer-impl"]  # the default on CUDA; elsewhere, as for tools/lengths.py, there is none
     config = f"examples/recipes/{name}.yaml"
-    if recipe.num_gpus == 8:
-        command = f"torchrun --nproc-per-node 8 pretrain_mllm.py --config {config}{start} --data-path DATA --save RUN --load RUN"
+    if num_gpus <= 8:
+        command = f"torchrun --nproc-per-node {num_gpus} pretrain_mllm.py --config {config}{start}"
+        more = "--data-path DATA --save RUN --load RUN"
     else:
-        command = (
-            f"CONFIG={config} RUN=RUN sbatch --nodes={recipe.num_gpus // 8} scripts/slurm/pretrain.sh{start} --data-path DATA"
-        )
+        command = f"CONFIG={config} RUN=RUN sbatch --nodes={num_gpus // 8} scripts/slurm/pretrain.sh{start}"
+        more = "--data-path DATA"
     parts = [
-        f"# {recipe.what}.\n# Learning rates and batch: {recipe.source}.\n#\n#   {command}\n",
+        f"# {recipe.what}.\n# Learning rates and batch: {recipe.source}.\n#\n#   {command} \\\n#       {more}\n",
         as_lines({**recipe.flags, **ALL}),
         "\n# The plan, and what it was made for; for other data, machines or batches: make_recipes.py\n",
         as_lines({"plan": f"plans/{name}.yaml", **of_plan}),

@@ -18,8 +18,8 @@ _THREADS = {resource: number for number, resource in enumerate(Resource)}
 def write_chrome_trace(timeline: Timeline, path: str | Path) -> None:
     """Write one process per lane with one thread per resource (compute, send, receive, collective); times in microseconds.
 
-    An arrow leads from each send to its receive. The timeline itself is stored under a key that trace viewers ignore, so that
-    `read_timeline` returns it exactly. path: compressed if it ends with .gz, which viewers open, too.
+    Arrows lead from sends to receives that waited for them. The timeline itself is stored under a key that trace viewers ignore,
+    so that `read_timeline` returns it exactly. path: compressed if it ends with .gz.
     """
     events = [*_names(timeline), *map(_event, timeline.events), *_arrows(timeline)]
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms", _OWN_KEY: timeline.to_dict()}).encode()
@@ -57,11 +57,11 @@ def _arrows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield both ends of each message of which there are two: a receive that need not wait has no event."""
     ends: dict[tuple[Any, ...], dict[Resource, TimelineEvent]] = defaultdict(dict)
     for event in timeline.events:
-        action, resource = event.action, ACTION_TABLE[event.action.kind].resource
-        if action.peer is not None and resource in (Resource.SEND, Resource.RECEIVE):
+        action, row = event.action, ACTION_TABLE[event.action.kind]
+        if row.has_peer:
             places = (Place(*action[1:5]), action.peer)
-            ordered = places if resource is Resource.SEND else places[::-1]
-            ends[action.kind.value[1], ordered, action.covers][resource] = event
+            ordered = places if row.resource is Resource.SEND else places[::-1]
+            ends[action.kind.value[1], ordered, action.covers][row.resource] = event
     for number, both in enumerate(both for both in ends.values() if len(both) == 2):
         sent, received = both[Resource.SEND], both[Resource.RECEIVE]
         shared = {"id": number, "name": "message", "cat": "message"}

@@ -120,7 +120,7 @@ def forward_logits(answering: Answering, index: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("build", [small_qwen2, gemma2, gemma3, phi3, mixtral_with_windows], ids=lambda build: build.__name__)
 def test_a_folder_answers_as_transformers_do(build: Callable[[], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of phi3 a token's angles depend on the length of all."""
+    """Phi-3's angles depend on the length of the whole text."""
     for shape in (SHAPE, PLAIN, GEMMA):
         monkeypatch.setitem(shape, "vocab_size", 280)
     folder = tmp_path / "model"
@@ -152,6 +152,8 @@ def test_a_program_asks_a_folder_once_or_an_open_model_again(tmp_path: Path, cap
         assert multimodal.generate(model, [user_message("who?")], **options) == said
         talk = [user_message("who?"), {"role": "assistant", "content": said}, user_message("and who else?")]
         assert multimodal.generate(model, talk, **options) != said
+        with pytest.raises(ConfigError, match="in a conversation name them in its messages"):
+            multimodal.generate(model, talk, images=["a.png"])
         with pytest.raises(ConfigError, match="close the model that is open"):
             multimodal.generate(folder, "who?")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.conftest import Once
 from tests.distributed.launch import train
 from tests.distributed.small_run import working_flags, write_working_files
 
@@ -15,7 +16,7 @@ NOT_AT_ALL = 1e-30
 
 
 def losses(folder: Path, flags: Mapping[str, object], *, num_ranks: int = 1, dtype: str = "float64") -> list[float]:
-    """The losses of a run; flags: None takes one away."""
+    """The losses of a run; flags: `left out` takes one of `working_flags` away."""
     if not (folder / "model.yaml").exists():
         write_working_files(folder)
     given = {**working_flags(folder), **ALIKE, "--dtype": dtype, "--log-json": folder / "log.jsonl", **flags}
@@ -30,12 +31,18 @@ PLANS = {
 }
 
 
+def losses_of_one_process(folder: Path) -> tuple[Path, list[float], list[float]]:
+    """The folder of the data, which is random, and the losses with and without `RATES`."""
+    return folder, losses(folder, RATES), losses(folder, {})
+
+
 @pytest.mark.parametrize("plan", PLANS)
-def test_rates_are_those_of_one_process_under_any_plan(plan: str, tmp_path: Path) -> None:
-    alone = losses(tmp_path, RATES)
-    assert alone != losses(tmp_path, {})
+def test_rates_are_those_of_one_process_under_any_plan(plan: str, once: Once, tmp_path: Path) -> None:
+    folder, alone, with_one_rate = once(losses_of_one_process)
+    assert alone != with_one_rate
     num_ranks = 2 if plan == "shared ranks" else 4
-    assert losses(tmp_path, RATES | PLANS[plan], num_ranks=num_ranks) == pytest.approx(alone, rel=0, abs=1e-9)
+    flags = {**RATES, **PLANS[plan], "--log-json": tmp_path / "log.jsonl"}
+    assert losses(folder, flags, num_ranks=num_ranks) == pytest.approx(alone, rel=0, abs=1e-9)
 
 
 @pytest.mark.parametrize(

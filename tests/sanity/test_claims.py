@@ -69,7 +69,7 @@ PROOFS = {
         ),
     },
     "Recipes": {
-        "published trainings with their flags": (
+        "flags and a plan for trainings of published models": (
             "distributed/test_recipe_files.py::test_a_recipe_starts_on_its_gpus_and_says_its_prediction",
             "distributed/test_recipe_files.py::test_a_recipe_trains_a_small_model_of_its_kind",
         ),

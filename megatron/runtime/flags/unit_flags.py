@@ -1,7 +1,7 @@
 """The flags that contain a unit's name, known only once the model has been read."""
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import UNIT_RATES
@@ -104,7 +104,7 @@ def _count_flag(unit: str, name: str, spellings: Sequence[str]) -> FieldFlag:
         name=f"{unit}.{name}",
         flag=spellings[0],
         also=tuple(spellings[1:]),
-        parse=_at_least_one,
+        parse=_bounded(whole_number, lambda number: number >= 1, "a whole number of at least 1"),
         metavar="N",
         default=getattr(UnitSizes(), name, None),
         help=field_docstrings(UnitSizes).get(name, MICRO_BATCH_HELP),
@@ -117,29 +117,21 @@ def _rate_flags(unit: Unit) -> Iterator[FieldFlag]:
         if unit.projector_layer is None and name.startswith("projector_"):
             continue
         flag, *also = (f"{prefix}{flag_of(name)[1:]}" for prefix in prefixes)
-        parse = _above_zero if name.endswith("lr") else _at_least_zero
+        parse = (
+            _bounded(finite_number, lambda number: number > 0, "a number above 0 (to train nothing there: --freeze)")
+            if name.endswith("lr")
+            else _bounded(finite_number, lambda number: number >= 0, "a number of at least 0")
+        )
         yield FieldFlag(name=f"{unit.name}.{name}", flag=flag, also=tuple(also), parse=parse, metavar="X", help=RATE_HELPS[name])
 
 
-def _above_zero(text: str) -> float:
-    number = finite_number(text)
-    if number <= 0:
-        raise argparse.ArgumentTypeError(f"expected a number above 0, found {number:g} (to train nothing there: --freeze)")
-    return number
+def _bounded(parse: Callable[[str], float], allows: Callable[[float], bool], expected: str) -> Callable[[str], float]:
+    def read(text: str) -> float:
+        if not allows(number := parse(text)):
+            raise argparse.ArgumentTypeError(f"expected {expected}, found {number:g}")
+        return number
 
-
-def _at_least_zero(text: str) -> float:
-    number = finite_number(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, found {number:g}")
-    return number
-
-
-def _at_least_one(text: str) -> int:
-    number = whole_number(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, found {number}")
-    return number
+    return read
 
 
 def shown_flag(name: str) -> str:

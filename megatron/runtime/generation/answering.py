@@ -7,6 +7,7 @@ model answers that can be trained.
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import astuple, replace
 from functools import cached_property, partial
 from itertools import pairwise
@@ -20,7 +21,6 @@ from megatron.runtime.feed.step_planner import StepOptions, StepPlanner
 from megatron.runtime.generation.key_value_cache import KeyValueCache
 from megatron.runtime.generation.whole_model import OpenedModel, StoredModel, open_model
 from megatron.runtime.session import Session
-from multimodal.attention.block_attention import capped
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.data.global_batches import DataPart, GlobalBatches
@@ -28,6 +28,7 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import PassedItems
 from multimodal.data.tokenizer import Tokenizer
+from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.values.errors import ConfigError, DataError
 
@@ -147,16 +148,9 @@ class Answering:
         )
         if num_known:
             items, batch = None, replace(batch, items=(), item_rows=None, item_ends=None, item_sources=None)
-        found: list[Tensor] = []
-        head: Any = self._backbone.layers[str(len(self._backbone.unit.layers) - 1)]
-        hook = head.output_layer.register_forward_hook(
-            lambda module, inputs, output: found.append(capped(output[0][0, 0], head.softcap))
-        )
-        try:
-            self._backbone(None, batch, items)
-        finally:
-            hook.remove()
-        return found[0][: self._backbone.unit.num_tokens_known(self._session.options.vocab_size)]
+        head: HeadOutput = self._backbone(None, batch, items)
+        assert head.predicted is not None, "the LLM is evaluated"
+        return head.predicted[0, : self._backbone.unit.num_tokens_known(self._session.options.vocab_size)]
 
 
 def open_answering(session: Session, model: StoredModel, path: Path) -> Answering:
@@ -194,15 +188,15 @@ def generate(
     a conversation, the last one a user's, as `user_message` makes them. options: as in `Answering.answer`. Raises BraidError if
     the model cannot be read, or takes no such files.
     """
-    if isinstance(model, str | Path):
-        with open_model(Path(model)) as opened:
-            return generate(opened, prompt, images=images, audio=audio, max_new_tokens=max_new_tokens, seed=seed, **options)
+    if not isinstance(prompt, str) and (images or audio):
+        raise ConfigError("images and audio go with a question; in a conversation name them in its messages (user_message)")
     messages = [user_message(prompt, images=images, audio=audio)] if isinstance(prompt, str) else prompt
     answer = {"role": "assistant", "content": [{"type": "text", "text": "."}]}  # only its place counts
-    with tempfile.TemporaryDirectory() as folder:
+    opening = nullcontext(model) if isinstance(model, tuple) else open_model(model)
+    with opening as opened, tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "question.jsonl"
         path.write_text(json.dumps({"messages": [*messages, answer]}) + "\n")
-        return open_answering(*model, path).answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
+        return open_answering(*opened, path).answer(0, max_new_tokens=max_new_tokens, seed=seed, **options)
 
 
 def _token_by_token(next_logits: Callable[[Tensor], Tensor], *, device: torch.device) -> Any:

@@ -25,9 +25,10 @@ from megatron.runtime.gradients.sharded_unit import ShardedUnit
 
 
 class Rates(NamedTuple):
-    """What a parameter's learning rate begins to decay from, and its weight decay."""
+    """A parameter's highest and lowest learning rate, and its weight decay."""
 
     lr: float
+    min_lr: float
     weight_decay: float
 
 
@@ -61,7 +62,7 @@ def build_unit_optimizers(
     with it, all of them present on every rank.
     """
     if rates is None:
-        rates = UnitRates(*[Rates(config.lr, config.weight_decay)] * 2)
+        rates = UnitRates(*[Rates(config.lr, config.min_lr, config.weight_decay)] * 2)
     unit, tp_group = gradients.membership.unit, gradients.membership.groups.tp
     if isinstance(gradients, ShardedUnit) or gradients.shares is not None:
         pieces = gradients.pieces if isinstance(gradients, ShardedUnit) else gradients.shares.pieces()  # type: ignore[union-attr]
@@ -137,7 +138,7 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
             "start_wd": own.weight_decay,
             "end_wd": own.weight_decay,
             "max_lr": own.lr,
-            "min_lr": config.min_lr * own.lr / config.lr if config.lr else config.min_lr,
+            "min_lr": own.min_lr,
             **shared,
         }
         for (own, decays), mains in groups.items()

@@ -161,6 +161,7 @@ def _describe_training(run: Run) -> RunData:
     projectors = [unit.name for unit in run.session.graph.units if unit.freeze_projector]
     adapted = [unit.name for unit in run.session.graph.units if unit.lora is not None]
     return {
+        # Without projector_lr: earlier checkpoints do not have it, and rates of units follow the flags without a new schedule.
         "learning_rate": {name: value for name, value in settings.items() if "lr" in name and name != "projector_lr"},
         "trained": {"frozen": frozen, "frozen_projectors": projectors, "adapted": adapted},
         "phase": run.phase.to_dict(),

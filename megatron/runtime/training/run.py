@@ -265,7 +265,8 @@ def _session_options(
 def _rates(settings: OptimizerSettings, unit: str) -> Iterator[Rates]:
     """Yield those of a unit's module, then of its projector."""
     for part in ("", "projector_"):
-        yield Rates(*(settings.rate(unit, f"{part}{name}") for name in ("lr", "weight_decay")))
+        lr, weight_decay = (settings.rate(unit, f"{part}{name}") for name in ("lr", "weight_decay"))
+        yield Rates(lr, settings.min_lr * lr / settings.lr, weight_decay)
 
 
 def _build_options(config: RunConfig) -> BuildOptions:

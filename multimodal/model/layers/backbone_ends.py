@@ -167,7 +167,7 @@ class LanguageHead(torch.nn.Module):
             return HeadOutput(loss_sum, None, conditions)
         all_logits = gather_from_tensor_model_parallel_region(self._without_padding(logits.detach()), group=self.group)
         is_correct = all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
-        return HeadOutput(loss_sum, is_correct, conditions)
+        return HeadOutput(loss_sum, is_correct, conditions, all_logits)
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Exclude rows that pad the vocabulary from decoding; logits: [num_targets, vocab_size / tp]."""

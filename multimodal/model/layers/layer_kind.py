@@ -104,7 +104,7 @@ class HeadOutput(NamedTuple):
     conditions: Tensor | None = None
     """[num_generated_items, hidden_size], for generators; LLM only, None where there is nothing to generate."""
     predicted: Tensor | None = None
-    """[num_patches, patch_channels]: a generator's; only outside of training."""
+    """[num_patches, patch_channels] of a generator, or [num_targets, vocab_size] logits of an LLM; only outside of training."""
 
 
 State = tuple[Tensor, ...]

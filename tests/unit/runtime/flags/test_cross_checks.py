@@ -156,7 +156,7 @@ def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_ba
         ("--min-lr 0.1", "--min-lr 0.1 is above --lr 0.001"),
         ("--lr-warmup-init 0.1 --lr-warmup-iters 2", "--lr-warmup-init 0.1 is above --lr 0.001"),
         ("--vision-lr 1e-5 --lr-warmup-init 1e-4 --lr-warmup-iters 2", "--lr-warmup-init 0.0001 is above --vision-lr; lower it"),
-        ("--vision-lr 0", "argument --vision-lr: expected a number above 0, found 0 (to train nothing there: --freeze)"),
+        ("--vision-lr 0", "argument --vision-lr: expected a number above 0 (to train nothing there: --freeze), found 0"),
         ("--llm-weight-decay=-1", "/--llm-weight-decay: expected a number of at least 0, found -1"),
         ("--llm-projector-lr 1", "unknown flag --llm-projector-lr"),
         ("--vision-lr 1e-5 --freeze vision", "--vision-lr would be ignored: what it is for in unit 'vision' is frozen"),
