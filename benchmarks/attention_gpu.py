@@ -25,6 +25,7 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
+import torch._functorch.config
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -131,6 +132,7 @@ def measure_mask(family: str, num_tokens: int, given: argparse.Namespace, *, pea
     """Measure all implementations on one mask; raises if their results differ."""
     mask = draw_mask(family, num_tokens)
     num_pairs = int(count_block_workloads(mask.tokens).visible_pairs.sum())
+    torch._functorch.config.donated_buffer = False  # a backward that may overwrite its buffers cannot be repeated
     generator = torch.Generator(device="cuda").manual_seed(0)
     shapes = [(num_tokens, heads, given.channels) for heads in (given.heads, given.groups, given.groups, given.heads)]
     query, key, value, gradient = (torch.randn(shape, device="cuda", dtype=DTYPE, generator=generator) for shape in shapes)

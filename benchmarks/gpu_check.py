@@ -154,7 +154,8 @@ def read_attention(output: str, folder: Path) -> str:
 def run_check(check: Check, folder: Path) -> Outcome:
     """Run one check; never raises."""
     start = time.monotonic()
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), **check.environment}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path, **check.environment}
     try:
         ended = subprocess.run(
             check.command, env=environment, capture_output=True, text=True, timeout=CHECK_SECONDS, cwd=ROOT, check=False

@@ -1,9 +1,15 @@
-"""Messages that travel through host memory, as those of GPUs do over gloo: the same losses, whatever waits for them."""
+"""Gloo with GPUs: messages that travel through host memory, and collectives one by one, give the same losses."""
 
 from pathlib import Path
 from unittest import mock
 
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
+
 from megatron.runtime.communication import message_channel
+from megatron.runtime.gradients import gradients
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
 
@@ -28,3 +34,46 @@ def test_staged_messages_carry_the_same(ranks: RankPool, tmp_path: Path) -> None
     assert [found for found, _ in staged] == [found for found, _ in direct]
     assert not any(count for _, count in direct)
     assert all(count for _, count in staged), "a rank received nothing"
+
+
+def losses_one_by_one(case: TrainingCase, is_on_device: bool) -> tuple[list[float], int]:
+    """The losses of three steps, and how many blocks of collectives were taken apart."""
+    with (
+        mock.patch.object(param_and_grad_buffer, "_coalescing_manager", param_and_grad_buffer._coalescing_manager),
+        mock.patch.object(gradients, "is_by_gloo_on_device", return_value=is_on_device),
+        mock.patch.object(gradients, "call_one_by_one", side_effect=gradients.call_one_by_one) as block,
+    ):
+        training = Training(case)
+        return [training.train_step(number) for number in range(3)], block.call_count
+
+
+def test_collectives_one_by_one_train_the_same(ranks: RankPool, tmp_path: Path) -> None:
+    together, apart = (run(ranks, losses_one_by_one, CASE, is_on_device) for is_on_device in (False, True))
+    assert [found for found, _ in apart] == [found for found, _ in together]
+    assert not any(count for _, count in together)
+    assert all(count for _, count in apart), "a rank coalesced"
+
+
+def coalesced(is_apart: bool, async_ops: bool) -> list[list[float]]:
+    """The results of two collectives of each kind in a block."""
+    block = gradients.call_one_by_one if is_apart else dist._coalescing_manager
+    own = torch.arange(4.0) + dist.get_rank()
+    results = []
+    for start in (
+        lambda out, own: dist.all_reduce(out.copy_(own)),
+        lambda out, own: dist.all_gather_into_tensor(out, own[: 4 // dist.get_world_size()]),
+        lambda out, own: dist.reduce_scatter_tensor(out[: 4 // dist.get_world_size()], own),
+    ):
+        found = [torch.zeros(4), torch.zeros(4)]
+        with block(dist.group.WORLD, async_ops=async_ops) as works:
+            for out, scale in zip(found, (1.0, 3.0), strict=True):
+                start(out, own * scale)
+        if async_ops:
+            works.wait()
+        results += [out.tolist() for out in found]
+    return results
+
+
+@pytest.mark.parametrize("async_ops", [False, True])
+def test_a_block_of_collectives_one_by_one(ranks: RankPool, async_ops: bool) -> None:
+    assert ranks.run(coalesced, True, async_ops, world_size=2) == ranks.run(coalesced, False, async_ops, world_size=2)

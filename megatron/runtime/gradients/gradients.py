@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, param_and_grad_buffer
 from megatron.core.optimizer.optimizer import MegatronOptimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
@@ -19,7 +19,9 @@ from megatron.runtime.gradients.scheduled_collectives import (
     Bucket,
     ReductionByLayer,
     buckets_of_replicas,
+    call_one_by_one,
     finish_gradient_reduction,
+    is_by_gloo_on_device,
     nothing_to_wait_for,
     overlapping,
     start_gradient_reduction,
@@ -168,6 +170,8 @@ def wrap_in_gradient_buffers(
     stage: UnitStage, *, groups: ProcessGroupCollection, is_sharded: bool, reduces_by_layer: bool = False
 ) -> DistributedDataParallel:
     """Let a stage's backwards add to gradient buffers, which replicas reduce; other arguments: as for `UnitGradients`."""
+    if is_by_gloo_on_device(groups.dp_cp):
+        param_and_grad_buffer._coalescing_manager = call_one_by_one
     config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=stage.options.precision.params_dtype == torch.bfloat16,
         overlap_grad_reduce=False,

@@ -186,3 +186,30 @@ def sum_copies(copies: Sequence[Tensor], group: dist.ProcessGroup | None) -> Non
 
 def nothing_to_wait_for() -> None:
     """Do nothing, in place of the wait for a collective that was not needed."""
+
+
+def is_by_gloo_on_device(group: dist.ProcessGroup) -> bool:
+    """Return True where gloo reduces and gathers tensors of GPUs."""
+    return torch.cuda.is_available() and dist.get_backend(group) == "gloo"
+
+
+@contextmanager
+def call_one_by_one(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[dist.distributed_c10d._CoalescingManager]:
+    """Start the collectives of a block at its end, each by itself: torch's `_coalescing_manager` for gloo on GPUs.
+
+    Megatron's gradient buffers coalesce the collectives of their buckets, which gloo does with host memory only: given tensors
+    of a GPU, it refuses to reduce them, and ends the process when it gathers them.
+    """
+    group = group or dist.group.WORLD
+    noted = dist.distributed_c10d._world.pg_coalesce_state
+    noted[group] = []
+    works = dist.distributed_c10d._CoalescingManager()
+    yield works
+    for each in noted.pop(group):
+        buffers = (each.tensor,) if each.dst_tensor is None else (each.dst_tensor, each.tensor)
+        operation = {} if each.redop is None else {"op": each.redop}
+        works.append(each.op(*buffers, **operation, group=group, async_op=True))
+    if not async_ops:
+        works.wait()
