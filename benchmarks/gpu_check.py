@@ -52,6 +52,7 @@ PATHS: Mapping[str, tuple[str, ...]] = {
     f"bf16, {_SPLIT}": ("--bf16", "--schedule", _SPLIT),
     "defaults": (),
     "bf16, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine"),
+    f"{_SPLIT}, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine", "--schedule", _SPLIT),
     "adapters, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine", "--lora-rank", "8"),
     "FP8, Transformer Engine": ("--bf16", "--transformer-impl", "transformer_engine", "--fp8-format", "hybrid"),
 }
