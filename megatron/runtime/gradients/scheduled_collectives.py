@@ -202,7 +202,7 @@ def call_one_by_one(
     Megatron's gradient buffers coalesce the collectives of their buckets, which gloo does with host memory only: given tensors
     of a GPU, it refuses to reduce them, and ends the process when it gathers them.
     """
-    group = group or dist.group.WORLD
+    group = group or dist.distributed_c10d._get_default_group()
     noted = dist.distributed_c10d._world.pg_coalesce_state
     noted[group] = []
     works = dist.distributed_c10d._CoalescingManager()
