@@ -19,7 +19,7 @@ for argument in "$@"; do
 done
 mkdir -p "$run"
 
-torchrun --standalone --nproc-per-node 4 pretrain_mllm.py \
+python tools/launch.py --nproc-per-node 4 pretrain_mllm.py \
     --config examples/digits/config.yaml \
     --save "$run/checkpoints" --load "$run/checkpoints" --save-interval 250 \
     --tensorboard-dir "$run/tensorboard" --log-json "$run/log.jsonl" --report-dir "$run" \

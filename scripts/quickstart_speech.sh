@@ -72,14 +72,14 @@ precision=()
 if grep -q amx_bf16 /proc/cpuinfo 2>/dev/null; then
     precision=(--bf16) # several times as fast there
 fi
-torchrun --standalone --nproc-per-node 4 pretrain_mllm.py "${common[@]}" ${precision[@]+"${precision[@]}"} \
+python tools/launch.py --nproc-per-node 4 pretrain_mllm.py "${common[@]}" ${precision[@]+"${precision[@]}"} \
     --data-path "$exercise/train.jsonl" --split 1 \
     --save "$exercise/checkpoints" --load "$exercise/checkpoints" --save-interval 50 --log-json "$exercise/log.jsonl" \
     ${iterations[@]+"${iterations[@]}"} ${arguments[@]+"${arguments[@]}"}
 
 # The same weights under another plan, on what it never heard.
 rm -rf "$exercise/trained"
-torchrun --standalone --nproc-per-node 4 pretrain_mllm.py "${common[@]}" --dtype float32 --llm-dp 1 --llm-pp 3 \
+python tools/launch.py --nproc-per-node 4 pretrain_mllm.py "${common[@]}" --dtype float32 --llm-dp 1 --llm-pp 3 \
     --data-path "$exercise/held_out.jsonl" --split 0,1 --micro-batch-size 8 --global-batch-size 40 \
     --load "$exercise/checkpoints" --finetune --skip-train --eval-iters 1 --save-hf "$exercise/trained" | tee "$exercise/evaluation.txt"
 loss="$(sed -n 's/.*held out: loss \([0-9.]*\).*/\1/p' "$exercise/evaluation.txt" | tail -n 1)"

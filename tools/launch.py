@@ -2,22 +2,142 @@
 
     python tools/launch.py --nproc-per-node 3 pretrain_mllm.py --config FILE.yaml [flags]
 
-Takes all that torchrun takes.
+Takes all that torchrun takes. Where there is no GPU, and only a number of processes and a port are asked for, ranks are forked
+from one process that has imported what they need: on a laptop, importing takes longer than all else that precedes the first step.
 """
 
+import gc
 import logging
+import multiprocessing
+import os
+import random
+import signal
+import socket
 import sys
+from argparse import REMAINDER, ArgumentParser, Namespace
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any, NoReturn
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import main as torchrun
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))
+_GRACE_SECONDS = 30.0
+"""Seconds that ranks have to end by themselves once one has failed, as under torchrun."""
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Start the ranks and wait for their end; argv: torchrun's arguments. Returns the exit code."""
+    arguments = sys.argv[1:] if argv is None else [*argv]
+    asked = _read(arguments)
+    if asked is None or asked.script.resolve() != _ROOT / "pretrain_mllm.py":
+        return _torchrun(arguments)
+    num_threads = os.environ.get("OMP_NUM_THREADS", "1")
+    os.environ["OMP_NUM_THREADS"] = "1"  # OpenMP's threads do not survive a fork, so none may be there
+    import torch
+
+    if torch.cuda.is_available():
+        os.environ["OMP_NUM_THREADS"] = num_threads
+        return _torchrun(arguments)
+    import_for_ranks()
+    return _fork(asked, num_threads)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def _read(arguments: Sequence[str]) -> Namespace | None:
+    """Return what is asked for; None where torchrun is needed, or to say what is wrong."""
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc-per-node", "--nproc_per_node", type=int, required=True)
+    parser.add_argument("--master-port", "--master_port", type=int)
+    parser.add_argument("--standalone", action="store_true")
+    parser.add_argument("script", type=Path)
+    parser.add_argument("flags", nargs=REMAINDER)
+    try:
+        asked = parser.parse_args(arguments)
+    except ValueError:
+        return None
+    return asked if asked.nproc_per_node > 0 else None
+
+
+def import_for_ranks() -> None:
+    """Import what a rank needs before its first step, so that ranks forked from this process have it."""
+    import pretrain_mllm  # noqa: F401, I001 - first, as it says how much torch is to log
+
+    import megatron.runtime.launch.distributed_setup
+    import megatron.runtime.training.loop
+    import megatron.runtime.training.resumption
+    import megatron.runtime.training.run  # noqa: F401
+    from megatron.runtime.flags.field_flags import all_flags
+
+    list(all_flags())  # the flags' descriptions, which are read from the source code and kept
+    with suppress(ImportError):  # the digits' source, if it is installed
+        import sklearn.datasets  # noqa: F401
+
+
+def _fork(asked: Namespace, num_threads: str) -> int:
+    context = multiprocessing.get_context("fork")
+    port = asked.master_port or _free_port()
+    ranks = [context.Process(target=_run_rank, args=(rank, asked, port, num_threads)) for rank in range(asked.nproc_per_node)]
+    gc.freeze()  # a rank's collections would touch, and so copy, the memory that all share
+    for rank in ranks:
+        rank.start()
+    gc.unfreeze()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, lambda number, frame: _signal_all(ranks, number))
+    exit_code = 0
+    running: dict[Any, ForkProcess] = {rank.sentinel: rank for rank in ranks}
+    while running and (ended := wait(running, timeout=_GRACE_SECONDS if exit_code else None)):
+        for rank in map(running.pop, ended):
+            rank.join()
+            code = rank.exitcode or 0
+            exit_code = exit_code or (code if code >= 0 else 128 - code)
+    _signal_all(ranks, signal.SIGKILL)
+    return exit_code
+
+
+def _run_rank(rank: int, asked: Namespace, port: int, num_threads: str) -> None:
+    import torch
+
+    import pretrain_mllm
+
+    if num_threads.isdecimal() and int(num_threads):
+        torch.set_num_threads(int(num_threads))
+    size = str(asked.nproc_per_node)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS=num_threads)
+    sys.argv = [str(asked.script), *asked.flags]
+    pretrain_mllm.main(asked.flags)
+
+
+def _signal_all(ranks: Sequence[ForkProcess], number: int) -> None:
+    for rank in ranks:
+        if rank.is_alive() and rank.pid is not None:
+            os.kill(rank.pid, number)
+
+
+def _free_port() -> int:
+    """Return a port below those that the system gives to whoever asks for any, and may give away before rank 0 listens."""
+    while True:
+        port = random.randrange(15000, 32000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+def _torchrun(arguments: Sequence[str]) -> int:
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
     logging.disable(logging.ERROR)  # torchrun's, which says what ranks say themselves; they are other processes
     try:
-        torchrun(argv)
+        torchrun(arguments)
     except ChildFailedError as failed:
         _, first = failed.get_first_failure()
         return int(first.exitcode) if first.exitcode > 0 else 128 - int(first.exitcode)

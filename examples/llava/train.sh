@@ -14,7 +14,7 @@ data=${3:-$run/data/conversations.json}
 read -ra flags <<< "${FLAGS:-}"
 
 train() {
-    torchrun --nproc-per-node "${NUM_PROCESSES:-2}" pretrain_mllm.py --data-path "$data" "$@" ${flags[@]+"${flags[@]}"}
+    python tools/launch.py --nproc-per-node "${NUM_PROCESSES:-2}" pretrain_mllm.py --data-path "$data" "$@" ${flags[@]+"${flags[@]}"}
 }
 
 train --config examples/llava/projector.yaml --load-hf "$model" --save "$run/projector"

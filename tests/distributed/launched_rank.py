@@ -4,22 +4,11 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 
-import pretrain_mllm  # first, as it says how much torch is to log
+import pretrain_mllm
+from tools.launch import import_for_ranks
 
-# isort: split
-# What pretrain_mllm.py imports when it runs; a rank that is forked from here need not wait for it.
-import megatron.runtime.launch.distributed_setup
-import megatron.runtime.training.loop
-import megatron.runtime.training.resumption
-import megatron.runtime.training.run  # noqa: F401
-from megatron.runtime.flags.field_flags import all_flags
-
-list(all_flags())  # the flags' descriptions, which are read from the source code and kept
-
-with suppress(ImportError):  # the digits' source, if it is installed
-    import sklearn.datasets  # noqa: F401
+import_for_ranks()
 
 
 def run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:
