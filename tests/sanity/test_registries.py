@@ -17,8 +17,9 @@ CHOOSING = {
     "multimodal/plan/planners/baselines/encoders_colocated.py",
     "multimodal/plan/planners/planning_request.py",
     "multimodal/plan/planners/templates/template_plan.py",
+    "tools/from_megatron.py",
 }
-"""Planners that plan for one schedule, pass or balancer."""
+"""Planners that plan for one schedule, pass or balancer, and what says Megatron's schedule."""
 NAMES = {*BUILDERS, *PASSES, *BALANCERS} - {"1f1b", "none", "auto", "fill", "sorted", "disttrain", "entrain"}
 """But for defaults, and what is also the name of something else."""
 

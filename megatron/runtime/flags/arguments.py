@@ -19,6 +19,7 @@ from megatron.runtime.flags.elastic_templates import plan_of_start
 from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.ignored_flags import ignored_flags
+from megatron.runtime.flags.megatron_flags import FREEZES
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_SIZE, SIZE_SPELLINGS
 from megatron.runtime.launch.rank_place import find_rank_place, find_ranks_per_node
 from multimodal.cost.layers.adapters import adapt_units
@@ -308,9 +309,8 @@ def _tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:
     if flag in ("--config", "--help"):
         raise ConfigError(f"{flag} cannot stand in a configuration file")
     action = parser.action_of(flag)
-    if action is None:
-        parser.reject_unknown(flag)
-        return []
+    if action is None:  # what it is, the parser says, together with all others that it does not know
+        return [] if flag in FREEZES and value is False else [flag]
     if value is None:
         raise ConfigError(f"{flag} has no value; give it one or remove the line")
     if action.nargs == 0:

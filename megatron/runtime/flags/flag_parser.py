@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from megatron.runtime.flags.configuration import GROUPS
 from megatron.runtime.flags.field_flags import FieldFlag, field_flags
-from megatron.runtime.flags.megatron_flags import explain_megatron_flag, megatron_flag_names
+from megatron.runtime.flags.megatron_flags import FREEZES, explain_megatron_flag, megatron_flag_names
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_ENDING, names_a_unit, unit_flags
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
@@ -63,6 +63,25 @@ def unfold_balance(tokens: Sequence[str]) -> list[str]:
     return [*found, "--unit-costs", *costs] if costs else found
 
 
+def unfold_freezes(tokens: Sequence[str], graph: ModelGraph | None) -> list[str]:
+    """Return flags with Megatron's switches that freeze (`FREEZES`) as units of --freeze and --freeze-projector.
+
+    graph: None if the model is not known, and so the units neither. Raises ConfigError if the model has no such unit.
+    """
+    found = [token for token in tokens if token not in FREEZES]
+    for switch in dict.fromkeys(token for token in tokens if token in FREEZES):
+        flag, whose = FREEZES[switch]
+        if graph is None:
+            continue
+        units = [graph.backbone] if whose == "backbone" else [unit for unit in graph.encoders if unit.image is not None]
+        if not units:
+            raise ConfigError(f"{switch}: the model has no encoder of images; leave it out, or name units with {flag}")
+        names = [unit.name for unit in units]
+        index = found.index(flag) + 1 if flag in found else len(found)
+        found[index:index] = names if flag in found else [flag, *names]
+    return found
+
+
 class FlagParser(argparse.ArgumentParser):
     """A parser that raises ConfigError, takes no abbreviations, and never lets one flag silently replace another."""
 
@@ -93,19 +112,24 @@ class FlagParser(argparse.ArgumentParser):
 
     def parse_given(self, tokens: Sequence[str]) -> dict[str, Any]:
         """Return destination -> value of the flags that were given, and of no others. Raises ConfigError for unknown flags."""
-        namespace, rest = self.parse_known_args(unfold_balance(tokens))
-        for token in sorted(rest, key=lambda token: not token.startswith("--")):
-            self.reject_unknown(token)
+        namespace, rest = self.parse_known_args(unfold_freezes(unfold_balance(tokens), self._graph))
+        self.reject_unknown(sorted(rest, key=lambda token: not token.startswith("--")))
         return {name: value for name, value in vars(namespace).items() if name != _SPELLED}
 
-    def reject_unknown(self, token: str) -> None:
-        """Raise ConfigError for an unknown flag, with the flag to use instead."""
-        flag = token.split("=")[0]
-        if self._graph is None and (names_a_unit(flag) or not flag.startswith("-")):
-            return  # Perhaps a unit's flag, or its value; the error to report is the missing --model.
-        if not flag.startswith("-"):
-            raise ConfigError(f"unexpected argument '{token}'; flags start with --, and one that takes a single value got two")
-        raise ConfigError(f"unknown flag {flag}; {explain_unknown(flag, spellings=self.spellings(), graph=self._graph)}")
+    def reject_unknown(self, tokens: Sequence[str]) -> None:
+        """Raise ConfigError for all unknown flags, each with the flag to use instead."""
+        flags = dict.fromkeys(token.split("=")[0] for token in tokens if token.startswith("-"))
+        if self._graph is None:  # Perhaps a unit's flag, or its value; the error to report is the missing --model.
+            flags = dict.fromkeys(flag for flag in flags if not names_a_unit(flag))
+        elif not flags and tokens:
+            raise ConfigError(
+                f"unexpected argument '{tokens[0]}'; flags start with --, and one that takes a single value got two"
+            )
+        answers = {flag: explain_unknown(flag, spellings=self.spellings(), graph=self._graph) for flag in flags}
+        if len(answers) > 1:
+            raise ConfigError("unknown flags " + ", ".join(f"{flag} ({answer})" for flag, answer in answers.items()))
+        for flag, answer in answers.items():
+            raise ConfigError(f"unknown flag {flag}; {answer}")
 
     def spellings(self) -> tuple[str, ...]:
         """Every spelling of every flag."""

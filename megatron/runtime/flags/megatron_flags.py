@@ -14,9 +14,12 @@ IN_MODEL_FILE = {
     "kv_channels": "kv-channels",
     "normalization": "normalization",
     "layernorm_epsilon": "norm-epsilon",
-    "activation": "swiglu",
+    "activation": "swiglu openai-gelu",
     "add_bias_linear": "disable-bias-linear",
     "add_qkv_bias": "add-qkv-bias",
+    "qk_layernorm": "qk-layernorm",
+    "rotary_scaling": "use-rope-scaling rope-scaling-factor",
+    "layernorm_zero_centered_gamma": "apply-layernorm-1p",
     "rotary_base": "rotary-base",
     "init_method_std": "init-method-std",
     "experts": (
@@ -85,6 +88,9 @@ ALWAYS_ON = {
     "every line of the log has throughput": "log-throughput",
     "messages between stages are asynchronous": "no-overlap-p2p-communication overlap-p2p-communication-warmup-flush",
     "the launcher's environment says the rank": "local-rank",
+    "--async-save copies the state to host memory and writes it from there in the background": (
+        "async-strategy async-ckpt-* use-persistent-ckpt-worker"
+    ),
 }
 """Behaviour that needs no flag -> Megatron's flags for it."""
 
@@ -102,15 +108,14 @@ NOT_AVAILABLE = {
     ),
     "tokens are predicted one ahead": "mtp-*",
     "activations are swiglu or gelu (the model file's 'activation')": (
-        "squared-relu use-fused-weighted-squared-relu quick-geglu openai-gelu onnx-safe glu-linear-offset "
-        "activation-func-clamp-value"
+        "squared-relu use-fused-weighted-squared-relu quick-geglu onnx-safe glu-linear-offset activation-func-clamp-value"
     ),
     "norms are plain ones before each block": (
-        "apply-layernorm-1p apply-residual-connection-post-layernorm fp32-residual-connection fused-residual-rmsnorm"
+        "apply-residual-connection-post-layernorm fp32-residual-connection fused-residual-rmsnorm"
     ),
-    "all channels of a head rotate, unscaled": (
-        "rotary-percent rotary-interleaved rotary-seq-len-interpolation-factor use-rope-scaling rope-scaling-factor rope-type "
-        "no-rope-freq yarn-* no-yarn-* mrope-section relative-attention-*"
+    "all channels of a head rotate; other scalings than Llama 3.1's are the model file's 'rotary_factors'": (
+        "rotary-percent rotary-interleaved rotary-seq-len-interpolation-factor rope-type no-rope-freq yarn-* no-yarn-* "
+        "mrope-section relative-attention-*"
     ),
     "there is no dropout": "hidden-dropout attention-dropout no-bias-dropout-fusion",
     "widths are scaled by hand": "use-mup mup-* init-method-xavier-uniform embedding-init-method-std",
@@ -156,9 +161,7 @@ NOT_AVAILABLE = {
     "checkpoints are whole; choose at --load with --no-load-optim and --no-load-rng": (
         "no-save-optim no-save-rng save-params-interval load-main-params-from-ckpt"
     ),
-    "checkpoints are written to --save, with --async-save while training goes on": (
-        "non-persistent-* replication replication-* async-strategy async-ckpt-* use-persistent-ckpt-worker"
-    ),
+    "checkpoints are written to --save, with --async-save while training goes on": ("non-persistent-* replication replication-*"),
     "samples are read from a manifest; see docs/data.md": (
         "no-mmap-bin-files dataloader-* num-dataset-builder-threads object-storage-cache-path fim-* sft "
         "sft-tokenizer-prompt-format sample-rate mask-prob short-seq-prob no-data-sharding per-dataset-sequences-path "
@@ -171,9 +174,12 @@ NOT_AVAILABLE = {
     "evaluation has --eval-iters, --eval-interval and the training batch size": (
         "start-eval-at-iter eval-*-batch-size full-validation multiple-validation-sets validation-set-names test-mode"
     ),
+    "norms of weights and zeros of gradients are not logged; --log-json has the norm of all gradients (grad_norm)": (
+        "log-params-norm log-num-zeros-in-grad"
+    ),
     "the log has its columns; --log-json has all of them": (
-        "log-params-norm log-progress log-validation-ppl-to-tensorboard log-memory-* log-device-memory-used "
-        "log-num-zeros-in-grad log-max-attention-logit log-world-size-to-tensorboard log-energy straggler-* "
+        "log-progress log-validation-ppl-to-tensorboard log-memory-* log-device-memory-used "
+        "log-max-attention-logit log-world-size-to-tensorboard log-energy straggler-* "
         "disable-straggler-on-startup logging-level one-logger-* no-one-logger app-tag-run-* tensorboard-queue-size "
         "*-log-loss-scale-to-tensorboard no-barrier-with-level-1-timing"
     ),
@@ -225,6 +231,85 @@ KNOWN_ELSEWHERE = {
 """Braid's flag -> its names in other programs and in the field."""
 
 
+MULTIMODAL = {
+    "use --freeze here, with the encoder of sound": "freeze-sound-model",
+    "use --freeze-projector here, with the encoder of sound": "freeze-sound-projection",
+    "use --load-hf or a unit's 'weights' in the model file here, or convert a checkpoint with tools/convert.py": (
+        "language-model-checkpoint"
+    ),
+    "use --chat-template here; by default the tokenizer's folder has the model's own": (
+        "tokenizer-prompt-format force-system-message tokenizer-keep-history-thinking prompt-path"
+    ),
+    "use --tokens-per-microbatch here; microbatches are always packed": "packing-seq-length",
+    "use --seq-length here": "total-seq-length dataloader-seq-length",
+    "use --split here": "valid-path",
+    "use --data-path here": "dataset-provider dataset-config",
+    "use --model here": "model-provider recipe step-func",
+    "use --recompute-granularity here, which holds for all units": "recompute-vision* recompute-sound* recompute-*-vision",
+    "use --tp-comm-overlap here": "decoder-tp-comm-overlap",
+    "use the size flags of the encoder's unit here, such as --vision-tp": (
+        "encoder-tensor-model-parallel-size encoder-pipeline-model-parallel-size encoder-tp encoder-dp"
+    ),
+    "use --llm-dp here, beside the encoder's --vision-dp, and neither an offset nor a switch": "llm-offset llm-only",
+    "it belongs in the model file, as the backbone and its shape": "language-model-type",
+    "it belongs in the model file, as an encoder and its shape": "vision-model-type sound-model-type audio-encoder-model",
+    "it belongs in the model file, as 'merge_size' 2 of 'image'": "pixel-shuffle use-pixel-shuffle-only",
+    "it belongs in the model file, as 'max_tiles' of 'image'": "use-tiling max-num-tiles",
+    "it belongs in the model file, as 'class_token' of 'image': dropped, kept, or no such line": "disable-vision-class-token",
+    "it belongs in the model file, as 'num_registers' of 'image', beside the class token": "class-token-len",
+    "it belongs in the model file, as 'image_size' of 'image'": "image-size",
+    "it belongs in the model file, as 'min_pixels' and 'max_pixels' of 'image', without 'image_size'": "dynamic-resolution*",
+    "it belongs in the model file, as 'audio'": "sound-embedding-size sound-clip-duration sound-target-rate",
+    "leave it out: always, the whole image follows its tiles": "use-thumbnail thumbnail-area-threshold",
+    "leave it out: always, items take the place of their marks in the text, whatever the token": (
+        "special-tokens image-token-id img-embedding-idx image-seq-length hf-assign-unused-tokens pad-token-id eos-id"
+    ),
+    "leave it out: always, weights that are given are loaded whole, and projectors without any start anew": (
+        "allow-missing-* allow-checkpoint-without-temporal-compression"
+    ),
+    "leave it out: always, microbatches are packed by --balance, and samples see only themselves": (
+        "packing-buffer-size packing-knapsack-algorithm use-packed-sequence"
+    ),
+    "leave it out: always, each rank reads only the samples assigned to it": "optimize-broadcast use-new-dataloader-path",
+    "leave it out: always, clips keep their length": "sound-pad-to-clip-duration sound-batch-split sound-min-duration",
+    "leave it out: always, kernels are fused where they can be": "enable-fusions",
+    "leave it out: always, tokenizers come from --tokenizer-model or --load-hf": "no-use-tokenizer-model-from-checkpoint-args",
+    "leave it out: always, gradients are reduced as --schedule-passes says": "encoder-ddp-overlap",
+    "not available: images have no tags in the text but those that the chat template writes": (
+        "image-tag-type use-tile-tags image-break-token"
+    ),
+    "not available: tiles are chosen by InternVL's rule": (
+        "use-area-weighted-aspect-ratio match-tiling-dynamic-resolution masked-tiling-dynamic-resolution"
+    ),
+    "not available: videos are not read; give their frames as images of a sample": (
+        "num-frames video-* separate-video-embedder allow-large-videos efficient-video-sampling-variant"
+    ),
+    "not available: the loss is a mean over target tokens of the global batch": "use-loss-scaling no-calculate-per-token-loss",
+    "not available: samples of a microbatch see only themselves": "allow-cross-sample-attention",
+    "not available: data is checked and taken as it is, see docs/data.md": (
+        "relax-* only-keep-samples-with-img apply-data-augment lr-data-range-*"
+    ),
+    "not available: RADIO is an encoder with learned positions of one size here": "radio-*",
+    "not available: neighbouring patches are merged side by side": "conv-merging",
+    "not available: freezing is by unit and projector": "unfreeze-router",
+    "not available: experts are spread by --expert-model-parallel-size alone": "llm-expt-tp *tensor-parallel-num-weight-shards",
+    "not available: --eval-iters evaluates on held-out samples; see docs/generate.md for answers": "online-evaluation-config",
+    "not available: norms are logged of the whole model (grad_norm)": "log-model-grad-norms log-model-act-norms",
+    "not available: Braid trains; it does not serve, see docs/generate.md": (
+        "use-mcore-inference use-vision-backbone-fp8-arch input-image-path output-path model-path task gt-path out-seq-length "
+        "temperature top-k top-p num-partitions partition-id num-samples-per-partition input-metadata-path groundtruth-path"
+    ),
+}
+"""Answer -> flags that only Megatron's multimodal scripts have (examples/multimodal, examples/mimo, pretrain_vlm)."""
+
+FREEZES = {
+    "--freeze-LM": ("--freeze", "backbone"),
+    "--freeze-ViT": ("--freeze", "image"),
+    "--freeze-vision-projection": ("--freeze-projector", "image"),
+}
+"""Megatron's switches that work here -> flag, and whose: the backbone's, or all encoders' of images."""
+
+
 def explain_megatron_flag(name: str) -> str:
     """Explain a flag of Megatron (or another program); empty for a flag in no table.
 
@@ -240,10 +325,10 @@ def explain_megatron_flag(name: str) -> str:
         for key, names in table.items():
             if any(fnmatchcase(name, pattern) for pattern in names.split()):
                 return answer.format(key)
-    return ""
+    return next((answer for answer, names in MULTIMODAL.items() if any(fnmatchcase(name, each) for each in names.split())), "")
 
 
 def megatron_flag_names() -> set[str]:
     """Return every name that the tables list in full."""
-    tables = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
+    tables = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE, MULTIMODAL)
     return {name for table in tables for names in table.values() for name in names.split() if "*" not in name}

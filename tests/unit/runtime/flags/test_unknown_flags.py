@@ -12,11 +12,13 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
-from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, NOT_AVAILABLE
+from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, MULTIMODAL, NOT_AVAILABLE
+from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Transformer, Unit
 
 SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
-GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "language": {"role": "backbone", **SHAPE}}})
+VISION = {"role": "encoder", **SHAPE, "image": {}}
+GRAPH = ModelGraph.from_dict({"units": {"vision": VISION, "language": {"role": "backbone", **SHAPE}}})
 SPELLINGS = frozenset(FlagParser(GRAPH).spellings())
 TABLES = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
 LISTED = [pattern for table in TABLES for names in table.values() for pattern in names.split()]
@@ -44,6 +46,20 @@ def explain(flag: str) -> str:
         ("--train-samples", "use --train-iters here"),
         ("--num-experts", "it belongs in the model file, as 'experts' of a unit"),
         ("--moe-grouped-gemm", "not available: experts are as the model file's 'experts' says, and no token is dropped"),
+        ("--qk-layernorm", "it belongs in the model file, as 'qk_layernorm' of a unit"),
+        ("--use-rope-scaling", "it belongs in the model file, as 'rotary_scaling' of a unit"),
+        ("--pixel-shuffle", "it belongs in the model file, as 'merge_size' 2 of 'image'"),
+        ("--max-num-tiles", "it belongs in the model file, as 'max_tiles' of 'image'"),
+        ("--valid-path", "use --split here"),
+        (
+            "--async-strategy",
+            "leave it out: always, --async-save copies the state to host memory and writes it from there in the background",
+        ),
+        (
+            "--log-params-norm",
+            "not available: norms of weights and zeros of gradients are not logged; --log-json has the norm of all gradients "
+            "(grad_norm)",
+        ),
         ("--hidden-dropout", "not available: there is no dropout"),
         ("--use-te", "use --transformer-impl transformer_engine here"),
         ("--tp", "use --llm-tp here"),
@@ -84,7 +100,7 @@ def test_answers_name_flags_and_keys_that_exist() -> None:
     spellings = SPELLINGS | set(FlagParser(None).spellings())
     answers = [
         word.strip("();,.")
-        for table in (CALLED, KNOWN_ELSEWHERE, ALWAYS_ON, NOT_AVAILABLE)
+        for table in (CALLED, KNOWN_ELSEWHERE, ALWAYS_ON, NOT_AVAILABLE, MULTIMODAL)
         for words in table
         for word in words.split()
     ]
@@ -92,6 +108,22 @@ def test_answers_name_flags_and_keys_that_exist() -> None:
     assert len(named) > 40
     assert set(named) <= spellings
     assert set(IN_MODEL_FILE) <= {field.name for kind in (Transformer, Unit) for field in dataclasses.fields(kind)}
+
+
+def test_every_unknown_flag_is_answered_in_one_message() -> None:
+    with pytest.raises(
+        ConfigError, match=r"flags --hidden-size \(it belongs .*\), --qqq \(--help lists all flags\), --use-te \(use "
+    ):
+        FlagParser(GRAPH).parse_given(["--hidden-size", "8", "--lr", "1", "--qqq", "--use-te"])
+
+
+def test_megatron_s_switches_freeze_units() -> None:
+    flags = ["--freeze-LM", "--freeze-ViT", "--freeze", "language", "--freeze-vision-projection", "--lr", "1"]
+    given = FlagParser(GRAPH).parse_given(flags)
+    assert (set(given["freeze"]), given["freeze_projector"]) == ({"vision", "language"}, ("vision",))
+    text = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE}}})
+    with pytest.raises(ConfigError, match="--freeze-ViT: the model has no encoder of images"):
+        FlagParser(text).parse_given(["--freeze-ViT"])
 
 
 def test_every_listed_flag_is_one_of_the_installed_megatron_s() -> None:

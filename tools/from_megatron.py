@@ -1,0 +1,309 @@
+"""Makes a run of Braid of a training command of Megatron: config.yaml, model.yaml, perhaps plan.yaml, and a report of all flags.
+
+python tools/from_megatron.py SCRIPT.sh [NAME=VALUE ...] [ARGUMENT ...] --output DIR    variables and arguments of the script
+python tools/from_megatron.py --output DIR -- torchrun ... pretrain_vlm.py --num-layers 32 ...
+
+Reads scripts of Megatron-LM (pretrain_gpt.py, pretrain_vlm.py, examples/multimodal, examples/mimo), and the overrides
+(train.train_iters=10) of Megatron-Bridge's launch lines. Nothing of a script is started; see docs/from_megatron.md.
+"""
+
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from megatron.runtime.flags.arguments import parse_arguments
+from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
+from megatron.runtime.flags.megatron_flags import FREEZES, KNOWN_ELSEWHERE
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.errors import BraidError, ConfigError
+from multimodal.values.file_form import write_mapping
+from multimodal.values.model_graph import ModelGraph, Unit
+from tools.command_line import Parser, run_tool
+from tools.megatron_command import Command, read_command
+from tools.megatron_models import Flags, read_model
+
+KEPT, RENAMED, MODEL, NOT_NEEDED = "taken over", "renamed", "in the model file", "not needed"
+NOT_AVAILABLE, UNKNOWN, TO_DO = "not available", "unknown", "left to do"
+SECTIONS = (KEPT, RENAMED, MODEL, NOT_NEEDED, NOT_AVAILABLE, UNKNOWN, TO_DO)
+_ANSWERS = {"use ": TO_DO, "it belongs ": TO_DO, "leave it out: ": NOT_NEEDED, "not avail": NOT_AVAILABLE}
+_SIZES = {
+    "tensor_parallel_size": ("llm-tp", "tensor-model-parallel-size"),
+    "pipeline_parallel_size": ("llm-pp", "pipeline-model-parallel-size"),
+    "context_parallel_size": ("llm-cp", "context-parallel-size"),
+    "data_parallel_size": ("llm-dp",),
+    "expert_parallel_size": ("llm-ep", "expert-model-parallel-size"),
+}
+"""Size of the LLM -> flags."""
+_ENCODER_SIZES = {
+    "tensor_parallel_size": ("encoder-tp", "encoder-tensor-model-parallel-size"),
+    "pipeline_parallel_size": ("encoder-pipeline-model-parallel-size",),
+    "data_parallel_size": ("encoder-dp",),
+}
+_LENGTHS = "decoder-seq-length", "total-seq-length", "dataloader-seq-length", "encoder-seq-length", "seq-length"
+"""Flags of the length of sequences, the first that is given being that of the LLM's."""
+_MOST_CHECKS = 40
+_DEFAULTS_IN_MEGATRON = {
+    **dict.fromkeys(("hidden-dropout", "attention-dropout"), "0"),
+    "rotary-percent": "1",
+    "transformer-impl": "transformer_engine",
+}
+"""Flag -> the value with which it asks for what holds anyway (on CUDA)."""
+_HOLDS = {
+    **dict.fromkeys(("use-te", "attention-backend", "use-flash-attn"), "the fastest that suits is the default on CUDA"),
+    **dict.fromkeys(("overlap-grad-reduce", "overlap-param-gather"), "--schedule-passes has it by default on CUDA"),
+    "max-position-embeddings": "positions are rotary; --seq-length bounds samples",
+    "dataset-provider": "--data-path is where samples come from",
+    "llm-offset": "the plan has the encoder's ranks first, then the LLM's",
+    "prompt-path": "texts are those of the data",
+    "tokenizer-prompt-format": "the tokenizer's folder has the model's own chat template; another one is --chat-template",
+}
+_BY_VALUE = {name: key[2:] for key, names in KNOWN_ELSEWHERE.items() for name in names.split() if re.fullmatch(r"--[\w-]+", key)}
+
+
+class Conversion:
+    """A command on its way to files."""
+
+    def __init__(self, command: Command) -> None:
+        self.flags = Flags(command)
+        self.world_size = command.world_size
+        self.config: dict[str, Any] = {}
+        self.plan: dict[str, Any] = {}
+        self.report: dict[str, list[str]] = {section: [] for section in SECTIONS}
+        self.answered: set[str] = set()
+        self.model = read_model(self.flags, command.program)
+        self.graph = ModelGraph.from_dict(self.model)
+        for name in sorted(self.flags.read):
+            self.note(MODEL, name)
+        for name in command.unset:
+            self.report[TO_DO].append(f"the script uses {name}, which nothing sets: give it behind the script's name")
+        if self.flags.text("position-embedding-type") != "rope" and "use-rotary-position-embeddings" not in self.flags:
+            self.report[TO_DO].append("positions: Megatron's default, learned ones, is not there; the model file has rotary ones")
+        self._lengths(command.program)
+        self._data()
+        self._checkpoints()
+        self._sizes()
+        self._others()
+
+    def note(self, section: str, name: str, what: str = "") -> None:
+        """Report a flag with its value."""
+        self.answered.add(name)
+        shown = " ".join((f"--{name}", *self.flags.get(name, ())))
+        self.report[section].append(f"{shown}: {what}" if what else shown)
+
+    def rename(self, name: str, key: str, value: Any) -> None:
+        """Set a flag of Braid from one of Megatron."""
+        self.config[key] = value
+        self.note(RENAMED, name, f"{key}: {value}")
+
+    def _lengths(self, program: str) -> None:
+        flags, config = self.flags, self.config
+        config["micro-batch-size"] = flags.number("micro-batch-size", default=1)
+        dp = self._replicas()
+        config["global-batch-size"] = flags.number("global-batch-size", default=config["micro-batch-size"] * dp)
+        for name in ("train-samples", "lr-decay-samples", "lr-warmup-samples"):
+            if name in flags:
+                self.rename(name, name.replace("samples", "iters"), int(flags.number(name)) // config["global-batch-size"])
+        if "packing-seq-length" in flags and flags.number("packing-seq-length") > 0:
+            del config["micro-batch-size"]
+            self.rename("packing-seq-length", "tokens-per-microbatch", flags.number("packing-seq-length"))
+        length = flags.number(*_LENGTHS)
+        image = self.graph.encoders[0].image if self.graph.encoders else None
+        if program.endswith("pretrain_vlm.py") and image is not None and "decoder-seq-length" not in flags:
+            rows = flags.number("img-h", default=224) // image.patch_size
+            length += image.num_output_tokens((rows, rows))
+        if length:
+            config["seq-length"] = int(length)
+        for name in ("micro-batch-size", "global-batch-size"):
+            if name in flags:
+                self.note(KEPT, name)
+        for name in _LENGTHS:
+            if name in flags:
+                self.note(RENAMED, name, f"seq-length: {config['seq-length']}, images included")
+
+    def _replicas(self) -> int:
+        size = self._size_of(_SIZES, "tensor_parallel_size") * self._size_of(_SIZES, "pipeline_parallel_size")
+        return max(1, (self.world_size or 1) // (size * self._size_of(_SIZES, "context_parallel_size")))
+
+    def _size_of(self, sizes: Mapping[str, tuple[str, ...]], size: str) -> int:
+        return int(self.flags.number(*sizes.get(size, ("-",)), default=1)) or 1
+
+    def _data(self) -> None:
+        flags, config = self.flags, self.config
+        if flags.is_mock:
+            config["data-path"] = "digits"
+            if "mock-data" in flags:
+                self.note(RENAMED, "mock-data", "data-path: digits, whose images have sizes of their own and one channel")
+        elif "data-path" in flags or "train-data-path" in flags:
+            name = "data-path" if "data-path" in flags else "train-data-path"
+            config["data-path"] = list(flags[name])
+            self.note(KEPT if name == "data-path" else RENAMED, name, "one of the forms of docs/data.md must be there")
+            self.report[TO_DO].append("data: Energon's and Megatron's indexed data are not read; see docs/data.md for what is")
+        kind = flags.text("tokenizer-type")
+        if kind in ("", "NullTokenizer", "NullMultimodalTokenizer") or flags.is_mock:
+            config["tokenizer-type"] = "ByteTokenizer"
+        else:
+            config["tokenizer-type"] = "HuggingFaceTokenizer"
+            config["tokenizer-model"] = flags.text("tokenizer-model", "vocab-file", default="TOKENIZER")
+            self.report[TO_DO].append("tokenizer-model: give a folder with tokenizer.json on this machine; nothing is downloaded")
+        for name in ("tokenizer-type", "tokenizer-model", "vocab-file", "merge-file"):
+            if name in flags:
+                self.note(RENAMED, name, f"tokenizer-type: {config['tokenizer-type']}")
+        if flags.number("eval-iters"):
+            shares = [float(share) for share in flags.text("split", default="969,30,1").split(",")]
+            if "split" in flags and not any(shares[1:2]):
+                self.rename("split", "split", "99,1,0")
+        elif "split" in flags and config.get("data-path") == "digits":
+            self.note(NOT_NEEDED, "split", "a program holds out samples of its own")
+
+    def _checkpoints(self) -> None:
+        flags = self.flags
+        for name in ("load", "pretrained-checkpoint", "language-model-checkpoint"):
+            if name in flags and flags.text(name) != flags.text("save"):
+                key = "load" if name == "load" else "pretrained-checkpoint"
+                self.rename(name, key, f"{flags.text(name)}-braid")
+                self.report[TO_DO].append(
+                    f"{key}: python tools/convert.py --load-megatron {flags.text(name)} --model model.yaml --save "
+                    f"{self.config[key]}"
+                )
+
+    def _sizes(self) -> None:
+        """Set the parallelism: as in Megatron all units share all ranks, unless the encoder has sizes of its own."""
+        flags, graph = self.flags, self.graph
+        llm = {size: self._size_of(_SIZES, size) for size in _SIZES}
+        own = {size: self._size_of(_ENCODER_SIZES, size) for size in _SIZES}
+        if flags.number("encoder-pipeline-model-parallel-size") or flags.has("encoder-tp", "encoder-dp"):
+            dp = self._replicas() if "llm-dp" not in flags else llm["data_parallel_size"]
+            if not flags.has("encoder-dp"):
+                shared = own["tensor_parallel_size"] * own["pipeline_parallel_size"]
+                own["data_parallel_size"] = dp = max(1, (self.world_size or 1) // (shared + _ranks(llm)))
+            llm["data_parallel_size"] = dp
+            sizes = {unit.name: UnitSizes(**own) for unit in graph.encoders}
+            sizes[graph.backbone.name] = UnitSizes(**llm)
+            self.world_size = sum(_ranks(size) * size["data_parallel_size"] for size in [own] * len(graph.encoders) + [llm])
+            self.plan = plan_disaggregated(graph, sizes=sizes, world_size=self.world_size).to_dict()
+            self.config["plan"] = "plan.yaml"
+            section, what = RENAMED, "plan: plan.yaml"
+        else:
+            section, what = KEPT, ""
+            for size, value in llm.items():
+                if value > 1 and size != "data_parallel_size":
+                    self.config[_SIZES[size][-1]] = value
+            if graph.encoders and (self.world_size or _ranks(llm)) > 1:
+                self.config["colocate-units"] = True
+                for unit in graph.encoders:
+                    self._encoder_size(unit, llm["tensor_parallel_size"])
+            self.world_size = self.world_size or _ranks(llm)
+        for name in (name for names in (*_SIZES.values(), *_ENCODER_SIZES.values()) for name in names):
+            if name in flags:
+                self.note(section, name, what)
+
+    def _encoder_size(self, unit: Unit, size: int) -> None:
+        """Cut an encoder as Megatron does, like the LLM, if its widths allow that."""
+        if size > 1 and not any(width % size for width in unit.divided_widths.values()):
+            self.config[f"{unit.name}-tp"] = size
+        elif size > 1:
+            self.report[TO_DO].append(
+                f"unit '{unit.name}' has tensor parallel size 1: {size} does not divide its heads and widths"
+            )
+
+    def _others(self) -> None:
+        flags, spellings = self.flags, FlagParser(self.graph).spellings()
+        virtual = "virtual-pipeline-model-parallel-size", "num-layers-per-virtual-pipeline-stage"
+        if flags.has(*virtual, "num-virtual-stages-per-pipeline-rank"):
+            self.config["schedule"] = "interleaved-1f1b"
+        for name in flags:
+            if name in self.answered:
+                continue
+            default = _DEFAULTS_IN_MEGATRON.get(name)
+            if default is not None and flags[name] and _is_number_or_text(flags[name][0], default):
+                self.note(NOT_NEEDED, name, "always so" if default.isdigit() else "the default on CUDA")
+            elif name in _HOLDS:
+                self.note(NOT_NEEDED, name, _HOLDS[name])
+            elif name in _BY_VALUE and flags[name]:
+                self.rename(name, _BY_VALUE[name], _value(flags[name], is_list=False))
+            elif name == "fp16":
+                self.rename(name, "bf16", True)
+            elif name in ("recompute-vision", "recompute-method", "recompute-num-layers"):
+                self.rename(name, "recompute-granularity", flags.text("recompute-granularity", default="full"))
+            elif f"--{name}" in FREEZES or f"--{name}" in spellings:
+                self.config[name] = _value(flags[name], is_list=name in ("freeze", "profile-ranks"))
+                self.note(KEPT, name)
+            else:
+                answer = explain_unknown(f"--{name}", spellings=spellings, graph=self.graph)
+                section = next((section for start, section in _ANSWERS.items() if answer.startswith(start)), UNKNOWN)
+                self.note(section, name, re.sub(r"^(leave it out: always, |leave it out: |not available: )", "", answer))
+
+    def check(self, folder: Path) -> None:
+        """Write config.yaml such that the run's own parser takes it; what remains is reported."""
+        for _ in range(_MOST_CHECKS):
+            write_mapping(folder / "config.yaml", {"model": "model.yaml", **self.config})
+            try:
+                parse_arguments(["--config", str(folder / "config.yaml")], environ={"WORLD_SIZE": str(self.world_size)})
+                return
+            except BraidError as problem:
+                message = str(problem)
+                ignored = re.search(r"--([\w-]+)(?: \S+)? would be ignored", message)
+                if ignored is None or self.config.pop(ignored[1], None) is None:
+                    self.report[TO_DO].append(message.replace(f"{folder}/", ""))
+                    return
+                self.report[KEPT] = [line for line in self.report[KEPT] if not re.match(rf"--{ignored[1]}\b(?!-)", line)]
+                self.note(NOT_NEEDED, ignored[1], message.partition("would be ignored: ")[2])
+
+
+def _ranks(sizes: Mapping[str, int]) -> int:
+    return sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"] * sizes["context_parallel_size"]
+
+
+def _is_number_or_text(text: str, other: str) -> bool:
+    try:
+        return float(text) == float(other)
+    except ValueError:
+        return text == other
+
+
+def _value(words: Sequence[str], *, is_list: bool) -> Any:
+    if not words:
+        return True
+    if is_list or len(words) > 1:
+        return list(words)
+    try:
+        return int(words[0]) if re.fullmatch(r"-?\d+", words[0]) else float(words[0])
+    except ValueError:
+        return words[0]
+
+
+def run(argv: Sequence[str]) -> None:
+    """Convert according to the flags; raises BraidError."""
+    parser = Parser(prog="from_megatron.py", description=__doc__)
+    parser.add_argument("words", nargs="+", metavar="SCRIPT.sh|--", help="A script, its variables and arguments; or a command.")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="Folder for the files (braid-SCRIPT).")
+    flags = parser.parse_intermixed_args(argv) if "--" not in argv else parser.parse_args(argv)
+    command = read_command(flags.words)
+    if "generation" in command.program:
+        raise ConfigError(f"{command.program} answers, and does not train; see tools/generate.py and docs/generate.md")
+    folder = flags.output or Path(f"braid-{Path(flags.words[0]).stem.strip('-') or 'run'}")
+    conversion = Conversion(command)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_mapping(folder / "model.yaml", conversion.model)
+    if conversion.plan:
+        write_mapping(folder / "plan.yaml", conversion.plan)
+    conversion.check(folder)
+    lines = [f"{name}:\n" + "".join(f"  {line}\n" for line in found) for name, found in conversion.report.items() if found]
+    lines.append(
+        f"run:\n  torchrun --nproc-per-node {conversion.world_size} pretrain_mllm.py --config {folder / 'config.yaml'}\n"
+    )
+    (folder / "report.txt").write_text("\n".join(lines), encoding="utf-8")
+    print("\n".join(lines), end="")
+
+
+main = partial(run_tool, "from_megatron.py", run)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""Reads a training command of Megatron: the flags themselves, or those that a shell script would start it with.
+
+The script is run by a restricted bash without programs: variables, arrays, conditions and loops are bash's own, whatever would
+start a program is only noted, and files can be neither written nor sourced.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from multimodal.values.errors import ConfigError
+
+_SECONDS = 20
+_NOTE = 'exec 3>&"$1"; shift; '
+_BEFORE = """exit() { (( ++_exits > 9 )) && builtin exit; return 0; }
+command_not_found_handle() { printf '%s\\0' "$@" $'\\x01' >&3; return 0; }
+"""
+_OUT_OF_PLACE = (
+    (r"(?m)^(\s*)set\s+[-+][a-zA-Z].*$", r"\1:"),  # an error must not end the script
+    (r"\$\{(\w+):?\?[^}]*\}", r"${\1}"),
+    (r"<[a-z]+((?: [a-z]+)+)>", "placeholder"),  # <some dir>, for the reader to fill in
+    (r"(?m)(?<=\s)(?:&>>?|[12]?>>?(?!&))\s*[^\s<>;|&)]+", ""),  # redirections, which are refused
+    (r"(?m)^(\s*)(?:exec\s+)?(?:[\w.~${}/-]*/)?(python[\d.]*|torchrun|srun|mpirun|bash|sh)(?=\s)", r"\1\2"),
+)
+_PROGRAM = re.compile(r"[\w./${}-]+\.py|examples\.mimo\.\w+|[\w.]*pretrain[\w.]*")
+_NUMBER = re.compile(r"--n(?:proc|nodes)(?:[-_]per[-_]node)?[= ](\d+)")
+_OVERRIDE = re.compile(r"\+{0,2}[a-z_]+(?:\.[a-z_]+)+=.*")
+_BRIDGE = {"freeze-language-model": "freeze-LM", "freeze-vision-model": "freeze-ViT", "sequence-length": "seq-length"}
+"""Names that Megatron-Bridge's configuration has for flags."""
+
+
+_OWN = ("HOME", "HOSTNAME", "PWD", "RANDOM", "SECONDS", "USER")
+"""Variables that every shell has."""
+
+
+class Command(NamedTuple):
+    """A training command."""
+
+    program: str
+    flags: Mapping[str, tuple[str, ...]]
+    """Names without dashes in front, with dashes inside -> values; of several the last."""
+    world_size: int | None
+    """Processes that the launcher starts; None: not known."""
+    unset: tuple[str, ...] = ()
+    """Variables of the script that nobody sets, which count as empty."""
+
+
+def read_command(words: Sequence[str]) -> Command:
+    """Read flags, or a script followed by variables (NAME=VALUE) and its arguments; raises ConfigError."""
+    script = Path(words[0])
+    if words[0].startswith("-") or not script.is_file():
+        if not any(word.startswith("--") for word in words):
+            raise ConfigError(f"{script}: no such file; give the script that starts the training, or its flags behind --")
+        return _command(list(words))
+    variables = dict(word.split("=", 1) for word in words[1:] if re.match(r"[A-Za-z_]\w*=", word))
+    arguments = [word for word in words[1:] if not re.match(r"[A-Za-z_]\w*=", word)]
+    text = script.read_text(encoding="utf-8", errors="replace")
+    commands = [_command(started) for started in _started(text, variables=variables, arguments=arguments)]
+    found = max(commands, key=lambda each: len(each.flags), default=None)
+    if found is None or not found.flags:
+        raise ConfigError(f"{script}: starts no program with flags; give the script that starts the training, or its flags")
+    return found._replace(unset=_unset(text, variables=variables, num_arguments=len(arguments)))
+
+
+def _started(text: str, *, variables: Mapping[str, str], arguments: Sequence[str]) -> list[list[str]]:
+    """Return the words of every command that a script starts."""
+    bash = shutil.which("bash")
+    if bash is None:
+        raise ConfigError("there is no bash to read a script with; give the flags themselves behind --")
+    for pattern, replacement in _OUT_OF_PLACE:
+        text = re.sub(pattern, replacement, text)
+    reader, writer = os.pipe()
+    with open(reader, "rb") as noted, open(writer, "wb") as notes:
+        environment = {**{name: os.environ.get(name, "") for name in _OWN}, **variables, "PATH": "/nowhere"}
+        process = subprocess.Popen(
+            [bash, "--norc", "--noprofile", "-r", "-c", _NOTE + 'eval "$0"', _BEFORE + text, str(writer), *arguments],
+            env=environment,
+            pass_fds=(writer,),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        notes.close()
+        try:
+            process.wait(_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            raise ConfigError(f"the script does not end in {_SECONDS} s; give the flags themselves behind --") from None
+        words = noted.read().decode(errors="replace").split("\0")
+    commands: list[list[str]] = [[]]
+    for word in words[:-1]:
+        if word == "\x01":
+            commands.append([])
+        else:
+            commands[-1].append(word)
+    return [_unwrapped(command) for command in commands if command]
+
+
+def _unwrapped(words: list[str]) -> list[str]:
+    """Return a command that a launcher gets as one word (srun sh -c "...") as words."""
+    for word in words:
+        if " --" in word and _PROGRAM.search(word):
+            inner = shlex.split(word.rsplit(";", 1)[-1].rsplit("&&", 1)[-1])
+            return [*words[: words.index(word)], *inner]
+    return words
+
+
+def _command(words: list[str]) -> Command:
+    starts = [index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)]
+    start = next((index for index in starts if any(word.startswith("-") or "=" in word for word in words[index + 1 :])), None)
+    launcher = " ".join(words[: start or 0])
+    flags: dict[str, list[str]] = {}
+    current: list[str] = []
+    for word in words[0 if start is None else start + 1 :]:
+        if re.match(r"--[A-Za-z]", word):
+            name, equals, value = word[2:].partition("=")
+            current = flags[name.replace("_", "-")] = [value] if equals else []
+        elif _OVERRIDE.fullmatch(word):
+            key, _, value = word.partition("=")
+            name = key.rsplit(".", 1)[-1].replace("_", "-")
+            if value.lower() not in ("false", "null", "none"):
+                flags[_BRIDGE.get(name, name)] = [] if value.lower() == "true" else [value]
+        else:
+            current.append(word)
+    numbers = [int(number) for number in _NUMBER.findall(launcher)]
+    world_size = numbers[0] * (numbers[1] if len(numbers) > 1 else 1) if numbers else None
+    program = "" if start is None else words[start]
+    return Command(program, {name: tuple(values) for name, values in flags.items()}, world_size)
+
+
+def _unset(text: str, *, variables: Mapping[str, str], num_arguments: int) -> tuple[str, ...]:
+    """Return the variables and arguments that a script uses, without a default, and nobody sets."""
+    text = re.sub(r"(?m)(^|\s)#.*$", "", text)
+    used = dict.fromkeys(re.findall(r"\$\{?([A-Z]\w*|[1-9])(?=\W|$)", text))
+    has_default = {*_OWN, *re.findall(r"\$\{(\w+):?[-=+]", text), *re.findall(r"\b([A-Za-z_]\w*)\+?=", text)}
+    is_set = {*variables, *has_default, *re.findall(r"\bfor\s+(\w+)\s+in\b", text), *map(str, range(1, num_arguments + 1))}
+    return tuple(f"argument {name}" if name.isdigit() else name for name in used if name not in is_set)

@@ -1,0 +1,224 @@
+"""The model file of a training command of Megatron: its language model's flags, and the encoders of its multimodal scripts."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from multimodal.values.errors import ConfigError
+from tools.megatron_command import Command
+
+_WIDE = {"normalization": "LayerNorm", "add_bias_linear": True, "has_rotary_positions": False}
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+_CLIP = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
+
+
+def _shape(layers: int, width: int, heads: int, inner: int, activation: str, **more: Any) -> dict[str, Any]:
+    names = "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size"
+    return {**dict(zip(names, (layers, width, heads, inner), strict=True)), **_WIDE, "activation": activation, **more}
+
+
+_INTERNVIT = {"layernorm_epsilon": 1e-6, "has_layer_scale": True}
+VISION = {
+    "clip": _shape(24, 1024, 16, 4096, "quick_gelu", image={"has_pre_norm": True, "has_patch_bias": False, **_CLIP}),
+    "siglip": _shape(27, 1152, 16, 4304, "gelu_tanh", layernorm_epsilon=1e-6, image={}),
+    "internvit": _shape(
+        45, 3200, 25, 12800, "gelu", normalization="RMSNorm", qk_layernorm=True, qk_norm_spans_heads=True, **_INTERNVIT
+    )
+    | {"image": _IMAGENET},
+    "internvit300M": _shape(24, 1024, 16, 4096, "gelu", **_INTERNVIT, image=_IMAGENET),
+    "radio": _shape(32, 1280, 16, 5120, "gelu_tanh", layernorm_epsilon=1e-6, image=_CLIP),
+    "radio-g": _shape(40, 1536, 24, 4096, "swiglu", layernorm_epsilon=1e-6, image=_CLIP),
+    "cradio-g": _shape(40, 1536, 24, 6144, "gelu_tanh", layernorm_epsilon=1e-6, image=_CLIP),
+}
+"""--vision-model-type -> the encoder, as examples/multimodal/config.py of Megatron-LM has it."""
+_CLASS_TOKENS = {"clip": 1, "internvit": 1, "internvit300M": 1, "radio": 8, "radio-g": 5, "cradio-g": 8}
+"""Encoder -> class tokens; those behind the first are registers."""
+
+LANGUAGES: Mapping[str, tuple[int, int, str]] = {
+    "llama3_8b": (14336, 14336, "none"),
+    "llama3.1_8b": (14336, 4096, "merged"),
+    "llama3.2_1b": (8192, 2048, "merged"),
+    "llama3.1_70B": (28672, 28672, "none"),
+    "llama_nemotron_8b": (14336, 14336, "merged"),
+    "mistral_7b": (14336, 14336, "none"),
+    "yi-34b": (20480, 20480, "merged"),
+    "qwen2.0_72B": (29568, 29568, "merged"),
+    "qwen2.5_7B": (18944, 3584, "none"),
+    "qwen2.5_72B": (29568, 29568, "merged"),
+}
+"""--language-model-type -> inner width of its MLP and of the projector, and the projector's norm; all are SwiGLU without bias."""
+_WHISPER = {
+    "openai/whisper-tiny": (4, 384, 6),
+    "openai/whisper-base": (6, 512, 8),
+    "openai/whisper-small": (12, 768, 12),
+    "openai/whisper-medium": (24, 1024, 16),
+}
+_MIMO_PROVIDERS = "llava_vlm", "llava_avlm", "video_llava_vlm"
+
+
+class Flags(dict[str, tuple[str, ...]]):
+    """Flags of a command; `read` holds the names of those that something was read from."""
+
+    def __init__(self, command: Command) -> None:
+        super().__init__(command.flags)
+        self.read: set[str] = set()
+
+    @property
+    def is_mock(self) -> bool:
+        """True if samples are made, not read."""
+        return "mock-data" in self or self.get("dataset-provider") == ("mock",)
+
+    def text(self, *names: str, default: str = "") -> str:
+        """Return the value of the first of these flags that is given."""
+        self.read |= {name for name in names if name in self}
+        return next((self[name][0] for name in names if self.get(name)), default)
+
+    def number(self, *names: str, default: float = 0) -> Any:
+        """Return the same as a number; raises ConfigError if it is none."""
+        text = self.text(*names, default=str(default))
+        try:
+            return float(text) if any(letter in text for letter in ".eE") else int(text)
+        except ValueError:
+            raise ConfigError(f"--{names[0]} {text}: expected a number; give the variables that it is made of") from None
+
+    def has(self, *names: str) -> bool:
+        """Return True if one of these flags is given."""
+        self.read |= {name for name in names if name in self}
+        return any(name in self for name in names)
+
+
+def read_model(flags: Flags, program: str) -> dict[str, Any]:
+    """Return the model file of a command; raises ConfigError for a model that Braid does not have."""
+    for name in ("hybrid-layer-pattern", "hybrid-override-pattern", "is-hybrid-model", "multi-latent-attention"):
+        if name in flags:
+            what = "latent attention" if name.startswith("multi") else "state space layers"
+            raise ConfigError(f"--{name}: Braid has no {what}, so this model has no model file; take another model")
+    llm = _language(flags)
+    provider = flags.text("model-provider")
+    units: dict[str, Any] = {}
+    if provider in _MIMO_PROVIDERS:
+        shape = VISION["clip"] | {"num_layers": 23, "projector_hidden_size": 4096, "projector_norm": "none"}
+        image = {"patch_size": 14, "merge_size": 1, "image_size": 336, "fit": "crop", "class_token": "dropped"}
+        units["vision"] = shape | {"image": image | VISION["clip"]["image"]}
+        llm |= {"ffn_hidden_size": 11008, "normalization": "RMSNorm", "activation": "swiglu", "vocab_size": 32256}
+        llm.pop("add_bias_linear", None)
+    elif program.endswith("pretrain_vlm.py") or provider == "mock":
+        own = {name: value for name, value in llm.items() if name in _LIKE_LANGUAGE}
+        shape = _WIDE | own | {"num_layers": flags.number("encoder-num-layers", default=llm["num_layers"])}
+        units["vision"] = shape | {"image": _image(flags, {"has_pre_norm": True, "has_patch_bias": False}, "clip")}
+        units["vision"] |= {"projector_hidden_size": llm["ffn_hidden_size"], "projector_norm": "none"}
+    elif flags.has("language-model-type", "vision-model-type"):
+        units["vision"] = _vision(flags)
+    if flags.has("audio-encoder-model"):
+        units["audio"] = _audio(flags.text("audio-encoder-model"))
+    if flags.is_mock and "vision" in units:
+        image = units["vision"]["image"]
+        patch, merge, side = image["patch_size"], image["merge_size"], image.get("image_size", 224)
+        sizes = {"min_pixels": 4 * (patch * merge) ** 2, "max_pixels": max(4 * (patch * merge) ** 2, side**2)}
+        units["vision"]["image"] = {"patch_size": patch, "merge_size": merge, "in_channels": 1, **sizes}
+        units["vision"]["has_rotary_positions"] = True
+    roles = {name: {"role": "encoder", **shape} for name, shape in units.items()}
+    return {"units": {**roles, "llm": {"role": "backbone", **llm}}}
+
+
+_LIKE_LANGUAGE = {
+    *("hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups", "kv_channels", "normalization", "activation"),
+    *("layernorm_epsilon", "init_method_std"),
+}
+"""Keys that pretrain_vlm.py's encoder takes from the language model."""
+
+
+def _language(flags: Flags) -> dict[str, Any]:
+    kind = flags.text("language-model-type")
+    known = LANGUAGES.get(kind)
+    if not flags.has("hidden-size") or not flags.has("num-layers", "decoder-num-layers"):
+        raise ConfigError(
+            "--num-layers and --hidden-size are not there, so the model is in a checkpoint or a recipe; add the shape's flags, "
+            "or start from a folder of Hugging Face with --load-hf, which gives the model"
+        )
+    if kind and known is None:
+        known_types = ", ".join(LANGUAGES)
+        raise ConfigError(f"--language-model-type {kind}: no such model here; known are {known_types}; else use --load-hf DIR")
+    width = flags.number("hidden-size")
+    flags.has("ffn-hidden-size", "norm-epsilon")
+    is_gated = flags.has("swiglu") or known is not None
+    for name in ("squared-relu", "quick-geglu"):
+        if name in flags and known is None:
+            raise ConfigError(f"--{name}: activations are swiglu, geglu_tanh, gelu, gelu_tanh or quick_gelu; take another model")
+    inner = known[0] if known else int(4 * width * 2 / 3) // 64 * 64 if is_gated else 4 * width
+    shape = {
+        "num_layers": flags.number("decoder-num-layers", "num-layers"),
+        "hidden_size": width,
+        "num_attention_heads": flags.number("num-attention-heads"),
+        "ffn_hidden_size": known[0] if known else flags.number("ffn-hidden-size", default=inner),
+        "normalization": flags.text("normalization", default="LayerNorm"),
+        "activation": "swiglu" if is_gated else "gelu_tanh" if flags.has("openai-gelu") else "gelu",
+        "layernorm_epsilon": flags.number("norm-epsilon", default=1e-5),
+        "rotary_base": flags.number("rotary-base", default=10000),
+        "init_method_std": flags.number("init-method-std", default=0.02),
+        "untie_embeddings_and_output_weights": flags.has("untie-embeddings-and-output-weights"),
+    }
+    if flags.has("group-query-attention", "num-query-groups"):
+        shape["num_query_groups"] = flags.number("num-query-groups", default=1)
+    if flags.has("kv-channels"):
+        shape["kv_channels"] = flags.number("kv-channels")
+    if not flags.has("disable-bias-linear") and known is None:
+        shape["add_bias_linear"] = True
+    if flags.has("add-qkv-bias") or kind.startswith("qwen"):
+        shape["add_qkv_bias"] = True
+    if flags.has("qk-layernorm"):
+        shape["qk_layernorm"] = True
+    if flags.has("apply-layernorm-1p") and shape["normalization"] == "RMSNorm" and known is None:
+        shape["layernorm_zero_centered_gamma"] = True
+    if flags.has("use-rope-scaling"):
+        shape["rotary_scaling"] = [flags.number("rope-scaling-factor", default=8.0), 1.0, 4.0, 8192.0]
+    if flags.has("vocab-size"):
+        shape["vocab_size"] = flags.number("vocab-size")
+    if flags.has("num-experts"):
+        experts = {
+            "num_experts": flags.number("num-experts"),
+            "router_topk": flags.number("moe-router-topk", default=2),
+            "ffn_hidden_size": flags.number("moe-ffn-hidden-size", default=shape["ffn_hidden_size"]),
+            "aux_loss_coeff": flags.number("moe-aux-loss-coeff"),
+            "router_pre_softmax": flags.has("moe-router-pre-softmax"),
+        }
+        if flags.has("moe-shared-expert-intermediate-size"):
+            experts["shared_expert_intermediate_size"] = flags.number("moe-shared-expert-intermediate-size")
+        shape["experts"] = experts
+    return shape
+
+
+def _vision(flags: Flags) -> dict[str, Any]:
+    kind = flags.text("vision-model-type", default="clip")
+    if kind not in VISION:
+        raise ConfigError(f"--vision-model-type {kind}: no such encoder; known are {', '.join(VISION)}; else use --load-hf DIR")
+    _, inner, norm = LANGUAGES.get(flags.text("language-model-type"), (0, flags.number("hidden-size"), "none"))
+    image = _image(flags, VISION[kind]["image"], kind)
+    return VISION[kind] | {"image": image, "projector_hidden_size": inner, "projector_norm": norm}
+
+
+def _image(flags: Flags, known: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    patch, merge = flags.number("patch-dim", default=16), 2 if flags.has("pixel-shuffle", "use-pixel-shuffle-only") else 1
+    image = {"patch_size": patch, "merge_size": merge, **known}
+    if flags.has("dynamic-resolution"):
+        low = flags.number("dynamic-resolution-min-patches") or 4 * merge**2
+        high = flags.number("dynamic-resolution-max-patches") or 4096
+        image.pop("has_pre_norm", None)
+        return image | {"position_grid": 16, "min_pixels": low * patch**2, "max_pixels": high * patch**2}
+    image["image_size"] = flags.number("img-h", "image-size", default=224)
+    flags.has("img-w")
+    if flags.has("use-tiling"):
+        image["max_tiles"] = flags.number("max-num-tiles", default=1)
+    num_tokens = flags.number("class-token-len", default=_CLASS_TOKENS.get(kind, 0))
+    if num_tokens:
+        image["class_token"] = "dropped" if flags.has("disable-vision-class-token") or merge > 1 else "kept"
+        image |= {"num_registers": num_tokens - 1} if num_tokens > 1 else {}
+    return image
+
+
+def _audio(kind: str) -> dict[str, Any]:
+    if kind not in _WHISPER:
+        raise ConfigError(f"--audio-encoder-model {kind}: no such encoder here; known are {', '.join(_WHISPER)}")
+    layers, width, heads = _WHISPER[kind]
+    audio = {"num_mel_bins": 80, "tokens_per_second": 50, "merge_factor": 1}
+    shape = _shape(layers, width, heads, 4 * width, "gelu")
+    return shape | {"audio": audio, "projector_hidden_size": 4096, "projector_norm": "none"}
