@@ -58,6 +58,7 @@ def save_checkpoint(
     retain_interval: int | None = None,
     check_right: Callable[[], None] = lambda: None,
     background: BackgroundSave | None = None,
+    has_optimizer: bool = True,
 ) -> None:
     """Save the whole state of a run after `step` steps, and remove older ones; collective over all ranks.
 
@@ -70,6 +71,8 @@ def save_checkpoint(
 
     background: writes it while training continues, once its previous save is done; this function then returns when the state is
     copied, and `check` and `finish` of the background save raise errors.
+
+    has_optimizer: False: save the weights alone.
 
     Raises CheckpointError on every rank if it fails on any; earlier checkpoints are then untouched.
     """
@@ -87,7 +90,7 @@ def save_checkpoint(
         files={},
         index_crc32=0,
     )
-    tensors = [*model_tensors(session.state), *optimizer_tensors(session.state)]
+    tensors = model_tensors(session.state) + (optimizer_tensors(session.state) if has_optimizer else [])
     keeping = partial(prune_checkpoints, folder, step=step, keep_last=keep_last, retain_interval=retain_interval)
     write = partial(_write, folder, manifest, prune=keeping, check_right=check_right)
     if background is None:

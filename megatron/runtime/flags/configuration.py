@@ -352,6 +352,11 @@ class EvaluationConfig:
     """Global batches per evaluation; 0 does not evaluate."""
     eval_blank_images: bool = False
     """Also evaluate with blank images, to see whether the model uses them."""
+    sample_prompts: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE"})
+    """Questions, in a form of --data-path with the expected answers, that the model answers with every evaluation; the answers go
+    to the log and to all reports. Weights are handed over in --save, to a process on the CPU beside rank 0."""
+    sample_max_new_tokens: int = field(default=64, metadata=A_COUNT)
+    """--sample-prompts: the longest answer."""
 
 
 @dataclass(frozen=True, kw_only=True)

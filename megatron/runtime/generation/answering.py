@@ -23,6 +23,7 @@ from megatron.runtime.generation.whole_model import OpenedModel, StoredModel, op
 from megatron.runtime.session import Session
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.data.chat.chat_format import ChatFormat
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_source import SampleSource
@@ -31,6 +32,7 @@ from multimodal.data.tokenizer import Tokenizer
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.values.errors import ConfigError, DataError
+from multimodal.values.model_graph import ModelGraph
 
 _UNBOUNDED = 2**20
 """Most tokens of a question: none is cut."""
@@ -156,12 +158,15 @@ class Answering:
 def open_answering(session: Session, model: StoredModel, path: Path) -> Answering:
     """Return what answers the samples of a file, in any form that --data-path takes."""
     tokenizer, chat = model.texts.open()
-    source: SampleSource = ManifestSource(
-        path, graph=session.graph, tokenizer=tokenizer, seq_length=_UNBOUNDED, allows_outside_paths=True, chat=chat
-    )
+    source: SampleSource = open_questions(path, graph=session.graph, tokenizer=tokenizer, chat=chat)
     if session.graph.passes_items_on:
         source = PassedItems(source, graph=session.graph)
     return Answering(session, source, tokenizer)
+
+
+def open_questions(path: Path, *, graph: ModelGraph, tokenizer: Tokenizer, chat: ChatFormat | None) -> ManifestSource:
+    """Open a file of questions, none of which is cut; raises DataError."""
+    return ManifestSource(path, graph=graph, tokenizer=tokenizer, seq_length=_UNBOUNDED, allows_outside_paths=True, chat=chat)
 
 
 def user_message(prompt: str, *, images: Sequence[str | Path] = (), audio: Sequence[str | Path] = ()) -> Message:

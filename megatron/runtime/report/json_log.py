@@ -71,6 +71,6 @@ def _entries(path: Path, keep_until: int) -> Iterator[dict[str, Any]]:
             entry = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        step, loss = (entry.get("step"), entry.get("loss")) if isinstance(entry, dict) else (None, None)
-        if isinstance(step, int) and step <= keep_until and isinstance(loss, int | float):
+        step, told = (entry.get("step"), entry.get("loss", entry.get("samples"))) if isinstance(entry, dict) else (None, None)
+        if isinstance(step, int) and step <= keep_until and isinstance(told, int | float | list):
             yield entry

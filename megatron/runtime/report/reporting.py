@@ -7,7 +7,7 @@ import errno
 import math
 import statistics
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.json_log import JsonLog, check_log_file
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
 from multimodal.schedule.chrome_trace import write_chrome_trace
@@ -93,6 +94,9 @@ class Reporter:
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report an evaluation; name: the evaluated data."""
 
+    def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
+        """Report the model's answers to --sample-prompts."""
+
     def timeline(self, number: int, timeline: Timeline) -> None:
         """Report a step's measured timeline."""
 
@@ -115,7 +119,7 @@ class ConsoleReporter(Reporter):
         check_places(logging)
         self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
         kept = self._json_log.kept if self._json_log else []
-        self._losses = [(entry["step"], entry["loss"]) for entry in kept if "evaluation" not in entry]
+        self._losses = [(entry["step"], entry["loss"]) for entry in kept if "learning_rate" in entry]
         self._tensorboard: Any = None
         if logging.tensorboard_dir:
             try:
@@ -192,6 +196,29 @@ class ConsoleReporter(Reporter):
             self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
         tag = name.replace(",", "").replace(" ", "_")
         self._add_scalars({f"{tag}/{key}": value for key, value in numbers.items()}, number)
+
+    def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
+        """Report answers, each beside the expected one, to all places."""
+        num_right = sum(each.answer == each.expected for each in answers)
+        self.say(f"step {number}: samples: {num_right} of {len(answers)} answers are the expected ones")
+        for each in answers:
+            self.say(
+                f"  {each.asked}\n    -> {each.answer}"
+                + ("" if each.answer == each.expected else f"    (expected: {each.expected})")
+            )
+        rows = [each._asdict() for each in answers]
+        if (log := self._json_log) is not None:
+            self._write(f"--log-json {self._logging.log_json}", lambda: log.append({"step": number, "samples": rows}))
+        if (tensorboard := self._tensorboard) is not None:
+            told = "\n\n".join(f"{each.asked}\n\n**{each.answer}** (expected: {each.expected})" for each in answers)
+            self._write(
+                f"--tensorboard-dir {self._logging.tensorboard_dir}", lambda: tensorboard.add_text("samples", told, number)
+            )
+        if (wandb := self._wandb) is not None:
+            import wandb as package  # type: ignore[import-not-found,unused-ignore]
+
+            table = package.Table(columns=list(SampleAnswer._fields), data=[list(each) for each in answers])
+            self._write("--wandb-project", lambda: wandb.log({"samples": table}, step=number))
 
     def timeline(self, number: int, timeline: Timeline) -> None:
         """Write the timeline for ui.perfetto.dev and tools/trace.py, and as a picture."""

@@ -1,5 +1,6 @@
 """The training loop: load -> assign -> schedule -> execute -> update -> report, with evaluation and checkpoints."""
 
+import shutil
 import statistics
 import time
 from collections.abc import Iterator
@@ -7,10 +8,13 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import count
+from pathlib import Path
 
 from megatron.runtime import platform
+from megatron.runtime.checkpoint.checkpoint import save_checkpoint
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
 from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS
+from megatron.runtime.generation.sample_prompts import answer_prompts
 from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
 from megatron.runtime.launch.stop_requests import StopReason
@@ -31,6 +35,7 @@ from megatron.runtime.training.small_batch import describe_small_batch
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
 from multimodal.data.tokenizer import MISSING
+from multimodal.values.errors import DataError
 from multimodal.values.timeline import TimelineEvent
 
 
@@ -214,12 +219,40 @@ def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationRepo
 
     evaluation = run.trainer.evaluate(steps_until_stopped(run.data.valid))
     reporter.evaluation(number, "held out", evaluation)
+    if run.config.evaluation.sample_prompts is not None:
+        _answer_prompts(run, reporter, number, run.config.evaluation.sample_prompts)
     if not run.config.evaluation.eval_blank_images:
         return evaluation, None
     blank_images = BlankImages(run.data.valid, graph=run.session.graph)
     blank = run.trainer.evaluate(steps_until_stopped(blank_images))
     reporter.evaluation(number, "held out, blank images", blank)
     return evaluation, blank
+
+
+def _answer_prompts(run: Run, reporter: Reporter, number: int, prompts: Path) -> None:
+    """Report what the current weights answer; collective until they are written; the others then wait in the next step."""
+    save_folder, claim = run.config.checkpoint.save, run.claim
+    assert save_folder is not None and claim is not None, "a rule of the flags asks for --save"
+    folder = save_folder / ".samples"
+    save_checkpoint(
+        folder,
+        step=number,
+        session=run.session,
+        schedulers_state={},
+        run_state=run.described_data,
+        keep_last=1,
+        check_right=claim.check,
+        has_optimizer=False,
+    )
+    if run.world.rank != 0:
+        return
+    try:
+        longest = run.config.evaluation.sample_max_new_tokens
+        reporter.samples(number, answer_prompts(folder, prompts, max_new_tokens=longest, timeout=run.world.timeout / 2))
+    except DataError as problem:
+        reporter.say(f"warning: --sample-prompts {prompts}: no answers ({problem}); training goes on without them")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def build_reporter(run: Run, *, done_steps: int) -> Reporter:

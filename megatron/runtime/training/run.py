@@ -14,13 +14,14 @@ from megatron.runtime import platform
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.claim import FolderClaim
 from megatron.runtime.emulation.emulated_stage import EmulatedStage
-from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, with_vocabulary
+from megatron.runtime.feed.data_sets import DataSets, RunData, build_data_sets, padded_vocab_size, text_settings, with_vocabulary
 from megatron.runtime.feed.phase import Phase
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.flags.arguments import build_plan, choose_trained
 from megatron.runtime.flags.configuration import OptimizerSettings, RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults, with_layer_defaults
 from megatron.runtime.flags.elastic_templates import read_templates
+from megatron.runtime.generation.answering import open_questions
 from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target
 from megatron.runtime.hugging_face.save_weights import check_hugging_face_target, find_folder_to_follow
@@ -162,6 +163,9 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
         if config.checkpoint.save_adapter:
             check_adapter_target(config.checkpoint.save_adapter, graph=graph, like=like)
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
+    if prompts := config.evaluation.sample_prompts:
+        chat = text_settings(config).open()[1] if config.data.sample_program is None else None
+        open_questions(prompts, graph=graph, tokenizer=data.tokenizer, chat=chat)  # an error now, not at the first evaluation
     graph = with_vocabulary(graph, data.tokenizer)
     return Inputs(graph, data, padded_vocab_size(data.tokenizer, config, graph=graph))
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, StepReport, check_places
 from megatron.runtime.step.balance_report import BalanceReport
 from multimodal.balance.batch_work import Imbalance
@@ -172,6 +173,22 @@ def test_tensorboard_may_run_out_of_room(run: Run, tmp_path: Path) -> None:
     assert [line for line in lines if line.startswith("warning: ")] == [
         f"warning: {place}: cannot be written (File too large); training goes on without it"
     ]
+
+
+def test_answers_go_to_the_log_and_to_all_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And a resumed run keeps those of steps that are done."""
+    logging = LoggingConfig(log_json=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board")
+    answers = [SampleAnswer("how many", "two", "two"), SampleAnswer("which", "a cat", "a dog")]
+    with closing(ConsoleReporter(logging, train_iters=4, first_step=0)) as reporter:
+        reporter.samples(2, answers)
+    assert capsys.readouterr().out.splitlines() == [
+        "step 2: samples: 1 of 2 answers are the expected ones",
+        *("  how many", "    -> two", "  which", "    -> a cat    (expected: a dog)"),
+    ]
+    assert b"a cat" in b"".join(path.read_bytes() for path in (tmp_path / "board").iterdir())
+    with closing(ConsoleReporter(logging, train_iters=4, first_step=2)):
+        (entry,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert entry == {"step": 2, "samples": [each._asdict() for each in answers]}
 
 
 def test_a_resumed_log_gives_the_whole_loss_curve(run: Run, tmp_path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Answers of the model in training (--sample-prompts), by a process of its own, so that nothing in the run changes.
+
+It opens the weights that the ranks have just written, on the CPU of rank 0's node: a rank's groups, random generators and device
+memory stay as they are.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.runtime.generation.answering import open_answering
+from megatron.runtime.generation.whole_model import open_model
+from multimodal.values.errors import BraidError, DataError
+
+
+class SampleAnswer(NamedTuple):
+    """A question, the model's answer, and the one in the file."""
+
+    asked: str
+    answer: str
+    expected: str
+
+
+def answer_prompts(checkpoint: Path, prompts: Path, *, max_new_tokens: int, timeout: timedelta) -> list[SampleAnswer]:
+    """Return the likeliest answers of a checkpoint to the questions of a file; raises DataError if they are not there in time."""
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    environ["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)  # the other ranks wait
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "answers.json"
+        command = [sys.executable, "-m", __name__, str(checkpoint), str(prompts), str(max_new_tokens), str(output)]
+        try:
+            ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout.total_seconds())
+        except subprocess.TimeoutExpired as problem:
+            raise DataError(f"they took more than {timeout.total_seconds():.0f} s; ask fewer questions") from problem
+        if not output.exists():
+            *_, last = ended.stderr.strip().splitlines() or [f"the process ended with exit code {ended.returncode}"]
+            raise DataError(last)
+        return [SampleAnswer(*answer) for answer in json.loads(output.read_text())]
+
+
+def _answer(checkpoint: Path, prompts: Path, *, max_new_tokens: int, output: Path) -> None:
+    with open_model(checkpoint, is_hugging_face=False) as (session, model):
+        answering = open_answering(session, model, prompts)
+        answers = [
+            SampleAnswer(
+                answering.asked(index).strip(),
+                answering.answer(index, max_new_tokens=max_new_tokens),
+                answering.expected(index),
+            )
+            for index in range(len(answering))
+        ]
+    output.write_text(json.dumps(answers))
+
+
+if __name__ == "__main__":
+    try:
+        _answer(Path(sys.argv[1]), Path(sys.argv[2]), max_new_tokens=int(sys.argv[3]), output=Path(sys.argv[4]))
+    except BraidError as problem:
+        sys.exit(str(problem))
