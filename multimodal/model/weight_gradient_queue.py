@@ -150,12 +150,21 @@ class DelayedModuleGradient(NamedTuple):
         adds some biases outside the product (`skip_bias_add`), and FP8 sums the bias's gradient in the backward itself;
         Megatron's gradient buffers have taken those by now.
         """
-        (of_weight, of_bias, *_), _ = self.module.wgrad_store.pop()
-        found = [(self.module.weight, of_weight)]
-        if of_bias is not None and of_bias.numel():
+        (of_weight, of_bias, *_), kept = self.module.wgrad_store.pop()
+        if hasattr(self.module, "num_gemms"):  # of experts: what was kept has the places that the gradients were written to
+            found = list(zip(delayed_weights(self.module), kept[2], strict=True))
+        else:
+            found = [(self.module.weight, of_weight)]
+        if isinstance(of_bias, Tensor) and of_bias.numel():
             found.append((self.module.bias, of_bias))
         for parameter, gradient in found:
             torch.autograd.backward((parameter,), (gradient.to(parameter.dtype),))
+
+
+def delayed_weights(module: Any) -> list[Tensor]:
+    """Return the weight of a module of Transformer Engine, or those of its experts."""
+    names = ["weight"] if not hasattr(module, "num_gemms") else [f"weight{index}" for index in range(module.num_gemms)]
+    return [getattr(module, name) for name in names]
 
 
 def defer_in_modules(root: Module) -> bool:
@@ -170,8 +179,8 @@ def defer_in_modules(root: Module) -> bool:
 
 
 def _leave_to_queue(module: Module, inputs: Any, output: Any) -> None:
-    queue, weight = active_queue(), module.weight
-    if queue is not None and torch.is_grad_enabled() and isinstance(weight, Tensor) and weight.requires_grad:
+    queue = active_queue()
+    if queue is not None and torch.is_grad_enabled() and delayed_weights(module)[0].requires_grad:
         queue.put_module(module)
 
 

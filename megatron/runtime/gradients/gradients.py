@@ -109,10 +109,14 @@ class UnitGradients:
 
     def _sum_over_tensor_parallel(self, parameters: Iterable[Parameter]) -> None:
         group = self.membership.groups.tp
-        if group.size() > 1:
-            for parameter in parameters:
-                if parameter.requires_grad and getattr(parameter, "sequence_parallel", False):
-                    dist.all_reduce(main_gradient(parameter), group=group)
+        partial_sums = [
+            main_gradient(each) for each in parameters if each.requires_grad and getattr(each, "sequence_parallel", False)
+        ]
+        if group.size() > 1 and partial_sums:
+            sums = torch.cat([each.view(-1) for each in partial_sums])  # of norms and biases, which are small
+            dist.all_reduce(sums, group=group)
+            for gradient, found in zip(partial_sums, sums.split([each.numel() for each in partial_sums]), strict=True):
+                gradient.copy_(found.view_as(gradient))
 
     @contextmanager
     def updating(self, *, gathers_later: bool) -> Iterator[None]:

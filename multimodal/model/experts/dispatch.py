@@ -46,14 +46,14 @@ def compute_by_experts(
     counts = torch.bincount(chosen.flatten(), minlength=num_experts)
     copies = _permuted(rows, _Order(order.forward // topk, order.backward), num_copies=topk)
     if group.size() == 1:
-        made = compute(copies, counts.tolist())
+        made = compute(copies, counts)
     else:
         made = _compute_on_owners(copies, counts.view(group.size(), -1), group=group, compute=compute)
     parts = _permuted(made, order.mirrored).view(-1, topk, rows.shape[1])
     return (parts * weights.unsqueeze(-1).to(parts.dtype)).sum(1)
 
 
-ComputeExperts = Callable[[Tensor, list[int]], Tensor]
+ComputeExperts = Callable[[Tensor, Tensor], Tensor]
 
 
 def _compute_on_owners(copies: Tensor, counts: Tensor, *, group: dist.ProcessGroup, compute: ComputeExperts) -> Tensor:
@@ -64,7 +64,7 @@ def _compute_on_owners(copies: Tensor, counts: Tensor, *, group: dist.ProcessGro
     numbers = torch.arange(counts.shape[1], device=counts.device).repeat(len(counts))
     order = _Order.sorting(numbers.repeat_interleave(arriving.flatten()))
     there = _exchanged(copies, sent, received, group)
-    made = compute(_permuted(there, order), arriving.sum(0).tolist())
+    made = compute(_permuted(there, order), arriving.sum(0))
     return _exchanged(_permuted(made, order.mirrored), received, sent, group)
 
 

@@ -7,7 +7,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module, ModuleDict
+from torch.nn import Module, ModuleDict, ModuleList
 
 from multimodal.model.collectives import RankLink, sum_rows
 from multimodal.model.deferrable_linear import (
@@ -16,6 +16,7 @@ from multimodal.model.deferrable_linear import (
     deferrable_linear,
 )
 from multimodal.model.experts.dispatch import compute_by_experts
+from multimodal.model.experts.grouped_linear import build_engine_linear, grouped_linear, has_grouped_kernel
 from multimodal.model.experts.router import Router, RowSequences, attach_loss, sequence_balance_loss
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.values.units.transformer import Experts
@@ -45,13 +46,15 @@ class Expert(Module):
 
     def forward(self, rows: Tensor) -> Tensor:
         """rows: [num_rows, hidden_size]; returns this rank's part of the sum over tensor parallel ranks."""
-        inner = deferrable_linear(rows, self.linear_fc1.weight, None)
-        if self.is_gated:
-            gate, value = inner.chunk(2, dim=-1)
-            inner = self.activation(gate) * value
-        else:
-            inner = self.activation(inner)
+        inner = self.activated(deferrable_linear(rows, self.linear_fc1.weight, None))
         return deferrable_linear(inner, self.linear_fc2.weight, None)
+
+    def activated(self, inner: Tensor) -> Tensor:
+        """Return what the second product multiplies."""
+        if not self.is_gated:
+            return self.activation(inner)
+        gate, value = inner.chunk(2, dim=-1)
+        return self.activation(gate) * value
 
 
 class ExpertMLP(Module):
@@ -65,13 +68,17 @@ class ExpertMLP(Module):
     sequences: RowSequences | None = None
     """The sequences of the next rows, if the loss that balances experts is wanted."""
     num_step_tokens = 1
+    engine: ModuleList | None = None
+    """Both products of all own experts by Transformer Engine, if it is used."""
+    row_multiple = 1
 
     def __init__(self, config: TransformerConfig, experts: Experts, inner_size: int, groups: ProcessGroupCollection) -> None:
         super().__init__()
         self.experts_shape, self.groups, self.is_sequence_parallel = experts, groups, config.sequence_parallel
         self.router = Router(config, experts)
         num_own = experts.num_experts // groups.ep.size()
-        own = range(groups.ep.rank() * num_own, (groups.ep.rank() + 1) * num_own)
+        # The last one comes first, so that the weights lie in order in Megatron's buffers, which start with the last parameter.
+        own = reversed(range(groups.ep.rank() * num_own, (groups.ep.rank() + 1) * num_own))
         self.experts = ModuleDict({str(number): Expert(config, inner_size, groups) for number in own})
         for parameter in self.experts.parameters():
             parameter.allreduce = groups.ep.size() == 1  # type: ignore[attr-defined]  # megatron-core: not with all replicas
@@ -79,6 +86,19 @@ class ExpertMLP(Module):
         self.shared_expert = Expert(config, shared, groups) if shared is not None else None
         self._losses: list[Tensor] = []
         """Losses that balance experts, of all backwards since they were last taken."""
+
+    def use_engine(self, *, accumulates: bool, delays: bool, row_multiple: int) -> None:
+        """Let Transformer Engine multiply; row_multiple: of the rows of each expert; others: see `build_engine_linear`."""
+        self.row_multiple = row_multiple
+        self.engine = ModuleList(
+            build_engine_linear(weights, accumulates=accumulates, delays=delays) for weights in self._weights
+        )
+
+    @property
+    def _weights(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The first and the second weight of each own expert, in order."""
+        own: list[Any] = [self.experts[name] for name in sorted(self.experts, key=int)]
+        return [each.linear_fc1.weight for each in own], [each.linear_fc2.weight for each in own]
 
     def take_losses(self) -> float:
         """Return the sum of `sequence_balance_loss` over this rank's backwards; those of all ranks add up to the total."""
@@ -108,9 +128,21 @@ class ExpertMLP(Module):
             made = made + self.shared_expert(rows)
         return sum_rows(made.unsqueeze(1), link), None
 
-    def _compute(self, rows: Tensor, counts: list[int]) -> Tensor:
-        parts = [expert(part) for expert, part in zip(self.experts.values(), rows.split(counts), strict=True)]
-        return torch.cat(parts)
+    def _compute(self, rows: Tensor, counts: Tensor) -> Tensor:
+        first, second = self._weights
+        expert: Expert = next(iter(self.experts.values()))  # type: ignore[assignment]
+        if self.engine is None:
+            given = counts if has_grouped_kernel(rows, (first[0], second[0])) else counts.tolist()
+            return grouped_linear(expert.activated(grouped_linear(rows, given, first)), given, second)
+        padded = -(-counts // self.row_multiple) * self.row_multiple
+        sizes: list[int] = padded.tolist()
+        added = padded - counts
+        places = torch.arange(len(rows), device=rows.device)
+        places += (added.cumsum(0) - added).repeat_interleave(counts, output_size=len(rows))
+        spread = rows if self.row_multiple == 1 else rows.new_zeros(sum(sizes), rows.shape[1]).index_copy(0, places, rows)
+        up, down = self.engine
+        made: Tensor = down(expert.activated(up(spread, sizes)), sizes)
+        return made if self.row_multiple == 1 else made.index_select(0, places)
 
 
 def _gathered(rows: Tensor, link: RankLink) -> Tensor:

@@ -61,6 +61,11 @@ class LayerContext:
         return InputContext(self.graph, self.unit, self.options, self.groups.tp.size(), self.groups.cp.size())
 
     @property
+    def implementation(self) -> str:
+        """`local` or `transformer_engine`: whose transformer layers the unit has."""
+        return "local" if self.unit.needs_local_layers else self.options.transformer_impl
+
+    @property
     def patch_channels(self) -> int:
         """Number of values from which a token of the unit's items is made."""
         assert self.unit.item_input is not None, f"unit '{self.unit.name}' has no image and no audio"

@@ -9,7 +9,7 @@ from torch.nn import Module
 from multimodal.model.experts.expert_mlp import ExpertMLP
 from multimodal.model.experts.router import RowSequences
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
-from multimodal.model.layers.transformer import TransformerKind
+from multimodal.model.layers.transformer import TransformerKind, accumulates_in_engine
 from multimodal.model.norm import Norm
 
 
@@ -23,7 +23,14 @@ class MoeTransformerKind(TransformerKind):
         shape = context.unit.transformer
         assert shape.experts is not None, "a model with such layers describes their experts"
         layer = super().build(context, index)
-        layer.mlp = ExpertMLP(context.config, shape.experts, shape.expert_hidden_size, context.groups)
+        layer.mlp = mlp = ExpertMLP(context.config, shape.experts, shape.expert_hidden_size, context.groups)
+        if context.implementation != "local":
+            options = context.options
+            mlp.use_engine(
+                accumulates=accumulates_in_engine(options),
+                delays=options.delays_weight_gradients,
+                row_multiple=options.row_multiple,
+            )
         return layer
 
     def adapt(self, spec: ModuleSpec) -> None:

@@ -62,9 +62,8 @@ class TransformerKind(LayerKind):
     def build(self, context: LayerContext, index: int) -> Module:
         """Build megatron-core's layer from its spec."""
         options = context.options
-        implementation = "local" if context.unit.needs_local_layers else options.transformer_impl
         spec = transformer_layer_spec(
-            implementation=implementation,
+            implementation=context.implementation,
             choice=attention_choice(context.input_context, window=self.window(context.unit)),
             recompute=options.recompute,
             num_overlapped_parts=options.num_overlapped_parts,
@@ -82,7 +81,7 @@ class TransformerKind(LayerKind):
         _add_biases(spec, context.unit)
         self.adapt(spec)
         config = context.config
-        if implementation != "local":
+        if context.implementation != "local":
             config = copy.copy(config)  # set here, since elsewhere it is validated against Megatron's own schedules
             config.delay_wgrad_compute = options.delays_weight_gradients
             config.gradient_accumulation_fusion = accumulates_in_engine(options)

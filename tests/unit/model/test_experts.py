@@ -11,8 +11,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from multimodal.model.experts.expert_mlp import Expert, ExpertMLP
+from multimodal.model.experts.grouped_linear import grouped_linear
 from multimodal.model.experts.router import Router, Routing, RowSequences, attach_loss, sequence_balance_loss
 from multimodal.model.transformer_config import BuildOptions, Precision, build_transformer_config
+from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from multimodal.values.model_graph import Experts, Role, Transformer, Unit
 
 SHAPE = Transformer(2, 8, 2, 12, experts=Experts(4, router_topk=2))
@@ -65,6 +67,28 @@ def test_no_rows_are_computed_and_no_expert_without_rows_loses_its_gradient(worl
     mlp = build(Experts(4, router_topk=1), world_of_one)
     mlp(torch.zeros(0, 1, 8, dtype=torch.float64))[0].sum().backward()
     assert all(parameter.grad is not None and not parameter.grad.any() for parameter in mlp.experts.parameters())
+
+
+@pytest.mark.skipif(not hasattr(torch, "_grouped_mm"), reason="this torch has no grouped product")
+@pytest.mark.parametrize("is_deferred", [False, True])
+@pytest.mark.parametrize("is_even", [False, True])
+def test_the_grouped_kernel_multiplies_as_slices_do(is_deferred: bool, is_even: bool) -> None:
+    """Weights in one buffer or apart; one expert has no rows, and gradients of zero."""
+    rows, counts = torch.randn(10, 16), [3, 0, 5, 2]
+    matrices = torch.randn(4, 2, 8, 16)[:, 1] if is_even else [torch.randn(8, 16) for _ in counts]
+    found = []
+    for given in (counts, torch.tensor(counts)):
+        weights = [torch.nn.Parameter(each) for each in matrices]
+        inputs, queue = rows.clone().requires_grad_(), WeightGradientQueue()
+        with DeferWeightGradients(queue if is_deferred else None):
+            output = grouped_linear(inputs, given, weights)
+        output.sin().sum().backward()
+        assert is_deferred == all(each.grad is None for each in weights)
+        queue.compute()
+        found.append([output, inputs.grad, *(each.grad for each in weights)])
+    for sliced, grouped in zip(*found, strict=True):
+        assert torch.allclose(sliced, grouped, rtol=1e-5, atol=1e-6)
+    assert not found[1][3].any()
 
 
 def sequence_loss(shares: np.ndarray, chosen: np.ndarray, *, topk: int) -> float:
