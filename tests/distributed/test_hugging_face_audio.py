@@ -57,10 +57,10 @@ OMNI_PLANS: Plans = {
 }
 
 
-def qwen2_audio(*, vocab_size: int = VOCABULARY, audio_token_index: int = AUDIO_TOKEN) -> Any:
+def qwen2_audio(*, vocab_size: int = VOCABULARY, audio_token_index: int = AUDIO_TOKEN, max_tokens: int = MAX_TOKENS) -> Any:
     from transformers import Qwen2AudioConfig, Qwen2AudioEncoderConfig, Qwen2AudioForConditionalGeneration, Qwen2Config
 
-    audio = Qwen2AudioEncoderConfig(**EAR, max_source_positions=MAX_TOKENS)
+    audio = Qwen2AudioEncoderConfig(**EAR, max_source_positions=max_tokens)
     text = Qwen2Config(**TEXT | {"vocab_size": vocab_size})
     return Qwen2AudioForConditionalGeneration(
         Qwen2AudioConfig(audio_config=audio, text_config=text, audio_token_index=audio_token_index)
