@@ -1,13 +1,15 @@
-"""Converts weights between Braid's checkpoints and folders of Hugging Face; see docs/hugging_face.md.
+"""Converts weights between Braid's checkpoints, folders of Hugging Face and checkpoints of Megatron.
 
 python tools/convert.py --load-hf DIR --save CHECKPOINTS      what --pretrained-checkpoint starts from
 python tools/convert.py --load CHECKPOINTS --save-hf DIR      what transformers load (--like DIR: as that has it)
 python tools/convert.py --load CHECKPOINTS --save-adapter DIR --like DIR   its adapters apart, as PEFT loads them
 python tools/convert.py --load-hf DIR --save-hf DIR           the same weights, written anew
     --load-adapter DIR                                        with the adapters of a folder of PEFT added
+python tools/convert.py --load-megatron DIR --model M.yaml --save CHECKPOINTS   from a torch_dist checkpoint of megatron-core
+python tools/convert.py --load CHECKPOINTS --save-megatron DIR                  and back
 
 One process holds the whole model, in the type that it has where it is read. A run converts without that, on all its ranks:
-pretrain_mllm.py --load-hf, --save-hf.
+pretrain_mllm.py --load-hf, --save-hf. See docs/hugging_face.md and docs/from_megatron.md.
 """
 
 import os
@@ -23,7 +25,8 @@ warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint, save_checkpoint
-from megatron.runtime.generation.whole_model import StoredModel, empty_session, find_checkpoint, find_hugging_face
+from megatron.runtime.checkpoint.megatron_weights import load_megatron, save_megatron
+from megatron.runtime.generation.whole_model import StoredModel, empty_session, find_checkpoint, find_hugging_face, find_megatron
 from megatron.runtime.hugging_face.load_adapter import load_adapter
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.save_adapter import check_adapter_target, save_adapter
@@ -41,16 +44,25 @@ def build_parser() -> Parser:
     sources = parser.add_mutually_exclusive_group(required=True)
     sources.add_argument("--load-hf", type=Path, metavar="DIR", help="Folder of Hugging Face to read.")
     sources.add_argument("--load", type=Path, metavar="CHECKPOINTS", help="Folder of a run, or one of its checkpoints, to read.")
+    sources.add_argument(
+        "--load-megatron", type=Path, metavar="DIR", help="Checkpoint, or run, of Megatron to read (torch_dist)."
+    )
+    parser.add_argument("--model", type=Path, metavar="FILE.yaml", help="--load-megatron: the model file of its model.")
     parser.add_argument("--load-adapter", type=Path, metavar="DIR", help="--load-hf: folder of PEFT whose adapters are added.")
     targets = parser.add_mutually_exclusive_group(required=True)
     targets.add_argument("--save-hf", type=Path, metavar="DIR", help="New folder of Hugging Face to write.")
     targets.add_argument("--save-adapter", type=Path, metavar="DIR", help="New folder for the adapters of a run, as PEFT has it.")
     targets.add_argument("--save", type=Path, metavar="CHECKPOINTS", help="Folder that gets a checkpoint of step 0.")
+    targets.add_argument("--save-megatron", type=Path, metavar="DIR", help="New folder for a release that Megatron loads.")
     parser.add_argument(
         "--like", type=Path, metavar="DIR", help="Folder whose names, types, files and tokenizer --save-hf takes; adapters' base."
     )
     parser.add_argument(
-        "--make-vocab-size-divisible-by", type=count, default=128, metavar="N", help="--load-hf: as the run will have it (128)."
+        "--make-vocab-size-divisible-by",
+        type=count,
+        default=128,
+        metavar="N",
+        help="--load-hf and --load-megatron: as the run has it (128).",
     )
     return parser
 
@@ -60,7 +72,9 @@ def run(argv: Sequence[str]) -> None:
     flags = build_parser().parse_args(argv)
     if flags.load is not None and flags.save is not None:
         raise ConfigError("--load and --save: both are checkpoints of Braid, so there is nothing to convert; use --save-hf")
-    if flags.like is not None and flags.save is not None:
+    if (flags.load_megatron is None) != (flags.model is None):
+        raise ConfigError("--load-megatron and --model belong together: names and shapes follow from the model file; give both")
+    if flags.like is not None and (flags.save is not None or flags.save_megatron is not None):
         raise ConfigError("--like would be ignored: it says what --save-hf and --save-adapter write; leave it out")
     if flags.save_adapter is not None and flags.load is None:
         raise ConfigError("--save-adapter: a folder of Hugging Face has no adapters; give a run's checkpoints with --load")
@@ -68,7 +82,7 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError(
             "--load-adapter is added to the weights of --load-hf and written by --save-hf; give both, or leave it out"
         )
-    source = _read_hugging_face(flags) if flags.load_hf is not None else find_checkpoint(flags.load)
+    source = _find_source(flags)
     like = flags.like or flags.load_hf
     if flags.save_hf is not None:
         check_hugging_face_target(flags.save_hf, graph=source.graph, like=like)
@@ -81,15 +95,26 @@ def run(argv: Sequence[str]) -> None:
             load_hugging_face(flags.load_hf, session=session)
             if flags.load_adapter is not None:
                 load_adapter(flags.load_adapter, session=session, base=flags.load_hf)
+        elif flags.load_megatron is not None:
+            load_megatron(flags.load_megatron, session=session)
         else:
             load_checkpoint(flags.load, session=session, load_optimizer=False, load_rng=False)
         if flags.save_hf is not None:
             save_hugging_face(flags.save_hf, session=session, like=like)
         elif flags.save_adapter is not None:
             save_adapter(flags.save_adapter, session=session, like=like)
+        elif flags.save_megatron is not None:
+            save_megatron(flags.save_megatron, session=session)
         else:
             save_checkpoint(flags.save, step=0, session=session, schedulers_state={}, run_state={}, keep_last=1)
-    print(f"{flags.load_hf or flags.load} is now also in {flags.save_hf or flags.save_adapter or flags.save}")
+    target = flags.save_hf or flags.save_adapter or flags.save_megatron or flags.save
+    print(f"{flags.load_hf or flags.load_megatron or flags.load} is now also in {target}")
+
+
+def _find_source(flags: Any) -> StoredModel:
+    if flags.load_megatron is not None:
+        return find_megatron(flags.load_megatron, flags.model, vocab_multiple=flags.make_vocab_size_divisible_by)
+    return _read_hugging_face(flags) if flags.load_hf is not None else find_checkpoint(flags.load)
 
 
 def _read_hugging_face(flags: Any) -> StoredModel:

@@ -15,6 +15,7 @@ from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
 from megatron.runtime.checkpoint.index import read_index
 from megatron.runtime.checkpoint.manifest import read_newest
+from megatron.runtime.checkpoint.megatron_weights import embeddings_of, read_shapes
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session, SessionOptions
@@ -74,6 +75,19 @@ def find_hugging_face(folder: Path, *, vocab_multiple: int = 128, vocab_size: in
         dtype = max((weight.dtype for weight in files.weights.values()), key=lambda dtype: dtype.itemsize)
     padded = -(-(graph.backbone.vocab_size or 1) // vocab_multiple) * vocab_multiple
     return StoredModel(graph, dtype, padded, TextSettings("HuggingFaceTokenizer", str(folder)))
+
+
+def find_megatron(folder: Path, model: Path, *, vocab_multiple: int = 128) -> StoredModel:
+    """Describe a checkpoint of Megatron whose model a model file has; raises CheckpointError and ModelError.
+
+    The vocabulary has the checkpoint's rows, or those of the model file's `vocab_size`, padded to a multiple.
+    """
+    graph, shapes = read_model(model), read_shapes(folder)
+    rows = shapes[embeddings_of(shapes, folder=folder)].global_shape[0]
+    if graph.backbone.vocab_size is not None:
+        rows = -(-graph.backbone.vocab_size // vocab_multiple) * vocab_multiple
+    dtype = max((shape.dtype for shape in shapes.values()), key=lambda dtype: dtype.itemsize)
+    return StoredModel(graph, dtype, rows, TextSettings("ByteTokenizer"))
 
 
 OpenedModel = tuple[Session, StoredModel]

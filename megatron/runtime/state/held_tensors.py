@@ -55,6 +55,11 @@ class Piece(NamedTuple):
         """The rectangle of the whole tensor that the values fill."""
         return Box(self.offsets, tuple(self.values.shape))
 
+    @property
+    def box_slices(self) -> tuple[slice, ...]:
+        """The same as an index of the whole tensor."""
+        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.values.shape, strict=True))
+
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -1,0 +1,133 @@
+"""Writes a checkpoint of one of megatron-core's models by its own dist_checkpointing, and holds a second one against it.
+
+python -m tests.distributed.megatron_checkpoint write|compare MODEL FOLDER TENSOR_SIZE PIPELINE_SIZE, on as many ranks
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.multimodal import llava_model
+from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import Module
+
+from megatron.runtime import platform
+from megatron.runtime.checkpoint.megatron_weights import find_folder, writing_without_psutil
+from tests.distributed.megatron_training import megatron_without_cuda
+
+VOCABULARY = 128
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+GATED = {
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "normalization": "RMSNorm",
+}
+
+
+def build(kind: str) -> Module:
+    """Return this rank's part of a model."""
+    is_first, is_last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    sizes = {
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "pipeline_dtype": torch.float32,
+    }
+    config = partial(TransformerConfig, **SHAPE, **sizes, use_cpu_initialization=True)
+    ends = {"pre_process": is_first, "post_process": is_last, "position_embedding_type": "rope"}
+    gpt = partial(GPTModel, vocab_size=VOCABULARY, max_sequence_length=64, **ends)
+    if kind == "groups":
+        spec = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+        return gpt(config(**GATED, num_query_groups=2, qk_layernorm=True), spec)
+    if kind == "tied":
+        return gpt(config(), get_gpt_layer_local_spec(), share_embeddings_and_output_weights=True)
+    if kind == "experts":
+        more = {"num_moe_experts": 4, "moe_shared_expert_intermediate_size": 48, "moe_ffn_hidden_size": 24}
+        spec = get_gpt_layer_local_spec(num_experts=4, moe_grouped_gemm=False, normalization="RMSNorm")
+        return gpt(config(**GATED, **more), spec)
+    language, vision = config(**GATED), config(num_query_groups=4)
+    vision.vision_model_type, language.language_model_type = "clip", "llama"
+    projector = TransformerConfig(
+        num_layers=1, hidden_size=32, num_attention_heads=1, ffn_hidden_size=48, use_cpu_initialization=True
+    )
+    with patch.object(llava_model, "CLIPViTModel", partial(CLIPViTModel, ln_pre_impl=WrappedTorchNorm)):
+        return llava_model.LLaVAModel(
+            language,
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            VOCABULARY,
+            64,
+            vision,
+            get_vit_layer_with_local_spec(),
+            True,
+            projector,
+            MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+            img_h=28,
+            img_w=28,
+            patch_dim=14,
+            language_position_embedding_type="rope",
+        )
+
+
+@contextmanager
+def world(tensor_size: int, pipeline_size: int) -> Iterator[None]:
+    """Join the ranks of the launcher."""
+    platform.install()
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group("gloo")
+    try:
+        parallel_state.destroy_model_parallel()  # what Braid has left
+        parallel_state.initialize_model_parallel(tensor_size, pipeline_size)
+        with megatron_without_cuda(), writing_without_psutil(), patch.object(Tensor, "cuda", lambda tensor: tensor):
+            yield
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def loaded(kind: str, folder: Path) -> dict[str, Tensor]:
+    """Return the weights that a new model gets from a checkpoint."""
+    model = build(kind)
+    state = {key: value for key, value in model.sharded_state_dict().items() if "_extra_state" not in key}
+    model.load_state_dict(dist_checkpointing.load(state, str(find_folder(folder))), strict=False)
+    return dict(model.named_parameters())
+
+
+def main(action: str, kind: str, folder: str, tensor_size: int, pipeline_size: int) -> None:
+    """Write FOLDER/iter_0000007, as a run of Megatron does, or compare what a model gets from it and from FOLDER/back."""
+    path = Path(folder)
+    with world(tensor_size, pipeline_size):
+        if action == "write":
+            torch.manual_seed(dist.get_rank())
+            model = build(kind)
+            with torch.no_grad():
+                for parameter in model.parameters():  # replicated ones are written by the first rank that has them
+                    parameter.normal_()
+            (path / "iter_0000007").mkdir(parents=True, exist_ok=True)
+            dist_checkpointing.save({"model": model.sharded_state_dict(), "iteration": 7}, str(path / "iter_0000007"))
+            (path / "latest_checkpointed_iteration.txt").write_text("7")
+            return
+        first, second = loaded(kind, path), loaded(kind, path / "back")
+        assert first.keys() == second.keys()
+        assert [name for name in first if not torch.equal(first[name], second[name])] == []
+        assert all(parameter.std() > 0.5 for parameter in first.values())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4], *map(int, sys.argv[4:]))  # type: ignore[arg-type]

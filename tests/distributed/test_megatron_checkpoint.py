@@ -1,0 +1,106 @@
+"""Checkpoints that megatron-core writes of its own models become Braid's and go back, bit for bit, under any of its sizes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from megatron.runtime.generation.whole_model import open_model
+from megatron.runtime.state.held_tensors import model_tensors
+from tests.distributed import megatron_checkpoint
+from tests.sanity.repository import ROOT
+from tools.convert import main as convert_main
+
+SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+BIASED = {**SHAPE, "normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True}
+LLM: dict[str, Any] = {"role": "backbone", **SHAPE}
+IMAGE = {"patch_size": 14, "merge_size": 1, "image_size": 28, "class_token": "dropped", "has_pre_norm": True}
+VISION = {"role": "encoder", **BIASED, "has_rotary_positions": False, "projector_hidden_size": 48, "projector_norm": "none"}
+EXPERTS = {"num_experts": 4, "ffn_hidden_size": 24, "shared_expert_intermediate_size": 48}
+UNITS: dict[str, dict[str, Any]] = {
+    "groups": {"llm": {**LLM, "num_query_groups": 2, "qk_layernorm": True}},
+    "tied": {"llm": {**LLM, **BIASED, "untie_embeddings_and_output_weights": False}},
+    "experts": {"llm": {**LLM, "experts": EXPERTS}},
+    "llava": {"vision": {**VISION, "image": {**IMAGE, "has_patch_bias": False}}, "llm": LLM},
+}
+QKV = "self_attention.linear_qkv"
+NAMES = {
+    "groups": {"llm.layers.2.mlp.linear_fc1.weight": ("decoder.layers.mlp.linear_fc1.weight", 1)},
+    "tied": {"llm.layers.1.input_layernorm.bias": (f"decoder.layers.{QKV}.layer_norm_bias", 0)},
+    "experts": {"llm.layers.2.mlp.experts.3.linear_fc2.weight": ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (1, 3))},
+    "llava": {
+        "vision.layers.0.weight": ("vision_model.conv1.weight", ...),
+        "vision.layers.0.norm.bias": ("vision_model.ln_pre.bias", ...),
+        f"vision.layers.2.{QKV}.weight": (f"vision_model.decoder.layers.{QKV}.weight", 1),
+        "vision.layers.3.mlp.linear_fc2.weight": ("vision_projection.encoder.linear_fc2.weight", ...),
+        "llm.layers.3.norm.weight": ("language_model.decoder.final_layernorm.weight", ...),
+    },
+}
+"""Some names here -> those in a checkpoint, and which part of it."""
+
+
+def write_checkpoint(folder: Path, kind: str, sizes: tuple[int, int] = (1, 1)) -> Path:
+    """Write a checkpoint by megatron-core, and the model file; returns the model file."""
+    model = folder.parent / "model.yaml"
+    model.write_text(yaml.safe_dump({"units": UNITS[kind]}, sort_keys=False))
+    if sizes == (1, 1):
+        megatron_checkpoint.main("write", kind, str(folder), 1, 1)
+        return model
+    program = "-m", "tests.distributed.megatron_checkpoint", "write", kind, folder, *sizes
+    command = sys.executable, "tools/launch.py", "--nproc-per-node", str(sizes[0] * sizes[1]), *map(str, program)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    return model
+
+
+def convert(*words: str | Path) -> None:
+    assert convert_main([*map(str, words)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"), [("groups", (2, 1)), ("tied", (1, 2)), ("experts", (1, 1)), ("llava", (1, 1))], ids=str
+)
+def test_a_checkpoint_of_megatron_goes_in_and_out(tmp_path: Path, kind: str, sizes: tuple[int, int]) -> None:
+    folder = tmp_path / "run"
+    model = write_checkpoint(folder, kind, sizes)
+    convert("--load-megatron", folder, "--model", model, "--save", tmp_path / "braid")
+    convert("--load", tmp_path / "braid", "--save-megatron", folder / "back")
+    megatron_checkpoint.main("compare", kind, str(folder), 1, 1)
+
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(folder / "iter_0000007", tmp_path / "whole.pt")
+    theirs = torch.load(tmp_path / "whole.pt", weights_only=False)
+    with open_model(tmp_path / "braid") as (session, _):
+        ours = {tensor.key.removeprefix("model."): tensor for tensor in model_tensors(session.state)}
+        for name, (key, index) in NAMES[kind].items():
+            values = torch.cat([piece.values.flatten() for piece in ours[name].pieces])
+            assert torch.equal(values, theirs[key][index].flatten()), name
+
+
+def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(*words: str | Path) -> str:
+        assert convert_main([*map(str, words), "--save", str(tmp_path / "braid")]) == 2
+        return capsys.readouterr().err
+
+    folder = tmp_path / "run"
+    model = write_checkpoint(folder, "groups")
+    for change, message in (
+        ({"num_layers": 3}, "has 2 layers, but there is model.llm.layers.3."),
+        (
+            {"qk_layernorm": False},
+            "nothing of this model is made of decoder.layers.self_attention.k_layernorm.weight (and 1 others)",
+        ),
+        ({"add_qkv_bias": True}, "linear_qkv.bias, which is not there; correct the model file"),
+        ({"ffn_hidden_size": 32}, "has shape [128, 32], but model.llm.layers.1.mlp.linear_fc1.weight has [64, 32]"),
+    ):
+        model.write_text(yaml.safe_dump({"units": {"llm": UNITS["groups"]["llm"] | change}}))
+        assert message in refusal("--load-megatron", folder, "--model", model)
+    assert "give both" in refusal("--load-megatron", folder)
+    (folder / "latest_checkpointed_iteration.txt").write_text("8")
+    assert "no metadata.json" in refusal("--load-megatron", folder, "--model", model)
