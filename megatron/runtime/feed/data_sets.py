@@ -7,7 +7,7 @@ import hashlib
 import logging
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -48,6 +48,8 @@ class DataSets:
     train_parts: tuple[DataPart, ...] = ()
     """The data sets of a mixture, in the order of their samples in `train`; empty: a single data set."""
     valid_parts: tuple[DataPart, ...] = ()
+    valid_sets: Mapping[str, SampleSource] = field(default_factory=dict)
+    """The sets of --valid-data-path by their names."""
 
 
 def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None = None) -> DataSets:
@@ -58,7 +60,9 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
     found = _open_data_sets(config, graph, in_turn=in_turn)
     if not graph.passes_items_on:
         return found
-    return replace(found, train=PassedItems(found.train, graph=graph), valid=PassedItems(found.valid, graph=graph))
+    passed = partial(PassedItems, graph=graph)
+    sets = {name: passed(source) for name, source in found.valid_sets.items()}
+    return replace(found, train=passed(found.train), valid=passed(found.valid), valid_sets=sets)
 
 
 def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None) -> DataSets:
@@ -67,13 +71,16 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
         num_valid = max(1, config.evaluation.eval_iters * config.training.global_batch_size)
         seed, num_train = config.training.seed, config.data.program_samples
         request = SampleRequest(graph, tokenizer, config.data.seq_length, seed, num_train, num_valid)
-        return DataSets(*open_program(program, request), tokenizer)
+        with in_turn or nullcontext():
+            sets = _validation_sets(config, graph=graph, tokenizer=tokenizer, chat=None)
+        return DataSets(*open_program(program, request), tokenizer, valid_sets=sets)
     tokenizer, chat = text_settings(config).open()
     check_placeholders(config.model.model, tokenizer, chat)
     with in_turn or nullcontext():
         sources = [
             _manifest(named.path, config=config, graph=graph, tokenizer=tokenizer, chat=chat) for named in config.data.mixture
         ]
+        sets = _validation_sets(config, graph=graph, tokenizer=tokenizer, chat=chat)
     parts = [split_indices(len(source), split=config.data.split, seed=config.training.seed) for source in sources]
     train = [SourceSubset(source, part.train) for source, part in zip(sources, parts, strict=True)]
     valid = [SourceSubset(source, part.valid) for source, part in zip(sources, parts, strict=True)]
@@ -84,7 +91,12 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
         tokenizer,
         tuple(DataPart(len(part), weight) for part, weight in zip(train, weights, strict=True)),
         tuple(DataPart(len(part), weight) for part, weight in zip(valid, weights, strict=True)),
+        sets,
     )
+
+
+def _validation_sets(config: RunConfig, **how: Any) -> Mapping[str, SampleSource]:
+    return {name: _manifest(path, config=config, **how) for name, path in config.evaluation.valid_sets.items()}
 
 
 def _manifest(

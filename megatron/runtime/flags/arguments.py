@@ -300,8 +300,10 @@ def beside(path: Path, value: str | Path | tuple[str, ...]) -> Any:
     """Return the path, or each of several, relative to the configuration file's folder if it exists there, else unchanged."""
     if isinstance(value, tuple):
         return tuple(beside(path, each) for each in value)
-    candidate = path.parent / value
-    return type(value)(candidate) if candidate.exists() else value
+    if (candidate := path.parent / value).exists():
+        return type(value)(candidate)
+    name, is_named, inner = str(value).partition("=")
+    return f"{name}={candidate}" if is_named and (candidate := path.parent / inner).exists() else value
 
 
 def _tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:

@@ -342,6 +342,10 @@ class DataConfig:
         return read_mixture(self.data_path)
 
 
+HELD_OUT = "held out"
+"""The name of the validation samples of --data-path in reports."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
     """Evaluation on held-out samples."""
@@ -350,6 +354,9 @@ class EvaluationConfig:
     """Steps between evaluations; by default only after the last step."""
     eval_iters: int = field(default=0, metadata={"minimum": 0, "maximum": 10**9})
     """Global batches per evaluation; 0 does not evaluate."""
+    valid_data_path: tuple[str, ...] = field(default=(), metadata={**INPUT_PATH, "metavar": "[NAME=]DATA"})
+    """Validation sets beside the samples held out of --data-path, each evaluated and reported by itself under its name, by
+    default that of its file."""
     eval_blank_images: bool = False
     """Also evaluate with blank images, to see whether the model uses them."""
     sample_prompts: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE"})
@@ -357,6 +364,20 @@ class EvaluationConfig:
     to the log and to all reports. Weights are handed over in --save, to a process on the CPU beside rank 0."""
     sample_max_new_tokens: int = field(default=64, metadata=A_COUNT)
     """--sample-prompts: the longest answer."""
+
+    @property
+    def valid_sets(self) -> Mapping[str, str]:
+        """The paths of --valid-data-path by their names; raises ConfigError for two with one name."""
+        named = [
+            (name, path) if mark else ("", name) for name, mark, path in (word.partition("=") for word in self.valid_data_path)
+        ]
+        found = {name or Path(path).stem: path for name, path in named}
+        if len(found) < len(named) or HELD_OUT in found:
+            raise ConfigError(
+                f"--valid-data-path {' '.join(self.valid_data_path)}: every set needs a name of its own, other than "
+                f"'{HELD_OUT}'; write NAME=PATH"
+            )
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -371,6 +392,9 @@ class CheckpointConfig:
     """Newest checkpoints that are kept."""
     save_retain_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Keep also the checkpoints of all steps that this divides."""
+    save_best: Literal["loss", "token_accuracy", "answer_accuracy"] | None = None
+    """Keep also the weights with the best of this in an evaluation, of the held-out samples or else the first validation set, in
+    the folder `best` of --save."""
     async_save: bool = False
     """Copy the state to host memory, and write checkpoints from there while training goes on."""
     load: Path | None = field(default=None, metadata={"metavar": "DIR"})

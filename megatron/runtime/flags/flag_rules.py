@@ -95,9 +95,14 @@ RULES: tuple[Rule, ...] = (
         "lower it, and scale larger images down",
     ),
     Rule(
-        lambda c: c.evaluation.eval_iters > 0 and c.data.sample_program is None and not any(_proportions(c.data.split)[1:2]),
+        lambda c: (
+            c.evaluation.eval_iters > 0
+            and not c.evaluation.valid_data_path
+            and c.data.sample_program is None
+            and not any(_proportions(c.data.split)[1:2])
+        ),
         "--eval-iters {c.evaluation.eval_iters} needs validation samples, but --split {c.data.split} leaves none; use a second "
-        "proportion above 0 or --eval-iters 0",
+        "proportion above 0, --valid-data-path or --eval-iters 0",
     ),
     Rule(
         lambda c: c.training.tokens_per_microbatch is not None and c.training.balance_num_microbatches == "effective",

@@ -135,12 +135,19 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     ),
     *_rows("producers", "emulate", lambda c: c.training.emulate is not None, _EMULATED),
     *_without("producers", {"producer_token": "nothing is decoded elsewhere; add --producers HOST:PORT"}),
-    *_without("eval_iters", {"eval_interval eval_blank_images sample_prompts": "nothing is evaluated; add --eval-iters N"}),
+    *_without(
+        "eval_iters",
+        {"eval_interval eval_blank_images sample_prompts valid_data_path save_best": "nothing is evaluated; add --eval-iters N"},
+    ),
     *_without(
         "save",
-        {"save_interval save_retain_interval async_save keep_last_checkpoints": "no checkpoint is written; add --save DIR"},
+        {
+            "save_interval save_retain_interval save_best async_save keep_last_checkpoints": (
+                "no checkpoint is written; add --save DIR"
+            ),
+            "sample_prompts": "its folder hands the weights over to what answers; add --save DIR",
+        },
     ),
-    *_without("save", {"sample_prompts": "its folder hands the weights over to what answers; add --save DIR"}),
     *_without("sample_prompts", {"sample_max_new_tokens": "nothing is asked; add --sample-prompts FILE"}),
     *_without(
         "load",

@@ -60,7 +60,7 @@ CALLED = {
     "--schedule-passes gather-parameters": "overlap-param-gather",
     "--schedule-passes reduce-by-layer": "overlap-grad-reduce",
     "--seq-length": "encoder-seq-length decoder-seq-length max-position-embeddings",
-    "--split": "valid-data-path test-data-path",
+    "--split": "test-data-path",
     "--tensor-model-parallel-size": "model-parallel-size",
     "--tokenizer-model": "vocab-file merge-file vocab-size",
     "--tp-comm-overlap-parts": "tp-comm-overlap-cfg",

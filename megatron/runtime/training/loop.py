@@ -11,9 +11,8 @@ from itertools import count
 from pathlib import Path
 
 from megatron.runtime import platform
-from megatron.runtime.checkpoint.checkpoint import save_checkpoint
 from megatron.runtime.feed.agreement import agree_to_stop, check_agreement
-from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS
+from megatron.runtime.flags.configuration import DEFAULT_SAVE_INTERVAL, GROUPS, HELD_OUT
 from megatron.runtime.generation.sample_prompts import answer_prompts
 from megatron.runtime.hugging_face.save_adapter import save_adapter
 from megatron.runtime.hugging_face.save_weights import find_folder_to_follow, save_hugging_face
@@ -29,9 +28,10 @@ from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
 from megatron.runtime.training.prediction import EmulationTable, describe_better_pair
-from megatron.runtime.training.resumption import release, save
+from megatron.runtime.training.resumption import keep_best, release, save, save_weights
 from megatron.runtime.training.run import Run, change_plan
 from megatron.runtime.training.small_batch import describe_small_batch
+from multimodal.data.global_batches import DataPart
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages
 from multimodal.data.tokenizer import MISSING
@@ -211,39 +211,35 @@ def _compare_with_simulation(
 
 
 def _evaluate(run: Run, reporter: Reporter, number: int) -> tuple[EvaluationReport, EvaluationReport | None]:
-    def steps_until_stopped(source: SampleSource) -> Iterator[Step]:  # evaluations of minutes would exceed a time limit
-        for step in load_evaluation_steps(run, source):
+    def evaluate(name: str, source: SampleSource) -> EvaluationReport:
+        report = run.trainer.evaluate(steps_until_stopped(source, run.data.valid_parts if name.startswith(HELD_OUT) else ()))
+        reporter.evaluation(number, name, report)
+        return report
+
+    def steps_until_stopped(source: SampleSource, parts: tuple[DataPart, ...]) -> Iterator[Step]:  # it may take minutes
+        for step in load_evaluation_steps(run, source, parts):
             if reason := agree_to_stop(run.wish_to_stop(can_leave=False), device=platform.device()):
                 raise _StoppedError(reason)
             yield step
 
-    evaluation = run.trainer.evaluate(steps_until_stopped(run.data.valid))
-    reporter.evaluation(number, "held out", evaluation)
-    if run.config.evaluation.sample_prompts is not None:
-        _answer_prompts(run, reporter, number, run.config.evaluation.sample_prompts)
-    if not run.config.evaluation.eval_blank_images:
-        return evaluation, None
-    blank_images = BlankImages(run.data.valid, graph=run.session.graph)
-    blank = run.trainer.evaluate(steps_until_stopped(blank_images))
-    reporter.evaluation(number, "held out, blank images", blank)
-    return evaluation, blank
+    flags, found = run.config.evaluation, []
+    held_out = {HELD_OUT: run.data.valid} if len(run.data.valid) else {}
+    for name, source in {**held_out, **run.data.valid_sets}.items():
+        evaluation, blank = evaluate(name, source), None
+        if flags.eval_blank_images:
+            blank = evaluate(f"{name}, blank images", BlankImages(source, graph=run.session.graph))
+        found.append((evaluation, blank))
+    first = found[0]
+    if run.config.checkpoint.save_best is not None:
+        reporter.say_if(keep_best(run, number, getattr(first[0], run.config.checkpoint.save_best)))
+    if flags.sample_prompts is not None:
+        _answer_prompts(run, reporter, number, flags.sample_prompts)
+    return first
 
 
 def _answer_prompts(run: Run, reporter: Reporter, number: int, prompts: Path) -> None:
     """Report what the current weights answer; collective until they are written; the others then wait in the next step."""
-    save_folder, claim = run.config.checkpoint.save, run.claim
-    assert save_folder is not None and claim is not None, "a rule of the flags asks for --save"
-    folder = save_folder / ".samples"
-    save_checkpoint(
-        folder,
-        step=number,
-        session=run.session,
-        schedulers_state={},
-        run_state=run.described_data,
-        keep_last=1,
-        check_right=claim.check,
-        has_optimizer=False,
-    )
+    folder = save_weights(run, number, name=".samples")
     if run.world.rank != 0:
         return
     try:

@@ -28,10 +28,9 @@ def load_training_steps(run: Run, steps: range) -> Generator[Step, None, None]:
     return _load(run, _planner(run, run.data.train, batches=in_order, forward_only=False), steps)
 
 
-def load_evaluation_steps(run: Run, source: SampleSource) -> Generator[Step, None, None]:
-    """Yield the --eval-iters steps of an evaluation on held-out samples, forward only."""
-    parts = run.data.valid_parts or (DataPart(len(source)),)
-    batches = GlobalBatches(parts, run.config.training.global_batch_size, seed=0, shuffle=False)
+def load_evaluation_steps(run: Run, source: SampleSource, parts: tuple[DataPart, ...] = ()) -> Generator[Step, None, None]:
+    """Yield the --eval-iters steps of an evaluation, forward only; parts: the data sets of a mixture."""
+    batches = GlobalBatches(parts or (DataPart(len(source)),), run.config.training.global_batch_size, seed=0, shuffle=False)
     planner = _planner(run, source, batches=batches, forward_only=True)
     return _load(run, planner, range(run.config.evaluation.eval_iters))
 

@@ -1,15 +1,17 @@
 """Saves a run, resumes it where it stopped, and starts a run from another run's weights."""
 
 import logging
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.runtime.checkpoint.all_ranks import on_first_rank
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from megatron.runtime.checkpoint.claim import FolderClaim
-from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, step_of
+from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, remove_checkpoint, step_of
+from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.feed.data_sets import RunData, check_same_data, describe_data
 from megatron.runtime.feed.phase import find_phase
 from megatron.runtime.flags.configuration import CheckpointConfig, OptimizerSettings, RunConfig
@@ -225,3 +227,45 @@ def save(run: Run, number: int) -> int:
         background=run.background_save,
     )
     return number
+
+
+def save_weights(run: Run, number: int, *, name: str, **state: Any) -> Path:
+    """Write the weights after step `number` into a folder of --save, which holds no others then, and return it; collective.
+
+    state: kept beside the description of the run. Raises CheckpointError as `save` does.
+    """
+    checkpoint, claim = run.config.checkpoint, run.claim
+    assert checkpoint.save is not None and claim is not None, "the rules of the flags ask for --save"
+    save_checkpoint(
+        checkpoint.save / name,
+        step=number,
+        session=run.session,
+        schedulers_state={},
+        run_state={**run.described_data, **state},
+        keep_last=1,
+        check_right=claim.check,
+        has_optimizer=False,
+    )
+    return checkpoint.save / name
+
+
+def keep_best(run: Run, number: int, value: float) -> str | None:
+    """Save the weights if an evaluation gives a better value than all before; returns a line if so; collective.
+
+    What is kept of a step that is not done yet, such as one before the run was set back, does not count.
+    """
+    metric, save_folder = run.config.checkpoint.save_best, run.config.checkpoint.save
+    assert metric is not None and save_folder is not None, "a rule of the flags asks for --save"
+    folder, key = save_folder / "best", f"best_{metric}"
+
+    def is_best() -> bool:
+        while (newest := find_newest_checkpoint(folder)) is not None and step_of(newest) >= number:
+            remove_checkpoint(newest)
+        before = None if newest is None else read_newest(folder)[1].run_state.get(key)
+        is_better = before is None or (value < before if metric == "loss" else value > before)
+        return is_better and not math.isnan(value)
+
+    if not on_first_rank(is_best, what=f"looking into {folder}"):
+        return None
+    save_weights(run, number, name=folder.name, **{key: value})
+    return f"step {number}: the best {metric} so far, {value:.4f}: its weights are in {folder}"

@@ -29,7 +29,9 @@ from multimodal.values.plan import Plan
 
 MAY_DIFFER = frozenset({"log_interval", "log_json", "tensorboard_dir", "peak_tflops", "progress_bar"})
 """Fields that do not affect what ranks do together: only rank 0 reports, and devices may differ."""
-BY_CONTENT = frozenset({"model", "plan", "data_path", "tokenizer_model", "chat_template", "emulate", "cluster"})
+BY_CONTENT = frozenset(
+    {"model", "plan", "data_path", "valid_data_path", "tokenizer_model", "chat_template", "emulate", "cluster"}
+)
 """Input files that may be at another place on every node: their contents are compared instead."""
 _PACKAGES = ("braid", "megatron-core", "torch", "numpy")
 _MOST_DIGESTED_LENGTHS = 100_000
@@ -112,9 +114,13 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _data_values(config: RunConfig, data: DataSets) -> Mapping[str, str]:
     """Return the values of the data; those of a program follow from its text, flags and seed."""
+    valid = {
+        f"the digest of validation set '{name}'": open_sample_files(path).digest
+        for name, path in config.evaluation.valid_sets.items()
+    }
     if config.data.sample_program is not None:
-        return {"the digest of the program of --data-path": program_digest(config.data.sample_program)}
-    values = {"--data-path": "a manifest"}
+        return {"the digest of the program of --data-path": program_digest(config.data.sample_program), **valid}
+    values = {"--data-path": "a manifest", **valid}
     for name, source in (("training", data.train), ("validation", data.valid)):
         values[f"the number of {name} samples"] = str(len(source))
         digest, every = hashlib.blake2b(digest_size=8), -(-len(source) // _MOST_DIGESTED_LENGTHS) or 1
