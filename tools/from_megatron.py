@@ -135,7 +135,9 @@ class Conversion:
 
     def _data(self) -> None:
         flags, config = self.flags, self.config
-        if flags.is_mock:
+        if flags.is_mock and not self.graph.encoders:
+            self.note(TO_DO, "mock-data", "there is none for text alone; give --data-path")
+        elif flags.is_mock:
             config["data-path"] = "digits"
             if "mock-data" in flags:
                 self.note(RENAMED, "mock-data", "data-path: digits, whose images have sizes of their own and one channel")
@@ -236,6 +238,9 @@ class Conversion:
                 self.note(KEPT, name)
             else:
                 answer = explain_unknown(f"--{name}", spellings=spellings, graph=self.graph)
+                if (same := re.fullmatch(r"use --(\S+) (\S+) here", answer)) and same[2] != "digits":
+                    self.rename(name, same[1], same[2])
+                    continue
                 section = next((section for start, section in _ANSWERS.items() if answer.startswith(start)), UNKNOWN)
                 self.note(section, name, re.sub(r"^(leave it out: always, |leave it out: |not available: )", "", answer))
 
@@ -285,8 +290,12 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--output", type=Path, metavar="DIR", help="Folder for the files (braid-SCRIPT).")
     flags = parser.parse_intermixed_args(argv) if "--" not in argv else parser.parse_args(argv)
     command = read_command(flags.words)
-    if "generation" in command.program:
+    if re.search(r"generation|inference", command.program):
         raise ConfigError(f"{command.program} answers, and does not train; see tools/generate.py and docs/generate.md")
+    if found := re.search(r"pretrain_(bert|ict|retro|t5|mamba|vision)|train_rl", command.program):
+        raise ConfigError(
+            f"{found[0]}: such models are not trained here; LLMs are, with encoders and generators of images and sound"
+        )
     folder = flags.output or Path(f"braid-{Path(flags.words[0]).stem.strip('-') or 'run'}")
     conversion = Conversion(command)
     folder.mkdir(parents=True, exist_ok=True)

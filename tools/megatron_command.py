@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from multimodal.values.errors import ConfigError
 _SECONDS = 20
 _NOTE = 'exec 3>&"$1"; shift; '
 _BEFORE = """exit() { (( ++_exits > 9 )) && builtin exit; return 0; }
+sbatch() { local text; read -r -d '' text; eval "$text"; }
 command_not_found_handle() { printf '%s\\0' "$@" $'\\x01' >&3; return 0; }
 """
 _OUT_OF_PLACE = (
@@ -27,14 +29,16 @@ _OUT_OF_PLACE = (
     (r"(?m)(?<=\s)(?:&>>?|[12]?>>?(?!&))\s*[^\s<>;|&)]+", ""),  # redirections, which are refused
     (r"(?m)^(\s*)(?:exec\s+)?(?:[\w.~${}/-]*/)?(python[\d.]*|torchrun|srun|mpirun|bash|sh)(?=\s)", r"\1\2"),
 )
-_PROGRAM = re.compile(r"[\w./${}-]+\.py|examples\.mimo\.\w+|[\w.]*pretrain[\w.]*")
+_PROGRAM = re.compile(r"[\w./${}-]+\.py")
+_LAUNCHERS = "torch.distributed", "debugpy", "pdb"
+"""Modules that start a program."""
 _NUMBER = re.compile(r"--n(?:proc|nodes)(?:[-_]per[-_]node)?[= ](\d+)")
 _OVERRIDE = re.compile(r"\+{0,2}[a-z_]+(?:\.[a-z_]+)+=.*")
 _BRIDGE = {"freeze-language-model": "freeze-LM", "freeze-vision-model": "freeze-ViT", "sequence-length": "seq-length"}
 """Names that Megatron-Bridge's configuration has for flags."""
 
 
-_OWN = ("HOME", "HOSTNAME", "PWD", "RANDOM", "SECONDS", "USER")
+_OWN = ("BASH_SOURCE", "HOME", "HOSTNAME", "PWD", "RANDOM", "SECONDS", "USER")
 """Variables that every shell has."""
 
 
@@ -111,12 +115,18 @@ def _unwrapped(words: list[str]) -> list[str]:
 
 
 def _command(words: list[str]) -> Command:
-    starts = [index for index, word in enumerate(words) if _PROGRAM.fullmatch(word)]
+    starts = [
+        index
+        for index, (before, word) in enumerate(zip(["", *words], words, strict=False))
+        if _PROGRAM.fullmatch(word) or (before == "-m" and not word.startswith(_LAUNCHERS))
+    ]
     start = next((index for index in starts if any(word.startswith("-") or "=" in word for word in words[index + 1 :])), None)
     launcher = " ".join(words[: start or 0])
     flags: dict[str, list[str]] = {}
     current: list[str] = []
-    for word in words[0 if start is None else start + 1 :]:
+    given = words[0 if start is None else start + 1 :]
+    split = (shlex.split(word) if re.match(r"--[\w-]+ ", word) else [word.strip("'\"")] for word in given)
+    for word in chain.from_iterable(split):
         if re.match(r"--[A-Za-z]", word):
             name, equals, value = word[2:].partition("=")
             current = flags[name.replace("_", "-")] = [value] if equals else []

@@ -120,6 +120,14 @@ def read_model(flags: Flags, program: str) -> dict[str, Any]:
     return {"units": {**roles, "llm": {"role": "backbone", **llm}}}
 
 
+_NUMBERS = {"num-query-groups": "num_query_groups", "kv-channels": "kv_channels", "vocab-size": "vocab_size"}
+_OF_EXPERTS = {
+    "num-experts": "num_experts",
+    "moe-router-topk": "router_topk",
+    "moe-ffn-hidden-size": "ffn_hidden_size",
+    "moe-aux-loss-coeff": "aux_loss_coeff",
+    "moe-shared-expert-intermediate-size": "shared_expert_intermediate_size",
+}
 _LIKE_LANGUAGE = {
     *("hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups", "kv_channels", "normalization", "activation"),
     *("layernorm_epsilon", "init_method_std"),
@@ -157,33 +165,21 @@ def _language(flags: Flags) -> dict[str, Any]:
         "init_method_std": flags.number("init-method-std", default=0.02),
         "untie_embeddings_and_output_weights": flags.has("untie-embeddings-and-output-weights"),
     }
-    if flags.has("group-query-attention", "num-query-groups"):
-        shape["num_query_groups"] = flags.number("num-query-groups", default=1)
-    if flags.has("kv-channels"):
-        shape["kv_channels"] = flags.number("kv-channels")
+    shape |= {key: flags.number(name) for name, key in _NUMBERS.items() if flags.has(name)}
+    switches = {"add-qkv-bias": "add_qkv_bias", "qk-layernorm": "qk_layernorm"}
+    shape |= {key: True for name, key in switches.items() if flags.has(name)}
+    flags.has("group-query-attention")
     if not flags.has("disable-bias-linear") and known is None:
         shape["add_bias_linear"] = True
-    if flags.has("add-qkv-bias") or kind.startswith("qwen"):
+    if kind.startswith("qwen"):
         shape["add_qkv_bias"] = True
-    if flags.has("qk-layernorm"):
-        shape["qk_layernorm"] = True
     if flags.has("apply-layernorm-1p") and shape["normalization"] == "RMSNorm" and known is None:
         shape["layernorm_zero_centered_gamma"] = True
     if flags.has("use-rope-scaling"):
         shape["rotary_scaling"] = [flags.number("rope-scaling-factor", default=8.0), 1.0, 4.0, 8192.0]
-    if flags.has("vocab-size"):
-        shape["vocab_size"] = flags.number("vocab-size")
     if flags.has("num-experts"):
-        experts = {
-            "num_experts": flags.number("num-experts"),
-            "router_topk": flags.number("moe-router-topk", default=2),
-            "ffn_hidden_size": flags.number("moe-ffn-hidden-size", default=shape["ffn_hidden_size"]),
-            "aux_loss_coeff": flags.number("moe-aux-loss-coeff"),
-            "router_pre_softmax": flags.has("moe-router-pre-softmax"),
-        }
-        if flags.has("moe-shared-expert-intermediate-size"):
-            experts["shared_expert_intermediate_size"] = flags.number("moe-shared-expert-intermediate-size")
-        shape["experts"] = experts
+        shape["experts"] = {key: flags.number(name) for name, key in _OF_EXPERTS.items() if flags.has(name)}
+        shape["experts"] |= {"router_pre_softmax": True} if flags.has("moe-router-pre-softmax") else {}
     return shape
 
 

@@ -101,10 +101,16 @@ def world(tensor_size: int, pipeline_size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+def sharded(model: Module, kind: str) -> dict[str, Any]:
+    """Return a model's state dict; that of "tied" names every layer by itself."""
+    state: dict[str, Any] = model.sharded_state_dict(metadata={"non_homogeneous_layers": kind == "tied"})
+    return {key: value for key, value in state.items() if "_extra_state" not in key}
+
+
 def loaded(kind: str, folder: Path) -> dict[str, Tensor]:
     """Return the weights that a new model gets from a checkpoint."""
     model = build(kind)
-    state = {key: value for key, value in model.sharded_state_dict().items() if "_extra_state" not in key}
+    state = sharded(model, "" if folder.name == "back" else kind)
     model.load_state_dict(dist_checkpointing.load(state, str(find_folder(folder))), strict=False)
     return dict(model.named_parameters())
 
@@ -120,7 +126,7 @@ def main(action: str, kind: str, folder: str, tensor_size: int, pipeline_size: i
                 for parameter in model.parameters():  # replicated ones are written by the first rank that has them
                     parameter.normal_()
             (path / "iter_0000007").mkdir(parents=True, exist_ok=True)
-            dist_checkpointing.save({"model": model.sharded_state_dict(), "iteration": 7}, str(path / "iter_0000007"))
+            dist_checkpointing.save({"model": sharded(model, kind), "iteration": 7}, str(path / "iter_0000007"))
             (path / "latest_checkpointed_iteration.txt").write_text("7")
             return
         first, second = loaded(kind, path), loaded(kind, path / "back")

@@ -31,7 +31,7 @@ UNITS: dict[str, dict[str, Any]] = {
 QKV = "self_attention.linear_qkv"
 NAMES = {
     "groups": {"llm.layers.2.mlp.linear_fc1.weight": ("decoder.layers.mlp.linear_fc1.weight", 1)},
-    "tied": {"llm.layers.1.input_layernorm.bias": (f"decoder.layers.{QKV}.layer_norm_bias", 0)},
+    "tied": {"llm.layers.1.input_layernorm.bias": (f"decoder.layers.0.{QKV}.layer_norm_bias", ...)},
     "experts": {"llm.layers.2.mlp.experts.3.linear_fc2.weight": ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (1, 3))},
     "llava": {
         "vision.layers.0.weight": ("vision_model.conv1.weight", ...),

@@ -201,6 +201,7 @@ NOT_AVAILABLE = {
         "inprocess-* enable-ft-package calc-ft-timeouts ft-* adlr-* rerun-mode error-injection-* fault-injector-* "
         "check-for-spiky-loss check-for-large-grads"
     ),
+    "freed memory stays with torch's allocator": "empty-unused-memory-level",
     "Python collects its garbage when it likes": "manual-gc manual-gc-interval *-manual-gc-eval",
     "replicas start alike and stay alike": "data-parallel-random-init check-weight-hash-across-dp-replicas-interval",
     "a run with the same plan and seed repeats itself only as far as its kernels do": ("deterministic-mode batch-invariant-mode"),
