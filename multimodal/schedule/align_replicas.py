@@ -66,8 +66,8 @@ class _Alignment:
         self.positions = [0] * len(self.lanes)
         self.num_passed: dict[Action, int] = {}
         self.done: set[Action] = set()
-        self.waiters: dict[Action, list[int]] = {}
-        """Action -> lanes that continue when it is done."""
+        self.waiters: dict[Action, dict[int, None]] = {}
+        """Action -> lanes that continue when it is done, each once."""
         self.arrived: dict[Join, dict[int, Action]] = {}
         """Computation that can run -> replica -> its action, which waits for the other replicas."""
         self.queue = deque(range(len(self.lanes)))
@@ -146,7 +146,7 @@ class _Alignment:
             if not missing and ACTION_TABLE[need.kind].resource is Resource.RECEIVE:  # posted, but perhaps not sent yet
                 missing = [send for send in self.work.needs_of(need, lowered=True) if send not in self.done]
             if missing:
-                self.waiters.setdefault(missing[0], []).extend(lanes)
+                self.waiters.setdefault(missing[0], {}).update(dict.fromkeys(lanes))
                 return True
         return False
 

@@ -1,7 +1,8 @@
 """Planners, one file each, which make a Plan from a model, a machine and real lengths; and a row of facts about each."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,7 +13,7 @@ from multimodal.plan.planners.baselines.flops_ratio import plan_flops_ratio
 from multimodal.plan.planners.baselines.fsdp import plan_fsdp
 from multimodal.plan.planners.baselines.megatron import plan_megatron
 from multimodal.plan.planners.baselines.megatron_balanced import plan_megatron_balanced
-from multimodal.plan.planners.braid import plan_braid
+from multimodal.plan.planners.braid import PROMISING, plan_braid
 from multimodal.plan.planners.cornstarch import plan_cornstarch
 from multimodal.plan.planners.disttrain import plan_disttrain
 from multimodal.plan.planners.entrain import plan_entrain
@@ -26,6 +27,9 @@ from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.schedule.builders import fed_encoders
 from multimodal.values.errors import PlanError
+
+MOST_SEARCHED_SIZES = 2
+"""Most expert parallel sizes with which a search also tries other planners' plans."""
 
 
 @dataclass(frozen=True)
@@ -69,18 +73,35 @@ class PlannerRow:
         return replace(run, planner=self.name, planning_seconds=time.perf_counter() - started)
 
     def _plan_experts(self, request: PlanningRequest) -> PlannedRun:
-        """Plan with every allowed expert parallel size, and return the shortest step by the planner's own estimate."""
-        sizes, found, problems = request.expert_parallel_sizes, list[PlannedRun](), list[PlanError]()
-        budget = request.time_budget_seconds / len(sizes)
+        """Plan with every allowed expert parallel size, and return the shortest step by the planner's own estimate.
+
+        A search over other planners' plans takes long: it does so only with the sizes that are best, or promising, without them.
+        """
+        sizes = request.expert_parallel_sizes
+        if self.searches_others and len(sizes) > MOST_SEARCHED_SIZES:
+            with suppress(PlanError):  # where nothing fits, other planners' plans may
+                own = self._plan_sizes(request, sizes, partial(plan_braid, others=()), seconds=request.time_budget_seconds / 2)
+                enough = PROMISING * own[0][1].objective_seconds
+                sizes = tuple(size for size, run in own[:MOST_SEARCHED_SIZES] if run.objective_seconds <= enough)
+        return self._plan_sizes(request, sizes, self.plan, seconds=request.time_budget_seconds)[0][1]
+
+    def _plan_sizes(
+        self, request: PlanningRequest, sizes: Sequence[int], plan: Planner, *, seconds: float
+    ) -> list[tuple[int, PlannedRun]]:
+        """Return expert parallel sizes and their plans, the shortest step first; raises PlanError if there is none."""
+        found, problems = list[tuple[int, PlannedRun]](), list[PlanError]()
         for size in sizes:
-            asked = request.changed(expert_parallel_size=size, time_budget_seconds=budget) if sizes != (1,) else request
+            changes = {"expert_parallel_size": size, "time_budget_seconds": seconds / len(sizes)}
+            asked = request.changed(**changes) if request.expert_parallel_sizes != (1,) else request
             try:
-                found.append(place_idle_units(self.plan(asked if self.searches_others else without_idle_units(asked)), asked))
+                run = plan(asked if self.searches_others else without_idle_units(asked))
             except PlanError as problem:
                 problems.append(problem)
+            else:
+                found.append((size, place_idle_units(run, asked)))
         if not found:
             raise problems[0]
-        return min(found, key=lambda run: run.objective_seconds)
+        return sorted(found, key=lambda entry: entry[1].objective_seconds)
 
 
 @dataclass(frozen=True)
