@@ -71,6 +71,8 @@ class Conversion:
 
     def __init__(self, command: Command) -> None:
         self.flags = Flags(command)
+        for name in ("encoder-tp", "encoder-dp", "llm-tp", "llm-dp") if "pretrain_mimo" in command.program else ():
+            self.flags.setdefault(name, ("2",))  # its defaults
         self.world_size = command.world_size
         self.config: dict[str, Any] = {}
         self.plan: dict[str, Any] = {}
@@ -84,6 +86,11 @@ class Conversion:
             self.report[TO_DO].append(f"the script uses {name}, which nothing sets: give it behind the script's name")
         if self.flags.text("position-embedding-type") != "rope" and "use-rotary-position-embeddings" not in self.flags:
             self.report[TO_DO].append("positions: Megatron's default, learned ones, is not there; the model file has rotary ones")
+        multiple = self.flags.number("make-vocab-size-divisible-by", default=128)
+        vocabulary = int(multiple * self._size_of(_SIZES, "tensor_parallel_size"))
+        self.config["make-vocab-size-divisible-by"] = vocabulary
+        if "make-vocab-size-divisible-by" in self.flags:
+            self.note(RENAMED, "make-vocab-size-divisible-by", f"{vocabulary}: Megatron multiplies by the tensor parallel size")
         self._lengths(command.program)
         self._data()
         self._checkpoints()
@@ -124,7 +131,7 @@ class Conversion:
                 self.note(KEPT, name)
         for name in _LENGTHS:
             if name in flags:
-                self.note(RENAMED, name, f"seq-length: {config['seq-length']}, images included")
+                self.note(RENAMED, name, f"seq-length: {config.get('seq-length')}, images included")
 
     def _replicas(self) -> int:
         size = self._size_of(_SIZES, "tensor_parallel_size") * self._size_of(_SIZES, "pipeline_parallel_size")
@@ -157,7 +164,7 @@ class Conversion:
             if name in flags:
                 self.note(RENAMED, name, f"tokenizer-type: {config['tokenizer-type']}")
         if flags.number("eval-iters"):
-            shares = [float(share) for share in flags.text("split", default="969,30,1").split(",")]
+            shares = [share.strip(" .0") for share in flags.text("split", default="969,30,1").split(",")]
             if "split" in flags and not any(shares[1:2]):
                 self.rename("split", "split", "99,1,0")
         elif "split" in flags and config.get("data-path") == "digits":
@@ -171,7 +178,7 @@ class Conversion:
                 self.rename(name, key, f"{flags.text(name)}-braid")
                 self.report[TO_DO].append(
                     f"{key}: python tools/convert.py --load-megatron {flags.text(name)} --model model.yaml --save "
-                    f"{self.config[key]}"
+                    f"{self.config[key]} --make-vocab-size-divisible-by {self.config['make-vocab-size-divisible-by']}"
                 )
 
     def _sizes(self) -> None:

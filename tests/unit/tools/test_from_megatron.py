@@ -114,6 +114,7 @@ def test_a_script_s_variables_branches_and_strings(tmp_path: Path) -> None:
         4,
     )
     assert (config["save"], config["split"], config["seq-length"]) == ("/w/out", "99,1,0", 4096)
+    assert config["make-vocab-size-divisible-by"] == 512  # padded there to a multiple of 128 for each tensor parallel rank
     assert units["vision"]["image"]["max_tiles"] == 12 and units["vision"]["image"]["merge_size"] == 2
     assert units["llm"]["rotary_scaling"] == [8.0, 1.0, 4.0, 8192.0] and units["llm"]["ffn_hidden_size"] == 14336
     assert "--special-tokens <image> <img> </img>: items take" in report
