@@ -74,6 +74,7 @@ class Conversation:
     """(item_index, start, num_output_tokens) of the items that fit; see `SampleText`."""
     is_cut: bool
     """True if the sample was longer than allowed."""
+    loss_weight: float = 1.0
 
     @property
     def num_target_tokens(self) -> int:
@@ -152,6 +153,7 @@ def build_sample_lengths(
         num_text_tokens=len(conversation.token_ids) - sum(outputs),
         num_target_tokens=conversation.num_target_tokens,
         item_starts=tuple(start for _, start, _ in conversation.item_starts),
+        loss_weight=conversation.loss_weight,
     )
 
 

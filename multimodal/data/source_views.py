@@ -1,4 +1,4 @@
-"""Sources that view the samples of other sources: a subset, several sources one behind the other, or samples without pixels."""
+"""Sources that view the samples of other sources: a subset, several one behind the other, other weights, or no pixels."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -105,6 +105,25 @@ class PassedItems(SourceView):
         """Lengths of one sample."""
         found = self._source.lengths(index)
         return replace(found, items=pass_items(self._graph, found.items))
+
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        return self._source, index
+
+
+class AveragedSamples(SourceView):
+    """The same samples, each with the mean of its tokens' losses in place of their sum, times its own weight."""
+
+    def __init__(self, source: SampleSource) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        """Count the samples."""
+        return len(self._source)
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample."""
+        found = self._source.lengths(index)
+        return replace(found, loss_weight=found.loss_weight / max(1, found.num_target_tokens))
 
     def _at(self, index: int) -> tuple[SampleSource, int]:
         return self._source, index

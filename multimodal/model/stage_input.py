@@ -47,6 +47,8 @@ class PackedInput:
     """[num_targets]: rows that count in the loss; for the LLM's last stage, and that of a generator that encoders feed."""
     targets: Tensor | None = None
     """[num_targets]."""
+    target_weights: Tensor | None = None
+    """[num_targets], float64; None: all 1. For the LLM only."""
     generator_rows: Tensor | None = None
     """[num_generated_items]: rows whose hidden states generators receive; for the LLM's last stage, if there are any."""
     condition_rows: Tensor | None = None
@@ -177,7 +179,9 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
         parts["generator_rows"] = local_rows(batch.generator_rows)[1]
     if batch.target_rows is not None:
         is_held, parts["target_rows"] = local_rows(batch.target_rows)
-        parts["targets"], parts["patches"] = (None if rows is None else rows[is_held] for rows in (batch.targets, batch.patches))
+        for name in ("targets", "target_weights", "patches"):
+            rows = getattr(batch, name)
+            parts[name] = None if rows is None else rows[is_held]
     if batch.condition_rows is not None:
         taken, parts["condition_rows"] = torch.unique(batch.condition_rows[at], return_inverse=True)
         if batch.item_sources is not None:

@@ -42,6 +42,8 @@ class SampleLengths:
     item_starts: tuple[int, ...] | None = field(default=None, compare=False)
     """The position of each item's first token in the sample's LLM sequence (of a generator's item, that of the token whose hidden
     state it is given). None if unknown, as in tables of lengths; then all items are assumed to come before the text."""
+    loss_weight: float = 1.0
+    """By which the loss of each of its target tokens is multiplied, and counts in the mean."""
 
     @property
     def starts(self) -> tuple[int, ...]:

@@ -182,7 +182,7 @@ class RunningStep(StepMessages):
         if output.is_correct is not None:
             self.correct.append((action.microbatch_place, output.is_correct))
         is_backbone = action.unit == self.step.graph.backbone.name
-        count = self.step.num_target_tokens if is_backbone else self.step.num_generated_values[action.unit]
+        count = self.step.loss_divisor if is_backbone else self.step.num_generated_values[action.unit]
         return output.loss_sum / count, output.conditions
 
     def _collect(self, action: Action) -> tuple[Tensor | None, Received, tuple[PackedInput, ...]]:

@@ -5,7 +5,7 @@ A resumed run must continue with the same data, in the same order.
 
 import hashlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,7 +25,7 @@ from multimodal.data.index.sample_indexer import IndexOptions
 from multimodal.data.manifest import ManifestSource
 from multimodal.data.sample_program import SampleRequest, open_program, program_digest
 from multimodal.data.sample_source import SampleSource
-from multimodal.data.source_views import JoinedSources, PassedItems, SourceSubset
+from multimodal.data.source_views import AveragedSamples, JoinedSources, PassedItems, SourceSubset
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
@@ -58,11 +58,13 @@ def build_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
     in_turn: lets one rank of a node index the data first, whose index the others then read; None: ranks do not wait.
     """
     found = _open_data_sets(config, graph, in_turn=in_turn)
-    if not graph.passes_items_on:
-        return found
-    passed = partial(PassedItems, graph=graph)
-    sets = {name: passed(source) for name, source in found.valid_sets.items()}
-    return replace(found, train=passed(found.train), valid=passed(found.valid), valid_sets=sets)
+    views: list[Callable[[SampleSource], SampleSource]] = []
+    views += [partial(PassedItems, graph=graph)] if graph.passes_items_on else []
+    views += [AveragedSamples] if config.training.loss_average == "samples" else []
+    for view in views:
+        sets = {name: view(source) for name, source in found.valid_sets.items()}
+        found = replace(found, train=view(found.train), valid=view(found.valid), valid_sets=sets)
+    return found
 
 
 def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractContextManager[None] | None) -> DataSets:

@@ -72,7 +72,10 @@ def unpack_pieces(message: bytearray) -> dict[Piece, SampleText | ItemPixels]:
 def pack_described(described: Mapping[int, Described], failure: str | None) -> bytes:
     """Return a rank's message to all others about its share: lengths and grids, or the reason for its failure."""
     samples = [
-        [lengths.sample_id, lengths.items, lengths.num_text_tokens, lengths.num_target_tokens, lengths.item_starts, grids]
+        [
+            *(lengths.sample_id, lengths.items, lengths.num_text_tokens, lengths.num_target_tokens, lengths.item_starts),
+            *(lengths.loss_weight, grids),
+        ]
         for lengths, grids in described.values()
     ]
     return json.dumps([samples, failure], default=int).encode()
@@ -90,10 +93,11 @@ def _unpack_sample(
     num_text_tokens: int,
     num_target_tokens: int,
     item_starts: Sequence[int] | None,
+    loss_weight: float,
     grids: Sequence[Sequence[int]],
 ) -> Described:
     starts = None if item_starts is None else tuple(item_starts)
-    lengths = SampleLengths(sample_id, _unpack_items(items), num_text_tokens, num_target_tokens, starts)
+    lengths = SampleLengths(sample_id, _unpack_items(items), num_text_tokens, num_target_tokens, starts, loss_weight)
     return Described(lengths, tuple((rows, columns) for rows, columns in grids))
 
 

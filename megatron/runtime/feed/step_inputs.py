@@ -227,6 +227,8 @@ def _language_input(
         if item.unit in generators
     ]
     sample_of_row = torch.repeat_interleave(*torch.tensor((packed.sample_ids, lengths), dtype=torch.int64))
+    samples = tuple(sample_of_row[target_rows].tolist())
+    weights = [step.lengths[sample].loss_weight for sample in samples]
     packed_input = PackedInput(
         lengths=lengths,
         positions=packed.position_ids,
@@ -236,9 +238,10 @@ def _language_input(
         items=items,
         target_rows=target_rows,
         targets=packed.labels[target_rows],
+        target_weights=torch.tensor(weights, dtype=torch.float64) if any(weight != 1 for weight in weights) else None,
         generator_rows=torch.tensor(generator_rows) if generator_rows else None,
     )
-    return packed_input, tuple(sample_of_row[target_rows].tolist())
+    return packed_input, samples
 
 
 def _row_ends(num_columns: int, num_tokens: int) -> torch.Tensor:

@@ -170,6 +170,9 @@ class TrainingConfig:
     """Samples in one optimizer step, over all replicas."""
     train_iters: int = field(metadata=A_COUNT)
     """Optimizer steps in all, those before a resumption included."""
+    loss_average: Literal["tokens", "samples"] = "tokens"
+    """The loss is the mean over all target tokens of the global batch, or over its samples, of the means of their tokens; the
+    `loss_weight` of a sample in the data multiplies its part of either."""
     skip_train: bool = False
     """Train no step: evaluate, and write what --save-hf and --save-adapter ask for."""
     exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)

@@ -127,6 +127,7 @@ class Answering:
             token_ids=whole.token_ids[:num_tokens],
             target_rows=rows,
             targets=torch.zeros_like(rows),
+            target_weights=None,
             generator_rows=None,
             packed=None,
         )

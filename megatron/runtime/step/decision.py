@@ -55,8 +55,13 @@ class StepDecision:
 
     @cached_property
     def num_target_tokens(self) -> int:
-        """Target tokens of the whole global batch, by which the LLM's loss is divided."""
+        """Target tokens of the whole global batch."""
         return sum(sample.num_target_tokens for sample in self.lengths.values())
+
+    @cached_property
+    def loss_divisor(self) -> float:
+        """The sum of the weights of all these tokens, by which the LLM's loss is divided."""
+        return sum(sample.loss_weight * sample.num_target_tokens for sample in self.lengths.values())
 
     @cached_property
     def num_generated_values(self) -> Mapping[str, int]:

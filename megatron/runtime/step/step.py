@@ -16,7 +16,7 @@ from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.timeline import TimelineEvent
 
-TOTALS = ("num_target_tokens", "num_generated_values", "num_tokens")
+TOTALS = ("num_target_tokens", "loss_divisor", "num_generated_values", "num_tokens")
 """Facts of a whole global batch, which a training process should not compute again."""
 NO_PARCELS = Parcels.pack({})
 ROUTES = "routes"
@@ -108,7 +108,7 @@ class StepResult:
     """One rank's results of a step; callers sum them over ranks."""
 
     loss_sum: float
-    """Sum of the target tokens' losses on this rank's microbatches and tokens (tensor parallel rank 0 of the last stage only)."""
+    """Weighted sum of the losses of target tokens on this rank (tensor parallel rank 0 of the last stage only)."""
     generator_loss_sums: Mapping[str, float]
     """Generator -> sum of the squared errors of all its values."""
     num_correct_tokens: int
@@ -124,8 +124,8 @@ class LossSums:
 
     backbone: str
     sums: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, int] = field(default_factory=dict)
-    """Target tokens of the LLM, and pixel values of each generator, over all ranks."""
+    counts: Mapping[str, float] = field(default_factory=dict)
+    """The weights of the LLM's target tokens, and pixel values of each generator, over all ranks."""
 
     @classmethod
     def of_step(cls, step: Step, result: StepResult) -> "LossSums":
@@ -134,7 +134,7 @@ class LossSums:
         return cls(
             backbone,
             {backbone: result.loss_sum, **result.generator_loss_sums},
-            {backbone: step.num_target_tokens, **step.num_generated_values},
+            {backbone: step.loss_divisor, **step.num_generated_values},
         )
 
     def plus(self, other: "LossSums") -> "LossSums":

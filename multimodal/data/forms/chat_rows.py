@@ -2,7 +2,8 @@
 
 Images are named by parts of a message's content (`{"type": "image", "image": PATH}`), or stand in the sample's own `image` or
 `images`, in the order of the marks `<image>` in its texts (or of parts `{"type": "image"}` without a path). Likewise sound:
-`audio`, `audios`, `<audio>`. A key or a mark that would be left out of training is an error.
+`audio`, `audios`, `<audio>`. `loss_weight` beside the messages
+multiplies the loss of the sample's tokens. A key or a mark that would be left out of training is an error.
 """
 
 import re
@@ -13,6 +14,7 @@ from typing import Any
 
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.segments import (
+    LOSS_WEIGHT,
     AudioSegment,
     EmbeddedAddress,
     ImageSegment,
@@ -20,6 +22,7 @@ from multimodal.data.forms.segments import (
     SegmentedSample,
     check_keys,
     check_path,
+    loss_weight,
     required,
     shown,
     shown_keys,
@@ -69,7 +72,7 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     said = [each[text_key] for each in objects if isinstance(each.get(text_key), str)]
     repeated = [name for name, value in entry.items() if isinstance(value, str) and value in said]
     listing = [name for kind in _SEGMENTS for name in (kind, f"{kind}s")]
-    check_keys(entry, (key, "system", *listing, *repeated), where=where)
+    check_keys(entry, (key, "system", LOSS_WEIGHT, *listing, *repeated), where=where)
     paths = {kind: _listed_paths(entry, kind, where=where) for kind in _SEGMENTS}
     listed = {kind: deque(enumerate(found)) for kind, found in paths.items()}
     turns = [(f"{where}, {key}[{index}]", message) for index, message in enumerate(messages)]
@@ -87,7 +90,7 @@ def parse_chat_entry(entry: dict[str, Any], *, where: str) -> SegmentedSample:
     for kind, found in paths.items():
         _check_all_taken(kind, num_listed=len(found), num_left=len(listed[kind]), where=where)
     _check_answered(segments, where=where)
-    return SegmentedSample(where, tuple(segments))
+    return SegmentedSample(where, tuple(segments), loss_weight(entry, where=where))
 
 
 def _listed_paths(entry: dict[str, Any], kind: str, *, where: str) -> list[str]:

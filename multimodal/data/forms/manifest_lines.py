@@ -3,19 +3,21 @@
 A segment is `{"type": "text", "role": user | assistant | document | system, "text": ...}`, `{"type": "image", "path": ...,
 "width": ..., "height": ...}` (the size may be left out) or `{"type": "audio", "path": ...}`. An image with `"role": "assistant"`
 is an answer, which a generator learns to make. `"unit"` names the unit of an image or a clip, if several might take it. Keys that
-only describe a sample (METADATA) are ignored.
+only describe a sample (METADATA) are ignored. `"loss_weight"` beside the segments multiplies the loss of the sample's tokens.
 """
 
 from typing import Any
 
 from multimodal.data.conversation import ROLES, TextSegment
 from multimodal.data.forms.segments import (
+    LOSS_WEIGHT,
     AudioSegment,
     ImageSegment,
     Segment,
     SegmentedSample,
     check_keys,
     check_path,
+    loss_weight,
     required,
     shown,
 )
@@ -38,11 +40,11 @@ def parse_manifest_entry(entry: dict[str, Any], *, number: int, where: str, line
         )
     where = f"{where} (sample {shown(sample_id)})"
     segments = required(entry, "segments", (list,), where=where)
-    check_keys(entry, ("segments",), where=where)
+    check_keys(entry, ("segments", LOSS_WEIGHT), where=where)
     if not segments:
         raise DataError(f"{where}: 'segments' is empty; give the sample a segment or remove the line")
     parsed = tuple(_parse_segment(segment, where=f"{where}, segment {index}") for index, segment in enumerate(segments))
-    return SegmentedSample(where, parsed)
+    return SegmentedSample(where, parsed, loss_weight(entry, where=where))
 
 
 def _parse_segment(segment: Any, *, where: str) -> Segment:

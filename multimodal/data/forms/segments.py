@@ -7,6 +7,8 @@ from typing import Any
 from multimodal.data.conversation import TextSegment
 from multimodal.values.errors import DataError
 
+LOSS_WEIGHT = "loss_weight"
+"""Key of a sample's weight in the loss."""
 EMBEDDED = "\0"
 """Prefix of the path of an image that is not a file but part of the data itself."""
 
@@ -50,6 +52,8 @@ class SegmentedSample:
     where: str
     """File, line number and sample, for messages."""
     segments: tuple[Segment, ...]
+    loss_weight: float = 1.0
+    """By which the loss of its tokens is multiplied."""
 
 
 def check_path(path: str, *, where: str) -> str:
@@ -67,6 +71,15 @@ def required(entry: dict[str, Any], key: str, kinds: tuple[type, ...], *, where:
         expected = " or ".join({"str": "text", "int": "a number", "list": "a list"}[kind.__name__] for kind in kinds)
         raise DataError(f"{where}: '{key}' must be {expected}, found {type(entry[key]).__name__}; correct it")
     return entry[key]
+
+
+def loss_weight(entry: Mapping[str, Any], *, where: str) -> float:
+    """Return the weight of a sample, 1 if it has none; raises DataError unless it is a number above 0."""
+    weight = entry.get(LOSS_WEIGHT)
+    weight = 1.0 if weight is None else weight
+    if not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 < weight < 1e30:
+        raise DataError(f"{where}: '{LOSS_WEIGHT}' must be a number above 0, found {shown(weight)}; correct it, or leave it out")
+    return float(weight)
 
 
 def shown_keys(entry: dict[str, Any]) -> str:

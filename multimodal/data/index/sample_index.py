@@ -19,13 +19,14 @@ import numpy.typing as npt
 from multimodal.data.conversation import Conversation
 
 _SUMMARY = "index.json"
-FORMAT = 1
+FORMAT = 2
 """Version of the written format."""
 _ARRAYS = {
     "token_ids": "int32",
     "is_trained": "bool",
     "token_starts": "int64",
     "is_cut": "bool",
+    "loss_weights": "float64",
     "items": "int64",
     "item_starts": "int64",
     "places": "uint8",
@@ -106,8 +107,8 @@ class SampleIndex:
         arrays, tokens = self._arrays, self._slice("token_starts", index)
         items = arrays["items"][self._slice("item_starts", index)]
         starts = tuple((number, start, outputs) for number, (start, outputs) in enumerate(items[:, 1:3].tolist()))
-        is_cut = bool(arrays["is_cut"][index])
-        return Conversation(arrays["token_ids"][tokens], arrays["is_trained"][tokens], starts, is_cut)
+        facts = bool(arrays["is_cut"][index]), float(arrays["loss_weights"][index])
+        return Conversation(arrays["token_ids"][tokens], arrays["is_trained"][tokens], starts, *facts)
 
     def num_items(self, index: int) -> int:
         """Count the items of a sample."""
@@ -174,6 +175,7 @@ def build_index(samples: Iterable[IndexedSample | str]) -> SampleIndex:
         "is_trained": _joined([conversation.is_trained for conversation in conversations], np.bool_),
         "token_starts": _starts([len(conversation.token_ids) for conversation in conversations]),
         "is_cut": np.array([conversation.is_cut for conversation in conversations], dtype=np.bool_),
+        "loss_weights": np.array([conversation.loss_weight for conversation in conversations], dtype=np.float64),
         "items": np.array(items, dtype=np.int64).reshape(-1, _ITEM_NUMBERS),
         "item_starts": _starts([len(conversation.item_starts) for conversation in conversations]),
     }
@@ -202,7 +204,8 @@ def _check_arrays(arrays: Mapping[str, npt.NDArray[Any]], summary: Mapping[str, 
     if {name: str(array.dtype) for name, array in arrays.items()} != _ARRAYS:
         raise ValueError("an index with other arrays")
     shapes = {name: array.shape for name, array in arrays.items()}
-    if shapes["items"][1:] != (_ITEM_NUMBERS,) or shapes["is_trained"] != shapes["token_ids"]:
+    alike = ("is_trained", "token_ids"), ("loss_weights", "is_cut")
+    if shapes["items"][1:] != (_ITEM_NUMBERS,) or any(shapes[name] != shapes[other] for name, other in alike):
         raise ValueError("an index with arrays of other shapes")
     rows_of = {"token": ("is_cut", "token_ids"), "item": ("is_cut", "items"), "place": ("is_cut", "places")}
     for name, (owners, rows) in {**rows_of, "path": ("items", "paths")}.items():

@@ -1,7 +1,7 @@
 """Indexes single samples, in any process: their tokens, and the tokens of their items in the LLM."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Protocol
 
@@ -98,6 +98,7 @@ class SampleIndexer:
             return f"without a target token among the first {self._options.seq_length} (seq_length)"
         if self._options.needs_items_first:
             _check_items_first(conversation, items, where=sample.where)
+        conversation = replace(conversation, loss_weight=sample.loss_weight)
         return IndexedSample(sample.where, conversation, tuple(items[: len(conversation.item_starts)]))
 
     def _unit_of(self, segment: ImageSegment | AudioSegment, *, where: str) -> Unit | None:

@@ -148,12 +148,14 @@ class LanguageHead(torch.nn.Module):
         target_rows: Tensor,
         targets: Tensor,
         shared_weight: Tensor | None,
+        target_weights: Tensor | None = None,
         generator_rows: Tensor | None = None,
     ) -> HeadOutput:
         """Compute the targets' losses, and the hidden states that generators receive.
 
         hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets];
-        generator_rows: [num_generated_items], rows whose normalised hidden states generators receive.
+        target_weights: [num_targets], None: all 1; generator_rows: [num_generated_items], rows whose normalised hidden states
+        generators receive.
         """
         hidden = self.norm(hidden)
         if self.is_sequence_sharded:
@@ -162,7 +164,7 @@ class LanguageHead(torch.nn.Module):
         logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
         logits = capped(logits[:, 0], self.softcap)
         losses = vocab_parallel_cross_entropy(logits, targets, group=self.group, num_tokens_known=self.num_tokens_known)
-        loss_sum = losses.sum()
+        loss_sum = losses.sum() if target_weights is None else (losses * target_weights.to(losses.dtype)).sum()
         if self.training:
             return HeadOutput(loss_sum, None, conditions)
         all_logits = gather_from_tensor_model_parallel_region(self._without_padding(logits.detach()), group=self.group)
@@ -179,7 +181,7 @@ class LanguageHead(torch.nn.Module):
 
 
 class HeadKind(LayerKind):
-    """Reads `batch.target_rows`, `batch.targets` and `batch.generator_rows`."""
+    """Reads `batch.target_rows`, `batch.targets`, `batch.target_weights` and `batch.generator_rows`."""
 
     column_parallel = ("output_layer",)
     gives_loss = True
@@ -202,6 +204,7 @@ class HeadKind(LayerKind):
             hidden,
             target_rows=given.batch.target_rows,
             targets=given.batch.targets,
+            target_weights=given.batch.target_weights,
             shared_weight=given.shared_weight,
             generator_rows=given.batch.generator_rows,
         )

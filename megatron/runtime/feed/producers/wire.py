@@ -22,7 +22,7 @@ from multimodal.values.errors import ConfigError
 
 MOST_REQUEST_BYTES, MOST_ANSWER_BYTES = 64 * 2**20, 2**32
 """Most bytes of a part of a message, to producers and from them; ranks send no numbers."""
-_DTYPES = ("uint8", "bool", "int32", "int64", "float32")
+_DTYPES = ("uint8", "bool", "int32", "int64", "float32", "float64")
 _ALIGNMENT = 8
 _SEGMENTS: Mapping[str, Callable[..., Segment]] = {"text": TextSegment, "image": ImageSegment, "audio": AudioSegment}
 
@@ -91,7 +91,10 @@ def _pack_block(block: SampleBlock) -> list[Any]:
     kinds = {kind: name for name, kind in _SEGMENTS.items()}
     return [
         block.number,
-        *([sample.where, *({"kind": kinds[type(each)], **asdict(each)} for each in sample.segments)] for sample in block.samples),
+        *(
+            [sample.where, sample.loss_weight, *({"kind": kinds[type(each)], **asdict(each)} for each in sample.segments)]
+            for sample in block.samples
+        ),
     ]
 
 
@@ -100,8 +103,8 @@ def _unpack_block(said: Sequence[Any]) -> SampleBlock:
     return SampleBlock(int(number), tuple(_unpack_sample(*each) for each in samples))
 
 
-def _unpack_sample(where: str, *segments: Mapping[str, Any]) -> SegmentedSample:
-    return SegmentedSample(str(where), tuple(_unpack_segment(**each) for each in segments))
+def _unpack_sample(where: str, loss_weight: float, *segments: Mapping[str, Any]) -> SegmentedSample:
+    return SegmentedSample(str(where), tuple(_unpack_segment(**each) for each in segments), float(loss_weight))
 
 
 def _unpack_segment(*, kind: str, size: Sequence[int] | None = None, **fields: Any) -> Segment:

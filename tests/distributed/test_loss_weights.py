@@ -1,0 +1,70 @@
+"""Weights of samples in the loss, and the mean over samples: the same under any plan, and what their formula says."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.launch import launch, train
+from tests.distributed.small_run import manifest_entries, working_flags, write_working_files
+
+TOGETHER = {"--dtype": "float64", "--global-batch-size": 4, "--micro-batch-size": 4}
+
+
+def evaluate(folder: Path, entries: list[dict[str, Any]], **flags: object) -> float:
+    """Return the loss of new weights on these samples."""
+    (folder / "data" / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    base = {**working_flags(folder), **TOGETHER, "--split": "0,1", "--skip-train": None, "--eval-iters": 1}
+    batch = {"--global-batch-size": len(entries), "--micro-batch-size": len(entries), "--log-json": folder / "log.jsonl"}
+    train({**base, **batch, **flags}, num_ranks=2)
+    (entry,) = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    loss: float = entry["loss"]
+    return loss
+
+
+@pytest.fixture
+def entries(tmp_path: Path) -> list[dict[str, Any]]:
+    """Samples with answers of different lengths and weights."""
+    write_working_files(tmp_path)
+    found = manifest_entries()
+    for index, entry in enumerate(found):
+        entry["segments"][1]["text"] += " again" * index
+        entry["loss_weight"] = 1 + index / 2
+    return found
+
+
+@pytest.mark.parametrize("average", ["tokens", "samples"])
+def test_the_loss_is_the_weighted_mean(average: str, entries: list[dict[str, Any]], tmp_path: Path) -> None:
+    """Of the means of single samples, which are evaluated one by one; a sample has a token for each letter, and its end."""
+    alone = [evaluate(tmp_path, [entry]) for entry in entries]
+    weights = [entry["loss_weight"] * (1 if average == "samples" else len(entry["segments"][1]["text"]) + 1) for entry in entries]
+    expected = sum(loss * weight for loss, weight in zip(alone, weights, strict=True)) / sum(weights)
+    assert evaluate(tmp_path, entries, **{"--loss-average": average}) == pytest.approx(expected, rel=0, abs=1e-9)
+
+
+def test_weighted_training_is_the_same_under_any_plan(entries: list[dict[str, Any]], tmp_path: Path) -> None:
+    (tmp_path / "data" / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    flags = {**working_flags(tmp_path), **TOGETHER, "--loss-average": "samples", "--log-json": tmp_path / "log.jsonl"}
+    del flags["--num-workers"]
+    spread: dict[str, object] = {
+        "--micro-batch-size": 1,
+        "--llm-pp": 2,
+        "--llm-tp": 2,
+        "--num-workers": 1,
+        "--sequence-parallel": None,
+    }
+    shared = {"--micro-batch-size": 2, "--llm-cp": 2, "--lengths-from": "decode"}
+    plain, unweighted = {"--num-workers": 0}, {"--num-workers": 0, "--loss-average": "tokens"}
+    runs = [train({**flags, **how}, num_ranks=ranks)[0] for how, ranks in ((plain, 2), (spread, 5), (shared, 3), (unweighted, 2))]
+    values = [[(entry["loss"], entry["grad_norm"]) for entry in run] for run in runs]
+    for found in values[1:3]:
+        assert [pytest.approx(each, rel=0, abs=1e-9) for each in values[0]] == found
+    assert abs(values[0][0][0] - values[3][0][0]) > 1e-6
+
+
+def test_a_weight_that_is_none_is_an_error(tmp_path: Path) -> None:
+    write_working_files(tmp_path)
+    (tmp_path / "data" / "manifest.jsonl").write_text(json.dumps({**manifest_entries()[0], "loss_weight": 0}) + "\n")
+    done = launch(working_flags(tmp_path), num_ranks=2)
+    assert all(done.exit_codes) and "'loss_weight' must be a number above 0, found 0; correct it" in done.output
