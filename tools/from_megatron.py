@@ -48,11 +48,7 @@ _ENCODER_SIZES = {
 _LENGTHS = "decoder-seq-length", "total-seq-length", "dataloader-seq-length", "encoder-seq-length", "seq-length"
 """Flags of the length of sequences, the first that is given being that of the LLM's."""
 _MOST_CHECKS = 40
-_DEFAULTS_IN_MEGATRON = {
-    **dict.fromkeys(("hidden-dropout", "attention-dropout"), "0"),
-    "rotary-percent": "1",
-    "transformer-impl": "transformer_engine",
-}
+_DEFAULTS = {"hidden-dropout": 0, "attention-dropout": 0, "rotary-percent": 1, "transformer-impl": "transformer_engine"}
 """Flag -> the value with which it asks for what holds anyway (on CUDA)."""
 _HOLDS = {
     **dict.fromkeys(("use-te", "attention-backend", "use-flash-attn"), "the fastest that suits is the default on CUDA"),
@@ -229,19 +225,19 @@ class Conversion:
         for name in flags:
             if name in self.answered:
                 continue
-            default = _DEFAULTS_IN_MEGATRON.get(name)
-            if default is not None and flags[name] and _is_number_or_text(flags[name][0], default):
-                self.note(NOT_NEEDED, name, "always so" if default.isdigit() else "the default on CUDA")
+            value = _value(flags[name], is_list=name in ("freeze", "profile-ranks"))
+            if value == _DEFAULTS.get(name):
+                self.note(NOT_NEEDED, name, "the default on CUDA" if isinstance(value, str) else "always so")
             elif name in _HOLDS:
                 self.note(NOT_NEEDED, name, _HOLDS[name])
             elif name in _BY_VALUE and flags[name]:
-                self.rename(name, _BY_VALUE[name], _value(flags[name], is_list=False))
+                self.rename(name, _BY_VALUE[name], value)
             elif name == "fp16":
                 self.rename(name, "bf16", True)
             elif name in ("recompute-vision", "recompute-method", "recompute-num-layers"):
                 self.rename(name, "recompute-granularity", flags.text("recompute-granularity", default="full"))
             elif f"--{name}" in FREEZES or f"--{name}" in spellings:
-                self.config[name] = _value(flags[name], is_list=name in ("freeze", "profile-ranks"))
+                self.config[name] = value
                 self.note(KEPT, name)
             else:
                 answer = explain_unknown(f"--{name}", spellings=spellings, graph=self.graph)
@@ -270,13 +266,6 @@ class Conversion:
 
 def _ranks(sizes: Mapping[str, int]) -> int:
     return sizes["tensor_parallel_size"] * sizes["pipeline_parallel_size"] * sizes["context_parallel_size"]
-
-
-def _is_number_or_text(text: str, other: str) -> bool:
-    try:
-        return float(text) == float(other)
-    except ValueError:
-        return text == other
 
 
 def _value(words: Sequence[str], *, is_list: bool) -> Any:

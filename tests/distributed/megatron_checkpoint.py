@@ -21,6 +21,7 @@ from megatron.core.models.multimodal import llava_model
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -107,12 +108,25 @@ def sharded(model: Module, kind: str) -> dict[str, Any]:
     return {key: value for key, value in state.items() if "_extra_state" not in key}
 
 
-def loaded(kind: str, folder: Path) -> dict[str, Tensor]:
-    """Return the weights that a new model gets from a checkpoint."""
+def loaded(kind: str, folder: Path) -> Module:
+    """Return a new model with the weights of a checkpoint."""
     model = build(kind)
     state = sharded(model, "" if folder.name == "back" else kind)
     model.load_state_dict(dist_checkpointing.load(state, str(find_folder(folder))), strict=False)
-    return dict(model.named_parameters())
+    return model.eval()
+
+
+@torch.no_grad()
+def encode_image(folder: Path, pixels: Tensor) -> Tensor:
+    """Return what LLaVAModel makes of an image, [3, height, width]: [num_patches, hidden_size of the LLM]."""
+    with world(1, 1):
+        model: Any = loaded("llava", folder)
+        for layer in model.vision_model.decoder.layers:  # local layers of 0.16 mask as in an LLM, which later versions mend
+            layer.self_attention.attn_mask_type = AttnMaskType.no_mask
+            layer.self_attention.core_attention.scale_mask_softmax.attn_mask_type = AttnMaskType.no_mask
+        patches = model.vision_model(pixels[None])[:, model.vision_model.class_token_len :]
+        projected: Tensor = model.vision_projection(patches.transpose(0, 1).contiguous())[:, 0]
+        return projected
 
 
 def main(action: str, kind: str, folder: str, tensor_size: int, pipeline_size: int) -> None:
@@ -129,7 +143,7 @@ def main(action: str, kind: str, folder: str, tensor_size: int, pipeline_size: i
             dist_checkpointing.save({"model": sharded(model, kind), "iteration": 7}, str(path / "iter_0000007"))
             (path / "latest_checkpointed_iteration.txt").write_text("7")
             return
-        first, second = loaded(kind, path), loaded(kind, path / "back")
+        first, second = (dict(loaded(kind, each).named_parameters()) for each in (path, path / "back"))
         assert first.keys() == second.keys()
         assert [name for name in first if not torch.equal(first[name], second[name])] == []
         assert all(parameter.std() > 0.5 for parameter in first.values())

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from megatron.runtime.generation.whole_model import open_model
 from megatron.runtime.state.held_tensors import model_tensors
+from multimodal.data.image_processing import cut_patches, patch_positions
+from multimodal.model.stage_input import PackedInput
 from tests.distributed import megatron_checkpoint
 from tests.sanity.repository import ROOT
 from tools.convert import main as convert_main
@@ -81,6 +84,21 @@ def test_a_checkpoint_of_megatron_goes_in_and_out(tmp_path: Path, kind: str, siz
         for name, (key, index) in NAMES[kind].items():
             values = torch.cat([piece.values.flatten() for piece in ours[name].pieces])
             assert torch.equal(values, theirs[key][index].flatten()), name
+
+
+def test_an_encoder_of_megatron_computes_the_same_here(tmp_path: Path) -> None:
+    model = write_checkpoint(tmp_path / "run", "llava")
+    convert("--load-megatron", tmp_path / "run", "--model", model, "--save", tmp_path / "braid")
+    pixels = np.random.default_rng(1).normal(size=(28, 28, 3)).astype(np.float32)
+    theirs = megatron_checkpoint.encode_image(tmp_path / "run", torch.from_numpy(pixels).permute(2, 0, 1))
+    patches = cut_patches(pixels, patch_size=14, merge_size=1)
+    places = patch_positions((2, 2), merge_size=1)
+    with open_model(tmp_path / "braid") as (session, _), torch.no_grad():
+        rows, positions = (np.pad(each, ((0, 1), (0, 0)), constant_values=fill) for each, fill in ((patches, 0), (places, -1)))
+        batch = PackedInput((5,), torch.from_numpy(positions), torch.from_numpy(rows))
+        ours = session.stages["vision", 0](None, batch)
+    assert theirs.abs().max() > 1
+    assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
 def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
