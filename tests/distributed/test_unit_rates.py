@@ -11,6 +11,7 @@ from tests.distributed.small_run import working_flags, write_working_files
 
 ALIKE = {"--train-iters": 4, "--lr-decay-style": "cosine", "--min-lr": 1e-4, "--lr-warmup-iters": 1, "--lr": 1e-2}
 RATES = {"--vision-lr": 3e-3, "--projector-lr": 3e-2, "--vision-projector-weight-decay": 0.5, "--llm-weight-decay": 0.0}
+RATES |= {"--vision-lr-warmup-iters": 3, "--vision-projector-lr-warmup-iters": 0}
 NOT_AT_ALL = 1e-30
 """A learning rate that changes no weight."""
 
@@ -66,3 +67,9 @@ def test_what_hardly_learns_is_as_if_frozen(
     expected = losses(tmp_path, plan | frozen, num_ranks=4, dtype=dtype)
     found = losses(tmp_path, plan | rates, num_ranks=4, dtype=dtype)
     assert found == pytest.approx(expected, rel=0, abs=1e-9 if dtype == "float64" else 1e-5)
+
+
+def test_one_warm_up_for_every_unit_is_that_of_all(tmp_path: Path) -> None:
+    own = {f"--{part}-lr-warmup-iters": 3 for part in ("vision", "vision-projector", "llm")}
+    alone, together, shorter = (losses(tmp_path, flags) for flags in (own, {"--lr-warmup-iters": 3}, {}))
+    assert alone == together != shorter

@@ -29,7 +29,10 @@ def tables() -> Iterator[tuple[str, str]]:
     for name in GROUPS:
         yield f"## {name.capitalize()}", _table(("flag", "default", "meaning"), map(_row, field_flags(name)))
     yield "### The sizes of a unit", _table(("flag", "also", "LLM, as in Megatron", "meaning"), _unit_rows())
-    rates = ((f"`--UNIT-{name.replace('_', '-')} X`", meaning) for name, meaning in RATE_HELPS.items())
+    rates = (
+        (f"`--UNIT-{name.replace('_', '-')} {'N' if name.endswith('iters') else 'X'}`", meaning)
+        for name, meaning in RATE_HELPS.items()
+    )
     yield "### The rates of a unit", _table(("flag", "meaning"), rates)
     errors = ((f"`{shown_flag(row.name)}`", row.reason) for row in IGNORED_FLAGS)
     yield "## Flags that need another", _table(("flag", "error"), errors)

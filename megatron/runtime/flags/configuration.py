@@ -248,7 +248,7 @@ class TrainingConfig:
         return found
 
 
-UNIT_RATES = ("lr", "weight_decay", "projector_lr", "projector_weight_decay")
+UNIT_RATES = ("lr", "weight_decay", "lr_warmup_iters", "projector_lr", "projector_weight_decay", "projector_lr_warmup_iters")
 """Settings of the optimizer that a unit's module and its projector may have of their own."""
 
 

@@ -104,6 +104,9 @@ def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
             yield f"{flag} and --plan auto exclude each other: encoders are planned to follow the LLM; leave it out"
     for key in config.optimizer.unit_rates:
         name, _, rate = key.rpartition(".")
+        last = config.optimizer.lr_decay_iters or config.training.train_iters
+        if rate.endswith("lr_warmup_iters") and config.optimizer.unit_rates[key] >= last:
+            yield f"{shown_flag(key)} leaves no step for the decay, which ends at step {last}; lower it"
         if rate.endswith("lr") and config.optimizer.unit_rates[key] < config.optimizer.lr_warmup_init:
             yield f"--lr-warmup-init {config.optimizer.lr_warmup_init} is above {shown_flag(key)}; lower it"
         unit, is_for_projector = graph.unit(name), rate.startswith("projector_")

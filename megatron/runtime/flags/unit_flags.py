@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron.runtime.flags.configuration import UNIT_RATES
 from megatron.runtime.flags.field_flags import FieldFlag, all_flags, field_docstrings, finite_number, flag_of, whole_number
@@ -45,8 +45,10 @@ SIZE_SPELLINGS = {
 RATE_HELPS = {
     "lr": "Highest learning rate of the unit's module, whose decay and warm-up are like those of --lr; by default --lr.",
     "weight_decay": "Weight decay of the unit's module; by default --weight-decay.",
+    "lr_warmup_iters": "Steps in which its learning rate rises; by default --lr-warmup-iters.",
     "projector_lr": "The same for its projector; by default --projector-lr.",
     "projector_weight_decay": "The same for its projector; by default --weight-decay.",
+    "projector_lr_warmup_iters": "The same for its projector; by default --lr-warmup-iters.",
 }
 """One of `UNIT_RATES` -> its flag's help."""
 
@@ -117,12 +119,14 @@ def _rate_flags(unit: Unit) -> Iterator[FieldFlag]:
         if unit.projector_layer is None and name.startswith("projector_"):
             continue
         flag, *also = (f"{prefix}{flag_of(name)[1:]}" for prefix in prefixes)
-        parse = (
-            _bounded(finite_number, lambda number: number > 0, "a number above 0 (to train nothing there: --freeze)")
-            if name.endswith("lr")
-            else _bounded(finite_number, lambda number: number >= 0, "a number of at least 0")
-        )
-        yield FieldFlag(name=f"{unit.name}.{name}", flag=flag, also=tuple(also), parse=parse, metavar="X", help=RATE_HELPS[name])
+        metavar = "N" if name.endswith("iters") else "X"
+        if name.endswith("lr"):
+            parse = _bounded(finite_number, lambda number: number > 0, "a number above 0 (to train nothing there: --freeze)")
+        else:
+            number = whole_number if metavar == "N" else finite_number
+            parse = _bounded(number, lambda number: number >= 0, "a number of at least 0")
+        named: dict[str, Any] = {"flag": flag, "also": tuple(also), "metavar": metavar, "help": RATE_HELPS[name]}
+        yield FieldFlag(name=f"{unit.name}.{name}", parse=parse, **named)
 
 
 def _bounded(parse: Callable[[str], float], allows: Callable[[float], bool], expected: str) -> Callable[[str], float]:

@@ -25,11 +25,13 @@ from megatron.runtime.gradients.sharded_unit import ShardedUnit
 
 
 class Rates(NamedTuple):
-    """A parameter's highest and lowest learning rate, and its weight decay."""
+    """A parameter's highest and lowest learning rate, its weight decay, and its warm-up."""
 
     lr: float
     min_lr: float
     weight_decay: float
+    lr_warmup_steps: int | None = None
+    """None: the scheduler's."""
 
 
 class UnitRates(NamedTuple):
@@ -139,6 +141,7 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
             "end_wd": own.weight_decay,
             "max_lr": own.lr,
             "min_lr": own.min_lr,
+            **({} if own.lr_warmup_steps is None else {"lr_warmup_steps": own.lr_warmup_steps}),
             **shared,
         }
         for (own, decays), mains in groups.items()

@@ -270,7 +270,8 @@ def _rates(settings: OptimizerSettings, unit: str) -> Iterator[Rates]:
     """Yield those of a unit's module, then of its projector."""
     for part in ("", "projector_"):
         lr, weight_decay = (settings.rate(unit, f"{part}{name}") for name in ("lr", "weight_decay"))
-        yield Rates(lr, settings.min_lr * lr / settings.lr, weight_decay)
+        warmup = settings.unit_rates.get(f"{unit}.{part}lr_warmup_iters")
+        yield Rates(lr, settings.min_lr * lr / settings.lr, weight_decay, None if warmup is None else int(warmup))
 
 
 def _build_options(config: RunConfig) -> BuildOptions:

@@ -205,6 +205,21 @@ class Trainer:
         return list(tensor.tolist())
 
 
+class _Scheduler(OptimizerParamScheduler):
+    """A scheduler whose parameter groups may have a warm-up of their own."""
+
+    lr_warmup_steps: int
+
+    def get_lr(self, param_group: dict[str, Any]) -> float:
+        """Return the learning rate of a group."""
+        common = self.lr_warmup_steps
+        self.lr_warmup_steps = param_group.get("lr_warmup_steps", common)
+        try:
+            return float(super().get_lr(param_group))
+        finally:
+            self.lr_warmup_steps = common
+
+
 class _AllGroups:
     """Acts as one optimizer for the scheduler: the parameter groups of all units under the current plan."""
 
@@ -219,7 +234,7 @@ class _AllGroups:
 
 def build_scheduler(settings: OptimizerSettings, session: Session, *, train_iters: int) -> OptimizerParamScheduler:
     """Build a scheduler that counts optimizer steps (Megatron counts samples: the same with a constant global batch size)."""
-    return OptimizerParamScheduler(
+    return _Scheduler(
         _AllGroups(session),
         init_lr=settings.lr_warmup_init,
         max_lr=settings.lr,

@@ -139,9 +139,11 @@ def test_the_same_flags_where_they_have_an_effect(parse_on_base: Parse, line: st
 
 
 def test_units_have_rates_of_their_own_under_a_planned_plan(parse_on_base: Parse) -> None:
-    settings = parse_on_base("--plan auto --vision-lr 1e-5 --projector-lr 1e-2 --llm-weight-decay 0").optimizer
+    settings = parse_on_base(
+        "--plan auto --vision-lr 1e-5 --projector-lr 1e-2 --llm-weight-decay 0 --vision-projector-lr-warmup-iters 2"
+    ).optimizer
     rates = {unit: [settings.rate(unit, name) for name in UNIT_RATES] for unit in ("vision", "language")}
-    assert rates == {"vision": [1e-5, 0.01, 1e-2, 0.01], "language": [1e-3, 0.0, 1e-2, 0.01]}
+    assert rates == {"vision": [1e-5, 0.01, 0, 1e-2, 0.01, 2], "language": [1e-3, 0.0, 0, 1e-2, 0.01, 0]}
 
 
 def test_sequence_parallelism_needs_one_unit_with_tensor_parallelism(parse_on_base: Parse) -> None:
