@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
+from multimodal.values.model_graph import Unit
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,12 @@ class RunOptions:
     @property
     def hides_waits(self) -> bool:
         """True if nothing can run while a computation waits for tensor parallel ranks, because it does not report its waits."""
-        return self.transformer_impl != "local" or self.num_overlapped_parts > 1
+        return self.num_overlapped_parts > 1
+
+    def hides_waits_of(self, unit: Unit) -> bool:
+        """Return `hides_waits` for a unit: adapters beside Transformer Engine's layers do not report their collectives."""
+        is_engine = self.transformer_impl != "local" and not unit.needs_local_layers
+        return self.hides_waits or (is_engine and unit.lora is not None)
 
 
 DEFAULT_OPTIONS = RunOptions()

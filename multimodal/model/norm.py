@@ -27,16 +27,21 @@ class Norm(torch.nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [..., hidden_size]; returns the same shape and dtype."""
-        # Torch's kernels on CUDA read half precision and compute in float32; a copy in float32 would be written and read again.
-        keeps_dtype = hidden.dtype == torch.float64 or (hidden.is_cuda and hidden.dtype == self.weight.dtype)
-        wide = hidden if keeps_dtype else hidden.float()
-        shape = (hidden.shape[-1],)
-        if self.bias is None:
-            weight = self.weight.to(wide.dtype)
-            normal = torch.nn.functional.rms_norm(wide, shape, weight + self.offset if self.offset else weight, self.eps)
-        else:
-            normal = torch.nn.functional.layer_norm(wide, shape, self.weight.to(wide.dtype), self.bias.to(wide.dtype), self.eps)
-        return normal.to(hidden.dtype)
+        return normalised(hidden, self.weight, self.bias, eps=self.eps, offset=self.offset)
+
+
+def normalised(hidden: Tensor, weight: Tensor, bias: Tensor | None, *, eps: float, offset: float) -> Tensor:
+    """Normalise by LayerNorm if there is a bias, else by RMSNorm; offset: is added to the weight."""
+    # Torch's kernels on CUDA read half precision and compute in float32; a copy in float32 would be written and read again.
+    keeps_dtype = hidden.dtype == torch.float64 or (hidden.is_cuda and hidden.dtype == weight.dtype)
+    wide = hidden if keeps_dtype else hidden.float()
+    scale, shape = weight.to(wide.dtype), (hidden.shape[-1],)
+    scale = scale + offset if offset else scale
+    if bias is None:
+        normal = torch.nn.functional.rms_norm(wide, shape, scale, eps)
+    else:
+        normal = torch.nn.functional.layer_norm(wide, shape, scale, bias.to(wide.dtype), eps)
+    return normal.to(hidden.dtype)
 
 
 class AllHeadsNorm(Norm):

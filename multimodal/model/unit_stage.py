@@ -249,10 +249,15 @@ class UnitStage(MegatronModule):
     def segments(self) -> StageSegments:
         """Return the parts of this stage's segments; raises ConfigError if its layers cannot be cut."""
         where = f"unit '{self.unit.name}', layers {self.layer_range.start} to {self.layer_range.stop - 1}"
-        if self.options.transformer_impl != "local":
+        if self.options.fp8_format is not None:
             raise ConfigError(
-                f"{where}: the schedule runs segments of a layer on their own, which layers of Transformer Engine cannot do, as "
-                "they fuse norms with products; use --transformer-impl local, or a --schedule that runs whole stages"
+                f"{where}: the schedule runs segments of a layer on their own, whose products are not in FP8; leave out "
+                "--fp8-format, or use a --schedule that runs whole stages"
+            )
+        if self.unit.lora is not None and self.context.implementation != "local" and self.groups.tp.size() > 1:
+            raise ConfigError(
+                f"{where}: the schedule runs segments of a layer on their own, which adapters of Transformer Engine's layers "
+                "over several tensor parallel ranks cannot; use --transformer-impl local, or a --schedule that runs whole stages"
             )
         if self.guard is not None:
             raise ConfigError(

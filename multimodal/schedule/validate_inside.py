@@ -89,9 +89,9 @@ class _Checks:
 
     def _count_waits(self, stage: int, kind: int) -> int:
         key = self.work.stages[stage]
-        if self.layers.tensor_size(key) == 1 or self.options.hides_waits:
-            return 0
         unit = self.shape.graph.unit(key[0])
+        if self.layers.tensor_size(key) == 1 or self.options.hides_waits_of(unit):
+            return 0
         return len(computation_waits(KINDS[kind], self.layers.in_order(key), options=self.options, unit=unit))
 
     def check_collectives(self) -> None:

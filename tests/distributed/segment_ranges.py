@@ -48,6 +48,7 @@ class RangeCase:
     num_frozen: int = 0
     """Layers that are frozen, from the first."""
     has_backward: bool = True
+    transformer_impl: str = "local"
     deepstack: tuple[int, ...] = ()
     """Layers of the encoder that go to the LLM."""
 
@@ -69,7 +70,12 @@ def build_stage(case: RangeCase) -> UnitStage:
         unit_name=case.unit,
         layers=range(case.first, case.last),
         groups=_groups(dist.group.WORLD),
-        options=BuildOptions(Precision(torch.float64), recompute=case.recompute, sequence_parallel=case.sequence_parallel),
+        options=BuildOptions(
+            Precision(torch.float64),
+            recompute=case.recompute,
+            sequence_parallel=case.sequence_parallel,
+            transformer_impl=case.transformer_impl,
+        ),
         vocab_size=32,
     )
     initialize_parameters(stage, seed=5)
@@ -137,6 +143,18 @@ def collectives_waited_for(case: RangeCase) -> tuple[list[str], list[str]]:
             torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
     assert not started
     return waited
+
+
+def count_waits(case: RangeCase) -> tuple[int, int]:
+    """The waits of a whole stage's forward and backward, whoever's layers report them."""
+    stage = build_stage(case)
+    waited: tuple[list[int], list[int]] = ([], [])
+    with stage.waits.filled_by(waited[0].append):
+        loss, output = _close(stage(*_inputs(stage, case)))
+    roots = [each for each in (loss, output) if each is not None and each.requires_grad]
+    with stage.waits.filled_by(waited[1].append):
+        torch.autograd.backward(roots, [torch.ones_like(each) for each in roots])
+    return len(waited[0]), len(waited[1])
 
 
 def _noting(start: Callable[..., Arriving], started: list[str]) -> Callable[..., Arriving]:

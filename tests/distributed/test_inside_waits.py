@@ -50,11 +50,13 @@ def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, case: Gradie
     assert_matches(case, ranks)
 
 
-def build_case(tensor_parallel_size: int, vision: UnitPlan, *, seed: int = 3, **options: Any) -> GradientCase:
-    """Six images of other sizes before an LLM over four ranks; whatever may run inside does."""
+def build_case(
+    tensor_parallel_size: int, vision: UnitPlan, *, seed: int = 3, described: Mapping[str, Any] | None = None, **options: Any
+) -> GradientCase:
+    """Six images of other sizes before an LLM over four ranks; whatever may run inside does; described: more of the LLM."""
     units = {
         "vision": {"role": "encoder", "image": IMAGE, "init_method_std": 0.3, "add_bias_linear": True, **SHAPE},
-        "llm": {"role": "backbone", "init_method_std": 0.3, **SHAPE},
+        "llm": {"role": "backbone", "init_method_std": 0.3, **SHAPE, **(described or {})},
     }
     graph = ModelGraph.from_dict({"units": units})
     groups = [tuple(range(first, first + tensor_parallel_size)) for first in range(0, 4, tensor_parallel_size)]
@@ -66,7 +68,11 @@ def build_case(tensor_parallel_size: int, vision: UnitPlan, *, seed: int = 3, **
     count = len(vision.replicas)
     encoded = [[[(sample, 0)] for sample in range(6) if sample % count == replica] for replica in range(count)]
     assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in range(6)]]})
-    run_options = RunOptions(transformer_impl="local", sequence_parallel=False, recompute=None)
+    run_options = RunOptions(
+        transformer_impl=options.get("transformer_impl", "local"),
+        sequence_parallel=options.get("sequence_parallel", False),
+        recompute=options.get("recompute"),
+    )
     return GradientCase(
         graph,
         Plan({"vision": vision, "llm": llm}),

@@ -4,7 +4,7 @@ from itertools import product
 from typing import Any
 
 from multimodal.cost.layers.layer import Exchange
-from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
+from multimodal.cost.pieces.tensor_parallel_waits import LayerNeed, computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import ActionKind
 from multimodal.values.backward_need import BackwardNeed
@@ -45,14 +45,17 @@ def waits_of_all() -> list[Any]:
     return [collectives_waited_for(case) for case in WAITS]
 
 
+def layers_of(case: RangeCase) -> list[LayerNeed]:
+    kinds = ("patch_embedding", "transformer", "transformer", "projector")
+    if case.unit == "llm":
+        kinds = ("token_embedding", "transformer", "transformer", "head")
+    idle = BackwardNeed.INPUT_GRADIENT if case.unit == "llm" else BackwardNeed.NONE
+    return [(kind, idle if index < case.num_frozen else BackwardNeed.FULL) for index, kind in enumerate(kinds)]
+
+
 def test_layers_come_to_the_waits_that_costs_count(ranks: RankPool) -> None:
     for case, (forward, backward) in zip(WAITS, ranks.run(waits_of_all, world_size=2)[0], strict=True):
-        kinds = ("patch_embedding", "transformer", "transformer", "projector")
-        if case.unit == "llm":
-            kinds = ("token_embedding", "transformer", "transformer", "head")
-        idle = BackwardNeed.INPUT_GRADIENT if case.unit == "llm" else BackwardNeed.NONE
-        layers = [(kind, idle if index < case.num_frozen else BackwardNeed.FULL) for index, kind in enumerate(kinds)]
-        options = RunOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)
+        options = RunOptions(transformer_impl="local", sequence_parallel=case.sequence_parallel, recompute=case.recompute)
         for kind, found in ((ActionKind.FORWARD, forward), (ActionKind.BACKWARD, backward)):
-            counted = [NAMES[wait.exchange] for wait in computation_waits(kind, layers, options=options)]
+            counted = [NAMES[wait.exchange] for wait in computation_waits(kind, layers_of(case), options=options)]
             assert found == [f"{number} {name}" for number, name in enumerate(counted)], (case, kind)

@@ -12,16 +12,25 @@ import pytest
 import torch
 
 from multimodal.cost.layers.registry import read_model
+from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
+from multimodal.cost.run_options import RunOptions
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.action import ActionKind
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Replica, Stage, UnitPlan
+from multimodal.values.schedule import SlotMode
 from tests.distributed.gradient_case import GradientCase, run_on_rank, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
 from tests.distributed.random_source import RandomSource
+from tests.distributed.segment_ranges import count_waits
 from tests.distributed.test_every_builder import MODELS, SAMPLES, UNITS, _assign, _of, build_case
+from tests.distributed.test_inside_waits import PAIRS, QUARTET, schedule_of
+from tests.distributed.test_inside_waits import build_case as build_inside
+from tests.distributed.test_segments import WAITS, layers_of
 from tests.distributed.wide_transformers import build_wide_model
 from tests.engine_on_cpu.engine_pool import EnginePool
 from tests.engine_on_cpu.fp8_steps import train_in_fp8
@@ -72,6 +81,9 @@ def _case(
     return replace(case, **options)
 
 
+ALONE = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in range(4)))
+
+
 CASES = {
     "biases": _case("1f1b", shape=BIASES),
     "biases, split": _case("zb-h1", shape=BIASES),
@@ -109,6 +121,34 @@ def test_gradients_equal_local_layers(engine_ranks: EnginePool, name: str) -> No
 def test_every_builder(engine_ranks: EnginePool, builder: str) -> None:
     case = build_case(builder, MODELS["encoder, LLM and generator"])
     assert_matches(replace(case, transformer_impl="transformer_engine"), engine_ranks)
+
+
+INSIDE: Mapping[str, tuple[int, UnitPlan, dict[str, Any]]] = {
+    "two stages": (2, PAIRS, {}),
+    "two stages, sequence parallel": (2, PAIRS, {"sequence_parallel": True}),
+    "two stages, frozen LLM": (2, PAIRS, {"sequence_parallel": True, "described": {"freeze_module": True, **BIASES}}),
+    "encoders of one rank, recompute": (2, ALONE, {"recompute": "full", "sequence_parallel": True}),
+    "four ranks": (4, QUARTET, {"sequence_parallel": True, "described": HEAD_NORMS}),
+}
+
+
+@pytest.mark.parametrize("name", INSIDE)
+def test_pieces_of_encoders_in_waits(engine_ranks: EnginePool, name: str) -> None:
+    tensor, encoders, options = INSIDE[name]
+    case = build_inside(tensor, encoders, **options, transformer_impl="transformer_engine")
+    assert (schedule_of(case).modes == SlotMode.INSIDE).sum() >= 10
+    assert_matches(case, engine_ranks)
+
+
+def count_all_waits() -> list[tuple[int, int]]:
+    return [count_waits(replace(case, transformer_impl="transformer_engine")) for case in WAITS]
+
+
+def test_layers_come_to_as_many_waits_as_costs_count(engine_ranks: EnginePool) -> None:
+    for case, found in zip(WAITS, engine_ranks.run(count_all_waits, world_size=2)[0], strict=True):
+        options = RunOptions(sequence_parallel=case.sequence_parallel, recompute=case.recompute)
+        kinds = (ActionKind.FORWARD, ActionKind.BACKWARD)
+        assert found == tuple(len(computation_waits(kind, layers_of(case), options=options)) for kind in kinds), case
 
 
 PLANS: Plans = {

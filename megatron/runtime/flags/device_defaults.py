@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.flag_rules import RULES
-from megatron.runtime.flags.schedule_checks import useful_passes
+from megatron.runtime.flags.schedule_checks import problems_of_schedule, useful_passes
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -22,7 +22,8 @@ def with_device_defaults(config: RunConfig, *, graph: ModelGraph, plan: Plan, ha
     if "schedule_passes" not in config.given:
         passes = ",".join(useful_passes(config, graph=graph, plan=plan))
         config = replace(config, training=replace(config.training, schedule_passes=passes))
-    return _with_engine(config)
+    engine = _with_engine(config)
+    return engine if next(problems_of_schedule(engine, graph, plan), None) is None else config
 
 
 def with_layer_defaults(config: RunConfig, *, has_cuda: bool) -> RunConfig:

@@ -97,8 +97,8 @@ DEVICE_RULES: tuple[Rule, ...] = (
     ),
     _engine_rule(
         SEGMENTS,
-        "--schedule {c.training.schedule} runs pieces of layers, which Transformer Engine fuses; use --transformer-impl local, "
-        "or another schedule",
+        "--schedule {c.training.schedule} runs pieces of layers, whose products are not in FP8; leave out --fp8-format, or use "
+        "another schedule",
     ),
     Rule(
         lambda c: c.model.fp8_format is not None and not _has_cuda(),

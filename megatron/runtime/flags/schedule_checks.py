@@ -38,6 +38,13 @@ def problems_of_schedule(config: RunConfig, graph: ModelGraph, plan: Plan) -> It
             f"--schedule {name} needs virtual stages: {schedule.layout.wanted}; found the layers {found}, stage by stage; {fix}, "
             f"or choose --schedule {schedule.otherwise}"
         )
+    if schedule.runs_segments and config.model.transformer_impl != "local":
+        for adapted in (each for each in graph.units if each is not graph.backbone and each.lora is not None):
+            if plan.units[adapted.name].tensor_parallel_size > 1:
+                yield (
+                    f"--schedule {name} runs pieces of unit '{adapted.name}', whose adapters beside layers of Transformer Engine "
+                    "several tensor parallel ranks share; use --transformer-impl local, or another schedule"
+                )
     yield from _useless_schedule(name, schedule, graph, plan)
     passes_named(config.training.schedule_passes)  # raises what is wrong with the names alone
     for each in (each for each in config.training.schedule_passes.split(",") if each):

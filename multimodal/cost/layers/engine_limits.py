@@ -24,7 +24,7 @@ class EngineLimit(NamedTuple):
 
 
 FLOAT64 = EngineLimit("`--dtype float64`", lambda use: use.dtype == "float64")
-SEGMENTS = EngineLimit("schedules that run pieces of layers (`optimus`)", lambda use: use.runs_segments)
+SEGMENTS = EngineLimit("pieces of layers (`optimus`) in FP8", lambda use: use.runs_segments and use.multiplies_in_fp8)
 OVERLAP = EngineLimit("`--tp-comm-overlap`", lambda use: use.tp_comm_overlap)
 SHARDED_WEIGHTS = EngineLimit(
     "ZeRO-3 with split backwards or FP8", lambda use: use.shards_weights and (use.splits_backwards or use.multiplies_in_fp8)

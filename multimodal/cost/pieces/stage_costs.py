@@ -122,7 +122,7 @@ class StageCosts:
 
     def waits(self, stage: StageKey, kind: ActionKind, load: ComputedLoad) -> list[float]:
         """Return the seconds of a whole computation's waits for tensor parallel ranks, in order; arrays for a load of arrays."""
-        if self.options.hides_waits or self.stages.tensor_size(stage) == 1:
+        if self.options.hides_waits_of(self.stages.graph.unit(stage[0])) or self.stages.tensor_size(stage) == 1:
             return []
         return [seconds for _, seconds in self._timed_waits(kind, stage, load)]
 

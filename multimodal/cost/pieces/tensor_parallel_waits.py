@@ -54,11 +54,11 @@ def computation_waits(
 ) -> tuple[Wait, ...]:
     """Return the waits of a stage's computation over several tensor parallel ranks, in order.
 
-    Full recomputation repeats a layer's forward up to its last product when the backward reaches the layer: the collective behind
-    that product is not needed again, and under sequence parallelism the gradient of the layer's output is gathered first. Only
-    sequence parallelism and recomputation of the options matter. covers: a range of the stage's segments, by default all; a
-    range's last wait may lie behind it, and a layer is repeated in the range whose backward precedes that of the layer's last
-    segment. unit: the unit of the layers, for its adapters and queries. O(layers).
+    Full recomputation repeats a layer's forward up to its last product when the backward reaches the layer: the collective
+    behind that product is not needed again, and under sequence parallelism the gradient of the layer's output is gathered
+    first. Layers of Transformer Engine repeat that collective, too, and gather the gradient afterwards. covers: a range of the
+    stage's segments, by default all; a range's last wait may lie behind it, and a layer is repeated in the range whose backward
+    precedes that of the layer's last segment. unit: the unit of the layers, for its adapters and queries. O(layers).
     """
     if kind is ActionKind.WEIGHT_GRADIENT:
         return ()
@@ -67,7 +67,8 @@ def computation_waits(
     if kind is ActionKind.FORWARD:
         found = _forward(places, range(first, end), is_range=end < len(places))
     else:
-        found = _backward(places, range(first, end), is_range=covers is not None)
+        is_engine = options.transformer_impl != "local" and not (unit is not None and unit.needs_local_layers)
+        found = _backward(places, range(first, end), is_range=covers is not None, is_engine=is_engine and covers is None)
     return tuple(wait for wait in found if wait.exchange is Exchange.SUM or options.sequence_parallel)
 
 
@@ -109,9 +110,9 @@ def _forward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> Ite
             yield Wait(layer, number, segment.behind, is_range and number == numbers[-1])
 
 
-def _backward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> Iterator[Wait]:
+def _backward(places: Sequence[_Place], numbers: range, *, is_range: bool, is_engine: bool) -> Iterator[Wait]:
     if numbers.stop == len(places):
-        yield from _entered(places, numbers.stop, numbers.stop - 1, is_range=is_range)
+        yield from _entered(places, numbers.stop, numbers.stop - 1, is_range=is_range, is_engine=is_engine)
     for number in reversed(numbers):
         layer, segment, need, _ = places[number]
         if not need.has_backward:
@@ -120,15 +121,20 @@ def _backward(places: Sequence[_Place], numbers: range, *, is_range: bool) -> It
             if exchange is not Exchange.GATHER_AGAIN or (need.trains_weights and not is_range):
                 yield Wait(layer, number, exchange)
         if number:
-            yield from _entered(places, number, number, is_range=is_range, is_at_end=number == numbers.start)
+            is_at_end = number == numbers.start
+            yield from _entered(places, number, number, is_range=is_range, is_at_end=is_at_end, is_engine=is_engine)
 
 
-def _entered(places: Sequence[_Place], bound: int, number: int, *, is_range: bool, is_at_end: bool = False) -> Iterable[Wait]:
+def _entered(
+    places: Sequence[_Place], bound: int, number: int, *, is_range: bool, is_engine: bool, is_at_end: bool = False
+) -> Iterable[Wait]:
     """Return the waits of a backward between the segments `bound` and `bound - 1`; number: the segment they are counted in."""
     layer, segment, need, repeated = places[bound - 1]
     if not need.has_backward:
         return ()
     mirrored = [] if segment.behind is None else [Wait(layer, number, segment.behind.mirrored, is_range and is_at_end)]
     again = [wait._replace(segment=number) for wait in _forward(places, repeated, is_range=False)]
+    if is_engine and segment.product:  # the last product is its own, not that of experts
+        return (*again, *mirrored)
     again = again[:-1] if segment.behind is not None else again
     return (*again, *mirrored) if is_range else (*mirrored, *again)

@@ -26,6 +26,7 @@ from multimodal.model.layers.layer_kind import InputContext, LayerContext, Layer
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import AllHeadsNorm, Norm
 from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
+from multimodal.model.tensor_parallel_waits import report_engine_waits
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -82,6 +83,7 @@ class TransformerKind(LayerKind):
         self.adapt(spec)
         config = context.config
         if context.implementation != "local":
+            report_engine_waits()
             config = copy.copy(config)  # set here, since elsewhere it is validated against Megatron's own schedules
             config.delay_wgrad_compute = options.delays_weight_gradients
             config.gradient_accumulation_fusion = accumulates_in_engine(options)

@@ -11,18 +11,21 @@
                  residual sum, which runs with the next part of its stage
 
 megatron-core's own code computes all of it: the layer's submodules, or a submodule's `forward` without the parts before and after
-it.
+it. Of layers of Transformer Engine the pieces have the weights: norms, which these fuse with products, and products are torch's.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from multimodal.model.adapter import adapter_of
+from multimodal.model.adapter import adapter_of, is_engine_linear
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import Exchange, LayerPart, StagePass, State
+from multimodal.model.norm import normalised
+from multimodal.model.weight_gradient_queue import accumulate_into_buffers
 
 SEGMENT_NAMES = ("input_norm", "qkv", "attention", "projection", "mlp_norm", "mlp_up", "mlp_down")
 
@@ -37,9 +40,8 @@ class _Product(Module):
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the product on this rank, and the bias if the caller adds it."""
         (linear,) = self._held
-        if linear.skip_bias_add:
-            return deferrable_linear(rows, linear.weight, None, adapter_of(linear)), linear.bias
-        return deferrable_linear(rows, linear.weight, linear.bias, adapter_of(linear)), None
+        bias, left = (None, bias_of(linear)) if _leaves_bias(linear) else (bias_of(linear), None)
+        return deferrable_linear(rows, linear.weight, bias, adapter_of(linear)), left
 
 
 class _AsIs(Module):
@@ -52,7 +54,17 @@ class _AsIs(Module):
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the rows, and the bias of the layer that made them."""
         (linear,) = self._held
-        return rows, linear.bias if linear is not None else None
+        return rows, bias_of(linear) if linear is not None else None
+
+
+def bias_of(linear: Any) -> Tensor | None:
+    """Return the bias of a linear layer; Transformer Engine has an empty one where there is none."""
+    return linear.bias if linear.bias is not None and linear.bias.numel() else None
+
+
+def _leaves_bias(linear: Any) -> bool:
+    """Return True if the caller adds the bias."""
+    return bool(linear.te_return_bias if is_engine_linear(linear) else linear.skip_bias_add)
 
 
 class _Within:
@@ -67,8 +79,11 @@ class _Within:
 
 def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor | None]) -> tuple[tuple[LayerPart, ...], ...]:
     """Return the parts of each segment of megatron-core's TransformerLayer; frequencies: its rotary angles."""
+    for linear in layer.modules():
+        if is_engine_linear(linear) and linear.fuse_wgrad_accumulation and not hasattr(linear.weight, "accumulate_gradient"):
+            accumulate_into_buffers([linear.weight], _add_gradient)  # as whole passes do, after which hooks add nothing
     return (
-        (LayerPart(_normed(layer.input_layernorm), Exchange.GATHERED),),
+        (LayerPart(_normed(_norm_before(layer, layer.input_layernorm, layer.self_attention.linear_qkv)), Exchange.GATHERED),),
         (LayerPart(_qkv(layer.self_attention)),),
         (LayerPart(_attention(layer.self_attention, frequencies)),),
         (LayerPart(_projection(layer.self_attention.linear_proj), Exchange.SUMMED),),
@@ -78,7 +93,24 @@ def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor |
     )
 
 
-def _normed(norm: Module) -> Any:
+def _add_gradient(rows: Tensor, output_gradient: Tensor, buffer: Tensor) -> None:
+    buffer.add_(output_gradient.t().matmul(rows))
+
+
+def _norm_before(layer: Any, norm: Module, linear: Any) -> Callable[[Tensor], Tensor]:
+    """Return the norm before a product, also where Transformer Engine fuses both."""
+    if not hasattr(linear, "layer_norm_weight"):
+        return norm
+    return partial(
+        normalised,
+        weight=linear.layer_norm_weight,
+        bias=linear.layer_norm_bias,
+        eps=layer.config.layernorm_epsilon,
+        offset=float(layer.config.layernorm_zero_centered_gamma),
+    )
+
+
+def _normed(norm: Callable[[Tensor], Tensor]) -> Any:
     def run(state: State, given: StagePass) -> State:
         (hidden,) = state
         return hidden, norm(hidden)
@@ -119,10 +151,12 @@ def _projection(linear: Module) -> Any:
 
 
 def _sum_and_norm(layer: Any) -> Any:
+    norm = _norm_before(layer, layer.pre_mlp_layernorm, layer.mlp.linear_fc1)
+
     def run(state: State, given: StagePass) -> State:
         residual, attended = state
-        hidden = _residual_sum(layer, layer.self_attn_bda, attended, layer.self_attention.linear_proj.bias, residual)
-        return hidden, layer.pre_mlp_layernorm(hidden)
+        hidden = _residual_sum(layer, layer.self_attn_bda, attended, bias_of(layer.self_attention.linear_proj), residual)
+        return hidden, norm(hidden)
 
     return run
 
@@ -150,7 +184,7 @@ def _down(mlp: Any) -> Any:
 def _sum(layer: Any) -> Any:
     def run(state: State, given: StagePass) -> State:
         residual, branch = state
-        return (_residual_sum(layer, layer.mlp_bda, branch, layer.mlp.linear_fc2.bias, residual),)
+        return (_residual_sum(layer, layer.mlp_bda, branch, bias_of(layer.mlp.linear_fc2), residual),)
 
     return run
 

@@ -73,7 +73,7 @@ class ScheduleRow:
     splits_backwards: bool = False
     """True if every backward is an input gradient and a weight gradient."""
     runs_segments: bool = False
-    """True if pieces of layers run by themselves, which only `--transformer-impl local` can run."""
+    """True if pieces of layers run by themselves, in bubbles and in waits; not in FP8."""
     in_flight: float = 1.0
     """Microbatches that a stage keeps at most, over those of 1F1B; infinite if the number grows with the step's."""
     only_encoders_keep_more: bool = False

@@ -128,7 +128,6 @@ def test_work_that_does_not_fit_inside_is_refused(now: str, then: str, message: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (RunOptions(), "it runs inside wait 0 of F llm/0/0/0, which has 0 waits"),
         (replace(LOCAL, num_overlapped_parts=4), "it runs inside wait 0 of F llm/0/0/0, which has 0 waits"),
         (replace(LOCAL, sequence_parallel=True), "F vision/0/0/1{0:5}: it waits for a collective of 2 tensor"),
     ],

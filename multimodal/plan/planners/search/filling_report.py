@@ -50,9 +50,8 @@ def _unfilled(run: PlannedRun, request: PlanningRequest) -> Iterator[str]:
     """Yield a note if the LLM's waits for tensor parallel collectives cannot be filled."""
     if run.plan.units[request.graph.backbone.name].tensor_parallel_size == 1:
         return
-    if run.transformer_impl != "local" or run.tp_comm_overlap:
-        hides = "overlapped collectives" if run.tp_comm_overlap else "Transformer Engine's layers"
-        yield f"waits for tensor parallel collectives are not filled: {hides} do not tell of them; --transformer-impl local does"
+    if run.tp_comm_overlap:
+        yield "waits for tensor parallel collectives are not filled: overlapped collectives do not tell of them"
         return
     if run.sharding == "optim_grads_params":
         yield "waits for tensor parallel collectives are not filled: replicas that share weights must gather them in one order"

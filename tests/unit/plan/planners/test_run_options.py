@@ -39,7 +39,7 @@ def test_the_schedules_that_split_backwards_are_known(name):
 def test_fused_layers_are_counted_on_only_where_they_can_run():
     asked = request(TEXT_ONLY)
     assert asked.implementation("1f1b") == asked.implementation("zb-h1") == "transformer_engine"
-    assert asked.implementation("optimus") == "local", "it runs pieces of layers"
+    assert asked.implementation("optimus") == "transformer_engine"
     assert replace(asked, cluster=replace(CLUSTER, dtype="float64")).implementation("1f1b") == "local"
     adapted = replace(asked, graph=adapt_units(TEXT_ONLY, linear_layers(TEXT_ONLY), rank=4, alpha=None, targets=()))
     experts = replace(LLM.transformer, experts=Experts(4))
@@ -48,14 +48,15 @@ def test_fused_layers_are_counted_on_only_where_they_can_run():
     sharded = replace(asked, sharding="optim_grads_params")
     assert [sharded.implementation(name) for name in ("1f1b", "zb-h1")] == ["transformer_engine", "local"]
     fused = replace(asked, transformer_impl="transformer_engine")
-    assert fused.allows("zb-h1") and not fused.allows("optimus") and asked.allows("optimus")
+    assert fused.allows("zb-h1") and fused.allows("optimus")
     assert not replace(fused, sharding="optim_grads_params").allows("zb-h1")
 
 
 def test_braid_tries_no_schedule_that_the_wanted_layers_cannot_run():
-    run = PLANNERS["braid"](request(TEXT_ONLY, transformer_impl="transformer_engine"))
-    assert not BUILDERS[run.schedule].runs_segments and "--transformer-impl transformer_engine" in run.flags
-    assert not any(f"; {name}, --balance" in note for note in run.notes for name, row in BUILDERS.items() if row.runs_segments)
+    asked = request(TEXT_ONLY, transformer_impl="transformer_engine", sharding="optim_grads_params")
+    run = PLANNERS["braid"](asked)
+    assert not BUILDERS[run.schedule].splits_backwards and "--transformer-impl transformer_engine" in run.flags
+    assert not any(f"; {name}, --balance" in note for note in run.notes for name, row in BUILDERS.items() if row.splits_backwards)
 
 
 def test_layouts_with_hidden_collectives_are_listed_and_stay_so_with_other_schedules():

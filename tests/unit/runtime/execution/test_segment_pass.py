@@ -60,12 +60,19 @@ def test_a_transformer_layer_has_seven_segments_and_other_layers_one() -> None:
     assert stage.segments().num_segments == count_segments(stage.unit, stage.layer_range) == 1 + 2 * 7 + 1
 
 
-def test_fused_layers_cannot_be_cut() -> None:
+@pytest.mark.parametrize(
+    ("options", "lora", "problem"),
+    [
+        ({"fp8_format": "hybrid"}, None, "products are not in FP8; leave out --fp8-format"),
+        ({"transformer_impl": "transformer_engine"}, Mock(), "adapters of Transformer Engine's layers .*; use --transformer"),
+    ],
+)
+def test_what_cannot_be_cut(options: dict[str, str], lora: Mock | None, problem: str) -> None:
     stage = build_stage(RangeCase("vision", first=1, last=3))
-    stage.options = replace(stage.options, transformer_impl="transformer_engine")
-    with pytest.raises(
-        ConfigError, match=r"^unit 'vision', layers 1 to 2: .* Transformer Engine cannot do, .*; use --transformer"
-    ):
+    unit = replace(stage.unit, lora=lora)
+    stage.options, stage.unit, stage.groups = replace(stage.options, **options), unit, Mock(tp=Mock(size=lambda: 2))
+    stage.context = replace(stage.context, unit=unit, options=stage.options)
+    with pytest.raises(ConfigError, match=rf"^unit 'vision', layers 1 to 2: .* {problem}"):
         stage.segments()
 
 

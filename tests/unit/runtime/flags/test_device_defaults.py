@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron.runtime.flags import device_defaults, device_rules
-from megatron.runtime.flags.arguments import build_plan, parse_arguments
+from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.flags.flag_rules import RULES
@@ -17,6 +17,8 @@ DOCS = Path(__file__).parents[4] / "docs"
 MODEL = Path(__file__).parents[4] / "examples" / "digits" / "model.yaml"
 BASE = f"--model {MODEL} --data-path digits --global-batch-size 8 --train-iters 1 --lr 1e-3"
 PLANNED = "gather-parameters,reduce-by-layer"
+ENGINE = "--transformer-impl transformer_engine"
+ADAPTED = "--lora-rank 2 --lora-targets vision.*.linear_fc1"
 ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params"
 
 
@@ -32,7 +34,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 def defaults(flags: str, *, ranks: int = 4, has_cuda: bool = True) -> RunConfig:
     config = parse_arguments([*BASE.split(), *flags.split()], environ={"WORLD_SIZE": str(ranks)})
-    graph = read_model(config.model.model)
+    graph = choose_trained(read_model(config.model.model), config.model)
     return with_device_defaults(config, graph=graph, plan=build_plan(config, graph, ranks), has_cuda=has_cuda)
 
 
@@ -50,7 +52,9 @@ def chosen(config: RunConfig) -> tuple[str, str, str]:
         ("--colocate-units --transformer-impl local", ("bfloat16", PLANNED, "local")),
         ("--colocate-units --schedule-passes reduce-by-layer", ("bfloat16", "reduce-by-layer", "transformer_engine")),
         ("--vision-dp 1 --llm-pp 3 --schedule zb-h1", ("bfloat16", "", "transformer_engine")),
-        ("--vision-dp 1 --llm-pp 3 --schedule optimus", ("bfloat16", "", "local")),
+        ("--vision-dp 1 --llm-pp 3 --schedule optimus", ("bfloat16", "", "transformer_engine")),
+        (f"--colocate-units --llm-pp 2 --llm-tp 2 --schedule optimus {ADAPTED}", ("bfloat16", PLANNED, "transformer_engine")),
+        (f"--colocate-units --llm-pp 2 --llm-tp 2 --vision-tp 2 --schedule optimus {ADAPTED}", ("bfloat16", PLANNED, "local")),
         (f"--colocate-units {ZERO_3}", ("bfloat16", "", "transformer_engine")),
         (f"--vision-dp 2 --llm-pp 2 {ZERO_3} --schedule zb-h1", ("bfloat16", "", "local")),
         ("--colocate-units --lora-rank 4", ("bfloat16", PLANNED, "transformer_engine")),
@@ -82,7 +86,7 @@ def test_fp8_takes_transformer_engine_or_says_why_not(engine: pytest.MonkeyPatch
     config = defaults("--colocate-units --fp8-format hybrid --fp8-recipe delayed")
     assert chosen(config)[2] == "transformer_engine" and config.model.fp8_recipe == "delayed"
     for flags, problem in (
-        ("--vision-dp 1 --llm-pp 3 --schedule optimus", "runs pieces of layers, which Transformer Engine fuses"),
+        ("--vision-dp 1 --llm-pp 3 --schedule optimus", "runs pieces of layers, whose products are not in FP8"),
         (f"--colocate-units {ZERO_3}", "keep copies of them in FP8"),
         ("--colocate-units --transformer-impl local", "needs layers of Transformer Engine"),
         ("--colocate-units --fp8-recipe delayed --recompute-granularity full", "would count twice"),
