@@ -439,7 +439,7 @@ class LoggingConfig:
     """File that gets a JSON object a line: of every step (step, loss, grad_norm, num_target_tokens, step_seconds, ...), and of
     every evaluation (step, evaluation: what of, loss, token_accuracy, answer_accuracy)."""
     report_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
-    """Folder for the pictures: loss curve and measured pipeline timeline."""
+    """Folder for the report: index.html, one file with loss, throughput, balance, timeline, plan and answers; and timelines."""
     timeline_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
     """Steps between drawn timelines; by default only the last step's."""
     peak_tflops: float | None = field(default=None, metadata={"above": 0})

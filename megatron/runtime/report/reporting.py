@@ -1,17 +1,15 @@
-"""Reports the progress of training: progress bar or lines, JSON lines, TensorBoard, pictures. Rank 0 only.
+"""Reports the progress of training: progress bar or lines, JSON lines, TensorBoard, a page. Rank 0 only.
 
 A file that cannot be written is an error before training, and a warning during it: a full disk costs reports, not steps.
 """
 
 import errno
 import math
-import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -20,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.json_log import JsonLog, check_log_file
+from megatron.runtime.report.run_page import RunPage
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
@@ -88,6 +87,10 @@ class Reporter:
         if message:
             self.say(message)
 
+    def begin(self, description: str) -> None:
+        """Report what will be trained, and where."""
+        self.say(description)
+
     def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
         """Report that a training step is done; num_consumed_samples: up to its end."""
 
@@ -118,8 +121,9 @@ class ConsoleReporter(Reporter):
         self._console = Console()
         check_places(logging)
         self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
-        kept = self._json_log.kept if self._json_log else []
-        self._losses = [(entry["step"], entry["loss"]) for entry in kept if "learning_rate" in entry]
+        self._page = RunPage(run_config or {})
+        for entry in self._json_log.kept if self._json_log else ():
+            self._page.add(entry)
         self._tensorboard: Any = None
         if logging.tensorboard_dir:
             try:
@@ -154,13 +158,15 @@ class ConsoleReporter(Reporter):
             if problem.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
 
+    def begin(self, description: str) -> None:
+        """Print the description, and keep it for the page."""
+        self._page.description = description
+        super().begin(description)
+
     def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
         """Report a step to all places."""
-        self._losses.append((number, report.loss))
         self._balance.add(number, balance)
-        if (log := self._json_log) is not None:
-            entry = {"step": number, "num_consumed_samples": num_consumed_samples, **asdict(report), **balance.to_dict()}
-            self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
+        self._log({"step": number, "num_consumed_samples": num_consumed_samples, **asdict(report), **balance.to_dict()})
         scalars = {f"train/{name}": value for name, value in asdict(report).items()}
         for unit, imbalance in balance.imbalance_after.items():
             scalars[f"busiest_replica_over_mean/{unit}"] = imbalance.replica
@@ -191,9 +197,7 @@ class ConsoleReporter(Reporter):
             f"({report.token_accuracy:.1%} of tokens)"
         )
         numbers = {key: value for key, value in asdict(report).items() if not math.isnan(value)}
-        if (log := self._json_log) is not None:
-            entry = {"step": number, "evaluation": name, **numbers}
-            self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
+        self._log({"step": number, "evaluation": name, **numbers})
         tag = name.replace(",", "").replace(" ", "_")
         self._add_scalars({f"{tag}/{key}": value for key, value in numbers.items()}, number)
 
@@ -206,9 +210,7 @@ class ConsoleReporter(Reporter):
                 f"  {each.asked}\n    -> {each.answer}"
                 + ("" if each.answer == each.expected else f"    (expected: {each.expected})")
             )
-        rows = [each._asdict() for each in answers]
-        if (log := self._json_log) is not None:
-            self._write(f"--log-json {self._logging.log_json}", lambda: log.append({"step": number, "samples": rows}))
+        self._log({"step": number, "samples": [each._asdict() for each in answers]})
         if (tensorboard := self._tensorboard) is not None:
             told = "\n\n".join(f"{each.asked}\n\n**{each.answer}** (expected: {each.expected})" for each in answers)
             self._write(
@@ -228,18 +230,23 @@ class ConsoleReporter(Reporter):
             self._write(f"--report-dir {folder}", lambda: draw_timeline(timeline, folder / "timeline.png", title=title))
 
     def close(self) -> None:
-        """Draw the loss curve and close the files."""
+        """Write the page of the run and close the files."""
         if self._bar is not None:
             self._bar.stop()
         self.say_if(self._balance.tell())
-        if (folder := self._logging.report_dir) and self._losses:
-            self._write(f"--report-dir {folder}", lambda: draw_loss_curve(self._losses, folder / "loss.png"))
+        if folder := self._logging.report_dir:
+            self._write(f"--report-dir {folder}", lambda: self._page.write(folder))
         if self._json_log is not None:
             self._json_log.close()
         if self._tensorboard is not None:
             self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", self._tensorboard.close)
         if self._wandb is not None:
             self._write("--wandb-project", self._wandb.finish)
+
+    def _log(self, entry: Mapping[str, Any]) -> None:
+        self._page.add(entry)
+        if (log := self._json_log) is not None:
+            self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
 
     def _add_scalars(self, scalars: Mapping[str, float], number: int) -> None:
         if (wandb := self._wandb) is not None:
@@ -286,22 +293,3 @@ def check_places(logging: LoggingConfig) -> None:
             raise ConfigError(f"{flag} {folder}: cannot be written to ({problem.strerror}); give another folder") from problem
     if logging.log_json:
         check_log_file(logging.log_json)
-
-
-def draw_loss_curve(losses: list[tuple[int, float]], path: Path) -> None:
-    """Draw the loss by step as PNG, with its running mean."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    steps, values = zip(*losses, strict=True)
-    width = max(1, len(values) // 40)
-    means = [statistics.fmean(values[max(0, last - width) : last]) for last in range(1, len(values) + 1)]
-    axes.plot(steps, values, linewidth=0.6, color="#9ab8d8", label="each step")
-    axes.plot(steps, means, linewidth=1.8, color="#1f4e8c", label="running mean")
-    axes.set(xlabel="step", ylabel="loss per target token", title="Training loss", ylim=(0, None))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)

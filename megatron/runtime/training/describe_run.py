@@ -76,7 +76,7 @@ def describe_end(run: Run, progress: Progress) -> str:
         newest = find_newest_checkpoint(run.config.checkpoint.save)
         places.append(f"checkpoint {newest}" if newest else "no checkpoint")
     if logging_config.report_dir:
-        places.append(f"pictures {logging_config.report_dir}/loss.png and {logging_config.report_dir}/timeline.png")
+        places.append(f"report {logging_config.report_dir}/index.html")
     if logging_config.log_json:
         places.append(f"log {logging_config.log_json}")
     if progress.stop:

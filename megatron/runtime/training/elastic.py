@@ -258,7 +258,7 @@ class ElasticRun:
         assert run is not None and progress is not None
         reporter = self._open_reporter(run, progress)
         if verdict.done_steps is None:
-            reporter.say(f"{describe_run(run)}\n{self._describe_tolerance(run, found)}")
+            reporter.begin(f"{describe_run(run)}\n{self._describe_tolerance(run, found)}")
         else:
             self._tell(reporter, verdict, found, progress.step)
         train_on(run, reporter, progress)

@@ -45,7 +45,7 @@ def train(run: Run) -> None:
     if run.review is not None:
         run.review.first_step = run.done_steps
     try:
-        reporter.say(describe_run(run))
+        reporter.begin(describe_run(run))
         train_on(run, reporter, progress)
     finally:
         reporter.close()

@@ -202,3 +202,26 @@ def test_a_resumed_log_gives_the_whole_loss_curve(run: Run, tmp_path: Path) -> N
         (5, True),
     ], "the evaluation behind step 3 is not kept, as that step is done again"
     assert (tmp_path / "loss.png").stat().st_size > 1000
+
+
+def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
+    """Pictures are inside, and nothing that it holds is taken for HTML; a resumed run's has what was before, too."""
+    logging = LoggingConfig(log_json=tmp_path / "log.jsonl", report_dir=tmp_path)
+    with closing(ConsoleReporter(logging, train_iters=9, first_step=0, run_config={"lr": 0.1})) as reporter:
+        reporter.begin("vision: dp 2 <x pp 1>")
+        reporter.step(1, STEP, BALANCE, num_consumed_samples=8)
+        reporter.evaluation(1, "charts", EvaluationReport(1.25, 0.0, 0.5, math.nan))
+        reporter.samples(1, [SampleAnswer("how <many>", "two", "three")])
+        reporter.timeline(1, Timeline((), ()))
+    with closing(ConsoleReporter(logging, train_iters=9, first_step=1)) as reporter:
+        reporter.begin("llm: dp 4")
+        reporter.step(2, replace(STEP, loss=1.0), BALANCE, num_consumed_samples=16)
+    page = (tmp_path / "index.html").read_text()
+    assert re.findall("<h2>(.*?)</h2>", page) == [
+        *("Loss", "Throughput", "Balance", "Timeline of the last measured step", "Evaluations", "Answers after step 1", "Plan")
+    ]
+    assert page.count('src="data:image/png;base64,') == 4 and not re.search('(src|href)="(?!data:)|url[(]', page)
+    assert (
+        "<title>Braid: 2 steps, loss 1.0000</title>" in page and "<td>charts</td><td>1.2500</td><td>0.5000</td><td></td>" in page
+    )
+    assert "<td>how &lt;many&gt;</td><td>two</td><td>three</td>" in page and "<pre>llm: dp 4</pre>" in page
