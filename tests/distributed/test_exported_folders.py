@@ -140,9 +140,9 @@ def write_source(folder: Path, family: Family) -> None:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     (folder / "chat_template.jinja").write_text(
-        "{% for message in messages %}{{ message['role'] }}: {% for part in message['content'] %}"
-        "{{ part['text'] if part['type'] == 'text' else '" + family.marks + "' }}{% endfor %}\n{% endfor %}"
-        "{% if add_generation_prompt %}assistant: {% endif %}"
+        "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% for part in message['content'] %}"
+        "{{ part['text'] if part['type'] == 'text' else '" + family.marks + "' }}{% endfor %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     pixels = {} if family.hears else {**PIXELS, "resample": 3}
     (folder / "preprocessor_config.json").write_text(json.dumps({**family.described, **pixels}))

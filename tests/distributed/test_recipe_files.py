@@ -5,15 +5,20 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from PIL import Image
+from scipy.io import wavfile
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
 from megatron.runtime.flags.arguments import parse_arguments
+from multimodal.cost.layers.registry import read_model
 from multimodal.values.plan import Plan
 from tests.distributed.launch import REPOSITORY, train
-from tests.distributed.test_llava_example import write_inputs
+from tests.distributed.small_run import write_working_files
+from tests.distributed.test_exported_folders import FAMILIES, write_source
 
 FOLDER = REPOSITORY / "examples" / "recipes"
 _spec = importlib.util.spec_from_file_location("make_recipes", FOLDER / "make_recipes.py")
@@ -40,30 +45,59 @@ def test_a_recipe_starts_on_its_gpus_and_says_its_prediction(name: str) -> None:
     assert f"| {num_ranks} H100 | {seconds:.2f} s |" in row and f"| {memory:.0f} GB |" in row
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("llava-1.5-7b-projector", "llava"), ("qwen2.5-vl-7b-full", "qwen2_5_vl"), ("qwen2.5-vl-7b-lora", "qwen2_5_vl")],
-)
-def test_a_recipe_trains_a_small_model_of_its_kind(name: str, kind: str, tmp_path: Path) -> None:
-    """Without its plan, which other sizes replace."""
-    model, data = write_inputs(tmp_path, kind)
+def write_chats(folder: Path, *, hears: bool) -> Path:
+    """Write short chats about a picture or a clip each; returns the file."""
+    folder.mkdir()
+    kind, lines = "audio" if hears else "image", []
+    for index in range(8):
+        name = f"{index}.{'wav' if hears else 'png'}"
+        if hears:
+            wavfile.write(folder / name, 16000, np.random.default_rng(index).normal(size=3000).astype(np.float32))
+        else:
+            Image.effect_noise((8 + 4 * index, 12), 50).convert("RGB").save(folder / name)
+        asked = [{"type": kind, kind: name}, {"type": "text", "text": "what?"}]
+        said = [{"type": "text", "text": f"number {index}"}]
+        lines.append({"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]})
+    (folder / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder / "chats.jsonl"
+
+
+KINDS = {
+    "llava-1.5-7b-projector": "llava",
+    "llava-1.5-7b-full": "llava",
+    "qwen2.5-vl-7b-projector": "qwen2.5-vl",
+    "qwen2.5-vl-7b-full": "qwen2.5-vl",
+    "qwen2.5-vl-7b-lora": "qwen2.5-vl",
+    "internvl3-8b-full": "internvl",
+    "qwen2-audio-7b-lora": "qwen2-audio",
+    "qwen2.5-omni-7b-full": "qwen2.5-omni",
+    "qwen3-vl-30b-a3b-full": "qwen3-vl",
+    "vit-22b-gpt-175b": "",
+}
+"""Recipe -> the family whose model of two or three layers it trains; empty: a model file, from the beginning."""
+
+
+@pytest.mark.parametrize("name", make_recipes.RECIPES)
+def test_a_recipe_trains_a_small_model_of_its_kind(name: str, tmp_path: Path) -> None:
+    """Two steps with all its flags but those of its plan, which other sizes replace."""
+    family, model = FAMILIES.get(KINDS[name]), tmp_path / "model"
+    hears = family is not None and family.hears
+    if family is not None:
+        write_source(model, family)
+        units, start = read_model(model).unit_names, {"--load-hf": model}
+    else:
+        model.mkdir()
+        write_working_files(model)
+        units, start = ("vision", "llm"), {"--model": model / "model.yaml", "--tokenizer-type": "ByteTokenizer"}
+    written = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
     small = {"--global-batch-size": 4, "--train-iters": 2, "--micro-batch-size": 1, "--transformer-impl": "local"}
-    small |= {
-        "--vision-dp": 1,
-        "--llm-dp": 1,
-        "--data-parallel-sharding-strategy": "optim",
-        "--balance": "none",
-        "--schedule": "1f1b",
-        "--schedule-passes": "",
-    }
-    small |= {
-        "--eval-iters": 0,
-        "--num-workers": 0,
-        "--lr-warmup-fraction": 0,
-        "--log-json": tmp_path / "log.jsonl",
-        "--save": tmp_path / "saved",
-    }
-    entries, _ = train({"--config": FOLDER / f"{name}.yaml", "--load-hf": model, "--data-path": data, **small}, num_ranks=2)
+    small |= {"--balance": "none", "--schedule": "1f1b", "--schedule-passes": "", "--eval-iters": 0}
+    small |= {f"--{flag}": 0 for flag in written if flag.startswith("lr-warmup")}
+    small |= {f"--no-{flag}": None for flag in ("sequence-parallel", "tp-comm-overlap") if flag in written}
+    small |= {"--data-parallel-sharding-strategy": "optim", "--num-workers": 0, **{f"--{unit}-dp": 1 for unit in units}}
+    files = {"--data-path": write_chats(tmp_path / "data", hears=hears), "--log-json": tmp_path / "log.jsonl"}
+    flags = {"--config": FOLDER / f"{name}.yaml", **start, **files, **small, "--save": tmp_path / "saved"}
+    entries, _ = train(flags, num_ranks=len(units))
     assert [entry["step"] for entry in entries] == [1, 2]
 
 
