@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from megatron.runtime.emulation.emulated_stage import with_emulated_inputs
 from megatron.runtime.feed.agreement import assignment_digest, decision_digest
+from megatron.runtime.feed.node_decisions import NodeDecisions
 from megatron.runtime.feed.sample_exchange import SampleExchange
 from megatron.runtime.feed.step_inputs import load_inputs
 from megatron.runtime.launch.stop_requests import ignore_in_worker
@@ -78,10 +80,15 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         options: StepOptions,
         exchange: SampleExchange | None = None,
         arrangement: NodeArrangement | None = None,
+        decisions: NodeDecisions | None = None,
     ) -> None:
-        """exchange: decode first, then send samples to the ranks that need them; arrangement: permutes encoders' batches."""
+        """exchange: decode first, then send samples to the ranks that need them; arrangement: permutes encoders' batches.
+
+        decisions: shares the balancer's assignments with the node's other ranks.
+        """
         self._source, self._batches, self._balancer, self._balance_options = source, batches, balancer, balance_options
         self._options, self._schedules, self._exchange, self._arrangement = options, options.schedules, exchange, arrangement
+        self._decisions = decisions
 
     def __getitem__(self, step: int) -> Step:
         """Plan and load step `step` (from 0)."""
@@ -92,21 +99,27 @@ class StepPlanner(torch.utils.data.Dataset[Step]):
         lengths = LengthBatch(known)
         graph, plan = self._schedules.graph, self._schedules.plan
         start = time.perf_counter()
-        assignment = self._balancer(lengths, graph=graph, plan=plan, options=self._balance_options)
+        balance = partial(self._balancer, lengths, graph=graph, plan=plan, options=self._balance_options)
+        assignment = self._decisions.find(lengths, balance) if self._decisions else balance()
         work, node_bytes = BatchWork(graph, lengths, self._balance_options), None
         if self._arrangement is not None:
             assignment, node_bytes = self._arrangement.arrange(assignment, work, plan=plan, sample_ids=list(source_index))
         balance_seconds = time.perf_counter() - start
         before = balance_in_order(work, plan=plan)
-        balance = report_balance(before, assignment, work, balance_seconds=balance_seconds, node_bytes=node_bytes)
+        report = report_balance(before, assignment, work, balance_seconds=balance_seconds, node_bytes=node_bytes)
         if self._exchange and share:
             source = self._exchange.exchange(share, self._schedules.shape(assignment), assignment)
-            balance = replace(balance, exchanged_node_bytes=source.bytes_between_nodes)
+            report = replace(report, exchanged_node_bytes=source.bytes_between_nodes)
             source_index = {sample_id: sample_id for sample_id in source_index}
         planned = plan_step(source, lengths=lengths, assignment=assignment, source_index=source_index, options=self._options)
         vocab_size = self._balance_options.vocab_size
         flops = step_flops(graph, lengths, vocab_size=vocab_size) if vocab_size else 0.0
-        return planned.changed(balance=balance, flops=flops)
+        return planned.changed(balance=report, flops=flops)
+
+    def close(self) -> None:
+        """Remove what other ranks of the node were told."""
+        if self._decisions is not None:
+            self._decisions.close()
 
 
 def plan_step(

@@ -4,6 +4,7 @@ from collections.abc import Generator
 
 import torch
 
+from megatron.runtime.feed.node_decisions import NodeDecisions
 from megatron.runtime.feed.step_planner import StepOptions, StepPlanner, load_steps, load_steps_in_thread
 from megatron.runtime.orchestrator.machine import ranks_on_node
 from megatron.runtime.step.step import Step
@@ -53,9 +54,13 @@ def balance_options(run: Run, predictor: StepPredictor) -> BalanceOptions:
 
 
 def _load(run: Run, planner: StepPlanner, steps: range) -> Generator[Step, None, None]:
-    if run.exchanges is not None:
-        return load_steps_in_thread(planner, steps)
-    return load_steps(planner, steps, num_workers=run.config.data.num_workers)
+    try:
+        if run.exchanges is not None:
+            yield from load_steps_in_thread(planner, steps)
+        else:
+            yield from load_steps(planner, steps, num_workers=run.config.data.num_workers)
+    finally:
+        planner.close()
 
 
 def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_only: bool) -> StepPlanner:
@@ -85,7 +90,16 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
         ),
         exchange=run.exchanges[forward_only] if run.exchanges else None,
         arrangement=arrangement,
+        decisions=_node_decisions(run, forward_only=forward_only),
     )
+
+
+def _node_decisions(run: Run, *, forward_only: bool) -> NodeDecisions | None:
+    """Return what shares assignments on this node; None where choosing them takes no longer than that."""
+    row, schedules = BALANCERS[run.config.training.balance], run.session.schedules(forward_only=forward_only)
+    if run.decisions_name is None or not (row.judges or row.needs_costs):
+        return None
+    return NodeDecisions(run.decisions_name, subject=(forward_only, schedules.graph, schedules.plan))
 
 
 def step_predictor(run: Run) -> StepPredictor:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +30,7 @@ from megatron.runtime.launch.distributed_setup import StartValues, World
 from megatron.runtime.launch.failure import Ending
 from megatron.runtime.launch.rank_place import find_ranks_per_node
 from megatron.runtime.launch.stop_requests import StopReason, StopRequests
+from megatron.runtime.orchestrator.machine import ranks_on_node
 from megatron.runtime.orchestrator.orchestrate import Inputs, Planned, orchestrate
 from megatron.runtime.orchestrator.review import PlanReview
 from megatron.runtime.profiler import find_peak_tflops
@@ -83,6 +85,8 @@ class Run:
     """Returns True if nodes wait to be taken into an elastic run."""
     review: PlanReview | None = None
     """The review of a plan that the run made by itself."""
+    decisions_name: str | None = None
+    """The name under which a node's ranks share assignments (`NodeDecisions`); None: each rank decides for itself."""
     note_reported: Callable[[int], None] = lambda step: None
     """Called with each step that rank 0 has reported."""
 
@@ -133,6 +137,8 @@ def prepare_run(config: RunConfig, world: World, *, stop_requests: StopRequests)
     world.agree(prepared.start_values, again="/planned" if planned else "")
     world.connect(backend=config.training.distributed_backend)
     run = build_run(prepared, world, prepared.plan, stop_requests=stop_requests)
+    if ranks_on_node() > 1:
+        run.decisions_name = world.from_first("decisions", partial(secrets.token_hex, 16))
     if planned and config.parallelism.plan_review_iters:
         run.review = PlanReview(planned, config.parallelism.plan_review_iters, may_change=config.parallelism.replan)
     return run
