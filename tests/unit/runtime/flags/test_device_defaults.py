@@ -4,10 +4,12 @@ import importlib.metadata
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron.runtime.flags import device_defaults, device_rules
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.cross_checks import check_plan
 from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.flags.flag_rules import RULES
 from multimodal.cost.layers.registry import read_model
@@ -104,3 +106,62 @@ def test_fp8_is_refused_without_cuda_or_transformer_engine(monkeypatch: pytest.M
         defaults("--colocate-units --fp8-format hybrid")
     with pytest.raises(ConfigError, match="--fp8-recipe would be ignored: no product is in FP8"):
         defaults("--colocate-units --fp8-recipe mxfp8")
+
+
+VARIANTS = {
+    "plain": "",
+    "HF": "--save-hf out",
+    "LoRA": "--lora-rank 4",
+    "experts": "",
+    "FP8": "--fp8-format hybrid",
+    "zero bubble": "--schedule zb-h1 --llm-pp 2",
+    "waits": "--schedule optimus --llm-tp 2",
+    "ZeRO-3": ZERO_3,
+    "resume": "--load saved",
+}
+EXAMPLES = sorted((DOCS.parent / "examples" / "models").glob("*.yaml"))
+
+
+def with_experts(model: Path, folder: Path) -> Path:
+    """The model with experts in its LLM, which have no biases."""
+    document = yaml.safe_load(model.read_text())
+    llm = document["units"][read_model(model).backbone.name]
+    for name in ("add_bias_linear", "add_mlp_bias"):
+        llm.pop(name, None)
+    llm.setdefault("experts", {"num_experts": 4})
+    changed = folder / model.name
+    changed.write_text(yaml.safe_dump(document, sort_keys=False))
+    return changed
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_example_has_layers_of_transformer_engine(engine: pytest.MonkeyPatch, tmp_path: Path, variant: str) -> None:
+    """But for widths that FP8 does not have, which a run names before it starts."""
+    refused, trained = {}, 0
+    given = f"--data-path digits --global-batch-size 16 --train-iters 1 --lr 1e-3 {VARIANTS[variant]}"
+    for model in EXAMPLES:
+        path = with_experts(model, tmp_path) if variant == "experts" else model
+        graph = read_model(path)
+        if variant == "waits" and not graph.encoders:
+            continue
+        sharing = "--colocate-units" if len(graph.units) > 1 else ""
+        try:
+            config = parse_arguments(f"--model {path} {given} {sharing}".split(), environ={"WORLD_SIZE": "8"})
+        except ConfigError as problem:
+            refused[model.stem] = str(problem)
+            continue
+        graph = choose_trained(graph, config.model)
+        plan = build_plan(config, graph, 8)
+        found = with_device_defaults(config, graph=graph, plan=plan, has_cuda=True)
+        check_plan(found, graph=graph, plan=plan)
+        assert chosen(found)[::2] == ("bfloat16", "transformer_engine"), model.name
+        trained += 1
+    assert trained >= 40
+    assert all("widths that are multiples of 16 with --fp8-recipe tensorwise, found" in each for each in refused.values()), (
+        refused
+    )
+    assert set(refused) == (NOT_IN_FP8 if variant == "FP8" else set())
+
+
+NOT_IN_FP8 = {"entrain-llama-1b", "entrain-llama-3b", "qwen2.5-omni-7b", "qwen2.5-vl-3b", "qwen2.5-vl-7b"}
+"""Their vision encoders' MLP is 3,420 wide."""
