@@ -101,6 +101,22 @@ def test_a_recipe_trains_a_small_model_of_its_kind(name: str, tmp_path: Path) ->
     assert [entry["step"] for entry in entries] == [1, 2]
 
 
+@pytest.mark.parametrize("name", ["jobset", "skypilot"])
+def test_a_job_for_a_cloud_starts_a_recipe(name: str) -> None:
+    """Its command, with the flags that it has there."""
+    job = yaml.safe_load((REPOSITORY / "scripts" / "cloud" / f"{name}.yaml").read_text())
+    if name == "jobset":
+        (node,) = job["spec"]["replicatedJobs"]
+        (container,) = node["template"]["spec"]["template"]["spec"]["containers"]
+        (*_, command), num_gpus = container["command"], container["resources"]["limits"]["nvidia.com/gpu"]
+    else:
+        command, num_gpus = job["run"], int(job["resources"]["accelerators"].split(":")[1])
+    _, flags = command.split("pretrain_mllm.py ")
+    words = flags.replace("/runs/Qwen2.5-VL-7B-Instruct", "examples/models/qwen2.5-vl-7b.yaml").replace("--load-hf", "--model")
+    found = parse_arguments(words.split(), environ={"WORLD_SIZE": str(num_gpus * job.get("num_nodes", 1))})
+    assert found.checkpoint.save == found.checkpoint.load == Path("/runs/mine") and found.training.global_batch_size == 128
+
+
 def test_lengths_are_drawn_alike_each_time() -> None:
     recipe = make_recipes.RECIPES["qwen2.5-omni-7b-full"]
     first, second = (json.dumps(list(make_recipes.drawn_lengths(recipe))) for _ in range(2))

@@ -67,6 +67,7 @@ PROOFS = {
             "distributed/test_generate.py::test_next_tokens_behind_sound_that_an_encoder_of_transformers_hears",
             "distributed/test_generate.py::test_a_program_asks_a_folder_once_or_an_open_model_again",
         ),
+        "an exported folder answers": ("distributed/test_exported_folders.py::test_an_exported_folder_needs_no_further_file",),
     },
     "Recipes": {
         "flags and a plan for trainings of published models": (
