@@ -6,14 +6,13 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 
 from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.schedule.expert_groups import computed_together
 from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
 from multimodal.schedule.simulate_events import EventArrays, Floats, NodeKind
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
+from multimodal.values.arrays.rows import linked_groups
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
@@ -318,10 +317,7 @@ def component_of_lane(shape: StepShape) -> Integers:
         routes = shape.replica_routes(source, target)
         pairs += [(lanes_of[source, given][0], lanes_of[target, taken][0]) for given, taken in routes]
     firsts, others = zip(*pairs, strict=True)
-    size = len(plan.lanes)
-    linked = coo_matrix((np.ones(len(pairs), np.int8), (firsts, others)), shape=(size, size))
-    components: Integers = connected_components(linked, directed=False)[1].astype(np.int64)
-    return components
+    return linked_groups((firsts, others), len(plan.lanes))
 
 
 def connected_lanes(shape: StepShape) -> list[Integers]:

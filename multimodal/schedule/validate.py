@@ -3,15 +3,13 @@
 from functools import cached_property
 
 import numpy as np
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.validate_inside import validate_inside
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
-from multimodal.values.arrays.rows import order_by, row_starts
+from multimodal.values.arrays.rows import linked_groups, order_by, row_starts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode, slot_error
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork, take_rows
@@ -269,8 +267,7 @@ def _check_rendezvous(schedule: Schedule) -> None:
     together = np.concatenate((of_piece, work.num_computed + np.arange(2 * work.num_messages) // 2))[schedule.pieces]
     is_next = (np.diff(lanes) == 0) & (np.diff(together) != 0)
     size = int(together.max(initial=0)) + 1
-    edges = coo_matrix((np.ones(is_next.sum(), np.int8), (together[:-1][is_next], together[1:][is_next])), shape=(size, size))
-    circles = connected_components(edges, connection="strong")[1]
+    circles = linked_groups((together[:-1][is_next], together[1:][is_next]), size, is_directed=True)
     is_circular = np.bincount(circles)[circles] > 1
     if not is_circular.any():
         return

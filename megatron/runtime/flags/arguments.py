@@ -15,7 +15,6 @@ from typing import Any
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.flags.configuration import GROUPS, UNIT_RATES, ModelConfig, RunConfig
 from megatron.runtime.flags.cross_checks import check_bounds, check_config, check_plan, drop_overruled
-from megatron.runtime.flags.elastic_templates import plan_of_start
 from megatron.runtime.flags.field_flags import all_flags, field_flags, flag_of
 from megatron.runtime.flags.flag_parser import FlagParser
 from megatron.runtime.flags.ignored_flags import ignored_flags
@@ -214,6 +213,8 @@ def build_plan(
     """
     parallelism = config.parallelism
     if parallelism.plan is not None and parallelism.elastic:
+        from megatron.runtime.flags.elastic_templates import plan_of_start  # loads all planners
+
         return plan_of_start(config, graph, world_size)
     if parallelism.plan is not None:
         return read_plan(parallelism.plan, graph=graph, world_size=world_size)

@@ -1,12 +1,15 @@
 """Node-wise rearrangement: permutes new batches over ranks so that few bytes cross nodes (OrchMLLM, Alg. 3)."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.sparse import csr_matrix
 
 from multimodal.kernels import kernels
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,11 +57,13 @@ class NodeVolumes:
         return _sum_by_rank(self.volumes[leaves], ranks[leaves], self.num_ranks)
 
 
-def read_volumes(volume: ArrayLike | csr_matrix, *, ranks_per_node: int) -> NodeVolumes:
+def read_volumes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) -> NodeVolumes:
     """Bring a volume matrix into one form; duplicate entries of a sparse one are added.
 
     volume: [num_ranks, num_ranks] whole numbers of bytes, at least 0, dense or scipy sparse; a row's sum fits int64.
     """
+    from scipy.sparse import csr_matrix  # loaded when first used
+
     exact = csr_matrix(volume).astype(np.int64)  # A copy, so that the caller's array does not change.
     exact.sum_duplicates()
     exact.eliminate_zeros()
@@ -97,7 +102,7 @@ class NodeRearrangement:
 
 
 def rearrange_nodes(
-    volume: ArrayLike | csr_matrix, *, ranks_per_node: int, limits: NodeSearchLimits | None = None
+    volume: "ArrayLike | csr_matrix", *, ranks_per_node: int, limits: NodeSearchLimits | None = None
 ) -> NodeRearrangement:
     """Permute balanced batches over ranks such that the most bytes that any rank sends to other nodes are minimal.
 

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterator, Mapping
 from math import floor, isinf
 
 import numpy as np
-from scipy.sparse import coo_matrix
-from scipy.sparse.csgraph import connected_components
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Integers
+from multimodal.values.arrays.rows import Integers, linked_groups
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
@@ -91,6 +89,5 @@ def _exchanging_replicas(shape: StepShape) -> dict[tuple[str, int], int]:
         for given, taken in shape.replica_routes(source, target)
     ]
     ends = np.array(pairs, np.int64).reshape(-1, 2)
-    linked = coo_matrix((np.ones(len(ends), np.int8), ends.T), shape=(len(numbers), len(numbers)))
-    groups = connected_components(linked, directed=False)[1]
+    groups = linked_groups((ends[:, 0], ends[:, 1]), len(numbers))
     return {place: int(groups[number]) for place, number in numbers.items()}

@@ -67,3 +67,16 @@ def order_by(*keys: Integers) -> Integers:
     for key in reversed(keys):
         _, order = group_rows(key[order], order, int(key.max(initial=0)) + 1)
     return order
+
+
+def linked_groups(links: tuple[ArrayLike, ArrayLike], size: int, *, is_directed: bool = False) -> Integers:
+    """Return [size] the number of each place's group: places that links join, directly or not.
+
+    links: [num_links] firsts and seconds. is_directed: only places that links lead to and back from share a group.
+    """
+    from scipy.sparse import coo_matrix  # loaded when first used: every rank and tool would wait for it at its start otherwise
+    from scipy.sparse.csgraph import connected_components
+
+    entries = coo_matrix((np.ones(len(np.atleast_1d(links[0])), np.int8), links), shape=(size, size))
+    groups: Integers = connected_components(entries, connection="strong" if is_directed else "weak")[1].astype(np.int64)
+    return groups
