@@ -51,6 +51,6 @@ def test_a_file_without_answers_is_an_error_at_the_start_and_a_lost_checkpoint_o
     prompts.write_text('{"messages": [{"role": "user", "content": "what?"}]}\n')
     flags = {**working_flags(tmp_path), "--eval-iters": 1, "--save": tmp_path / "saved", "--split": "50,50"}
     done = launch({**flags, "--sample-prompts": prompts}, num_ranks=2)
-    assert all(done.exit_codes) and f"{prompts}, line 1: the assistant never answers" in done.output, done.output
+    assert all(done.exit_codes) and f"--sample-prompts {prompts}: {prompts}, line 1: the assistant" in done.output, done.output
     with pytest.raises(DataError, match="no complete checkpoint"):
         answer_prompts(tmp_path, prompts, max_new_tokens=1, timeout=timedelta(minutes=5))

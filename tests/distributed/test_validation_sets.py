@@ -43,7 +43,7 @@ def test_sets_with_one_name_and_sets_that_are_missing_are_errors(tmp_path: Path)
     write_working_files(tmp_path)
     for words, message in (
         (["a=x.jsonl", "a=y.jsonl"], "every set needs a name of its own, other than 'held out'; write NAME=PATH"),
-        (["a=gone.jsonl"], "gone.jsonl"),
+        (["a=gone.jsonl"], "--valid-data-path gone.jsonl: gone.jsonl: no such manifest"),
     ):
         done = launch({**working_flags(tmp_path), "--eval-iters": 1, "--valid-data-path": words}, num_ranks=2)
         assert all(done.exit_codes) and message in done.output and "Traceback" not in done.output, done.output

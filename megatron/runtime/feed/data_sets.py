@@ -29,7 +29,7 @@ from multimodal.data.source_views import AveragedSamples, JoinedSources, PassedI
 from multimodal.data.splits import split_indices
 from multimodal.data.tokenizer import HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from multimodal.hugging_face.registry import CONFIG_NAME, read_config
-from multimodal.values.errors import CheckpointError, ConfigError
+from multimodal.values.errors import CheckpointError, ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 
 if TYPE_CHECKING:
@@ -98,7 +98,13 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
 
 
 def _validation_sets(config: RunConfig, **how: Any) -> Mapping[str, SampleSource]:
-    return {name: _manifest(path, config=config, **how) for name, path in config.evaluation.valid_sets.items()}
+    found = {}
+    for name, path in config.evaluation.valid_sets.items():
+        try:
+            found[name] = _manifest(path, config=config, **how)
+        except DataError as problem:
+            raise DataError(f"--valid-data-path {path}: {problem}") from problem
+    return found
 
 
 def _manifest(

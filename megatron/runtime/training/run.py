@@ -47,7 +47,7 @@ from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.plan.node_placement import describe_placement
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
-from multimodal.values.errors import CheckpointError, ConfigError, ModelError
+from multimodal.values.errors import CheckpointError, ConfigError, DataError, ModelError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 
@@ -171,7 +171,10 @@ def open_inputs(config: RunConfig, world: World) -> Inputs:
     data = build_data_sets(config, graph, in_turn=world.in_turn("index"))
     if prompts := config.evaluation.sample_prompts:
         chat = text_settings(config).open()[1] if config.data.sample_program is None else None
-        open_questions(prompts, graph=graph, tokenizer=data.tokenizer, chat=chat)  # an error now, not at the first evaluation
+        try:  # an error now, not at the first evaluation
+            open_questions(prompts, graph=graph, tokenizer=data.tokenizer, chat=chat)
+        except DataError as problem:
+            raise DataError(f"--sample-prompts {prompts}: {problem}") from problem
     graph = with_vocabulary(graph, data.tokenizer)
     return Inputs(graph, data, padded_vocab_size(data.tokenizer, config, graph=graph))
 
