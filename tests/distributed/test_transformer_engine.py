@@ -127,7 +127,7 @@ INSIDE: Mapping[str, tuple[int, UnitPlan, dict[str, Any]]] = {
     "two stages": (2, PAIRS, {}),
     "two stages, sequence parallel": (2, PAIRS, {"sequence_parallel": True}),
     "two stages, frozen LLM": (2, PAIRS, {"sequence_parallel": True, "described": {"freeze_module": True, **BIASES}}),
-    "encoders of one rank, recompute": (2, ALONE, {"recompute": "full", "sequence_parallel": True}),
+    "encoders of one rank": (2, ALONE, {"sequence_parallel": True}),
     "four ranks": (4, QUARTET, {"sequence_parallel": True, "described": HEAD_NORMS}),
 }
 
