@@ -20,6 +20,7 @@ from multimodal.plan.planners.search.run_variants import (
     first_balances,
     fitting_schedules,
     formed,
+    neighbours,
     other_balances,
     other_passes,
     other_schedules,
@@ -80,11 +81,12 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
     best; then the best of all are varied again.
     4. The best are judged as `tools/plan.py` judges every plan; so is every other planner's tuned plan that ranked close to the
     best, so that this planner is not behind them.
+    5. One flag of the winner is changed at a time until no neighbour is better.
 
     The search ends when `request.time_budget_seconds` of nominal work are used up (`SearchBudget`; twice as many where some
-    samples are very heavy): the same inputs give the same plan on every machine, however fast it is. Step 3 is always done. When
-    interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second interrupt aborts it. others: the planners of
-    step 3. Raises PlanError if nothing fits.
+    samples are very heavy): the same inputs give the same plan on every machine, however fast it is. Steps 3 and 5 are always
+    done. When interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second interrupt aborts it. others: the
+    planners of step 3; without them step 5 is left out, too. Raises PlanError if nothing fits.
     """
     search = PlanSearch(request, budget=SearchBudget(request.time_budget_seconds))
     if search.trials.has_heavy_samples:
@@ -99,10 +101,14 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
             raise
         search.is_interrupted = True
     best = search.choose()
+    if others and not search.is_interrupted:
+        best = search.settle(best)
     num_simulated = len({key for key, _ in search.trials.found})
     extent = f"{search.num_estimated} layouts estimated, {num_simulated} runs simulated"
     extent += ", interrupted: the best so far" * search.is_interrupted
-    notes = (extent, *map(describe, search.trials.fitting(FINAL)[:NUM_REPORTED]))
+    extent += f"; no neighbour is better ({search.num_neighbours} tried)" if search.num_neighbours else ""
+    described = dict.fromkeys(map(describe, search.trials.fitting(FINAL)))  # runs may differ only in what is not told
+    notes = (extent, *islice(described, NUM_REPORTED))
     return replace(best.run, objective_seconds=best.prediction.iteration_seconds, notes=notes)
 
 
@@ -118,6 +124,8 @@ class PlanSearch:
         self.varied: dict[str, Placed] = {}
         self.num_estimated = 0
         self.is_interrupted = False
+        self.num_neighbours = 0
+        """Neighbours of the result that have been tried."""
 
     def rank_layouts(self) -> None:
         """Simulate the most promising layouts quickly while the budget lasts, and the best of them more closely."""
@@ -328,6 +336,30 @@ class PlanSearch:
         if not self._fitting(FINAL):
             raise infeasible(self.request)
         return self._fitting(FINAL)[0]
+
+    def settle(self, best: PredictedRun) -> PredictedRun:
+        """Change one flag of the best judged run at a time until no neighbour is better, whatever the budget.
+
+        Neighbours that are promising when ranked are judged.
+        """
+        tried = set[str]()
+        while True:
+            ranked = self.trials.try_run(best.run, RANKING)
+            enough = CHANCE * ranked.prediction.iteration_seconds if ranked else math.inf
+            for run in neighbours(best.run, self.request):
+                if run.key in tried:
+                    continue
+                tried.add(run.key)
+                near = self.trials.try_run(run, RANKING)
+                if near is None or near.prediction.iteration_seconds > enough:
+                    continue
+                judged = self.trials.try_run(run, FINAL)
+                if judged is not None and judged.key < best.key:
+                    best = judged
+                    break
+            else:
+                self.num_neighbours = len(tried)
+                return best
 
     def _fitting(self, fidelity: Fidelity) -> list[PredictedRun]:
         """Return the simulated runs that fit and can train, the shortest step first."""

@@ -93,3 +93,19 @@ def other_passes(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedR
         is_open = not row.is_planned and not row.splits_backwards and name not in run.passes
         if is_open and is_useful and (row.works_with_sharded_weights or run.sharding == "optim"):
             yield replace(run, passes=(name, *run.passes))
+
+
+def neighbours(run: PlannedRun, request: PlanningRequest) -> Iterator[PlannedRun]:
+    """Yield the runs of the same plan that differ in one flag: overlap, microbatch size, balancer, schedule, or one pass."""
+    yield from overlapped(run, request)
+    if run.tp_comm_overlap:
+        yield replace(run, tp_comm_overlap=False)
+    if request.micro_batch_size is None:
+        size, most = run.micro_batch_size, max(micro_batch_sizes(request))
+        near = sorted({size // 2, size - 2, size - 1, size + 1, size + 2, size * 3 // 2, 2 * size} - {size})
+        yield from (replace(run, micro_batch_size=each) for each in near if 1 <= each <= most)
+    yield from other_balances(run, request)
+    yield from other_schedules(run, request)
+    yield from other_passes(run, request)
+    open_passes = [name for name in run.passes if not (PASSES[name].is_planned or PASSES[name].splits_backwards)]
+    yield from (replace(run, passes=tuple(other for other in run.passes if other != name)) for name in open_passes)

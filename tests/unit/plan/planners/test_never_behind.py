@@ -7,8 +7,10 @@ import pytest
 
 from multimodal.balance import UNBALANCED
 from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.braid import CHANCE, PlanSearch
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.trials import SearchBudget, Trials
+from multimodal.plan.planners.search.run_variants import neighbours
+from multimodal.plan.planners.search.trials import FINAL, RANKING, SearchBudget, Trials
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import GRAPHS, TEXT_ONLY, random_lengths, request, with_memory
 
@@ -62,3 +64,22 @@ def test_the_bound_of_a_run_is_below_its_step():
     for name, row in PLANNERS.items():
         run, prediction = row.plan_best(asked, max_actions=None)
         assert 0 < trials.least_step_seconds(run) <= prediction.iteration_seconds, name
+
+
+@pytest.mark.parametrize("planner", ["megatron", "disttrain"])
+def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
+    asked = request(num_gpus=8, global_batch_size=16, lengths=random_lengths(GRAPHS["two"], count=16, seed=5))
+    search = PlanSearch(asked, budget=SearchBudget(0.0))
+    first = search.trials.try_run(PLANNERS[planner](asked), FINAL)
+    assert first is not None
+    best = search.settle(first)
+    assert best.key < first.key
+    ranked = search.trials.try_run(best.run, RANKING)
+    assert ranked is not None
+    others = [*neighbours(best.run, asked)]
+    assert len(others) <= search.num_neighbours
+    for other in others:
+        near = search.trials.try_run(other, RANKING)
+        if near is not None and near.prediction.iteration_seconds <= CHANCE * ranked.prediction.iteration_seconds:
+            judged = search.trials.try_run(other, FINAL)
+            assert judged is None or judged.key >= best.key, other.flags
