@@ -1,4 +1,4 @@
-"""Opens the data at --data-path, whose form follows from its files: a manifest, chats in JSON, or a Hugging Face data set."""
+"""Opens the data at --data-path, whose form follows from its files: a manifest, chats in JSON, a Hugging Face data set, tars."""
 
 import hashlib
 from collections.abc import Iterator
@@ -11,14 +11,18 @@ from multimodal.data.forms.json_files import read_json_objects
 from multimodal.data.forms.manifest_lines import parse_manifest_entry
 from multimodal.data.forms.segments import SegmentedSample, shown_keys
 from multimodal.data.forms.table_files import TableFiles, find_table_files
+from multimodal.data.forms.tar_files import TarFiles, find_tar_files
 from multimodal.values.errors import DataError
 
 MANIFEST_NAME = "manifest.jsonl"
 _FORMS = (
     "a manifest.jsonl, JSON lines with 'messages', JSON with LLaVA's 'conversations', or a folder that save_to_disk of Hugging "
-    "Face's datasets wrote, or its .parquet files"
+    "Face's datasets wrote, its .parquet files, or WebDataset's .tar files"
 )
-_ARCHIVES = ((0, b"PK\x03\x04", "a zip archive"), (257, b"ustar", "a tar archive"), (0, b"\x89HDF", "an HDF5 file"))
+_ARCHIVES = ((b"PK\x03\x04", "a zip archive"), (b"\x89HDF", "an HDF5 file"))
+
+
+_TURN = ("user", "assistant")
 
 
 class SampleFiles(Protocol):
@@ -75,9 +79,9 @@ class JsonFile:
 
 
 class Table:
-    """A data set of Hugging Face on disk."""
+    """A data set of Hugging Face on disk, or tar archives."""
 
-    def __init__(self, path: Path, files: TableFiles) -> None:
+    def __init__(self, path: Path, files: TableFiles | TarFiles) -> None:
         self.path, self._files = path, files
 
     @property
@@ -93,6 +97,9 @@ class Table:
     def samples(self) -> Iterator[SegmentedSample]:
         """Read and check all samples."""
         line_of_id: dict[str | int, int] = {}
+        if isinstance(self._files, TarFiles):
+            yield from (parse_chat_entry(row, where=where) for where, row in self._files.rows())
+            return
         for number, row in enumerate(self._files.rows()):
             yield parse_entry(row, number=number, where=f"{self.path}, row {number}", line_of_id=line_of_id)
 
@@ -112,12 +119,15 @@ def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: d
     """Return the sample of one object in any form; raises DataError."""
     if entry.get("messages") is not None or entry.get("conversations") is not None:
         return parse_chat_entry(entry, where=where)
-    if entry.keys() >= {"instruction", "output"}:
-        raise DataError(
-            f"{where}: Alpaca's keys ({shown_keys(entry)}), which are not read; write the instruction and its input as a message "
-            'of the user, and the output as the assistant\'s: {"messages": [{"role": "user", "content": ...}, {"role": '
-            '"assistant", "content": ...}]}'
-        )
+    for asking, more, answering in (("instruction", "input", "output"), ("query", "", "response")):  # Alpaca, ms-swift
+        if entry.keys() >= {asking, answering}:
+            rest = {key: value for key, value in entry.items() if key not in (asking, more, answering, "history")}
+            question = f"{entry[asking]}\n{entry[more]}" if entry.get(more) else entry[asking]
+            turns = [*(entry.get("history") or ()), (question, entry[answering])]
+            if not all(isinstance(turn, list | tuple) and len(turn) == 2 for turn in turns):
+                raise DataError(f"{where}: 'history' must be a list of pairs of question and answer; correct it")
+            said = [{"role": role, "content": text} for turn in turns for role, text in zip(_TURN, turn, strict=True)]
+            return parse_chat_entry({**rest, "messages": said}, where=where)
     if "segments" in entry or "id" in entry:
         return parse_manifest_entry(entry, number=number, where=where, line_of_id=line_of_id)
     raise DataError(
@@ -131,8 +141,8 @@ def open_sample_files(path: str | Path) -> SampleFiles:
     path = Path(path)
     if path.is_dir() and (path / MANIFEST_NAME).is_file():
         return JsonFile(path / MANIFEST_NAME)
-    if (tables := find_table_files(path)) is not None:
-        return Table(path, tables)
+    if (files := find_tar_files(path) or (find_table_files(path) if path.exists() else None)) is not None:
+        return Table(path, files)
     if path.is_dir():
         inside = sorted(found.name for found in path.iterdir() if not found.name.startswith("."))
         raise DataError(
@@ -149,7 +159,7 @@ def open_sample_files(path: str | Path) -> SampleFiles:
 def _archive_kind(path: Path) -> str | None:
     try:
         with path.open("rb") as file:
-            start = file.read(512)
+            start = file.read(8)
     except OSError as problem:
         raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
-    return next((kind for place, magic, kind in _ARCHIVES if start[place:].startswith(magic)), None)
+    return next((kind for magic, kind in _ARCHIVES if start.startswith(magic)), None)

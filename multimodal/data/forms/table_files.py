@@ -56,16 +56,8 @@ class TableFiles:
         return value
 
     def digest(self) -> str:
-        """Digest every file's name, length, beginning and end, where formats store what identifies their content."""
-        digest = hashlib.blake2b(digest_size=16)
-        for path in self._paths:
-            size = path.stat().st_size
-            digest.update(f"{path.relative_to(self._folder)}\0{size}\0".encode())
-            with path.open("rb") as file:
-                digest.update(file.read(_DIGESTED_BYTES))
-                file.seek(max(0, size - _DIGESTED_BYTES))
-                digest.update(file.read())
-        return digest.hexdigest()
+        """Digest the files."""
+        return digest_files(self._folder, self._paths)
 
     def _files(self) -> "list[_ArrowFile | _ParquetFile]":
         if self._open_files is None:
@@ -83,6 +75,19 @@ class TableFiles:
             raise DataError(f"{path}: needs the package 'pyarrow'; install it with: pip install braid[hf]") from problem
         except Exception as problem:
             raise DataError(f"{path}: cannot be read ({str(problem).splitlines()[0]}); copy the data set again") from problem
+
+
+def digest_files(folder: Path, paths: list[Path]) -> str:
+    """Digest every file's name in a folder, length, beginning and end, where formats store what identifies their content."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        size = path.stat().st_size
+        digest.update(f"{path.relative_to(folder)}\0{size}\0".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(_DIGESTED_BYTES))
+            file.seek(max(0, size - _DIGESTED_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 class _ArrowFile:

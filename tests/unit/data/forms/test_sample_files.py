@@ -66,6 +66,14 @@ def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:
             {"id": 3, "conversations": [{"from": "system", "value": "be"}, {"from": "human", "value": ""}, SAY]},
             [("system", "be"), ("user", ""), ("assistant", "cats")],
         ),
+        (
+            {"id": 1, "instruction": "a", "input": "what?", "output": "cats"},
+            [("user", "a\nwhat?"), ("assistant", "cats")],
+        ),
+        (
+            {"query": "<image>why?", "response": "so", "images": ["a.png"], "history": [["what?", "cats"]], "system": "be"},
+            [("system", "be"), ("user", "what?"), ("assistant", "cats"), "a.png", ("user", "why?"), ("assistant", "so")],
+        ),
         ({"messages": [USER, ASSISTANT, USER]}, [("user", "what?"), ("assistant", "cats"), ("user", "what?")]),
         (
             {
@@ -236,10 +244,7 @@ def test_sources_of_every_form_are_alike(write: Callable[..., Path], graph: Mode
             "segment 0: unknown key 'path'",
         ),
         ({"id": 1, "images": ["a.png"], "segments": [{"type": "text", "role": "document", "text": "a"}]}, "unknown key 'images'"),
-        (
-            {"id": 1, "instruction": "a", "input": "", "output": "b"},
-            "Alpaca's keys .*, which are not read; write the instruction",
-        ),
+        ({"query": "a", "response": "b", "history": ["c"]}, "'history' must be a list of pairs"),
         (
             {"question": "a"},
             "the key 'id' is missing; found 'question'; expected 'id' and 'segments' .*'messages' .*'conversations'",

@@ -1,0 +1,211 @@
+"""WebDataset's tar archives, alone, in a folder, or with Energon's `.nv-meta`: read in place, not unpacked.
+
+Files that follow each other and share a name up to its first dot are one sample: images, and a `json` or `txt` beside them.
+"""
+
+import json
+import os
+import re
+import tarfile
+from collections.abc import Collection, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from multimodal.data.forms.segments import EMBEDDED, EmbeddedAddress, shown, shown_keys
+from multimodal.data.forms.table_files import digest_files
+from multimodal.values.errors import DataError
+
+_MAGIC = (257, b"ustar")
+_IMAGES = frozenset(("jpg", "jpeg", "png", "webp", "gif", "bmp", "tif", "tiff"))
+_TEXTS = frozenset(("txt", "json"))
+_FIELD = re.compile(r"^([^\[\]]+)((?:\[[^\[\]]+\])*)$")
+"""A field of Energon's field_map: `jpg`, `json[caption]`, `json[turns][0][text]`."""
+_RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_FIELDS: Mapping[str, tuple[str, ...]] = {"CaptioningSample": ("image", "caption"), "VQASample": ("image", "context", "answers")}
+"""Energon's kinds of samples that are read, and what they need."""
+
+
+class TarFiles:
+    """The samples of tar archives, archive after archive."""
+
+    def __init__(
+        self, folder: Path, archives: list[Path], *, fields: Mapping[str, str] | None = None, left_out: Collection[str] = ()
+    ) -> None:
+        """folder: names of archives in digests are relative to it.
+
+        fields: of a sample, by Energon's field_map; left_out: samples, as ARCHIVE/KEY, that it excludes.
+        """
+        self._folder, self._archives, self._fields, self._left_out = folder, archives, fields, frozenset(left_out)
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield where a sample stands, and the sample as an object with `messages`; raises DataError."""
+        for number, archive in enumerate(self._archives):
+            members = self._members(number, archive)
+            for key, found in groupby(members, key=lambda member: _split_name(member[0])[0]):
+                where = f"{archive}, {key}"
+                parts = {_split_name(name)[1]: value for name, value in found}
+                if f"{archive.relative_to(self._folder)}/{key}" in self._left_out:
+                    continue
+                yield where, self._by_fields(parts, where=where) if self._fields else _by_names(parts, where=where)
+
+    def embedded(self, address: str) -> bytes:
+        """Return the bytes at an address from `rows`."""
+        number, start, size = json.loads(address.removeprefix(EMBEDDED))
+        with self._archives[number].open("rb") as file:
+            return os.pread(file.fileno(), size, start)
+
+    def digest(self) -> str:
+        """Digest every archive's name, length, beginning and end."""
+        return digest_files(self._folder, self._archives)
+
+    def _members(self, number: int, archive: Path) -> Iterator[tuple[str, Any]]:
+        """Yield the name of each file, and its text, or the address of its bytes."""
+        size = archive.stat().st_size
+        try:
+            with tarfile.open(archive, "r:") as opened:
+                for member in opened:
+                    opened.members = []  # type: ignore[attr-defined]  # which would grow with the archive
+                    if member.isdir():
+                        continue
+                    if not member.isfile():
+                        raise DataError(f"{archive}: {member.name} is a link, not a file; archive what it leads to")
+                    if member.offset_data + member.size > size:
+                        raise DataError(f"{archive}: ends inside {member.name}; copy the archive again")
+                    kind = member.name.rpartition(".")[2].lower()
+                    if kind in _TEXTS:
+                        file = opened.extractfile(member)
+                        assert file is not None
+                        yield member.name, _text(file.read(), is_json=kind == "json", where=f"{archive}, {member.name}")
+                    else:
+                        yield member.name, EmbeddedAddress(EMBEDDED + json.dumps((number, member.offset_data, member.size)))
+        except (tarfile.TarError, OSError) as problem:
+            raise DataError(f"{archive}: cannot be read ({problem}); copy the archive again") from problem
+
+    def _by_fields(self, parts: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+        fields = self._fields or {}
+        found = {name: _field(parts, path, where=where) for name, path in fields.items() if name != "__key__"}
+        answer = found.get("caption", found.get("answers"))
+        answer = answer[0] if isinstance(answer, list) and answer else answer
+        return _asked([found["image"]], str(found.get("context", "")), str(answer))
+
+
+def find_tar_files(path: Path) -> TarFiles | None:
+    """Return the archives at a path, or None if there are none; FOLDER/SPLIT names a split of Energon's. Raises DataError."""
+    if path.is_file():
+        with path.open("rb") as file:
+            file.seek(_MAGIC[0])
+            return TarFiles(path.parent, [path]) if file.read(len(_MAGIC[1])) == _MAGIC[1] else None
+    for folder, split in ((path, None), (path.parent, path.name)):
+        if (folder / ".nv-meta" / "split.yaml").is_file() and (split is None or not path.exists()):
+            return _energon(folder, split)
+    archives = sorted(path.glob("*.tar"))
+    return TarFiles(path, archives) if archives else None
+
+
+def _energon(folder: Path, split: str | None) -> TarFiles:
+    meta = folder / ".nv-meta"
+    described = _mapping(meta / "split.yaml")
+    splits, left_out = described.get("split_parts"), {*_expanded(described.get("exclude"))}
+    splits = {str(name): [*_expanded(files)] for name, files in splits.items() if files} if isinstance(splits, dict) else {}
+    if split is None and len(splits) == 1:
+        (split,) = splits
+    if split not in splits:
+        choices = " or ".join(str(folder / name) for name in splits) or "a folder that energon has prepared"
+        raise DataError(f"{folder}: a data set of the splits {', '.join(splits) or '(none)'}; give --data-path {choices}")
+    archives = [folder / name for name in splits[split] if name not in left_out]
+    root = folder.resolve()
+    if missing := [str(each) for each in archives if not (each.is_file() and each.resolve().is_relative_to(root))]:
+        raise DataError(f"{meta / 'split.yaml'}: names {missing[0]}, which is not in {folder}; copy the whole data set")
+    samples = _mapping(meta / "dataset.yaml") if (meta / "dataset.yaml").is_file() else {}
+    fields = samples.get("field_map")
+    if fields is None:
+        return TarFiles(folder, archives, left_out=left_out)
+    kind = samples.get("sample_type", {})
+    name = str(kind.get("__class__") if isinstance(kind, dict) else kind)
+    if name not in _FIELDS or not isinstance(fields, dict) or not {*_FIELDS[name]} <= fields.keys():
+        wanted = " or ".join(f"{each} with {', '.join(needed)}" for each, needed in _FIELDS.items())
+        raise DataError(
+            f"{meta / 'dataset.yaml'}: {name} with the field_map {shown(fields)} is not read; use {wanted}, or leave it out "
+            "where the samples' json holds 'messages' or 'conversations'"
+        )
+    return TarFiles(folder, archives, fields={str(key): str(value) for key, value in fields.items()}, left_out=left_out)
+
+
+def _expanded(names: Any) -> Iterator[str]:
+    """Yield names with their ranges, such as {000..123}, written out."""
+    for name in names if isinstance(names, list) else ():
+        match = _RANGE.search(str(name))
+        if match is None:
+            yield str(name)
+            continue
+        for number in range(int(match[1]), int(match[2]) + 1):
+            yield from _expanded([f"{name[: match.start()]}{number:0{len(match[1])}d}{name[match.end() :]}"])
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(path.read_text())
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as problem:
+        raise DataError(f"{path}: cannot be read ({problem}); prepare the data set again") from problem
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: expected keys and values, found {shown(found)}; prepare the data set again")
+    return found
+
+
+def _split_name(name: str) -> tuple[str, str]:
+    """Return (key, kind): the name up to the first dot behind its folder, and the rest."""
+    folder, slash, base = name.rpartition("/")
+    key, _, kind = base.partition(".")
+    return f"{folder}{slash}{key}", kind.lower()
+
+
+def _text(raw: bytes, *, is_json: bool, where: str) -> Any:
+    try:
+        return json.loads(raw) if is_json else raw.decode()
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{where}: cannot be read ({problem}); correct it, or remove the sample") from problem
+
+
+def _field(parts: Mapping[str, Any], path: str, *, where: str) -> Any:
+    match = _FIELD.match(path)
+    if match is None or match[1] not in parts:
+        raise DataError(f"{where}: no {path!r}, which field_map names; found {shown_keys(dict(parts))}")
+    value = parts[match[1]]
+    for step in re.findall(r"\[([^\[\]]+)\]", match[2]):
+        try:
+            value = value[int(step) if isinstance(value, list) else step]
+        except (KeyError, IndexError, ValueError, TypeError):
+            raise DataError(f"{where}: no {path!r}, which field_map names: there is no {step!r}") from None
+    return value
+
+
+def _by_names(parts: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the sample of files whose names say what they are: a conversation in json, or images and their text."""
+    images = [value for kind, value in parts.items() if kind.rpartition(".")[2] in _IMAGES]
+    described = parts.get("json")
+    if others := [kind for kind in parts if kind.rpartition(".")[2] not in _IMAGES | _TEXTS | {"cls", "id", "__key__"}]:
+        raise DataError(f"{where}: {shown(others[0])} is no image and no text, and would be lost; remove it from the archive")
+    if isinstance(described, dict) and {"messages", "conversations"} & described.keys():
+        if images:  # those in the archive, whatever they were called outside
+            described = {**{key: value for key, value in described.items() if key not in ("image", "images")}, "images": images}
+        return described
+    texts = [parts.get("txt"), *(described.get(key) for key in ("caption", "text") if isinstance(described, dict))]
+    text = next((each for each in texts if isinstance(each, str)), None)
+    if text is None or not images:
+        raise DataError(
+            f"{where}: found {shown_keys(dict(parts))}; expected images beside a 'txt', or a 'json' with 'messages', "
+            "'conversations' or 'caption'"
+        )
+    return _asked(images, "", text)
+
+
+def _asked(images: list[Any], question: str, answer: str) -> dict[str, Any]:
+    content: list[Any] = [{"type": "image"} for _ in images]
+    content += [{"type": "text", "text": question}] if question else []
+    return {
+        "messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}],
+        "images": images,
+    }
