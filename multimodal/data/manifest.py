@@ -11,7 +11,7 @@ from multimodal.data.index.index_cache import IndexCache
 from multimodal.data.index.item_reader import ItemDecoder, ItemReader, WantedItem, item_inputs
 from multimodal.data.index.sample_index import IndexedSample, SampleIndex, build_index
 from multimodal.data.index.sample_indexer import IndexOptions, SampleIndexer, SampleIndexing, input_of
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, SampleText
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, ItemPixels, Overlong, SampleText
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError, ModelError
 from multimodal.values.model_graph import ModelGraph
@@ -39,6 +39,7 @@ class ManifestSource:
         needs_items_first: bool = False,
         allows_outside_paths: bool = False,
         max_image_pixels: int = DEFAULT_MAX_PIXELS,
+        overlong: Overlong = "truncate",
         chat: ChatFormat | None = None,
         cache: IndexCache | None = None,
         decoder: ItemDecoder | None = None,
@@ -48,7 +49,7 @@ class ManifestSource:
         """Index `path`, data in one of the forms that `open_sample_files` knows; O(its bytes), unless `cache` has the index.
 
         graph: its encoders take images and sound; its generator, if it has one, makes the assistant's images; samples with items
-        that no unit takes are left out. seq_length, needs_items_first, allows_outside_paths, max_image_pixels: see
+        that no unit takes are left out. seq_length, needs_items_first, allows_outside_paths, max_image_pixels, overlong: see
         `IndexOptions`. chat: writes conversations by a model's template; None: in Braid's own format. cache: keeps indices; None:
         the index is built, and not kept. decoder: decodes items; None: this process does, on request. indexing: tokenises texts
         and measures items, if there is no index yet; None: this process does. watch: sees samples pass while an index is built.
@@ -62,7 +63,7 @@ class ManifestSource:
         _check_channels(graph)
         self._decoder = decoder or ItemReader(item_inputs(graph), embedded=self._files.embedded)
         self._tokenizer = tokenizer
-        options = IndexOptions(seq_length, needs_items_first, allows_outside_paths, max_image_pixels)
+        options = IndexOptions(seq_length, needs_items_first, allows_outside_paths, max_image_pixels, overlong)
         self._indexer = SampleIndexer(graph, files=self._files, tokenizer=tokenizer, chat=chat, options=options)
         self._indexing, self._watch = indexing or self._indexer, watch
         if cache:

@@ -1,13 +1,15 @@
 """The interface of every data set: lengths without decoding, the text of a sample, the pixels or sound of an item."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from multimodal.values.sample_lengths import SampleLengths
 
+Overlong = Literal["truncate", "skip", "error"]
+"""The ways to treat samples of more tokens than a sequence may have."""
 DEFAULT_MAX_PIXELS = 89_478_485
 """Default for the most pixels of an image file; beyond, Pillow warns of decompression bombs (256 MiB as RGB)."""
 PILLOW_MAX_PIXELS = 2 * DEFAULT_MAX_PIXELS

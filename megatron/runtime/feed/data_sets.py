@@ -115,6 +115,7 @@ def _manifest(
         needs_items_first=config.model.attention_mask == "prefix",
         allows_outside_paths=config.data.allow_outside_paths,
         max_image_pixels=config.data.max_image_pixels,
+        overlong=config.data.overlong,
     )
     texts = text_settings(config)
     producers = _find_producers(path, config, graph, texts=texts, options=options)

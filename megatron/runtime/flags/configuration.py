@@ -14,7 +14,7 @@ from multimodal.balance import BALANCERS, UNBALANCED
 from multimodal.balance.length_cost import CostForm, LengthCost
 from multimodal.data.mixture import NamedData, read_mixture
 from multimodal.data.sample_program import DIGITS_PROGRAM
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, Overlong
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS, schedule_name
 from multimodal.schedule.passes import PASSES
@@ -311,6 +311,8 @@ class DataConfig:
     """Template (Jinja) that writes conversations; none: turns of Braid's own. By default the one in the tokenizer's folder."""
     seq_length: int = field(default=4096, metadata=A_COUNT)
     """Most LLM tokens (text and images) that one sample may have."""
+    overlong: Overlong = "truncate"
+    """Treatment of longer samples: cut them at the end, leave them out, or stop at the first with an error."""
     lengths_from: Literal["index", "decode"] = "index"
     """Source of lengths: metadata, so that each rank loads only samples assigned to it; or decoding, in which each rank decodes a
     share of the global batch, which is then exchanged."""

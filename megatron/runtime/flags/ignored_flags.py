@@ -130,6 +130,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "allow_outside_paths producers max_image_pixels": (
                 "a program (digits, FILE.py) reads no image files; use a manifest"
             ),
+            "overlong": "a program (digits, FILE.py) makes samples that fit, or cuts them; use a manifest",
             "data_cache_path": "a program's samples (digits, FILE.py) have no index; use a manifest",
         },
     ),

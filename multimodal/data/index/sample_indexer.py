@@ -22,7 +22,7 @@ from multimodal.data.forms.segments import EMBEDDED, AudioSegment, ImageSegment,
 from multimodal.data.image_files import ManifestPaths, check_image_size, read_image_size
 from multimodal.data.image_processing import image_grid, num_tiles
 from multimodal.data.index.sample_index import IndexedItem, IndexedSample
-from multimodal.data.sample_source import DEFAULT_MAX_PIXELS
+from multimodal.data.sample_source import DEFAULT_MAX_PIXELS, Overlong
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ItemInput, ModelGraph, Role, Unit
@@ -34,13 +34,15 @@ class IndexOptions:
     """Options that an index depends on, beside data, model and tokenizer."""
 
     seq_length: int
-    """Longer samples are cut at the end (`build_conversation`)."""
+    """Most tokens of a sample."""
     needs_items_first: bool = False
     """Images must come before the text of their sample, as --attention-mask prefix requires."""
     allows_outside_paths: bool = False
     """Image files may lie outside the manifest's folder (`ManifestPaths`)."""
     max_image_pixels: int = DEFAULT_MAX_PIXELS
     """The largest image (width x height of its file) that is decoded."""
+    overlong: Overlong = "truncate"
+    """Cut samples of more tokens at the end (`build_conversation`), leave them out, or raise DataError."""
 
 
 class SampleIndexing(Protocol):
@@ -94,6 +96,13 @@ class SampleIndexer:
         else:
             conversation = build_conversation(segments, tokenizer=self._tokenizer, seq_length=self._options.seq_length)
         items = [*chain.from_iterable(tiles)]
+        if conversation.is_cut and self._options.overlong == "skip":
+            return f"of more than {self._options.seq_length} tokens (--overlong skip)"
+        if conversation.is_cut and self._options.overlong == "error":
+            raise DataError(
+                f"{sample.where}: more than {self._options.seq_length} tokens; raise --seq-length, shorten the sample, or give "
+                "--overlong truncate or skip"
+            )
         if not conversation.num_target_tokens:
             return f"without a target token among the first {self._options.seq_length} (seq_length)"
         if self._options.needs_items_first:

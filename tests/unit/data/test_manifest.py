@@ -77,6 +77,15 @@ def test_images_beyond_the_cut_are_dropped(open_manifest: Callable[..., Manifest
     assert source.num_cut == 1
 
 
+def test_overlong_samples_are_left_out_or_refused(open_manifest: Callable[..., ManifestSource]) -> None:
+    lines = [[DOCUMENT] * 9, [DOCUMENT]]
+    assert open_manifest(lines, seq_length=20).num_cut == 1
+    source = open_manifest(lines, seq_length=20, overlong="skip")
+    assert len(source) == 1 and source.skipped == {"of more than 20 tokens (--overlong skip)": 1}
+    with pytest.raises(DataError, match="line 1.*: more than 20 tokens; raise --seq-length"):
+        open_manifest(lines, seq_length=20, overlong="error")
+
+
 def test_an_answer_that_is_an_image_is_for_the_generator(
     open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], painter_graph: ModelGraph
 ) -> None:

@@ -72,6 +72,7 @@ def test_everything_that_matters_makes_another_index(
     for cache, options in (
         (IndexCache("other tokenizer"), {}),
         (CACHE, {"seq_length": 98}),
+        (CACHE, {"overlong": "skip"}),
         (CACHE, {"graph": text_graph}),
         (CACHE, {"graph": painter_graph}),
         (CACHE, {"max_image_pixels": 24 * 16}),

@@ -52,6 +52,7 @@ IGNORED = [
     ("--producers a:1 --emulate c.yaml --data-path m.jsonl", "--producers would be ignored: --emulate waits as long"),
     ("--producer-token t", "--producer-token would be ignored: nothing is decoded elsewhere; add --producers"),
     ("--data-cache-path a", "--data-cache-path would be ignored: a program's samples (digits, FILE.py) have no index"),
+    ("--overlong skip", "--overlong would be ignored: a program (digits, FILE.py) makes samples that fit"),
     ("--max-image-pixels 100", "--max-image-pixels would be ignored: a program (digits, FILE.py) reads no image files"),
     ("--eval-interval 5", "--eval-interval would be ignored: nothing is evaluated"),
     ("--eval-blank-images", "--eval-blank-images would be ignored: nothing is evaluated"),
