@@ -6,10 +6,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
+from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.chat_rows import parse_chat_entry
 from multimodal.data.forms.json_files import read_json_objects
 from multimodal.data.forms.manifest_lines import parse_manifest_entry
-from multimodal.data.forms.segments import SegmentedSample, shown_keys
+from multimodal.data.forms.segments import LOSS_WEIGHT, SegmentedSample, check_keys, loss_weight, shown_keys
 from multimodal.data.forms.table_files import TableFiles, find_table_files
 from multimodal.data.forms.tar_files import TarFiles, find_tar_files
 from multimodal.values.errors import DataError
@@ -128,12 +129,31 @@ def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: d
                 raise DataError(f"{where}: 'history' must be a list of pairs of question and answer; correct it")
             said = [{"role": role, "content": text} for turn in turns for role, text in zip(_TURN, turn, strict=True)]
             return parse_chat_entry({**rest, "messages": said}, where=where)
+    if isinstance(entry.get("texts"), list):
+        return parse_chat_entry(_of_texts(entry, where=where), where=where)
+    if isinstance(entry.get("text"), str) and "segments" not in entry:
+        check_keys(entry, ("text", LOSS_WEIGHT), where=where)
+        return SegmentedSample(where, (TextSegment("document", entry["text"]),), loss_weight(entry, where=where))
     if "segments" in entry or "id" in entry:
         return parse_manifest_entry(entry, number=number, where=where, line_of_id=line_of_id)
     raise DataError(
         f"{where}: the key 'id' is missing; found {shown_keys(entry)}; expected 'id' and 'segments' (a manifest), 'messages' "
-        "(chats) or 'conversations' (LLaVA); see docs/data.md"
+        "(chats), 'conversations' (LLaVA), 'texts' (FineVision) or 'text'; see docs/data.md"
     )
+
+
+def _of_texts(entry: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return a row of FineVision as a chat: pairs of user and assistant, and images, which stand before the first text."""
+    images = entry.get("images") or []
+    said: list[dict[str, Any]] = []
+    for pair in entry["texts"]:
+        if not (isinstance(pair, dict) and pair.keys() == {*_TURN}):
+            raise DataError(f"{where}: 'texts' must be a list of pairs of 'user' and 'assistant'; correct it")
+        said += ({"role": role, "content": [{"type": "text", "text": pair[role]}]} for role in _TURN)
+    if said:
+        said[0]["content"][:0] = [{"type": "image"}] * len(images)
+    rest = {key: value for key, value in entry.items() if key != "texts" and not key.endswith(("_ratings", "_min"))}
+    return {**rest, "images": images, "messages": said}
 
 
 def open_sample_files(path: str | Path) -> SampleFiles:

@@ -74,6 +74,11 @@ def spoken(segments: tuple[Any, ...]) -> list[tuple[str, str] | str]:
             {"query": "<image>why?", "response": "so", "images": ["a.png"], "history": [["what?", "cats"]], "system": "be"},
             [("system", "be"), ("user", "what?"), ("assistant", "cats"), "a.png", ("user", "why?"), ("assistant", "so")],
         ),
+        (
+            {"texts": [{"user": "what?", "assistant": "cats"}] * 2, "images": ["a.png", "b.png"], "relevance_ratings": [5, 4]},
+            ["a.png", "b.png", *[("user", "what?"), ("assistant", "cats")] * 2],
+        ),
+        ({"text": "once", "url": "u"}, [("document", "once")]),
         ({"messages": [USER, ASSISTANT, USER]}, [("user", "what?"), ("assistant", "cats"), ("user", "what?")]),
         (
             {
@@ -245,6 +250,9 @@ def test_sources_of_every_form_are_alike(write: Callable[..., Path], graph: Mode
         ),
         ({"id": 1, "images": ["a.png"], "segments": [{"type": "text", "role": "document", "text": "a"}]}, "unknown key 'images'"),
         ({"query": "a", "response": "b", "history": ["c"]}, "'history' must be a list of pairs"),
+        ({"texts": [{"user": "a"}]}, "'texts' must be a list of pairs of 'user' and 'assistant'"),
+        ({"texts": []}, "'messages' is empty"),
+        ({"text": "a", "image": "a.png"}, "unknown key 'image'"),
         (
             {"question": "a"},
             "the key 'id' is missing; found 'question'; expected 'id' and 'segments' .*'messages' .*'conversations'",
