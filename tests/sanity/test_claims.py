@@ -95,6 +95,10 @@ PROOFS = {
             "unit/data/forms/test_sample_files.py::test_sources_of_every_form_are_alike",
             "unit/data/forms/test_sample_files.py::test_data_sets_of_hugging_face",
         ),
+        "tars of WebDataset and Energon": (
+            "unit/data/forms/test_tar_files.py::test_samples_of_archives_are_those_of_files",
+            "unit/data/forms/test_tar_files.py::test_a_split_of_energon_by_its_field_map",
+        ),
         "weighted mixtures": ("distributed/test_phases.py::test_phases_of_one_run",),
         "decoded on other machines": (
             "distributed/test_producers.py::test_losses_are_the_same_with_producers_and_when_they_are_killed",
