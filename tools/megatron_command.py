@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
@@ -19,6 +20,7 @@ from multimodal.values.errors import ConfigError
 _SECONDS = 20
 _NOTE = 'exec 3>&"$1"; shift; '
 _BEFORE = """exit() { (( ++_exits > 9 )) && builtin exit; return 0; }
+kill() { return 0; }
 sbatch() { local text; read -r -d '' text; eval "$text"; }
 command_not_found_handle() { printf '%s\\0' "$@" $'\\x01' >&3; return 0; }
 """
@@ -78,24 +80,23 @@ def _started(text: str, *, variables: Mapping[str, str], arguments: Sequence[str
         raise ConfigError("there is no bash to read a script with; give the flags themselves behind --")
     for pattern, replacement in _OUT_OF_PLACE:
         text = re.sub(pattern, replacement, text)
-    reader, writer = os.pipe()
-    with open(reader, "rb") as noted, open(writer, "wb") as notes:
+    with tempfile.TemporaryFile() as notes:
         environment = {**{name: os.environ.get(name, "") for name in _OWN}, **variables, "PATH": "/nowhere"}
         process = subprocess.Popen(
-            [bash, "--norc", "--noprofile", "-r", "-c", _NOTE + 'eval "$0"', _BEFORE + text, str(writer), *arguments],
+            [bash, "--norc", "--noprofile", "-r", "-c", _NOTE + 'eval "$0"', _BEFORE + text, str(notes.fileno()), *arguments],
             env=environment,
-            pass_fds=(writer,),
+            pass_fds=(notes.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        notes.close()
         try:
             process.wait(_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             raise ConfigError(f"the script does not end in {_SECONDS} s; give the flags themselves behind --") from None
-        words = noted.read().decode(errors="replace").split("\0")
+        notes.seek(0)
+        words = notes.read().decode(errors="replace").split("\0")
     commands: list[list[str]] = [[]]
     for word in words[:-1]:
         if word == "\x01":

@@ -157,3 +157,13 @@ def test_what_nobody_sets_is_named(tmp_path: Path) -> None:
 def test_what_cannot_be_converted(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
     assert main(words) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_script_that_starts_much_and_kills_is_read(tmp_path: Path) -> None:
+    script = tmp_path / "train.sh"
+    script.write_text(
+        "kill -9 $$\nfor ((i = 0; i < 3000; i++)); do prepare_shard --number-of-the-shard $i --and-more; done\n"
+        "torchrun --nproc-per-node 2 pretrain_gpt.py --num-layers 2 --hidden-size 64 --lr 1e-3 --min-lr 1e-4\n"
+    )
+    command = read_command([str(script)])
+    assert (command.program, command.world_size, command.flags["lr"]) == ("pretrain_gpt.py", 2, ("1e-3",))
