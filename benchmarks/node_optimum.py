@@ -9,7 +9,6 @@ from scipy.sparse import csr_matrix, vstack
 
 from multimodal.balance.nodes.rearrange_nodes import (
     NodeRearrangement,
-    NodeSearchLimits,
     NodeVolumes,
     build_rearrangement,
     read_volumes,
@@ -50,7 +49,7 @@ def rearrange_exactly(volume: ArrayLike, *, ranks_per_node: int, time_limit_seco
     Arguments as in `rearrange_nodes`. Raises AssignmentError if the time is up before the optimum is proven.
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
-    start = search_nodes(volumes, limits=NodeSearchLimits())
+    start = search_nodes(volumes)
     nodes = _solve_integer_program(volumes, start=start, time_limit_seconds=time_limit_seconds)
     return build_rearrangement(volumes, nodes)
 

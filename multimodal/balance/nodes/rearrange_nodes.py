@@ -11,6 +11,12 @@ from multimodal.kernels import kernels
 if TYPE_CHECKING:
     from scipy.sparse import csr_matrix
 
+FIRST_SWAPS, MAX_CHAIN_LENGTH, MAX_EVALUATIONS = 64, 8, 200_000
+"""Limits of the search: chains tried from one state, swaps in a chain, and swaps evaluated in all, about 20 million a second.
+
+Counts instead of seconds, so that every rank ends with the same result.
+"""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeVolumes:
@@ -77,18 +83,6 @@ def _sum_by_rank(volumes: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks
     return sums
 
 
-@dataclass(frozen=True, slots=True)
-class NodeSearchLimits:
-    """Limits of the search: counts instead of seconds, so that every rank ends with the same result."""
-
-    num_first_swaps: int = 64
-    """Chains of swaps that are tried from one state."""
-    max_chain_length: int = 8
-    """Swaps in a chain."""
-    max_evaluations: int = 200_000
-    """Total number of evaluated swaps; about 20 million a second."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeRearrangement:
     """A permutation of new batches over ranks."""
@@ -101,9 +95,7 @@ class NodeRearrangement:
     """[num_ranks]: the same under the permutation; its maximum has been minimised."""
 
 
-def rearrange_nodes(
-    volume: "ArrayLike | csr_matrix", *, ranks_per_node: int, limits: NodeSearchLimits | None = None
-) -> NodeRearrangement:
+def rearrange_nodes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) -> NodeRearrangement:
     """Permute balanced batches over ranks such that the most bytes that any rank sends to other nodes are minimal.
 
     The objective is OrchMLLM's (5): the maximum over ranks i of the sum of volume[i, j] over the batches j whose new rank is on
@@ -117,16 +109,15 @@ def rearrange_nodes(
 
     volume: as in `read_volumes`; entry [i, j] is the number of bytes that rank i holds of new batch j.
     ranks_per_node: rank i is on node i // ranks_per_node; the last node may have fewer ranks.
-    limits: of the search; None for the default ones.
 
     The search is a C++ kernel; without the kernels, batches are placed greedily, which is never worse than the identity, either.
-    O(entries log entries) for the start, then at most `limits.max_evaluations` swaps of O(ranks_per_node).
+    O(entries log entries) for the start, then at most `MAX_EVALUATIONS` swaps of O(ranks_per_node).
     """
     volumes = read_volumes(volume, ranks_per_node=ranks_per_node)
-    return build_rearrangement(volumes, search_nodes(volumes, limits=limits or NodeSearchLimits()))
+    return build_rearrangement(volumes, search_nodes(volumes))
 
 
-def search_nodes(volumes: NodeVolumes, *, limits: NodeSearchLimits) -> NDArray[np.int64]:
+def search_nodes(volumes: NodeVolumes) -> NDArray[np.int64]:
     """Return the node of every batch, [num_ranks]."""
     if kernels is None:
         return _place_greedily(volumes)
@@ -135,9 +126,9 @@ def search_nodes(volumes: NodeVolumes, *, limits: NodeSearchLimits) -> NDArray[n
         volumes.batches,
         volumes.volumes,
         ranks_per_node=volumes.ranks_per_node,
-        num_first_swaps=limits.num_first_swaps,
-        max_chain_length=limits.max_chain_length,
-        max_evaluations=limits.max_evaluations,
+        num_first_swaps=FIRST_SWAPS,
+        max_chain_length=MAX_CHAIN_LENGTH,
+        max_evaluations=MAX_EVALUATIONS,
     )
 
 

@@ -86,9 +86,9 @@ def transformer_segments(layer: Any, frequencies: Callable[[StagePass], Tensor |
         (LayerPart(_normed(_norm_before(layer, layer.input_layernorm, layer.self_attention.linear_qkv)), Exchange.GATHERED),),
         (LayerPart(_qkv(layer.self_attention)),),
         (LayerPart(_attention(layer.self_attention, frequencies)),),
-        (LayerPart(_projection(layer.self_attention.linear_proj), Exchange.SUMMED),),
+        (LayerPart(_branch_product(layer.self_attention.linear_proj), Exchange.SUMMED),),
         (LayerPart(_sum_and_norm(layer), Exchange.GATHERED),),
-        (LayerPart(_up(layer.mlp.linear_fc1)),),
+        (LayerPart(_branch_product(layer.mlp.linear_fc1)),),
         (LayerPart(_down(layer.mlp), Exchange.SUMMED), LayerPart(_sum(layer))),
     )
 
@@ -140,12 +140,12 @@ def _attention(attention: Any, frequencies: Callable[[StagePass], Tensor | None]
     return run
 
 
-def _projection(linear: Module) -> Any:
+def _branch_product(linear: Module) -> Any:
     product = _Product(linear)
 
     def run(state: State, given: StagePass) -> State:
-        residual, mixed = state
-        return residual, product(mixed)[0]
+        residual, rows = state
+        return residual, product(rows)[0]
 
     return run
 
@@ -157,16 +157,6 @@ def _sum_and_norm(layer: Any) -> Any:
         residual, attended = state
         hidden = _residual_sum(layer, layer.self_attn_bda, attended, bias_of(layer.self_attention.linear_proj), residual)
         return hidden, norm(hidden)
-
-    return run
-
-
-def _up(linear: Module) -> Any:
-    product = _Product(linear)
-
-    def run(state: State, given: StagePass) -> State:
-        residual, rows = state
-        return residual, product(rows)[0]
 
     return run
 
