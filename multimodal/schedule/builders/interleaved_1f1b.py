@@ -1,6 +1,5 @@
 """Interleaved 1F1B: 1F1B over virtual stages (Narayanan et al., Efficient Large-Scale Language Model Training, 2.2)."""
 
-import itertools
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import takewhile
@@ -9,7 +8,7 @@ from operator import add
 import numpy as np
 
 from multimodal.schedule.builders.one_f_one_b import Depths, forward_floors, microbatch_spans, stage_limits
-from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
+from multimodal.schedule.builders.unit_order import Order, chunk_stages, num_chunks, ordered_pieces
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import Integers, integers
@@ -18,7 +17,9 @@ from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan, Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, step_work
+
+_FORWARD, _BACKWARD = (KIND_NUMBERS[kind] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
 
 
 def build_interleaved_1f1b(shape: StepShape) -> Schedule:
@@ -85,31 +86,31 @@ def interleaves(graph: ModelGraph, plan: Plan) -> bool:
     )
 
 
-def interleaved_order(stage_index: int, *, num_stages: int, chunks: int, num_microbatches: int) -> list[Step]:
+@lru_cache(maxsize=256)
+def interleaved_order(stage_index: int, *, num_stages: int, chunks: int, num_microbatches: int) -> Order:
     """Return the order of one stage."""
-    groups = _groups(num_stages, num_microbatches)
-    forwards = list(_in_groups(ActionKind.FORWARD, groups, range(chunks)))
-    backwards = list(_in_groups(ActionKind.BACKWARD, groups, range(chunks - 1, -1, -1)))
-    num_warmup = min(_num_warmup(stage_index, num_stages, chunks, num_microbatches), len(forwards))
-    steady = [step for pair in zip(forwards[num_warmup:], backwards, strict=False) for step in pair]
-    return [*forwards[:num_warmup], *steady, *backwards[len(forwards) - num_warmup :]]
+    sizes = _group_sizes(num_stages, num_microbatches)
+    groups = np.repeat(np.arange(len(sizes)), sizes)
+    chunk, microbatch = np.divmod(np.arange(chunks * num_microbatches), max(1, num_microbatches))
+    in_turn = np.argsort(groups[microbatch] * chunks + chunk, kind="stable")
+    chunk, microbatch = chunk[in_turn], microbatch[in_turn]
+    forwards = np.stack((np.full_like(chunk, _FORWARD), chunk, microbatch))
+    backwards = np.stack((np.full_like(chunk, _BACKWARD), chunks - 1 - chunk, microbatch))
+    num_warmup = min(_num_warmup(stage_index, num_stages, chunks, num_microbatches), len(chunk))
+    num_steady = len(chunk) - num_warmup
+    steady = np.stack((forwards[:, num_warmup:], backwards[:, :num_steady]), axis=2).reshape(3, -1)
+    return Order(*np.concatenate((forwards[:, :num_warmup], steady, backwards[:, num_steady:]), axis=1))
 
 
-def _groups(num_stages: int, num_microbatches: int) -> list[range]:
-    """Return the microbatches that pass one chunk before the next chunk begins."""
+def _group_sizes(num_stages: int, num_microbatches: int) -> Integers:
+    """Return the numbers of microbatches that pass one chunk before the next chunk begins."""
     num_groups = max(1, num_microbatches // num_stages)
     size, surplus = divmod(num_microbatches, num_groups)
-    firsts = [size * group + min(group, surplus) for group in range(num_groups + 1)]
-    return [range(first, end) for first, end in itertools.pairwise(firsts)]
-
-
-def _in_groups(kind: ActionKind, groups: list[range], chunks: range) -> Iterator[Step]:
-    return (Step(kind, chunk, microbatch) for group in groups for chunk in chunks for microbatch in group)
+    return size + (np.arange(num_groups) < surplus)
 
 
 def _num_warmup(stage_index: int, num_stages: int, chunks: int, num_microbatches: int) -> int:
-    largest_group = len(_groups(num_stages, num_microbatches)[0])
-    return 2 * (num_stages - stage_index - 1) + (chunks - 1) * largest_group
+    return 2 * (num_stages - stage_index - 1) + (chunks - 1) * int(_group_sizes(num_stages, num_microbatches)[0])
 
 
 def _num_buffered(replica: Replica) -> int:
@@ -125,12 +126,9 @@ def _num_buffered(replica: Replica) -> int:
 @lru_cache(maxsize=256)
 def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
     """Return the most microbatches in flight in the first chunk of the first stage."""
-    in_flight, most = 0, 1
-    for step in interleaved_order(0, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches):
-        if step.chunk == 0:
-            in_flight += 1 if step.kind is ActionKind.FORWARD else -1
-            most = max(most, in_flight)
-    return most
+    order = interleaved_order(0, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
+    changes = np.where(order.kinds == _FORWARD, 1, -1)[order.chunks == 0]
+    return int(changes.cumsum().max(initial=1))
 
 
 def _limit_stages(
@@ -170,9 +168,10 @@ def _orders(name: str, shape: StepShape) -> list[Integers]:
 @lru_cache(maxsize=256)
 def _orders_of_stage(stage_index: int, num_stages: int, chunks: int, num_microbatches: int, is_exact: bool) -> tuple[Order, ...]:
     """Return the order of one stage, or those of its forwards and of its backwards."""
-    steps = interleaved_order(stage_index, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
-    wanted = [steps] if is_exact else [[step for step in steps if step.kind is kind] for kind in _KINDS]
-    return tuple(map(order_of, wanted))
+    order = interleaved_order(stage_index, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
+    if is_exact:
+        return (order,)
+    return tuple(Order(*(column[order.kinds == kind] for column in order)) for kind in (_FORWARD, _BACKWARD))
 
 
 def _chain_orders(shape: StepShape) -> Iterator[Integers]:
@@ -192,8 +191,8 @@ def _chain_orders(shape: StepShape) -> Iterator[Integers]:
         sizes_of_lane = {"num_stages": num_lanes, "chunks": len(positions) // num_lanes}
         num_microbatches = shape.num_microbatches(graph.backbone.name, replica)
         for lane in range(num_lanes):
-            steps = interleaved_order(lane, **sizes_of_lane, num_microbatches=num_microbatches)
-            actions = chain_actions(steps, positions, replica=replica, lane=lane, num_lanes=num_lanes)
+            order = interleaved_order(lane, **sizes_of_lane, num_microbatches=num_microbatches)
+            actions = chain_actions(order, positions, replica=replica, lane=lane, num_lanes=num_lanes)
             yield integers(numbers[action] for action in actions if action in numbers)
 
 
@@ -241,14 +240,12 @@ def dealt_positions(units: Sequence[str], plan: Plan, replica: int) -> tuple[Pos
     return tuple(tuple(position) for position in positions)
 
 
-def chain_actions(
-    steps: list[Step], positions: tuple[Position, ...], *, replica: int, lane: int, num_lanes: int
-) -> Iterator[Action]:
+def chain_actions(order: Order, positions: tuple[Position, ...], *, replica: int, lane: int, num_lanes: int) -> Iterator[Action]:
     """Yield the actions of one lane's steps; lane: its number in the chain's order."""
-    for step in steps:
-        position = positions[step.chunk * num_lanes + lane]
-        for unit, stage in position if step.kind is ActionKind.FORWARD else reversed(position):
-            yield Action(step.kind, unit, replica, stage, step.microbatch)
+    for kind, chunk, microbatch in zip(*(column.tolist() for column in order), strict=True):
+        position = positions[chunk * num_lanes + lane]
+        for unit, stage in position if kind == _FORWARD else reversed(position):
+            yield Action(KINDS[kind], unit, replica, stage, microbatch)
 
 
 def _is_straight(shape: StepShape, source: str, target: str) -> bool:
@@ -259,6 +256,3 @@ def _is_straight(shape: StepShape, source: str, target: str) -> bool:
         np.array_equal(*(getattr(counted, name)[end] for counted, end in zip(counts, ends, strict=True)))
         for name in ("replica_of_microbatch", "index_in_replica")
     )
-
-
-_KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD)

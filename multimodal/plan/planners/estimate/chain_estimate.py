@@ -12,6 +12,7 @@ from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
 from multimodal.schedule.simulate_events import EventArrays, NodeKind, simulate_events
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import row_starts
+from multimodal.values.work.step_work import KIND_NUMBERS
 
 SHORT, LONG = 2, 3
 """Microbatches of two short steps, divided by the number of lanes: after its warm-up a pipeline is periodic."""
@@ -59,26 +60,11 @@ def num_nodes(*, num_ranges: int, num_lanes: int, num_microbatches: int) -> int:
 @lru_cache(maxsize=256)
 def chunks_in_flight(lane: int, *, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
     """Return the microbatches of each of its chunks that a lane keeps after each of its steps, [num_steps, chunks]."""
-    order = _order_of_lane(lane, num_lanes, chunks, min(num_microbatches, LONG * num_lanes))
-    changes = np.zeros((len(order), chunks), np.int64)
-    changes[np.arange(len(order)), order[:, 1]] = 1 - 2 * order[:, 0]
+    num_microbatches = min(num_microbatches, LONG * num_lanes)
+    order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches)
+    changes = np.zeros((len(order.kinds), chunks), np.int64)
+    changes[np.arange(len(changes)), order.chunks] = np.where(order.kinds == KIND_NUMBERS[ActionKind.FORWARD], 1, -1)
     return changes.cumsum(axis=0)
-
-
-@lru_cache(maxsize=256)
-def _order_of_lane(lane: int, num_lanes: int, chunks: int, num_microbatches: int) -> NDArray[np.int64]:
-    """Return `interleaved_order` as numbers, [num_steps, 3]: 1 for a backward, the chunk, the microbatch."""
-    if num_microbatches % num_lanes:
-        order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches)
-        return np.array([(step.kind is ActionKind.BACKWARD, step.chunk, step.microbatch) for step in order], np.int64)
-    group, rest = np.divmod(np.arange(chunks * num_microbatches), num_lanes * chunks)
-    chunk, microbatch = rest // num_lanes, group * num_lanes + rest % num_lanes
-    forwards = np.stack((np.zeros_like(chunk), chunk, microbatch), axis=1)
-    backwards = np.stack((np.ones_like(chunk), chunks - 1 - chunk, microbatch), axis=1)
-    num_warmup = min(2 * (num_lanes - lane - 1) + (chunks - 1) * num_lanes, len(chunk))
-    num_steady = len(chunk) - num_warmup
-    steady = np.stack((forwards[num_warmup:], backwards[:num_steady]), axis=1).reshape(-1, 3)
-    return np.concatenate((forwards[:num_warmup], steady, backwards[num_steady:]))
 
 
 def _run(ranges: Sequence[ChainRange], num_lanes: int, num_microbatches: int, works: NDArray[np.float64] | float = 1.0) -> float:
@@ -106,10 +92,10 @@ def _arrays(num_lanes: int, chunks: int, num_microbatches: int) -> EventArrays:
     needs[2 * count + num_ranges :, 0] = count + first + num_microbatches - 1
     lanes = []
     for lane in range(num_lanes):  # gathers, runs Megatron's order, and reduces each range after its last backward
-        order = _order_of_lane(lane, num_lanes, chunks, num_microbatches)
-        is_backward, held, microbatch = order[:, 0], order[:, 1] * num_lanes + lane, order[:, 2]
-        nodes = is_backward * count + held * num_microbatches + microbatch
-        last = np.flatnonzero(is_backward & (microbatch == num_microbatches - 1))
+        order = interleaved_order(lane, num_stages=num_lanes, chunks=chunks, num_microbatches=num_microbatches)
+        is_backward, held = order.kinds == KIND_NUMBERS[ActionKind.BACKWARD], order.chunks * num_lanes + lane
+        nodes = is_backward * count + held * num_microbatches + order.microbatches
+        last = np.flatnonzero(is_backward & (order.microbatches == num_microbatches - 1))
         gatherings = 2 * count + np.arange(chunks) * num_lanes + lane
         reductions = 2 * count + num_ranges + held[last]
         lanes.append(np.concatenate((gatherings, np.insert(nodes, last + 1, reductions))))
