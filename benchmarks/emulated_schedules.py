@@ -36,12 +36,11 @@ from torch import Tensor
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate, run_on_ranks
 from megatron.runtime.emulation.emulated_stage import wait
 from megatron.runtime.platform import CpuTorch
-from multimodal.cost.communication import TransferCost
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -55,12 +54,10 @@ UNEVEN = (1.0, 2.0, 0.5)
 
 @dataclass(frozen=True)
 class LayerCosts(ActionCosts):
-    """Costs in which a forward takes its layer's seconds, and each half of a backward as much."""
+    """Costs in which a forward takes its layer's seconds, each half of a backward as much, and all else nothing."""
 
     plan: Plan
     layer_seconds: float
-    model_flops: float = 0.0
-    peak_flops_per_second: float = 0.0
 
     def compute(self, action: Action) -> ComputeCost:
         """Return the sum over the stage's transformer layers; embeddings, projector and head take no time."""
@@ -68,22 +65,6 @@ class LayerCosts(ActionCosts):
         last = self.plan.units[action.unit].replicas[0].virtual_stages[-1].layers.stop - 1
         relative = sum(UNEVEN[layer % len(UNEVEN)] for layer in layers if 0 < layer < last)
         return ComputeCost(relative * self.layer_seconds * (2 if action.kind is ActionKind.BACKWARD else 1))
-
-    def transfer(self, send: Action) -> TransferCost:
-        """Return 0: messages are free."""
-        return TransferCost(0.0, 0.0)
-
-    def collective_seconds(self, action: Action) -> float:
-        """Return 0: there is only one replica."""
-        return 0.0
-
-    def activation_bytes(self, place: Place) -> int:
-        """Return 0: memory is not simulated."""
-        return 0
-
-    def static_bytes(self, lane: int) -> int:
-        """Return 0: memory is not simulated."""
-        return 0
 
 
 def build_graph(num_layers: dict[str, int]) -> ModelGraph:

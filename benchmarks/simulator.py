@@ -73,9 +73,6 @@ GROWTH = {
 class StragglerCosts(ActionCosts):
     """Costs from a table: a computation's time is its stage's times a factor of its microbatch and replica."""
 
-    model_flops = 0.0
-    peak_flops_per_second = 0.0
-
     def __init__(self, size: Size) -> None:
         draw = Random(0).uniform
         base = {"vision": 0.002, "llm": 0.012 * 12 / size.num_chunks}

@@ -168,8 +168,6 @@ class TableCosts(ActionCosts):
     """
 
     table: CostTable
-    model_flops: float = 0.0
-    peak_flops_per_second: float = 0.0
 
     def compute(self, action: Action) -> ComputeCost:
         """Seconds of one computation."""
@@ -192,18 +190,6 @@ class TableCosts(ActionCosts):
         assert send.peer is not None, f"{send} has no peer"
         is_listed = send.kind is ActionKind.SEND_FORWARD or self._stage(send.peer).has_backward
         return TransferCost(self.table.send_seconds if is_listed else 0.0, 0.0)
-
-    def collective_seconds(self, action: Action) -> float:
-        """0: there is one replica per unit."""
-        return 0.0
-
-    def activation_bytes(self, place: Place) -> int:
-        """0: unknown."""
-        return 0
-
-    def static_bytes(self, lane: int) -> int:
-        """0: unknown."""
-        return 0
 
     def _stage(self, place: Place) -> StageSeconds:
         return self.table.units[place.unit].stages[place.stage]

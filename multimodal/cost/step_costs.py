@@ -92,14 +92,31 @@ class ActionCosts(StepCosts, Protocol):
         """Infinite: unknown."""
         return float("inf")
 
+    @property
+    def model_flops(self) -> float:
+        """0: unknown."""
+        return 0.0
+
+    @property
+    def peak_flops_per_second(self) -> float:
+        """0: unknown."""
+        return 0.0
+
     def transfer(self, send: Action) -> TransferCost:
-        """Cost of the message that a send starts."""
+        """Cost of the message that a send starts: none, unless it is known."""
+        return TransferCost(0.0, 0.0)
 
     def collective_seconds(self, action: Action) -> float:
-        """Seconds of gathering parameters or reducing gradients, from the moment when all replicas take part."""
+        """Seconds of gathering parameters or reducing gradients, from the moment when all replicas take part; 0 if unknown."""
+        return 0.0
 
     def activation_bytes(self, place: Place) -> int:
-        """Bytes per rank that a place keeps from its forward to the end of its backward."""
+        """Bytes per rank that a place keeps from its forward to the end of its backward; 0 if unknown."""
+        return 0
+
+    def static_bytes(self, lane: int) -> int:
+        """0: unknown."""
+        return 0
 
     def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:
         """Return the costs of single pieces, one after the other."""

@@ -5,9 +5,8 @@ from functools import lru_cache
 
 import numpy as np
 
-from multimodal.cost.communication import TransferCost
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Place, Resource, SegmentRange
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SegmentRange
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, Integers, step_work
 
@@ -56,25 +55,11 @@ class UnitCosts(ActionCosts):
     """`StepCosts` in which every action takes its `unit_cost` in seconds; sizes are 0, and messages take no time."""
 
     shape: StepShape
-    model_flops: float = 0.0
-    peak_flops_per_second: float = 0.0
 
     def compute(self, action: Action) -> ComputeCost:
         """Return the cost of a computation."""
         return ComputeCost(unit_cost(action, self.shape))
 
-    def transfer(self, send: Action) -> TransferCost:
-        """Return the cost of a message: none."""
-        return TransferCost(0.0, 0.0)
-
     def collective_seconds(self, action: Action) -> float:
         """Return the seconds of a collective."""
         return unit_cost(action, self.shape)
-
-    def activation_bytes(self, place: Place) -> int:
-        """Return 0."""
-        return 0
-
-    def static_bytes(self, lane: int) -> int:
-        """Return 0."""
-        return 0
