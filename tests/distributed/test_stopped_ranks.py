@@ -17,7 +17,6 @@ NUM_RANKS = 3
 FROZEN_SECONDS = 15
 """--distributed-timeout where it has to pass; elsewhere no slow machine may come to it."""
 ENDLESS = 10**6
-Meanwhile = Callable[[Sequence[int]], None]
 
 
 def train(folder: Path, *flags: object, meanwhile: Callable[[Sequence[int], Path], None] | None = None) -> Launched:

@@ -275,3 +275,11 @@ def placed_golden_cases() -> dict[str, PlacedCase]:
             colocated=True,
         ),
     }
+
+
+def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:
+    return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
+
+
+def small() -> StepShape:
+    return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})

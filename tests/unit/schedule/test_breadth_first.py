@@ -15,16 +15,12 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, deal
+from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, deal, one_unit
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.7, 1.9
 COMPUTED = (ActionKind.FORWARD, ActionKind.BACKWARD)
 Ranks = Sequence[Sequence[int]]
 """Per replica the rank of every stage."""
-
-
-def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:
-    return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
 
 
 def on_ranks(

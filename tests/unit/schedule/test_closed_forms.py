@@ -10,14 +10,10 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+from tests.unit.schedule.schedule_cases import one_unit
 
 SIZES = [(1, 3), (2, 2), (2, 5), (3, 3), (3, 6), (4, 4), (4, 8), (4, 13)]
 """(stages, microbatches)."""
-
-
-def one_unit(num_stages: int, num_microbatches: int, **layout: int) -> StepShape:
-    return build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)}, layouts={"llm": layout})
 
 
 def run(case: StepShape, builder: str, seconds: Mapping[ActionKind, float]) -> tuple[TimelineEvent, ...]:

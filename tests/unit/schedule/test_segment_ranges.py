@@ -8,7 +8,7 @@ from multimodal.values.action import Place, SegmentRange, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import Cuts, SegmentCut
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, small
 from tests.unit.values.work.dependencies import dependencies
 
 
@@ -81,10 +81,6 @@ def test_a_place_is_cut_in_one_way_only() -> None:
 
 VISION = "lane 0: F vision/0/0/0{0:2}; F vision/0/0/0{2:58}; F vision/0/0/1; B vision/0/0/0{9:58}; B vision/0/0/0{0:9}; "
 REST = "B vision/0/0/1; RG vision/0/0\nlane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
-
-
-def small() -> StepShape:
-    return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
 
 
 @pytest.mark.parametrize(

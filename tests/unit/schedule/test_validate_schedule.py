@@ -24,6 +24,7 @@ from tests.unit.schedule.schedule_cases import (
     deal,
     golden_cases,
     reduced_together,
+    small,
 )
 from tests.unit.values.work.dependencies import dependencies
 
@@ -31,10 +32,6 @@ from tests.unit.values.work.dependencies import dependencies
 def check(case: StepShape, lanes: Sequence[Lane] | str, *, lowered: bool = False) -> None:
     lanes = lanes_from_text(lanes) if isinstance(lanes, str) else lanes
     validate_schedule(Schedule.of_lanes(case, lanes, lowered=lowered))
-
-
-def small() -> StepShape:
-    return build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(2, 1), "llm": deal(2, 1)})
 
 
 VISION = "lane 0: F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1; RG vision/0/0"
@@ -117,6 +114,10 @@ def lower(case: StepShape, builder: str) -> Schedule:
     return insert_communication(BUILDERS[builder](case))
 
 
+def swap(actions: list[Action], first: int, second: int) -> None:
+    actions[first], actions[second] = actions[second], actions[first]
+
+
 def edit(lanes: Sequence[Lane], lane: int, change: Callable[[list[Action]], None]) -> list[Lane]:
     actions = list(lanes[lane].actions)
     change(actions)
@@ -175,10 +176,7 @@ def test_a_swapped_dependent_pair_is_refused(built: tuple[StepShape, str], lower
     assume(pairs)
     lane, first, second = data.draw(st.sampled_from(pairs))
 
-    def swap(actions: list[Action]) -> None:
-        actions[first], actions[second] = actions[second], actions[first]
-
-    broken = edit(schedule.lanes, lane, swap)
+    broken = edit(schedule.lanes, lane, lambda actions: swap(actions, first, second))
     refuse(case, broken, *broken[lane].actions[first : second + 1], lowered=lowered)
 
 
@@ -197,10 +195,7 @@ def test_swapped_sends_to_one_lane_are_refused(built: tuple[StepShape, str], dat
     assume(pairs)
     (lane, first, _), (_, second, _) = data.draw(st.sampled_from(pairs))
 
-    def swap(actions: list[Action]) -> None:
-        actions[first], actions[second] = actions[second], actions[first]
-
-    broken = edit(schedule.lanes, lane, swap)
+    broken = edit(schedule.lanes, lane, lambda actions: swap(actions, first, second))
     with pytest.raises(ScheduleError) as refused:
         check(case, broken, lowered=True)
     line = str(refused.value).splitlines()[0]
