@@ -31,10 +31,6 @@ class PackedInput:
     patches: Tensor | None = None
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage (for
     `target_rows` if these are given)."""
-    noise: Tensor | None = None
-    """Of the shape of `patches`, float32: the other end of the path, for both ends of a generator that learns a flow."""
-    times: Tensor | None = None
-    """[num_tokens], float32 in (0, 1): how far each token's item is from data (0) to noise (1)."""
     token_ids: Tensor | None = None
     """[num_tokens]; for the LLM only."""
     items: tuple[ItemSpan, ...] = ()
@@ -173,9 +169,6 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
     parts: dict[str, Any] = {"positions": batch.positions[at], "share": share}
     if batch.patches is not None and batch.target_rows is None:
         parts["patches"] = batch.patches[at]
-        parts["noise"] = None if batch.noise is None else batch.noise[at]
-    if batch.times is not None:
-        parts["times"] = batch.times[at]
     if batch.token_ids is not None:
         parts["token_ids"] = batch.token_ids[at]
     if batch.item_rows is not None:
@@ -186,7 +179,7 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
         parts["generator_rows"] = local_rows(batch.generator_rows)[1]
     if batch.target_rows is not None:
         is_held, parts["target_rows"] = local_rows(batch.target_rows)
-        for name in ("targets", "target_weights", "patches", "noise"):
+        for name in ("targets", "target_weights", "patches"):
             rows = getattr(batch, name)
             parts[name] = None if rows is None else rows[is_held]
     if batch.condition_rows is not None:

@@ -27,7 +27,6 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.adapter import UP, is_new_rows
-from multimodal.model.inputs.noise_paths import draw_path, put_on_path
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
 from multimodal.model.stage_input import PackedInput, stack_items
@@ -201,7 +200,6 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
             shards_weights=case.shards_weights,
             costs_of=predictor.costs if predictor is not None else None,
             build=build_options(case),
-            seed=SEED,
         ),
     )
     return step.packed()
@@ -360,7 +358,6 @@ def _beside(made: PackedInput, given: list[tuple[int, int]], *, llm: int) -> Pac
         condition_rows=torch.cat((1 + torch.arange(count), made.condition_rows)),
         item_sources=torch.tensor([llm, *(source for source, number in given for _ in range(number))]),
         target_rows=count + torch.arange(made.num_tokens),
-        times=None if made.times is None else made.times[:1].expand(count + made.num_tokens),
     )
 
 
@@ -395,9 +392,4 @@ def _image_input(case: GradientCase, index: int, item: int, name: str) -> Packed
         item_input=unit.item_input,
         with_pixels=True,
     )
-    made = PackedInput((len(packed.positions),), packed.positions, patches=packed.patches).with_windows_of(unit)
-    if not unit.flow_matching:
-        return made
-    assert packed.patches is not None
-    path = draw_path([Atom(index, item)], made.lengths, num_values=packed.patches.shape[1], seed=SEED)
-    return put_on_path(made, path)
+    return PackedInput((len(packed.positions),), packed.positions, patches=packed.patches).with_windows_of(unit)

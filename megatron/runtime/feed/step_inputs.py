@@ -16,7 +16,6 @@ from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
-from multimodal.model.inputs.noise_paths import draw_path, put_on_path
 from multimodal.model.inputs.prepared_input import prepare_input
 from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.stage_input import PackedInput, share_input
@@ -34,7 +33,6 @@ def load_inputs(
     rank: int,
     source_index: Mapping[int, int],
     options: BuildOptions | None = None,
-    seed: int = 0,
 ) -> tuple[dict[MicrobatchPlace, tuple[PackedInput, ...]], dict[MicrobatchPlace, tuple[int, ...]]]:
     """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`item_ranks`).
 
@@ -42,7 +40,7 @@ def load_inputs(
     subset. If a unit spreads tokens over ranks (`Step.placement`), all its ranks read the whole, and keep theirs.
 
     source_index: sample id -> index in `source`; options: of the run's stages, for which masks and other derived values are
-    prepared; None: stages derive them when they run. seed: of the noise from which generators learn.
+    prepared; None: stages derive them when they run.
     Raises DataError if an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
@@ -78,7 +76,7 @@ def load_inputs(
                         for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
                     )
                 elif unit.role is Role.GENERATOR:
-                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items, seed=seed)
+                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items)
                     inputs[place] = (own(whole, place),)
                 else:
                     step.placement.check_starts(place, source=source, source_index=source_index)
@@ -91,16 +89,13 @@ def load_inputs(
 def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[int, ...]:
     """Return the ranks that need the pixels or sound of a replica's items.
 
-    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them, as well as its first if
-    that adds noise to them; and no rank of the backbone, or of an encoder that takes what others give.
+    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them; and no rank of the
+    backbone, or of an encoder that takes what others give.
     """
     described = graph.unit(unit)
     if described.role is Role.BACKBONE or described.join is not None:
         return ()
-    stages = plan.units[unit].replicas[replica].virtual_stages
-    if described.role is Role.ENCODER:
-        return stages[0].ranks
-    return tuple(dict.fromkeys((*(stages[0].ranks if described.flow_matching else ()), *stages[-1].ranks)))
+    return plan.units[unit].replicas[replica].virtual_stages[0 if described.role is Role.ENCODER else -1].ranks
 
 
 def _needed_items(
@@ -177,24 +172,18 @@ def _generator_input(
     source_index: Mapping[int, int],
     *,
     with_pixels: bool,
-    seed: int,
 ) -> PackedInput:
     """Make every image of the microbatch's samples a sequence; the LLM hands over a row for each, by route."""
     items_of = partial(_items_of, unit=unit.name, source=source, source_index=source_index)
     items = items_of(step.assignment.atoms(place))
     packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
-    path = None
-    if unit.flow_matching and packed.patches is not None:
-        path = draw_path(items, packed.lengths, num_values=packed.patches.shape[1], seed=seed)
     if step.graph.conditions(unit.name):
         lengths = {sample: source.lengths(source_index[sample]) for sample, _ in step.assignment.atoms(place)}
-        packed = put_conditions_before(packed, items, place, step, lengths=lengths)
-        return packed if path is None else put_on_path(packed, path)
+        return put_conditions_before(packed, items, place, step, lengths=lengths)
     handed_over = [item for route in step.routes.to_target[place] for item in items_of(route.atoms)]
     row_of_item = {item: row for row, item in enumerate(handed_over)}
     rows = torch.tensor([row_of_item[item] for item in items])
-    packed = dataclasses.replace(packed, condition_rows=torch.repeat_interleave(rows, torch.tensor(packed.lengths)))
-    return packed if path is None else put_on_path(packed, path)
+    return dataclasses.replace(packed, condition_rows=torch.repeat_interleave(rows, torch.tensor(packed.lengths)))
 
 
 def _language_input(

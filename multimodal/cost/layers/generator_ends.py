@@ -16,9 +16,8 @@ class GeneratorProjectorLayer(Layer):
 
     @property
     def num_weights(self) -> int:
-        """The LLM's hidden size times the generator's, for each unit that feeds it; and the maps of noisy patches and of time."""
-        hidden = self.unit.transformer.hidden_size
-        return self._num_sources * self.graph.backbone.transformer.hidden_size * hidden + self._num_path_weights
+        """The LLM's hidden size times the generator's, for each unit that feeds it."""
+        return self._num_sources * self.graph.backbone.transformer.hidden_size * self.unit.transformer.hidden_size
 
     @property
     def num_vector_entries(self) -> int:
@@ -26,18 +25,12 @@ class GeneratorProjectorLayer(Layer):
         return self._num_sources * self.unit.transformer.hidden_size
 
     @property
-    def _num_path_weights(self) -> int:
-        hidden = self.unit.transformer.hidden_size
-        return hidden * (self.input_values + hidden) if self.unit.flow_matching else 0
-
-    @property
     def _num_sources(self) -> int:
         return len(self.graph.upstream(self.unit.name))
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """Every row is multiplied with the weights of the unit that it comes from, every token with those of patches and time."""
-        per_row = (self.num_weights - self._num_path_weights) / self._num_sources
-        return LayerFlops(2.0 * (self._num_counted(load) * per_row + load.num_tokens * self._num_path_weights))
+        """Every row is multiplied with the weights of the unit that it comes from."""
+        return LayerFlops(2.0 * self._num_counted(load) * self.num_weights / self._num_sources)
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Nothing is counted: the index of each patch's image takes a few bytes."""

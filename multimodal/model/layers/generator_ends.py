@@ -13,13 +13,9 @@ from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
-from multimodal.model.stage_input import PackedInput
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import Precision
 from multimodal.values.model_graph import ImageInput
-
-NUM_TIMES = 1000
-"""Times are scaled to this many steps before sines and cosines are taken (DDPM's number of steps)."""
 
 
 class ConditionProjector(torch.nn.Module):
@@ -37,29 +33,6 @@ class ConditionProjector(torch.nn.Module):
         return deferrable_linear(conditions[:, : self.condition_size].to(self.weight.dtype), self.weight, self.bias)
 
 
-class NoisyPatches(torch.nn.Module):
-    """A linear map of (1 - t) data + t noise, and one of sines and cosines of t; the same on every tensor parallel rank."""
-
-    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision, image: ImageInput | None) -> None:
-        super().__init__()
-        device, dtype = torch.cuda.current_device(), precision.params_dtype
-        self.image, self.wide = image, precision.rotary_dtype
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, patch_channels, device=device, dtype=dtype))
-        self.time_weight = torch.nn.Parameter(torch.empty(hidden_size, hidden_size, device=device, dtype=dtype))
-
-    def forward(self, hidden: Tensor, batch: PackedInput) -> Tensor:
-        """Return hidden states, [num_tokens, hidden_size], with the noisy patches added at their rows and the time everywhere."""
-        assert batch.patches is not None and batch.noise is not None and batch.times is not None
-        times = batch.times.to(self.wide)
-        places = (NUM_TIMES * times)[:, None].expand(-1, 2)
-        features = position_features(places, hidden_size=hidden.shape[1], base=NUM_TIMES, dtype=self.wide)
-        hidden = hidden + deferrable_linear(features.to(hidden.dtype), self.time_weight, None)
-        data = normalised_patches(batch.patches, self.image).to(self.wide)
-        rows = torch.arange(len(data), device=data.device) if batch.target_rows is None else batch.target_rows
-        noisy = torch.lerp(data, batch.noise.to(self.wide), times.index_select(0, rows)[:, None])
-        return hidden.index_add(0, rows, deferrable_linear(noisy.to(hidden.dtype), self.weight, None))
-
-
 class GeneratorProjector(ConditionProjector):
     """A linear map of the LLM's hidden state, and one of each encoder's outputs, plus fixed features of the position.
 
@@ -68,23 +41,11 @@ class GeneratorProjector(ConditionProjector):
     """
 
     def __init__(
-        self,
-        *,
-        condition_size: int,
-        hidden_size: int,
-        rotary_base: float,
-        precision: Precision,
-        sources: tuple[str, ...] = ("",),
-        noisy: NoisyPatches | None = None,
+        self, *, condition_size: int, hidden_size: int, rotary_base: float, precision: Precision, sources: tuple[str, ...] = ("",)
     ) -> None:
-        """Build the maps.
-
-        noisy: what adds noisy patches, where a flow is learnt; sources: the units that feed this one, in the order of the model's
-        edges; the empty name stands for the LLM.
-        """
+        """sources: the units that feed this one, in the order of the model's edges; the empty name stands for the LLM."""
         super().__init__(condition_size=condition_size, hidden_size=hidden_size, precision=precision)
         self.rotary_base, self.feature_dtype, self.sources = rotary_base, precision.rotary_dtype, sources
-        self.noisy = noisy
         sizes: dict[str, Any] = {"condition_size": condition_size, "hidden_size": hidden_size, "precision": precision}
         self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(**sizes) for name in sources if name})
 
@@ -140,29 +101,18 @@ class GeneratorProjectorKind(LayerKind):
             hidden_size=context.config.hidden_size,
             rotary_base=context.unit.transformer.rotary_base,
             precision=context.options.precision,
-            noisy=NoisyPatches(
-                patch_channels=context.patch_channels,
-                hidden_size=context.config.hidden_size,
-                precision=context.options.precision,
-                image=context.unit.image,
-            )
-            if context.unit.flow_matching
-            else None,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Spread the conditions over all patches."""
         batch = given.batch
         projected: Tensor = layer(given.item_embeddings, batch.condition_rows, batch.positions, batch.item_sources)
-        noisy: NoisyPatches | None = layer.noisy  # type: ignore[assignment]
-        return projected if noisy is None else noisy(projected[:, 0], batch)[:, None]
+        return projected
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return one condition for each image."""
         rows = torch.arange(num_sequences, device=torch.cuda.current_device()).repeat_interleave(num_tokens // num_sequences)
-        return {"condition_rows": rows, **_random_path(context, num_tokens)}, context.random(
-            num_sequences, context.condition_size
-        ).requires_grad_()
+        return {"condition_rows": rows}, context.random(num_sequences, context.condition_size).requires_grad_()
 
 
 class GeneratorHead(torch.nn.Module):
@@ -182,8 +132,8 @@ class GeneratorHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(patch_channels, config.hidden_size, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(patch_channels, device=device, dtype=dtype))
 
-    def forward(self, hidden: Tensor, *, patches: Tensor, rows: Tensor | None = None, noise: Tensor | None = None) -> HeadOutput:
-        """Predict the patches, or noise - patches if `noise` is given, and compute the loss.
+    def forward(self, hidden: Tensor, *, patches: Tensor, rows: Tensor | None = None) -> HeadOutput:
+        """Predict the patches and compute the loss.
 
         hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_patches, patch_channels],
         the target image, bytes or any float dtype; rows: [num_patches], the tokens of the patches; None: all tokens.
@@ -194,8 +144,7 @@ class GeneratorHead(torch.nn.Module):
         hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
         predicted = deferrable_linear(hidden, self.weight, self.bias)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
-        data = normalised_patches(patches, self.image)
-        loss_sum = (wide - (data if noise is None else noise.to(wide.dtype) - data)).square().sum()
+        loss_sum = (wide - normalised_patches(patches, self.image)).square().sum()
         return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())
 
 
@@ -212,16 +161,9 @@ class GeneratorHeadKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
         """Predict all patches."""
-        output: HeadOutput = layer(hidden, patches=given.batch.patches, rows=given.batch.target_rows, noise=given.batch.noise)
+        output: HeadOutput = layer(hidden, patches=given.batch.patches, rows=given.batch.target_rows)
         return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return target patches."""
-        return {"patches": context.random(num_tokens, context.patch_channels), **_random_path(context, num_tokens)}, None
-
-
-def _random_path(context: LayerContext, num_tokens: int) -> dict[str, Tensor]:
-    if not context.unit.flow_matching:
-        return {}
-    patches, noise = (context.random(num_tokens, context.patch_channels) for _ in range(2))
-    return {"patches": patches, "noise": noise, "times": context.random(num_tokens).float().sigmoid()}
+        return {"patches": context.random(num_tokens, context.patch_channels)}, None

@@ -146,9 +146,6 @@ class Unit:
     """Encoders that feed other encoders only. False: their tokens leave normalised and merged, but not projected."""
     queries: Queries | None = None
     """Encoders only: the projector is cross-attention of learned queries; None: it maps tokens, or merged tokens, one by one."""
-    flow_matching: bool = False
-    """Generators only. True: it learns the velocity, noise - data, at (1 - t) data + t noise of its items (rectified flow).
-    False: it learns the items themselves."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=up_to(2**31))
@@ -408,8 +405,6 @@ def unit_from_plain(name: str, entry: Plain) -> Unit:
             ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"),
             owner="the backbone",
         )
-    if unit.role is not Role.GENERATOR:
-        _refuse_values(entry, unit, ("flow_matching",), owner="generators")
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
         _refuse_values(

@@ -62,7 +62,6 @@ def graphs(
             Role.GENERATOR,
             draw(transformers(channels=(4, 8), divisor=divisor)),
             ImageInput(patch_size=draw(st.sampled_from([1, 3])), in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
-            flow_matching=draw(st.booleans()),
             lora=adapters[name],
             freeze_module=frozen[name],
             freeze_projector=frozen_projectors[name],

@@ -54,13 +54,6 @@ def test_the_generators_flops_are_those_of_its_layers_and_head():
     assert with_images - without == pytest.approx(3 * (40 * 3) * 2 * weights + 3 * 3 * 2 * 4 * 32 * 40**2 + 3 * 3 * 2 * 64 * 32)
 
 
-def test_noisy_patches_and_times_are_products_of_every_token():
-    units = GRAPH.to_dict()["units"]
-    flow = ModelGraph.from_dict({"units": {**units, "painter": {**units["painter"], "flow_matching": True}}})
-    added = step_flops(flow, LENGTHS, vocab_size=512) - step_flops(GRAPH, LENGTHS, vocab_size=512)
-    assert added == pytest.approx(3 * 2 * (40 * 3) * 32 * (48 + 32))
-
-
 def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():
     """Ten tokens before the 40 patches: in the layers between, not in the head, in the first layer beside the LLM's row alone;
     and in one message to each unit."""

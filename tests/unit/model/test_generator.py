@@ -1,20 +1,16 @@
 """A generator's layers: every patch starts from its image's condition and its own place, and is compared with its own pixels."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from multimodal.model.initialization import initialize_parameters
-from multimodal.model.inputs.noise_paths import draw_path, put_on_path
 from multimodal.model.layers.generator_ends import position_features
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
-from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ModelGraph
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -104,27 +100,6 @@ def test_an_image_is_made_beside_what_encoders_give() -> None:
     assert given.grad[:, :12].abs().sum(1).gt(0).all() and given.grad[:, 12:].eq(0).all(), "the rest is for the LLM's layers"
     projector = stage.layers["0"]
     assert projector.encoders["vision_tokens"].weight.grad.abs().sum() > 0 and projector.weight.grad.abs().sum() > 0
-
-
-def test_a_flow_is_learnt_between_data_and_noise() -> None:
-    """From noisy patches and the time of each image; noise and time are an item's own, in whatever microbatch it is."""
-    units = GRAPH.to_dict()["units"]
-    stage = build(graph=ModelGraph.from_dict({"units": {**units, "painter": {**units["painter"], "flow_matching": True}}}))
-    items = (Atom(5, 0), Atom(9, 1))
-    path = draw_path(items, (4, 2), num_values=12, seed=3)
-    alone = draw_path(items[1:], (2,), num_values=12, seed=3)
-    assert path.noise[4:].equal(alone.noise) and path.times[1:].equal(alone.times) and path.times[0] != path.times[1]
-    made = stage.eval()(None, put_on_path(TWO_IMAGES, path), CONDITIONS)
-    torch.testing.assert_close(made.loss_sum, (made.predicted - (path.noise - TWO_IMAGES.patches)).square().sum())
-    seen, unseen = (
-        stage(None, put_on_path(batch, path._replace(times=torch.full((2,), time))), CONDITIONS).predicted
-        for batch, time in (
-            (TWO_IMAGES, 1.0),
-            (replace(TWO_IMAGES, patches=torch.zeros(6, 12)), 1.0),
-        )
-    )
-    torch.testing.assert_close(seen, unseen, msg="at time 1 nothing of the data is seen")
-    assert not torch.allclose(made.predicted, unseen)
 
 
 def test_the_llm_hands_on_the_states_of_the_rows_asked_for() -> None:
