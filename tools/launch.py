@@ -82,7 +82,7 @@ def import_for_ranks() -> None:
 
 def _fork(asked: Namespace, num_threads: str) -> int:
     context = multiprocessing.get_context("fork")
-    port = asked.master_port or _free_port()
+    port = asked.master_port or free_port()
     ranks = [context.Process(target=_run_rank, args=(rank, asked, port, num_threads)) for rank in range(asked.nproc_per_node)]
     gc.freeze()  # a rank's collections would touch, and so copy, the memory that all share
     for rank in ranks:
@@ -121,7 +121,7 @@ def _signal_all(ranks: Sequence[ForkProcess], number: int) -> None:
             os.kill(rank.pid, number)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port below those that the system gives to whoever asks for any, and may give away before rank 0 listens."""
     while True:
         port = random.randrange(15000, 32000)

@@ -16,8 +16,9 @@ from typing import Any
 from megatron.runtime.recovery.ledger import Ledger, open_ledger
 from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
-from tests.distributed.launch import REPOSITORY, forking_context, free_port
+from tests.distributed.launch import REPOSITORY, forking_context
 from tests.distributed.small_run import working_flags, write_working_files
+from tools.launch import free_port
 
 TOKEN = "the secret of elastic test runs"
 

@@ -3,18 +3,17 @@
 import json
 import multiprocessing
 import os
-import random
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from tools.launch import free_port
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -175,12 +174,3 @@ def _run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str,
     from tests.distributed.launched_rank import run_rank  # only in the forked process: it imports torch
 
     run_rank(flags, environment, folder, output)
-
-
-def free_port() -> int:
-    """Below the ports that the system gives to whoever asks for any, which another run may be given before rank 0 listens."""
-    while True:
-        port = random.randrange(15000, 32000)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port

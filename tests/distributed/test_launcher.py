@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.launch import HANG_SECONDS, REPOSITORY, as_arguments, free_port
+from tests.distributed.launch import HANG_SECONDS, REPOSITORY, as_arguments
 from tests.distributed.small_run import working_flags, write_working_files
 from tests.distributed.test_stopped_ranks import wait_for_steps
+from tools.launch import free_port
 
 
 @pytest.mark.parametrize("more", [(), ("--max-restarts", 0)], ids=["forked", "by torchrun"])

@@ -98,11 +98,8 @@ class Table:
     def samples(self) -> Iterator[SegmentedSample]:
         """Read and check all samples."""
         line_of_id: dict[str | int, int] = {}
-        if isinstance(self._files, TarFiles):
-            yield from (parse_chat_entry(row, where=where) for where, row in self._files.rows())
-            return
-        for number, row in enumerate(self._files.rows()):
-            yield parse_entry(row, number=number, where=f"{self.path}, row {number}", line_of_id=line_of_id)
+        for number, (place, row) in enumerate(self._files.rows()):
+            yield parse_entry(row, number=number, where=f"{self.path}, {place}", line_of_id=line_of_id)
 
     def embedded(self, address: str) -> bytes:
         """Read one image's bytes."""

@@ -35,13 +35,13 @@ class TableFiles:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open_files": None}
 
-    def rows(self) -> Iterator[dict[str, Any]]:
-        """Yield all rows with addresses of images in place of their bytes; raises DataError."""
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield where each row stands, and the row with addresses of images in place of their bytes; raises DataError."""
         number = 0
         for file in self._files():
             for index in range(file.num_batches):
                 for row in self._guard(file, lambda file=file, index=index: file.batch(index).to_pylist()):  # type: ignore[misc]
-                    yield {name: _without_bytes(value, (number, name)) for name, value in row.items()}
+                    yield f"row {number}", {name: _without_bytes(value, (number, name)) for name, value in row.items()}
                     number += 1
 
     def embedded(self, address: str) -> bytes:

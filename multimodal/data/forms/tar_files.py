@@ -45,11 +45,12 @@ class TarFiles:
         for number, archive in enumerate(self._archives):
             members = self._members(number, archive)
             for key, found in groupby(members, key=lambda member: _split_name(member[0])[0]):
-                where = f"{archive}, {key}"
+                where, name = f"{archive}, {key}", archive.relative_to(self._folder)
                 parts = {_split_name(name)[1]: value for name, value in found}
-                if f"{archive.relative_to(self._folder)}/{key}" in self._left_out:
+                if f"{name}/{key}" in self._left_out:
                     continue
-                yield where, self._by_fields(parts, where=where) if self._fields else _by_names(parts, where=where)
+                place = key if len(self._archives) == 1 else f"{name}, {key}"
+                yield place, self._by_fields(parts, where=where) if self._fields else _by_names(parts, where=where)
 
     def embedded(self, address: str) -> bytes:
         """Return the bytes at an address from `rows`."""

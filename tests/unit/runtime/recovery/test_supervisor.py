@@ -12,7 +12,7 @@ import pytest
 from megatron.runtime.recovery import ledger, supervisor
 from megatron.runtime.recovery.ledger import Ledger, keep
 from megatron.runtime.recovery.supervisor import Supervisor, main, read_flags
-from tests.distributed.launch import free_port
+from tools.launch import free_port
 
 TOKEN = "known to all of the run"
 
