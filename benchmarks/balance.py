@@ -42,7 +42,7 @@ from scipy.sparse import csr_matrix
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
+from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.data.length_table import read_length_table
 from multimodal.values.model_graph import AudioInput, ImageInput, ModelGraph, Role, Transformer, Unit
 

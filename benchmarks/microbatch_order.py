@@ -31,8 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from multimodal.balance import BALANCERS
-from multimodal.balance.balance_options import BalanceOptions
-from multimodal.balance.predictions import Prediction
+from multimodal.balance.balance_options import BalanceOptions, Prediction
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.plan.disaggregated import plan_disaggregated

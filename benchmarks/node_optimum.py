@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.optimize import Bounds, LinearConstraint, OptimizeResult, linprog, milp
 from scipy.sparse import csr_matrix, vstack
 
-from multimodal.balance.nodes.rearrange_nodes import (
+from multimodal.balance.rearrange_nodes import (
     NodeRearrangement,
     NodeVolumes,
     build_rearrangement,

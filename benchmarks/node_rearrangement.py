@@ -27,7 +27,7 @@ from rich.table import Table
 from scipy.sparse import csr_matrix
 
 from multimodal.balance.algorithms.post_balance import post_balance
-from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
+from multimodal.balance.rearrange_nodes import rearrange_nodes
 
 RANKS_PER_NODE = 8
 CLAIMED_RATIO, CLAIMED_MILLISECONDS = 1.05, 50.0

@@ -23,7 +23,7 @@ from rich.table import Table
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.nodes.arrange_replicas import NodeArrangement
+from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.plan.colocated import plan_colocated

@@ -6,7 +6,7 @@ the docstring says with what.
 
 from collections.abc import Sequence
 
-from multimodal.balance.algorithms.pipeline_recursion import interval_to_fill, pipeline_steps
+from multimodal.balance.algorithms.reorder_microbatches import interval_to_fill, pipeline_steps
 
 Groups = list[list[int]]
 

@@ -1,4 +1,4 @@
-// Least largest bottleneck, then least total cost. Reference: multimodal/balance/algorithms/bottleneck_matching.py
+// Least largest bottleneck, then least total cost. Reference: multimodal/balance/algorithms/pairwise_deferral.py
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// The ends of the steps of one pipeline. Reference: multimodal/balance/algorithms/pipeline_recursion.py
+// The ends of the steps of one pipeline. Reference: multimodal/balance/algorithms/reorder_microbatches.py
 
 #pragma once
 

@@ -1,5 +1,5 @@
 // The node of each new batch, so that the most that any rank sends to other nodes is little (OrchMLLM, Alg. 3).
-// Called by multimodal/balance/nodes/rearrange_nodes.py
+// Called by multimodal/balance/rearrange_nodes.py
 
 #pragma once
 

@@ -22,7 +22,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import as_computed
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.cost_table import CostTable, TableCosts
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.cost.layers.layer import Implementation
 from multimodal.cost.layers.registry import read_model
 from multimodal.cost.model_costs import ModelCosts
@@ -30,7 +30,6 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_costs import StepCosts
 from multimodal.cost.step_memory import ZERO_STAGES, default_zero_stage
-from multimodal.cost.table_model import build_table_step
 from multimodal.cost.token_shares import DEFAULT_BLOCK_SIZE
 from multimodal.plan.checkpoint_size import CheckpointSize, checkpoint_size
 from multimodal.plan.communicators import max_communicators_per_rank
@@ -43,14 +42,13 @@ from multimodal.schedule.passes import PASSES, Pass, passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulation_report import report_simulations
 from multimodal.values.assignment import Assignment
-from multimodal.values.checks.validate_assignment import validate_assignment
-from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
+from multimodal.values.validate import read_plan, validate_assignment
 from tools.command_line import (
     Parser,
     at_least_zero,

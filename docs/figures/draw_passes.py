@@ -10,9 +10,8 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from multimodal.cost.cost_table import CostTable, TableCosts
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.cost.step_costs import ComputeCost, StepCosts
-from multimodal.cost.table_model import build_table_step
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.draw import draw_comparison
 from multimodal.schedule.passes import PASSES

@@ -33,12 +33,12 @@ from multimodal.plan.communicators import message_partners
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import Pass
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import Plan
 from multimodal.values.timeline import Timeline, TimelineEvent
+from multimodal.values.validate import validate_plan
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
+from multimodal.balance.balance_options import Predictor, pick_shortest, unique
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.disttrain import reorder_llm
 from multimodal.balance.orchmllm import balance_llm
 from multimodal.balance.placement import follow_llm, place_every_unit
-from multimodal.balance.predictions import Predictor, pick_shortest, unique
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths

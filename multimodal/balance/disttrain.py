@@ -9,9 +9,9 @@ import numpy.typing as npt
 
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first
 from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatches
+from multimodal.balance.balance_options import choose_shortest
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.placement import Groups, cut_replicas, follow_llm
-from multimodal.balance.predictions import choose_shortest
 from multimodal.values.arrays.rows import integers, row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import Role

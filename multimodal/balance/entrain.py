@@ -7,11 +7,10 @@ import numpy as np
 import numpy.typing as npt
 
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
-from multimodal.balance.balance_options import MicrobatchCount
+from multimodal.balance.balance_options import MicrobatchCount, choose_shortest
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.orchmllm import balance_every_unit
 from multimodal.balance.placement import Groups, follow_llm
-from multimodal.balance.predictions import choose_shortest
 from multimodal.values.arrays.rows import group_rows, row_starts
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan

@@ -14,12 +14,12 @@ from multimodal.balance import BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
-from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
+from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.values.assignment import Assignment
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.validate import validate_assignment
 
 
 class NodeTraffic(NamedTuple):

@@ -1,5 +1,6 @@
-"""Seconds per stage as a paper publishes them, to be simulated without a model, a cluster or a plan."""
+"""Seconds per stage as a paper publishes them, to be simulated without a model, a cluster or a plan, and the step behind them."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,10 +9,14 @@ from typing import Any
 from multimodal.cost.communication import TransferCost
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.values.action import Action, ActionKind, Place, SegmentRange, action_to_text
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import read_file
-from multimodal.values.plan import MOST_RANKS
+from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
+from multimodal.values.plan import MOST_RANKS, Plan, Replica, Stage, UnitPlan, split_layers
+from multimodal.values.shape import StepShape
 from multimodal.values.typed_reader import Plain
+from multimodal.values.validate import validate_plan
 
 _TABLE_KEYS = ("num_microbatches", "send_seconds", "units")
 _UNIT_KEYS = ("upstream", "stages", "ranks")
@@ -68,7 +73,7 @@ class CostTable:
         units: dict[str, UnitSeconds] = {}
         next_rank = 0
         for name in _topological_order(upstream):
-            units[name] = _build_unit(name, found[name], upstream=upstream[name], num_microbatches=count, first_rank=next_rank)
+            units[name] = _read_unit(name, found[name], upstream=upstream[name], num_microbatches=count, first_rank=next_rank)
             next_rank = max(next_rank, 1 + max(units[name].ranks))
         ranks = {rank for unit in units.values() for rank in unit.ranks}
         if ranks != set(range(len(ranks))):
@@ -113,11 +118,11 @@ def _topological_order(upstream: Mapping[str, tuple[str, ...]]) -> tuple[str, ..
     return tuple(order)
 
 
-def _build_unit(
+def _read_unit(
     name: str, keys: Mapping[str, Plain], *, upstream: tuple[str, ...], num_microbatches: int, first_rank: int
 ) -> UnitSeconds:
     entries = keys["stages"].entries(at_least=1, called=f"unit '{name}', stage", expected="a list with at least one stage")
-    stages = tuple(_build_stage(stage, num_microbatches=num_microbatches) for stage in entries)
+    stages = tuple(_read_stage(stage, num_microbatches=num_microbatches) for stage in entries)
     if "ranks" not in keys:
         return UnitSeconds(upstream, stages, tuple(range(first_rank, first_rank + len(stages))))
     ranks = keys["ranks"].read(tuple[int, ...], minimum=0, maximum=MOST_RANKS - 1)
@@ -126,7 +131,7 @@ def _build_unit(
     return UnitSeconds(upstream, stages, ranks)
 
 
-def _build_stage(stage: Plain, *, num_microbatches: int) -> StageSeconds:
+def _read_stage(stage: Plain, *, num_microbatches: int) -> StageSeconds:
     keys = stage.mapping(
         known=("forward", *_BACKWARD_KEYS), required=("forward",), expected="a mapping such as {forward: 0.1, backward: 0.2}"
     )
@@ -193,3 +198,87 @@ class TableCosts(ActionCosts):
 
     def _stage(self, place: Place) -> StageSeconds:
         return self.table.units[place.unit].stages[place.stage]
+
+
+def build_table_step(table: CostTable) -> tuple[StepShape, Assignment]:
+    """Build the step behind a table: one replica per unit, one transformer layer per stage, one sample per microbatch.
+
+    Roles follow from the edges: one unit is the backbone, all others feed it (encoders) or are fed by it (generators). Frozen
+    parts follow from the listed backwards: a unit without any is frozen, an encoder with one in its last stage only trains its
+    projector, and a unit behind a trained one whose weight gradients take no time is frozen, too. Any other stage without a
+    listed backward has one that takes no time, if other stages of its unit list one.
+
+    Raises ConfigError if there is no such backbone, or if a gradient would have to pass a unit without a listed backward.
+    """
+    backbone = _find_backbone(table)
+    trained: dict[str, bool] = {}
+    units: list[Unit] = []
+    for name, seconds in table.units.items():
+        role = Role.BACKBONE if name == backbone else Role.GENERATOR if seconds.upstream else Role.ENCODER
+        unit = _build_unit(name, seconds, role=role, is_behind_trained=any(trained[source] for source in seconds.upstream))
+        _check_gradient_passes(name, seconds, trained)
+        trained[name] = not (unit.freeze_module and unit.freeze_projector) or any(trained[source] for source in seconds.upstream)
+        units.append(unit)
+    edges = tuple((source, name) for name, seconds in table.units.items() for source in seconds.upstream)
+    graph = ModelGraph(tuple(units), edges)
+    plan = Plan({unit.name: _build_unit_plan(unit, table.units[unit.name].ranks) for unit in units})
+    validate_plan(plan, graph=graph, world_size=plan.num_ranks)
+    assignment = _build_assignment(graph, num_microbatches=table.num_microbatches)
+    return assignment.shape(graph, plan), assignment
+
+
+def _find_backbone(table: CostTable) -> str:
+    """Return the last unit that can be the backbone: all others are sources that feed it, or units that only it feeds."""
+    for name in reversed(tuple(table.units)):
+        upstream = set(table.units[name].upstream)
+        others = {other: seconds.upstream for other, seconds in table.units.items() if other != name}
+        if all((other in upstream and not sources) or sources == (name,) for other, sources in others.items()):
+            return name
+    chains = ", ".join(f"{name} <- [{', '.join(seconds.upstream)}]" for name, seconds in table.units.items())
+    raise ConfigError(
+        "cost table: one unit must be the backbone, fed by encoders (no upstream) and feeding generators (upstream: [backbone]); "
+        f"found {chains}; change 'upstream'"
+    )
+
+
+def _build_unit(name: str, seconds: UnitSeconds, *, role: Role, is_behind_trained: bool) -> Unit:
+    with_backward = [stage.has_backward for stage in seconds.stages]
+    num_stages = len(with_backward)
+    trains_nothing = not any(any(stage.weight_gradient) for stage in seconds.stages)
+    freeze_all = not any(with_backward) or (is_behind_trained and trains_nothing)
+    projector_only = role is Role.ENCODER and num_stages > 1 and with_backward == [False] * (num_stages - 1) + [True]
+    return Unit(
+        name,
+        role,
+        Transformer(num_layers=num_stages, hidden_size=4, num_attention_heads=1, ffn_hidden_size=4),
+        freeze_module=freeze_all or projector_only,
+        freeze_projector=freeze_all,
+    )
+
+
+def _check_gradient_passes(name: str, seconds: UnitSeconds, trained: Mapping[str, bool]) -> None:
+    without = [index for index, stage in enumerate(seconds.stages) if not stage.has_backward]
+    sources = [source for source in seconds.upstream if trained[source]]
+    earlier = [index for index, stage in enumerate(seconds.stages) if stage.has_backward]
+    if without and (sources or (earlier and earlier[0] < without[-1])):
+        stage = without[0] if sources else without[-1]
+        origin = f"unit '{sources[0]}' upstream" if sources else f"stage {earlier[0]}"
+        raise ConfigError(
+            f"unit '{name}', stage {stage}: lists no backward, but {origin} has one, whose gradient comes through here; "
+            "give input_gradient and weight_gradient (0.0 where they cost nothing)"
+        )
+
+
+def _build_unit_plan(unit: Unit, ranks: tuple[int, ...]) -> UnitPlan:
+    ranges = split_layers(unit.layers, num_stages=len(ranks))
+    ranges_of_rank: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for rank, layers in zip(ranks, ranges, strict=True):
+        ranges_of_rank[rank].append(layers)
+    return UnitPlan((Replica(tuple(Stage((rank,), tuple(layers)) for rank, layers in ranges_of_rank.items())),))
+
+
+def _build_assignment(graph: ModelGraph, *, num_microbatches: int) -> Assignment:
+    items = {unit.name: index for index, unit in enumerate(graph.encoders)}
+    return Assignment(
+        {name: (tuple((Atom(sample, items.get(name, -1)),) for sample in range(num_microbatches)),) for name in graph.unit_names}
+    )

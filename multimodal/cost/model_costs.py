@@ -11,14 +11,13 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.flops import step_flops
 from multimodal.cost.pieces.computation_seconds import ComputationSeconds
 from multimodal.cost.pieces.message_costs import MessageCosts, StageLinks
-from multimodal.cost.pieces.stage_costs import StageCosts
+from multimodal.cost.pieces.stage_costs import StageCosts, update_seconds
 from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import ComputeCost, Floats, PieceCosts
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
-from multimodal.cost.update_seconds import update_seconds
 from multimodal.values.action import Action, ActionKind, LayerRange, Resource
 from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths

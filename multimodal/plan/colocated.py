@@ -6,10 +6,10 @@ from functools import partial
 
 from multimodal.plan.unit_grid import EVEN, LayerSeconds, build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes, complete_sizes
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_plan
 
 
 def plan_colocated(

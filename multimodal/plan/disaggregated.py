@@ -9,10 +9,10 @@ from dataclasses import replace
 from multimodal.plan.node_placement import split_units
 from multimodal.plan.unit_grid import EVEN, LayerSeconds, build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes, complete_sizes, describe_sizes
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_plan
 
 
 def plan_disaggregated(

@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 
 from megatron.runtime.emulation.emulated_run import EmulatedRun, emulate_on_rank
-from multimodal.cost.cost_table import CostTable, TableCosts
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
-from multimodal.cost.table_model import build_table_step
 from multimodal.plan.unit_grid import build_unit_plan as grid_of
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.align_replicas import exchanges_tokens

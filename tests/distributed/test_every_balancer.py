@@ -9,7 +9,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.length_cost import LengthCost
-from multimodal.balance.nodes.arrange_replicas import NodeArrangement
+from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.plan.colocated import plan_colocated
@@ -17,7 +17,7 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.split_backward import split_backward
-from multimodal.values.checks.validate_assignment import validate_assignment
+from multimodal.values.validate import validate_assignment
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankPool

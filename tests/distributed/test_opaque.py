@@ -16,9 +16,9 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import Assignment
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.validate import validate_plan
 from tests.distributed.gradient_case import GradientCase, build_session, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape

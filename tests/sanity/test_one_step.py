@@ -9,7 +9,7 @@ from tests.sanity.repository import ROOT, list_python_files
 TRIPLE = {"graph", "plan", "assignment"}
 MADE_HERE = {
     "multimodal/balance/placement.py": "as_computed",
-    "multimodal/values/checks/validate_assignment.py": "validate_assignment",
+    "multimodal/values/validate.py": "validate_assignment",
 }
 """The two functions that look at an assignment before it has a shape."""
 

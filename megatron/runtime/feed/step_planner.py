@@ -31,8 +31,8 @@ from multimodal.balance import BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.in_order import balance_in_order
-from multimodal.balance.nodes.arrange_replicas import NodeArrangement
 from multimodal.balance.placement import as_computed
+from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.cost.flops import step_flops
 from multimodal.cost.step_costs import StepCosts
 from multimodal.data.global_batches import GlobalBatches
@@ -40,10 +40,10 @@ from multimodal.data.sample_source import SampleSource
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.values.assignment import Assignment
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.errors import BraidError
 from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.validate import validate_assignment
 
 CostsOf = Callable[[Assignment, Sequence[SampleLengths]], StepCosts]
 """The costs of a step; the same on every rank."""

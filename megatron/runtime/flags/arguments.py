@@ -29,12 +29,12 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_grid import EVEN, LayerSeconds
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.errors import ConfigError
 from multimodal.values.file_form import at_line, read_mapping
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.typed_reader import shown
+from multimodal.values.validate import read_plan
 
 
 def parse_arguments(argv: Sequence[str], *, environ: Mapping[str, str]) -> RunConfig:

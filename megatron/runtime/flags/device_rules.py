@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import RunConfig
-from multimodal.cost.layers.engine_limits import FLOAT64, OVERLAP, SEGMENTS, SHARDED_WEIGHTS, EngineLimit, LayerUse
+from multimodal.cost.run_options import FLOAT64, OVERLAP, SEGMENTS, SHARDED_WEIGHTS, EngineLimit, LayerUse
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
 

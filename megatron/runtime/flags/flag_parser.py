@@ -15,7 +15,7 @@ from megatron.runtime.flags.megatron_flags import FREEZES, explain_megatron_flag
 from megatron.runtime.flags.unit_flags import LLM, MICRO_BATCH_ENDING, names_a_unit, unit_flags
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.named_options import split_options
+from multimodal.values.typed_reader import split_options
 
 CONFIG_HELP = "A file with any of these flags as keys. The command line wins over it."
 UNITS_TITLE = "parallelism of the LLM, and of every other unit"

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
-from multimodal.balance.nodes.arrange_replicas import NodeBytes
+from multimodal.balance.rearrange_nodes import NodeBytes
 from multimodal.values.assignment import Assignment
 
 

@@ -15,7 +15,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
-from multimodal.balance.nodes.arrange_replicas import NodeArrangement
+from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.data.global_batches import DataPart, GlobalBatches
 from multimodal.data.sample_source import SampleSource

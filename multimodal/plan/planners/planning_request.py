@@ -10,10 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
-from multimodal.cost.layers.engine_limits import LayerUse, needs_local_layers
 from multimodal.cost.layers.layer import Implementation, Recompute
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.run_options import RunOptions
+from multimodal.cost.run_options import LayerUse, RunOptions, needs_local_layers
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.step_memory import default_zero_stage

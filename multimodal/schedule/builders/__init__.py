@@ -23,10 +23,10 @@ from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.named_options import split_options
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
+from multimodal.values.typed_reader import split_options
 
 Builder = Callable[[StepShape], Schedule]
 """Builds a schedule in the compute dialect; raises ScheduleError if the plan's layout does not allow it."""

@@ -14,9 +14,9 @@ from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.length_arrays import LengthBatch
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.validate import validate_assignment
 
 CLUSTER = Cluster(8, 100.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
 

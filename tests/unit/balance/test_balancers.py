@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions, Granularity
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.errors import AssignmentError
+from multimodal.values.validate import validate_assignment
 
 ITEMS = st.lists(st.tuples(st.sampled_from(["vision", "audio"]), st.integers(1, 40)), max_size=3)
 BATCHES = st.lists(st.tuples(st.integers(0, 50), ITEMS), min_size=1, max_size=12)

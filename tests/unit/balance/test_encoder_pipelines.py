@@ -15,9 +15,9 @@ from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.validate import validate_assignment
 
 CLUSTER = Cluster(8, 1.0, 80.0, NodeLink(100.0, 1.0), Network(10.0, 5.0, 8))
 SHAPE = {"num_layers": 6, "hidden_size": 64, "num_attention_heads": 2, "ffn_hidden_size": 64}

@@ -8,8 +8,8 @@ import pytest
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import deal, turns_of
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_assignment
 
 
 @pytest.mark.parametrize(

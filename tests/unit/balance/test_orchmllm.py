@@ -5,7 +5,7 @@ from multimodal.balance.length_cost import LengthCost
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.checks.validate_assignment import validate_assignment
+from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import TWO, random_lengths
 
 TOKENS = {name: LengthCost() for name in ("vision", "audio", "llm")}

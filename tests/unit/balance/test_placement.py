@@ -2,10 +2,10 @@ import pytest
 
 from multimodal.balance.placement import drop_idle_samples, place_generators
 from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.validate import validate_assignment
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
 GRAPH = ModelGraph.from_dict(

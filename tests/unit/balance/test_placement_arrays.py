@@ -20,10 +20,10 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.arrays.rows import flat_rows, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, index_by_sample
+from multimodal.values.validate import validate_assignment
 from tests.unit.plan.planners.planning_cases import THREE, TWO_ENCODERS, random_lengths
 
 Case = tuple[ModelGraph, Plan, list[SampleLengths], list[list[list[int]]], BalanceOptions]

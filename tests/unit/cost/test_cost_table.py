@@ -1,7 +1,6 @@
 import pytest
 
-from multimodal.cost.cost_table import CostTable, TableCosts
-from multimodal.cost.table_model import build_table_step
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ConfigError

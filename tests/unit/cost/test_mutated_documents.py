@@ -16,10 +16,10 @@ from megatron.runtime.flags.arguments import read_config_file
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_plan
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 MODEL = {

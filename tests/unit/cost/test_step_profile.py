@@ -7,10 +7,10 @@ import pytest
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.pieces.stage_costs import update_traffic_bytes
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
-from multimodal.cost.update_seconds import update_traffic_bytes
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes

@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from multimodal.cost.cost_table import CostTable, TableCosts
-from multimodal.cost.table_model import build_table_step
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, forward_limits

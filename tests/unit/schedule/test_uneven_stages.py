@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from multimodal.cost.cost_table import CostTable, TableCosts
-from multimodal.cost.table_model import build_table_step
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule

@@ -13,11 +13,11 @@ from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, LayerRange
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import ScheduleError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.shape import StepShape
+from multimodal.values.validate import validate_plan
 from tests.unit.schedule.schedule_cases import build_graph
 from tests.unit.schedule.uniform_costs import UniformCosts
 

@@ -6,9 +6,9 @@ import yaml
 
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.templates.template_set import TemplateSet
-from multimodal.values.checks.validate_plan import read_plan
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.validate import read_plan
 from tests.sanity.repository import ROOT
 from tools.plan import main
 from tools.simulate import main as simulate_main

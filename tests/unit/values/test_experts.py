@@ -11,10 +11,10 @@ from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.communicators import expert_parallel_ranks, holders_of_experts, max_communicators_per_rank
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import ModelError, PlanError
 from multimodal.values.model_graph import Experts, ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.validate import validate_plan
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 24}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "ffn_hidden_size": 12}

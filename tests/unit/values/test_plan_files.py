@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from multimodal.values.checks.validate_plan import read_plan, validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.validate import read_plan, validate_plan
 
 SHAPE = Transformer(4, 16, 2, 32)
 GRAPH = ModelGraph((Unit("llm", Role.BACKBONE, SHAPE),))

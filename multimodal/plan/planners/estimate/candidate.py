@@ -10,9 +10,9 @@ from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, fi
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_plan
 
 
 @dataclass(frozen=True)

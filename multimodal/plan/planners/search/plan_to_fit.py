@@ -12,9 +12,9 @@ from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.search.prediction import Prediction, predict_run
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import NothingFitsError, PlanError
 from multimodal.values.plan import UnitPlan
+from multimodal.values.validate import validate_plan
 
 MOST_ROUNDS = 5
 RECOMPUTES: tuple[Recompute | None, ...] = (None, "full")

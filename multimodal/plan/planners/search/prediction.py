@@ -12,10 +12,10 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.placement import as_computed
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.pieces.stage_costs import update_seconds
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
-from multimodal.cost.update_seconds import update_seconds
 from multimodal.plan.planners.baselines.encoders_replicated import RepeatedStep
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -28,10 +28,10 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.simulate_events import Floats, NodeKind
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
 from multimodal.values.shape import StepShape
+from multimodal.values.validate import validate_assignment
 
 SEED = 0
 """Seed of the order in which samples are drawn: files are often sorted, and training shuffles."""

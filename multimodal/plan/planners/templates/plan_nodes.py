@@ -7,10 +7,10 @@ from multimodal.plan.planners.templates.instantiate import share_batch
 from multimodal.plan.planners.templates.reconfigure import Pipeline, Reconfigurer
 from multimodal.plan.planners.templates.template_plan import plan_instances
 from multimodal.plan.planners.templates.template_set import Instance, TemplateSet
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_plan
 
 BYTES_PER_SECOND = 12.5e9
 """Bytes per second that a node is assumed to send where nothing else is known: 100 Gbit/s."""

@@ -3,7 +3,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.balance.algorithms.bottleneck_matching import least_bottleneck, match_bottleneck
+from multimodal.balance.algorithms.pairwise_deferral import least_bottleneck, match_bottleneck
 
 MATRICES = st.integers(1, 5).flatmap(
     lambda rows: st.integers(rows, 6).flatmap(

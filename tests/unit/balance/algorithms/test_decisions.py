@@ -10,7 +10,7 @@ import pytest
 from multimodal.balance.algorithms.entrain_assignment import assign_entrain
 from multimodal.balance.algorithms.post_balance import post_balance
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
+from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.kernels import kernels
 
 

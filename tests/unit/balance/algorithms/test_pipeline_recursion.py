@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from multimodal.balance.algorithms.pipeline_recursion import interval_to_fill, pipeline_steps
-from multimodal.balance.algorithms.reorder_microbatches import pipeline_seconds
+from multimodal.balance.algorithms.reorder_microbatches import interval_to_fill, pipeline_seconds, pipeline_steps
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from multimodal.balance.algorithms.pipeline_recursion import pipeline_steps
 from multimodal.balance.algorithms.reorder_microbatches import (
     fill_intervals,
     pipeline_seconds,
+    pipeline_steps,
     reorder_microbatches,
 )
 from tests.unit.without_kernels import without_kernels

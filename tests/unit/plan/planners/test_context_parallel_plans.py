@@ -15,9 +15,9 @@ from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layou
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, VISION, request, with_memory
 
 FIXED = {"llm": FixedSizes(context_parallel_size=2)}

@@ -10,9 +10,9 @@ from multimodal.plan.planners.idle_units import MOST_MEMORY_SHARE, place_idle_un
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import (
     AUDIO,
     GENERATOR,

@@ -17,9 +17,9 @@ from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import fitting_schedules, formed
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
 from multimodal.values.plan import Plan
+from multimodal.values.validate import validate_plan
 from tests.sanity.repository import ROOT
 from tests.unit.plan.planners.planning_cases import TWO, TWO_ENCODERS, request, with_memory
 

@@ -13,8 +13,8 @@ from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.schedule.builders import fed_encoders
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.errors import PlanError
+from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, THREE, TWO, frozen, request
 
 FAST = tuple(name for name in PLANNERS if name != "braid")

@@ -15,7 +15,7 @@ from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.reporting import ConsoleReporter, EvaluationReport, StepReport, check_places
 from megatron.runtime.step.balance_report import BalanceReport
 from multimodal.balance.batch_work import Imbalance
-from multimodal.balance.nodes.arrange_replicas import NodeBytes
+from multimodal.balance.rearrange_nodes import NodeBytes
 from multimodal.values.errors import ConfigError
 from multimodal.values.timeline import Timeline
 from tests.unit.runtime.report.test_json_log import room_for

@@ -12,8 +12,8 @@ from multimodal.plan.planners.search.filling_report import with_filling
 from multimodal.plan.planners.search.partitions import best_partition, other_partitions
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.values.checks.validate_plan import read_plan, validate_plan
 from multimodal.values.plan import Plan
+from multimodal.values.validate import read_plan, validate_plan
 from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, request
 
 PIPELINE = FixedSizes(tensor_parallel_size=2, pipeline_parallel_size=2, data_parallel_size=1, virtual_stages=1)

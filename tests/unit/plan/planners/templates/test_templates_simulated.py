@@ -6,8 +6,8 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.templates.plan_templates import plan_templates
-from multimodal.values.checks.validate_plan import validate_plan
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, request
 
 

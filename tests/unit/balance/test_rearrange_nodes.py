@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from scipy.sparse import coo_matrix, csr_matrix
 
 from benchmarks.node_optimum import inter_node_bytes, lp_bound, rearrange_exactly, single_node_bound
-from multimodal.balance.nodes.rearrange_nodes import rearrange_nodes
+from multimodal.balance.rearrange_nodes import rearrange_nodes
 from multimodal.values.errors import AssignmentError
 from tests.unit.without_kernels import without_kernels
 

@@ -6,14 +6,14 @@ import pytest
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork
-from multimodal.balance.nodes.arrange_replicas import NodeArrangement
+from multimodal.balance.rearrange_nodes import NodeArrangement
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.assignment import Assignment
-from multimodal.values.checks.validate_assignment import validate_assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.validate import validate_assignment
 
 SHAPE = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
 IMAGE = {"patch_size": 2, "in_channels": 3, "merge_size": 2}

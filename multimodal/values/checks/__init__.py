@@ -1,1 +1,0 @@
-"""Checks of files that users write: the units of a model, and a plan for them."""
