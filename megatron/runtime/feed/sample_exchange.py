@@ -5,24 +5,16 @@ piece is sent from the rank that decoded it to the ranks that need it only. Uses
 thread beside training.
 """
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from megatron.runtime.communication.create_groups import create_groups
-from megatron.runtime.feed.sample_messages import (
-    WHOLE_TEXT,
-    Described,
-    Piece,
-    Pieces,
-    pack_described,
-    pack_pieces,
-    unpack_described,
-    unpack_pieces,
-)
 from megatron.runtime.feed.step_inputs import item_ranks
 from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
@@ -32,6 +24,27 @@ from multimodal.values.errors import BraidError, DataError
 from multimodal.values.model_graph import Role
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
+
+WHOLE_TEXT = -1
+"""Item index of a sample's text."""
+
+
+class Piece(NamedTuple):
+    """The unit of sending: a sample's text or one item."""
+
+    sample_id: int
+    item_index: int
+    """WHOLE_TEXT for its text."""
+
+
+class Described(NamedTuple):
+    """Facts about a sample that all ranks know: its lengths, and the (rows, columns) of patches of its items."""
+
+    lengths: SampleLengths
+    grids: tuple[tuple[int, int], ...]
+
+
+Pieces = Mapping[Piece, SampleText | ItemPixels]
 
 
 class ExchangedSamples:
@@ -110,7 +123,8 @@ class SampleExchange:
                 own[sample_id] = Described(lengths, grids)
         except BraidError as problem:
             failure = str(problem)
-        gathered = [unpack_described(told) for told in self._all_gather(pack_described(own, failure))]
+        gathered: list[Any] = [None] * self._world_size
+        dist.all_gather_object(gathered, (own, failure), group=self._group)
         if failures := [message for _, message in gathered if message is not None]:
             raise DataError(failures[0])
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
@@ -122,10 +136,10 @@ class SampleExchange:
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
         needs = needed_pieces(shape, assignment, lengths)
         outgoing = [
-            pack_pieces({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
+            pickle.dumps({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
         ]
         incoming = self._all_to_all(outgoing)
-        received = {piece: content for message in incoming for piece, content in unpack_pieces(message).items()}
+        received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}
         return ExchangedSamples(share.described, received, bytes_between_nodes=self._add_up(outgoing))
 
     def _add_up(self, outgoing: Sequence[bytes]) -> int:
@@ -134,17 +148,6 @@ class SampleExchange:
         total = torch.tensor(sum(len(message) for rank, message in enumerate(outgoing) if rank // self._ranks_per_node != node))
         dist.all_reduce(total, group=self._group)
         return int(total)
-
-    def _all_gather(self, own: bytes) -> list[bytes]:
-        """Return each rank's message to all; messages are padded to the longest."""
-        size = torch.tensor([len(own)])
-        sizes = [torch.empty_like(size) for _ in range(self._world_size)]
-        dist.all_gather(sizes, size, group=self._group)
-        counts = [int(each) for each in sizes]
-        sent = torch.frombuffer(bytearray(own.ljust(max(counts), b"\0")), dtype=torch.uint8)
-        received = [torch.empty_like(sent) for _ in counts]
-        dist.all_gather(received, sent, group=self._group)
-        return [told[:count].numpy().tobytes() for told, count in zip(received, counts, strict=True)]
 
     def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytearray]:
         sizes = torch.tensor([len(message) for message in outgoing])

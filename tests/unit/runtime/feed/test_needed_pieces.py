@@ -1,7 +1,6 @@
 """What a rank needs of samples that were decoded elsewhere."""
 
-from megatron.runtime.feed.sample_exchange import needed_pieces
-from megatron.runtime.feed.sample_messages import Piece
+from megatron.runtime.feed.sample_exchange import Piece, needed_pieces
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
