@@ -1,5 +1,6 @@
-"""One run of the flags' parser, for all tables of lines and messages."""
+"""One run of the flags' parser, and small models."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +15,25 @@ SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidd
 ENCODER, BACKBONE = {"role": "encoder", **SHAPE}, {"role": "backbone", **SHAPE}
 UNITS = {"vision": ENCODER, "language": BACKBONE}
 BASE = {"--data-path": "digits", "--lr": "1e-3", "--train-iters": "10", "--global-batch-size": "8", "--vision-dp": "1"}
+
+HUGGING_FACE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "intermediate_size": 32,
+    "vocab_size": 260,
+}
+
+
+def write_hugging_face(folder: Path) -> Path:
+    """Write a model's folder without weights."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(HUGGING_FACE))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
 
 
 class Parse(Protocol):

@@ -16,11 +16,6 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import ConfigError
 
 DOCS = Path(__file__).parents[4] / "docs"
-MODEL = Path(__file__).parents[4] / "examples" / "digits" / "model.yaml"
-BASE = f"--model {MODEL} --data-path digits --global-batch-size 8 --train-iters 1 --lr 1e-3"
-PLANNED = "gather-parameters,reduce-by-layer"
-ENGINE = "--transformer-impl transformer_engine"
-ADAPTED = "--lora-rank 2 --lora-targets vision.*.linear_fc1"
 ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params"
 
 
@@ -34,78 +29,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def defaults(flags: str, *, ranks: int = 4, has_cuda: bool = True) -> RunConfig:
-    config = parse_arguments([*BASE.split(), *flags.split()], environ={"WORLD_SIZE": str(ranks)})
-    graph = choose_trained(read_model(config.model.model), config.model)
-    return with_device_defaults(config, graph=graph, plan=build_plan(config, graph, ranks), has_cuda=has_cuda)
-
-
 def chosen(config: RunConfig) -> tuple[str, str, str]:
     return config.training.dtype, config.training.schedule_passes, config.model.transformer_impl
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ("--colocate-units", ("bfloat16", PLANNED, "transformer_engine")),
-        ("--vision-dp 1 --llm-pp 3", ("bfloat16", "", "transformer_engine")),
-        ("--colocate-units --dtype float32", ("float32", PLANNED, "transformer_engine")),
-        ("--colocate-units --dtype float64", ("float64", "reduce-by-layer", "local")),
-        ("--colocate-units --transformer-impl local", ("bfloat16", PLANNED, "local")),
-        ("--colocate-units --schedule-passes reduce-by-layer", ("bfloat16", "reduce-by-layer", "transformer_engine")),
-        ("--vision-dp 1 --llm-pp 3 --schedule zb-h1", ("bfloat16", "", "transformer_engine")),
-        ("--vision-dp 1 --llm-pp 3 --schedule optimus", ("bfloat16", "", "transformer_engine")),
-        (f"--colocate-units --llm-pp 2 --llm-tp 2 --schedule optimus {ADAPTED}", ("bfloat16", PLANNED, "transformer_engine")),
-        (f"--colocate-units --llm-pp 2 --llm-tp 2 --vision-tp 2 --schedule optimus {ADAPTED}", ("bfloat16", PLANNED, "local")),
-        (f"--colocate-units {ZERO_3}", ("bfloat16", "", "transformer_engine")),
-        (f"--vision-dp 2 --llm-pp 2 {ZERO_3} --schedule zb-h1", ("bfloat16", "", "local")),
-        ("--colocate-units --lora-rank 4", ("bfloat16", PLANNED, "transformer_engine")),
-        ("--colocate-units --save-hf out", ("bfloat16", PLANNED, "transformer_engine")),
-        ("--colocate-units --llm-tp 2 --tp-comm-overlap", ("bfloat16", PLANNED, "local")),
-    ],
-)
-def test_with_cuda_and_transformer_engine(engine: pytest.MonkeyPatch, flags: str, expected: tuple[str, str, str]) -> None:
-    assert chosen(defaults(flags)) == expected
-
-
-def test_an_older_transformer_engine_does_not_split_backwards(engine: pytest.MonkeyPatch) -> None:
-    engine.setattr(importlib.metadata, "version", lambda name: "2.2.1")
-    assert chosen(defaults("--vision-dp 1 --llm-pp 3 --schedule zb-h1"))[2] == "local"
-    with pytest.raises(ConfigError, match="splits backwards into input and weight gradients.*from version 2.3 on"):
-        defaults("--vision-dp 1 --llm-pp 3 --schedule zb-h1 --transformer-impl transformer_engine")
 
 
 def test_the_table_of_defaults_names_all_exceptions() -> None:
     rows = [line.split("|")[1:-1] for line in (DOCS / "gpu.md").read_text().splitlines() if line.startswith("| `--transformer")]
     assert [row[2].strip() for row in rows] == ["; ".join(rule.keeps_local for rule in RULES if rule.keeps_local is not None)]
-
-
-def test_a_cpu_changes_nothing() -> None:
-    assert chosen(defaults("--colocate-units", has_cuda=False)) == ("float32", "", "local")
-
-
-def test_fp8_takes_transformer_engine_or_says_why_not(engine: pytest.MonkeyPatch) -> None:
-    config = defaults("--colocate-units --fp8-format hybrid --fp8-recipe delayed")
-    assert chosen(config)[2] == "transformer_engine" and config.model.fp8_recipe == "delayed"
-    for flags, problem in (
-        ("--vision-dp 1 --llm-pp 3 --schedule optimus", "runs pieces of layers, whose products are not in FP8"),
-        (f"--colocate-units {ZERO_3}", "keep copies of them in FP8"),
-        ("--colocate-units --transformer-impl local", "needs layers of Transformer Engine"),
-        ("--colocate-units --fp8-recipe delayed --recompute-granularity full", "would count twice"),
-    ):
-        with pytest.raises(ConfigError, match=problem):
-            defaults(f"{flags} --fp8-format e4m3")
-
-
-def test_fp8_is_refused_without_cuda_or_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_rules, "_has_cuda", lambda: False)
-    with pytest.raises(ConfigError, match="--fp8-format hybrid needs a CUDA device"):
-        defaults("--colocate-units --fp8-format hybrid")
-    monkeypatch.setattr(device_rules, "_has_cuda", lambda: True)
-    with pytest.raises(ConfigError, match="runs by Transformer Engine's recipes, and that is not installed"):
-        defaults("--colocate-units --fp8-format hybrid")
-    with pytest.raises(ConfigError, match="--fp8-recipe would be ignored: no product is in FP8"):
-        defaults("--colocate-units --fp8-recipe mxfp8")
 
 
 VARIANTS = {

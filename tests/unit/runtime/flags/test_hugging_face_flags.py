@@ -13,25 +13,12 @@ from multimodal.cost.layers.registry import read_model
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError, ModelError
 from multimodal.values.model_graph import Lora
-
-CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "intermediate_size": 32,
-    "vocab_size": 260,
-}
+from tests.unit.runtime.flags.conftest import HUGGING_FACE, write_hugging_face
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    return tmp_path / "model"
+    return write_hugging_face(tmp_path / "model")
 
 
 def parse(line: str) -> RunConfig:
@@ -49,8 +36,6 @@ def test_the_folder_is_the_model(folder: Path) -> None:
 def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> None:
     taken = parse(f"--load-hf {folder}").data
     assert (taken.tokenizer_type, taken.tokenizer_model) == ("HuggingFaceTokenizer", str(folder / "tokenizer.json"))
-    with pytest.raises(ConfigError, match=r"ByteTokenizer: the LLM's weights in .*model know the tokens of tokenizer.json there"):
-        parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer")
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=r"--load-hf .*: there is no tokenizer.json; copy the model's own there"):
         parse(f"--load-hf {folder}")
@@ -63,19 +48,16 @@ def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> Non
         ("--load-hf missing", "--load-hf missing: no such folder; give a folder of Hugging Face that is on this machine"),
         ("--load-hf {folder}/..", "there is no config.json; give the folder of a model of Hugging Face"),
         ("--load-hf {folder}/config.json", "--load-hf .*config.json: is a file; give a folder"),
-        ("--load-hf {folder} --pretrained-checkpoint runs", "--pretrained-checkpoint and --load-hf exclude each other"),
-        ("--load-hf {folder} --finetune --load runs", "--finetune and --load-hf exclude each other"),
-        ("--load-hf {folder} --load runs --save others", "--load-hf .* is for a run that starts from those weights and goes on"),
         ("--model {folder}/..", "is a folder or a device; give the path of an existing .yaml or .json file"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(line: str, message: str, folder: Path) -> None:
+def test_what_is_no_folder_of_a_model_is_refused(line: str, message: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         parse(line.format(folder=folder))
 
 
 def test_a_config_that_is_not_known_is_an_error_of_the_model(folder: Path) -> None:
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["GPT2LMHeadModel"]}))
+    (folder / "config.json").write_text(json.dumps({**HUGGING_FACE, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(ModelError, match="cannot be trained here; expected one of LlamaForCausalLM"):
         parse(f"--load-hf {folder}")
 
@@ -88,7 +70,7 @@ def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
             unit = with_vocabulary(replace(graph, units=(replace(frozen, vocab_size=vocab_size),)), ByteTokenizer()).backbone
             assert (unit.vocab_size, unit.new_tokens) == (grown, (256, 265)), "also where there are rows to spare"
             assert [bool(unit.new_rows(kind)) for kind in unit.layers] == [True, False, False, True]
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "vocab_size": 255}))
+    (folder / "config.json").write_text(json.dumps({**HUGGING_FACE, "vocab_size": 255}))
     with pytest.raises(
         ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"
     ):
