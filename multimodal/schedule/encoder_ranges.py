@@ -23,7 +23,7 @@ _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 
 
 class Parts(NamedTuple):
-    """Maps the forwards and backwards of an uncut step to the pieces of the step that is cut."""
+    """Maps the forwards and backwards of an uncut step to the pieces of the step that is cut, into ranges or into gradients."""
 
     first: Integers
     """[pieces of the uncut step] its first piece in the cut step; -1: collectives."""
@@ -39,7 +39,7 @@ class Parts(NamedTuple):
             forward = old.forward[old.is_there]
             first[forward], counts[forward] = new.forward[old.is_there], new.num_forwards[old.is_there]
             first[old.backward[has_backward]] = new.backward[has_backward]
-            counts[old.backward[has_backward]] = new.num_backwards[has_backward]
+            counts[old.backward[has_backward]] = (new.num_backwards * new.width)[has_backward] // old.width[has_backward]
             is_split = old.width > 1
             first[old.backward[is_split] + 1], counts[old.backward[is_split] + 1] = new.backward[is_split] + 1, 1
         return cls(first, counts)

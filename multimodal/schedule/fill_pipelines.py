@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.compile_schedule import component_of_lane, connected_lanes
-from multimodal.schedule.encoder_limits import encoder_limits
 from multimodal.schedule.encoder_ranges import Parts, PlacedParts, count_fine_pieces, cut_finely, join_parts
 from multimodal.schedule.fill_idle_lanes import FilledLanes, LanesToFill
 from multimodal.schedule.inside_slots import NO_CARRIER
@@ -49,8 +48,8 @@ class Movable(NamedTuple):
     """[num_computed] True for computations that fill; all others keep their order."""
     waits: Waits
     """Pairs of computations, the first of which begins after the second has ended, in addition to the step's needs."""
-    memory_factor: float | None = None
-    """Argument of `encoder_limits` if forwards of encoders are movable; None: they are not."""
+    limits: Integers | None = None
+    """[num_stages] the most microbatches that movable work may have in flight in a stage; -1 or None: any number."""
     goes_inside: bool = False
     """True if encoders may be cut into segments that run inside the LLM's computations."""
 
@@ -139,9 +138,7 @@ class _Filling:
         """
         self.in_line, self.cut = in_line, cut
         self.work, uncut = step_work(cut), in_line.work
-        self.limits = np.full(len(self.work.stages), -1)
-        if movable.memory_factor is not None:
-            self.limits = encoder_limits(cut, costs, memory_factor=movable.memory_factor)
+        self.limits = np.full(len(self.work.stages), -1) if movable.limits is None else movable.limits
         self.parts = Parts.of(uncut, self.work)
         self.piece_of_part = np.zeros(self.work.num_computed, np.int64)
         """[num_computed] the piece of the uncut step that each piece is part of."""

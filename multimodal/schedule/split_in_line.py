@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.cost.step_costs import StepCosts
+from multimodal.schedule.encoder_ranges import Parts
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.parts.cuts import StageSplit
@@ -40,18 +41,11 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
         if stage[0] in units and shape.backward_need(*stage).has_backward
     }
     split = shape.with_cuts(replace(shape.cuts, split=StageSplit({stage: count for stage, count in counts.items() if count > 0})))
-    first, num_parts = np.full((2, work.num_computed), -1)
-    for name, old in work.pieces.units.items():
-        new = step_work(split).pieces.units[name]
-        first[old.forward[old.is_there]], num_parts[old.forward[old.is_there]] = new.forward[old.is_there], 1
-        is_there = old.width > 0
-        first[old.backward[is_there]], num_parts[old.backward[is_there]] = new.backward[is_there], new.width[is_there]
-    kept = first[schedule.pieces] >= 0
+    parts = Parts.of(work, step_work(split))
+    kept = parts.first[schedule.pieces] >= 0
     pieces, lanes = schedule.pieces[kept], schedule.lane_of_slot[kept]
-    sizes = num_parts[pieces]
-    halves = np.repeat(first[pieces] - row_starts(sizes)[:-1], sizes) + np.arange(int(sizes.sum()))
-    num_in_lane = np.bincount(np.repeat(lanes, sizes), minlength=schedule.num_lanes)
-    return Schedule.in_line(split, row_starts(num_in_lane), halves)
+    num_in_lane = np.bincount(np.repeat(lanes, parts.counts[pieces]), minlength=schedule.num_lanes)
+    return Schedule.in_line(split, row_starts(num_in_lane), parts.expand(pieces))
 
 
 def reduced_units(shape: StepShape, costs: StepCosts) -> frozenset[str]:
@@ -71,32 +65,28 @@ def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> NDArray
     return found
 
 
-def weights_before_forwards(schedule: Schedule, unit: str) -> Waits:
-    """Return a unit's forwards, each with a weight gradient that must end before it begins, so that no more is kept.
+def weights_before_forwards(schedule: Schedule, unit: str | None = None, *, num_more: int = 0) -> Waits:
+    """Return forwards, each with a weight gradient that must end before it begins, so that no more microbatches are kept.
 
-    A lane begins its forward k after the weight gradient of its (k - n)-th backward (ZB-H1's limit). n is the largest number of
-    microbatches that any lane of the replica has in flight in this order, over all stages of the replica in the lane. schedule: a
-    result of `split_in_line`.
+    A lane begins its forward k after the weight gradient of its (k - n)-th backward (ZB-H1's limit). n is `num_more` above what
+    the lane has in flight in this order, in all its stages together. unit: count its stages alone, and let n be the largest of
+    all lanes of a replica. schedule: a result of `split_in_line`.
     """
-    shape, is_split = schedule.shape, _has_weight_gradients(schedule)
+    shape, work = schedule.shape, schedule.work
+    is_split = np.zeros(len(work.stages), bool)
+    is_split[work.computed_stages[work.kinds == _WEIGHT_GRADIENT]] = True
+    groups = [(is_split, {lane}) for lane in range(schedule.num_lanes)]
+    if unit is not None:
+        groups = []
+        for index, replica in enumerate(shape.plan.units[unit].replicas):
+            is_own = np.array([stage[:2] == (unit, index) for stage in work.stages], bool)
+            lanes = {lane for stage in range(len(replica.virtual_stages)) for lane in shape.lanes_of(unit, index, stage)}
+            groups.append((is_own & is_split, lanes))
     found = [np.zeros((2, 0), np.int64)]
-    for index, replica in enumerate(shape.plan.units[unit].replicas):
-        is_own = np.array([stage[:2] == (unit, index) for stage in schedule.work.stages], bool) & is_split
-        lanes = {lane for stage in range(len(replica.virtual_stages)) for lane in shape.lanes_of(unit, index, stage)}
-        orders = [_LaneOrder.of(schedule, lane, is_own) for lane in sorted(lanes)]
-        most = max(order.most_in_flight for order in orders)
+    for is_wanted, lanes in groups:
+        orders = [_LaneOrder.of(schedule, lane, is_wanted) for lane in lanes]
+        most = num_more + max(order.most_in_flight for order in orders)
         found += [order.with_limit(most) for order in orders]
-    return Waits(*np.unique(np.concatenate(found, axis=1), axis=1))
-
-
-def weights_before_forwards_of_lanes(schedule: Schedule, num_more: int) -> Waits:
-    """Return the same for all units together, with a limit for each lane: `num_more` above what it has in flight in the order.
-
-    schedule: a result of `split_in_line`.
-    """
-    is_split = _has_weight_gradients(schedule)
-    orders = [_LaneOrder.of(schedule, lane, is_split) for lane in range(schedule.num_lanes)]
-    found = [np.zeros((2, 0), np.int64), *(order.with_limit(order.most_in_flight + num_more) for order in orders)]
     return Waits(*np.unique(np.concatenate(found, axis=1), axis=1))
 
 
@@ -126,14 +116,6 @@ class _LaneOrder(NamedTuple):
         """Return [2, num_pairs]: pairs that keep at most `most` microbatches in flight; most: at least `most_in_flight`."""
         num_pairs = max(0, len(self.forwards) - most)
         return np.stack((self.forwards[most:], self.input_gradients[:num_pairs] + 1))
-
-
-def _has_weight_gradients(schedule: Schedule) -> NDArray[np.bool_]:
-    """Return [num_stages]: True where backwards are in two."""
-    work = schedule.work
-    found = np.zeros(len(work.stages), bool)
-    found[work.computed_stages[work.kinds == _WEIGHT_GRADIENT]] = True
-    return found
 
 
 def weights_before_last(schedule: Schedule, units: Collection[str]) -> Waits:

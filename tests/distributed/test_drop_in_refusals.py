@@ -21,7 +21,7 @@ from megatron.runtime.drop_in.pipeline_schedule import (
     step_of_pipeline,
 )
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.gpipe import build_gpipe
+from multimodal.schedule.builders.breadth_first import build_gpipe
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.values.action import ACTION_TABLE

@@ -9,16 +9,14 @@ from functools import partial
 from typing import NamedTuple
 
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.builders.breadth_first import build_breadth_first
+from multimodal.schedule.builders.breadth_first import build_breadth_first, build_gpipe
 from multimodal.schedule.builders.dip import build_dip
 from multimodal.schedule.builders.encoders_colocated import build_encoders_colocated
-from multimodal.schedule.builders.gpipe import build_gpipe
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaves
 from multimodal.schedule.builders.interleaved_zb import build_interleaved_zb
 from multimodal.schedule.builders.nested import build_nested
-from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, build_one_f_one_b_in_memory
+from multimodal.schedule.builders.one_f_one_b import build_in_memory, build_one_f_one_b, build_zb_h1
 from multimodal.schedule.builders.optimus import build_optimus
-from multimodal.schedule.builders.zb_h1 import build_zb_h1, build_zb_h1_in_memory
 from multimodal.schedule.builders.zb_v import build_zb_v, is_v_shaped
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.errors import ScheduleError
@@ -199,7 +197,7 @@ def _factor(text: str) -> float:
 
 def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
     if value == IN_MEMORY:
-        return _run_ahead_in_memory(row, build_one_f_one_b_in_memory, meaning="1F1B")
+        return _run_ahead_in_memory(row, meaning="1F1B")
     factor = _factor(value)
     return replace(
         row,
@@ -214,13 +212,20 @@ def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
 def _run_zero_bubble_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
     if value != IN_MEMORY:
         raise ValueError(value)
-    return replace(_run_ahead_in_memory(row, build_zb_h1_in_memory, meaning="zb-h1"), source=f"{_EAGER}; {row.source}")
+    return replace(_run_ahead_in_memory(row, meaning="zb-h1"), source=f"{_EAGER}; {row.source}")
 
 
-def _run_ahead_in_memory(row: ScheduleRow, build: Callable[..., Schedule], *, meaning: str) -> ScheduleRow:
-    meaning = f"{meaning} whose forwards run ahead as far as the memory model allows"
-    row = replace(row, build=build, meaning=meaning, source=_EAGER, is_tried_first=False)
-    return replace(row, fills_memory=True, needs_costs=True, needs_messages=True)
+def _run_ahead_in_memory(row: ScheduleRow, *, meaning: str) -> ScheduleRow:
+    return replace(
+        row,
+        build=partial(build_in_memory, splits_backwards=row.splits_backwards),
+        meaning=f"{meaning} whose forwards run ahead as far as the memory model allows",
+        source=_EAGER,
+        is_tried_first=False,
+        fills_memory=True,
+        needs_costs=True,
+        needs_messages=True,
+    )
 
 
 def _run_in_rounds(row: ScheduleRow, value: str) -> ScheduleRow:

@@ -1,4 +1,4 @@
-"""Breadth-first: all microbatches pass every stage's first layer range, then its second (Lamy-Poirier, 2022)."""
+"""GPipe, and breadth-first: all microbatches pass every stage's first layer range, then its second (Lamy-Poirier, 2022)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -15,6 +15,14 @@ from multimodal.values.plan import Replica
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
+
+
+def build_gpipe(shape: StepShape) -> Schedule:
+    """Build the GPipe schedule, in the compute dialect: every lane runs all its forwards, then all its backwards.
+
+    The simplest schedule and the baseline of all: it keeps the activations of every microbatch at once.
+    """
+    return list_schedule(shape, Policy(phase=forwards_first))
 
 
 def build_breadth_first(shape: StepShape) -> Schedule:

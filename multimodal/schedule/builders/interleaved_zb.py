@@ -8,13 +8,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b
 from multimodal.schedule.builders.room_ahead import MEMORY_SHARE
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
-from multimodal.schedule.split_in_line import (
-    fills_of,
-    reduced_units,
-    split_in_line,
-    weights_before_forwards_of_lanes,
-    weights_before_last,
-)
+from multimodal.schedule.split_in_line import fills_of, reduced_units, split_in_line, weights_before_forwards, weights_before_last
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
@@ -55,7 +49,7 @@ def build_interleaved_zb(shape: StepShape, costs: StepCosts) -> Schedule:
 def _movable(in_line: Schedule, reduced: Collection[str], num_more: int) -> Movable:
     """Return the weight gradients as movable work; lanes may keep `num_more` microbatches more than in the given order."""
     last = weights_before_last(in_line, reduced)
-    return Movable(fills_of(in_line, (), last), weights_before_forwards_of_lanes(in_line, num_more).joined(last))
+    return Movable(fills_of(in_line, (), last), weights_before_forwards(in_line, num_more=num_more).joined(last))
 
 
 def _most_kept(schedule: Schedule, costs: StepCosts) -> Integers:

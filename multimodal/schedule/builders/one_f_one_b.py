@@ -1,13 +1,17 @@
-"""1F1B over the unit graph: forwards and backwards alternate, with just enough activations in flight to fill the pipeline."""
+"""1F1B over the unit graph, and ZB-H1: 1F1B whose weight gradients move into idle slots.
+
+Forwards and backwards alternate, with just enough activations in flight to fill the pipeline. ZB-H1: Qi et al., Zero Bubble
+Pipeline Parallelism.
+"""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.room_ahead import build_within_memory
-from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
@@ -25,27 +29,47 @@ def build_one_f_one_b(shape: StepShape, *, memory_factor: float = 1.0) -> Schedu
     With more, it runs a forward whenever no backward is ready; before a backward it has as many in flight as 1F1B. If deferred
     samples make backwards late, the forwards of the steady phase are already done. With uniform work it is as long as 1F1B.
     """
-    floors = forward_limits(shape)
-    return _build(shape, floors, {stage: math.floor(memory_factor * limit) for stage, limit in floors.items()})
+    return _build(shape, forward_limits(shape), {}, lambda _, limit: math.floor(memory_factor * limit))
 
 
-def build_one_f_one_b_in_memory(shape: StepShape, *, costs: StepCosts) -> Schedule:
-    """Build eager 1F1B with as many microbatches in flight as memory has room for, in the compute dialect.
+def build_zb_h1(shape: StepShape) -> Schedule:
+    """Build the ZB-H1 schedule over the unit graph, in the compute dialect.
 
-    `costs` gives the bytes that microbatches keep and the memory of a rank. Of several depths that fit, including that of 1F1B,
-    the one with the shortest step is taken (`build_within_memory`).
+    Forwards and input gradients run in the order of forwards and backwards in 1F1B. A weight gradient runs when its lane would
+    otherwise be idle, or when the stage stores as many microbatches as it may. One unit of P stages is idle for (P - 1)(F + I -
+    W) per lane.
     """
-    floors = forward_limits(shape)
-    return build_within_memory(
-        shape,
-        floors,
-        costs=costs,
-        build=lambda scaled: _build(shape, floors, {stage: scaled(stage, limit) for stage, limit in floors.items()}),
+    limits = forward_limits(shape)
+    return _build(shape, limits, storage_limits(shape, limits), lambda _, limit: limit)
+
+
+def build_in_memory(shape: StepShape, *, costs: StepCosts, splits_backwards: bool = False) -> Schedule:
+    """Build eager 1F1B or ZB-H1 with as many microbatches in flight as memory has room for, in the compute dialect.
+
+    `costs` gives the bytes that microbatches keep and the memory of a rank. Of several depths that fit, including that of the
+    schedule itself, the one with the shortest step is taken (`build_within_memory`). This serves assignments that make some
+    gradients late (Entrain 4.5.3); with enough memory it removes a part of ZB-H1's bubble (ZB-H2 of the same paper).
+    """
+    limits = forward_limits(shape)
+    stored = storage_limits(shape, limits) if splits_backwards else {}
+    return build_within_memory(shape, stored or limits, costs=costs, build=lambda scaled: _build(shape, limits, stored, scaled))
+
+
+def _build(
+    shape: StepShape,
+    limits: Mapping[StageKey, int],
+    stored: Mapping[StageKey, int],
+    scaled: Callable[[StageKey, int], int],
+) -> Schedule:
+    """Build 1F1B, or ZB-H1 if stages have limits of what they store; scaled: the limit of a stage for a limit of 1F1B."""
+    in_flight = {stage: scaled(stage, limit) for stage, limit in limits.items()}
+    policy = Policy(
+        forward_limits=in_flight,
+        forward_floors=forward_floors(shape.plan, limits),
+        storage_limits={stage: scaled(stage, limit) for stage, limit in stored.items()},
+        forwards_go_first=bool(stored) and in_flight == limits,
     )
-
-
-def _build(shape: StepShape, floors: Mapping[StageKey, int], limits: Mapping[StageKey, int]) -> Schedule:
-    return list_schedule(shape, Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, floors)))
+    return list_schedule(split_all(shape) if stored else shape, policy)
 
 
 def forward_limits(shape: StepShape) -> dict[StageKey, int]:
@@ -72,6 +96,18 @@ def stage_counts(plan: Plan) -> Depths:
 def stage_limits(depths: Depths, *, spans: Mapping[StageKey, int]) -> dict[StageKey, int]:
     """Return the limit in flight of each stage, from the depth of its replica's first stage and the spans downstream."""
     return {(unit, replica, stage): depths[unit][replica] - stage + span for (unit, replica, stage), span in spans.items()}
+
+
+def storage_limits(shape: StepShape, limits: Mapping[StageKey, int]) -> dict[StageKey, int]:
+    """Return the number of microbatches that each stage may store, given the number that 1F1B lets it have in flight.
+
+    It is that of the fullest stage with a backward in its unit or an upstream one: the memory of 1F1B's fullest lane.
+    """
+    fullest: dict[str, int] = {}
+    for unit in shape.graph.unit_names:
+        own = [limit for stage, limit in limits.items() if stage[0] == unit and shape.backward_need(*stage).has_backward]
+        fullest[unit] = max([1, *own, *(fullest[source] for source in shape.graph.upstream(unit))])
+    return {stage: fullest[stage[0]] for stage in limits}
 
 
 def forward_floors(plan: Plan, limits: Mapping[StageKey, int]) -> Mapping[StageKey, int]:

@@ -1,15 +1,22 @@
 """Optimus: encoder work in the bubbles of the LLM's pipeline (Feng et al., Optimus, Algorithm 2)."""
 
 import math
+from collections import Counter
 from collections.abc import Collection
 
+import numpy as np
+
 from multimodal.cost.step_costs import StepCosts
-from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, interleaved_spans, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
+from multimodal.schedule.builders.room_ahead import MEMORY_SHARE, kept_by_stage
 from multimodal.schedule.fill_pipelines import Movable, fill_pipelines
 from multimodal.schedule.split_in_line import fills_of, reduced_units, split_in_line, weights_before_forwards, weights_before_last
+from multimodal.values.arrays.rows import Integers
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
+from multimodal.values.work.step_work import step_work
 
 
 def build_optimus(
@@ -23,25 +30,26 @@ def build_optimus(
     (`fill_idle_lanes`). So the number of forwards before the pipeline and of backwards after it, which Algorithm 2 finds by
     moving one microbatch after another into bubbles, follows from the clock.
 
-    memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B (`encoder_limits`); more only if the
+    memory_factor: microbatches that a stage of an encoder keeps at most, over those of 1F1B (`_encoder_limits`); more only if the
     LLM's order could not continue otherwise. splits_backwards: also fill with weight gradients if that shortens the step, as far
     as the LLM's stages keep no more than without (`weights_before_forwards`): with those of all units, or of all but the encoders
     on the LLM's ranks, which can then run in ranges of segments.
     """
     interleaves = is_interleaved(shape.plan.units[shape.graph.backbone.name])
     in_line = (build_interleaved_1f1b if interleaves else build_one_f_one_b)(shape)
+    limits = _encoder_limits(shape, costs, memory_factor)
     if not splits_backwards or shape.forward_only:
-        return fill_pipelines(in_line, costs, _movable(in_line, (), memory_factor)).schedule
+        return fill_pipelines(in_line, costs, _movable(in_line, (), limits)).schedule
     reduced, lines = reduced_units(shape, costs), [split_in_line(in_line, units) for units in _ways_to_split(shape)]
-    found = (fill_pipelines(line, costs, _movable(line, reduced, memory_factor)) for line in lines)
+    found = (fill_pipelines(line, costs, _movable(line, reduced, limits)) for line in lines)
     return min(found, key=lambda filled: filled.end).schedule
 
 
-def _movable(in_line: Schedule, reduced: Collection[str], memory_factor: float) -> Movable:
+def _movable(in_line: Schedule, reduced: Collection[str], limits: Integers) -> Movable:
     """Return all computations but the LLM's forwards and backwards as movable work."""
     llm, last = in_line.shape.graph.backbone.name, weights_before_last(in_line, reduced)
     fills = fills_of(in_line, [unit for unit in in_line.shape.graph.unit_names if unit != llm], last)
-    return Movable(fills, weights_before_forwards(in_line, llm).joined(last), memory_factor, goes_inside=True)
+    return Movable(fills, weights_before_forwards(in_line, llm).joined(last), limits, goes_inside=True)
 
 
 def _ways_to_split(shape: StepShape) -> list[list[str]]:
@@ -52,3 +60,43 @@ def _ways_to_split(shape: StepShape) -> list[list[str]]:
     trained = [name for name in shape.graph.unit_names if name in keeping]
     apart = [name for name in trained if name not in encoders or ranks.isdisjoint(shape.plan.units[name].ranks)]
     return [[], apart, trained] if len(apart) < len(trained) else [[], apart]
+
+
+def _encoder_limits(shape: StepShape, costs: StepCosts, memory_factor: float) -> Integers:
+    """Return, for each numbered stage, the microbatches that an encoder may have in flight there; -1: any number.
+
+    That is the number of 1F1B. On the LLM's ranks, where planners count on it, it is up to `memory_factor` times as large (the
+    factor may be infinite); on ranks of the encoder's own, as far as the microbatches fit into the memory of `costs`.
+    """
+    keys = step_work(shape).stages
+    limits = np.full(len(keys), -1)
+    room = {} if shape.forward_only else _room_by_memory(shape, costs)
+    if shape.forward_only or (math.isinf(memory_factor) and not room):
+        return limits
+    encoders, spans = {unit.name for unit in shape.graph.encoders}, interleaved_spans(shape)
+    there = set(shape.stages)
+    for number, key in enumerate(keys):
+        if key[0] in encoders and key in there and shape.backward_need(*key).has_backward:
+            held = shape.plan.units[key[0]].replicas[key[1]]
+            in_1f1b = len(held.stages) - held.virtual_stages[key[2]].stage_index + spans[key]
+            most = max(in_1f1b, min(memory_factor * in_1f1b, room.get(key, math.inf)))
+            limits[number] = -1 if math.isinf(most) else math.ceil(most)
+    return limits
+
+
+def _room_by_memory(shape: StepShape, costs: StepCosts) -> dict[StageKey, float]:
+    """Return how many of the largest microbatches fit at once into each stage of the encoders on ranks of their own.
+
+    Stages on the same ranks share the room equally. Empty if the memory is unknown, or microbatches take none.
+    """
+    if math.isinf(costs.memory_bytes):
+        return {}
+    ranks = set(shape.plan.units[shape.graph.backbone.name].ranks)
+    apart = {unit.name for unit in shape.graph.encoders if ranks.isdisjoint(shape.plan.units[unit.name].ranks)}
+    kept, lane_of = Counter[int](), dict[StageKey, int]()
+    for stage, sizes in kept_by_stage(shape, costs):
+        if stage[0] in apart:
+            lane_of[stage] = lane = shape.lanes_of(*stage)[0]
+            kept[lane] += int(sizes.max())
+    free = {lane: MEMORY_SHARE * costs.memory_bytes - costs.static_bytes(lane) for lane, size in kept.items() if size}
+    return {key: free[lane] // kept[lane] for key, lane in lane_of.items() if lane in free}

@@ -56,7 +56,7 @@ def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, c
     if isinf(costs.memory_bytes):
         return dict.fromkeys(shape.stages, FACTORS[-1])
     needed = np.zeros((len(shape.plan.lanes), len(FACTORS)))
-    for stage, kept in _kept_bytes(shape, costs):
+    for stage, kept in kept_by_stage(shape, costs):
         sums = np.append(0, np.cumsum(np.sort(kept)[::-1]))
         counts = np.floor(np.array(FACTORS) * limits[stage]).astype(np.int64)
         needed[list(shape.lanes_of(*stage))] += sums[np.minimum(counts, len(kept))]
@@ -70,8 +70,8 @@ def factors_within_memory(shape: StepShape, limits: Mapping[StageKey, int], *, c
     return {stage: FACTORS[least[groups[stage[:2]]]] for stage in shape.stages}
 
 
-def _kept_bytes(shape: StepShape, costs: StepCosts) -> Iterator[tuple[StageKey, Integers]]:
-    """Yield each stage that has microbatches, with the bytes that each of them keeps there."""
+def kept_by_stage(shape: StepShape, costs: StepCosts) -> Iterator[tuple[StageKey, Integers]]:
+    """Yield each stage that has microbatches, with the bytes per rank that each of them keeps there."""
     work = step_work(shape)
     forwards = np.flatnonzero(work.kinds == _FORWARD)
     kept, stages = costs.kept_bytes(work, forwards), work.computed_stages[forwards]

@@ -2,9 +2,14 @@
 
 from functools import lru_cache
 
-from multimodal.schedule.builders.one_f_one_b import forward_floors, microbatch_spans, stage_counts, stage_limits
+from multimodal.schedule.builders.one_f_one_b import (
+    forward_floors,
+    microbatch_spans,
+    stage_counts,
+    stage_limits,
+    storage_limits,
+)
 from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
-from multimodal.schedule.builders.zb_h1 import storage_limits
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError

@@ -69,14 +69,6 @@ def computed(lane: Lane) -> list[tuple[str, str, int, int]]:
     ]
 
 
-@pytest.mark.parametrize(("num_stages", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 2), (4, 2)])
-def test_the_bubble_is_that_of_interleaved_1f1b(num_stages: int, chunks: int) -> None:
-    for num_microbatches in range(num_stages, 3 * num_stages + 2):
-        events = run(one_unit(num_stages, num_microbatches, chunks=chunks), "breadth-first")
-        slots = chunks * num_microbatches + num_stages - 1
-        assert total(events) == pytest.approx(slots * (FORWARD_SECONDS + BACKWARD_SECONDS), abs=1e-9)
-
-
 @pytest.mark.parametrize(("num_stages", "chunks", "num_microbatches"), [(1, 2, 3), (2, 3, 4), (4, 2, 5)])
 def test_order_of_torch(num_stages: int, chunks: int, num_microbatches: int) -> None:
     """torch takes the microbatches of a range's backwards from the last to the first."""

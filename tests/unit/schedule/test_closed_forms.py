@@ -10,7 +10,7 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import ACTION_TABLE, ActionKind, Memory
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import one_unit
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, one_unit
 
 SIZES = [(1, 3), (2, 2), (2, 5), (3, 3), (3, 6), (4, 4), (4, 8), (4, 13)]
 """(stages, microbatches)."""
@@ -33,13 +33,14 @@ def test_one_bubble_of_p_minus_1_forwards_and_backwards(builder: str, num_stages
 
 
 @pytest.mark.parametrize(("num_stages", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 2), (4, 2)])
-def test_interleaving_divides_the_bubble_by_the_chunks(num_stages: int, chunks: int) -> None:
+@pytest.mark.parametrize("builder", ["interleaved-1f1b", "breadth-first"])
+def test_interleaving_divides_the_bubble_by_the_chunks(builder: str, num_stages: int, chunks: int) -> None:
     """The bubble (P - 1) / (v m), for any number of microbatches from P on."""
     seconds = {ActionKind.FORWARD: 0.7 / chunks, ActionKind.BACKWARD: 1.9 / chunks}
     for num_microbatches in range(num_stages, 3 * num_stages + 2):
         work = num_microbatches * (0.7 + 1.9)
         bubble_fraction = (num_stages - 1) / (chunks * num_microbatches)
-        events = run(one_unit(num_stages, num_microbatches, chunks=chunks), "interleaved-1f1b", seconds)
+        events = run(one_unit(num_stages, num_microbatches, chunks=chunks), builder, seconds)
         assert duration(events) == pytest.approx(work * (1 + bubble_fraction), abs=1e-9)
 
 
@@ -72,6 +73,13 @@ def test_zb_v_is_never_idle(num_stages: int, num_microbatches: int) -> None:
         assert of_lane[-1].end_seconds - of_lane[0].start_seconds == pytest.approx(work, abs=1e-9)
         assert of_lane[0].start_seconds == lane
     assert max(peaks(case, "zb-v")) == 2 * num_stages
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_rounds", "kept"), [(8, 1, 8), (8, 2, 4), (8, 4, 2), (8, 8, 1), (7, 2, 4)])
+def test_an_encoder_keeps_the_microbatches_of_one_round_of_dip(num_microbatches: int, num_rounds: int, kept: int) -> None:
+    sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
+    case = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
+    assert peaks(case, f"dip:rounds={num_rounds}") == [kept + 1], "and the LLM one"
 
 
 def peaks(case: StepShape, builder: str) -> list[int]:

@@ -1,9 +1,11 @@
 """What holds for every schedule: of any builder, after any passes, on any plan, for any samples."""
 
+import math
 import pickle
 from collections import defaultdict
 from collections.abc import Hashable
-from dataclasses import replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from unittest.mock import patch
 
@@ -12,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import multimodal.schedule.list_schedule as listing
+from multimodal.cost.step_costs import ComputeCost
 from multimodal.plan.communicators import track_of
 from multimodal.references.simulate_events import simulate_events as simulate_events_reference
+from multimodal.schedule import fill_idle_lanes as filling
+from multimodal.schedule import list_schedule as listing
 from multimodal.schedule import simulate_events as events
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.builders import BUILDERS
@@ -36,6 +40,19 @@ from tests.unit.schedule.test_execute_lanes import assert_alike
 from tests.unit.schedule.uniform_costs import RandomCosts
 from tests.unit.values.work.dependencies import dependencies
 
+KERNEL_USERS = (events, filling, listing)
+
+
+@dataclass(frozen=True)
+class WaitingCosts(RandomCosts):
+    """Only the LLM waits for collectives."""
+
+    memory_bytes: float = math.inf
+
+    def compute(self, action: Action) -> ComputeCost:
+        found = super().compute(action)
+        return found if action.unit == "llm" else found._replace(waits=())
+
 
 @settings(max_examples=200)
 @given(
@@ -44,19 +61,26 @@ from tests.unit.values.work.dependencies import dependencies
     passes=st.lists(st.sampled_from(sorted(PASSES)), unique=True, max_size=3),
     num_queues=st.sampled_from([1, 2, 8, 33]),
     seed=st.integers(0, 1000),
+    memory_bytes=st.sampled_from([math.inf, 1200.0]),
 )
 def test_any_builder_with_any_passes_on_any_plan(
-    built: tuple[StepShape, str], forward_only: bool, passes: list[str], num_queues: int, seed: int
+    built: tuple[StepShape, str], forward_only: bool, passes: list[str], num_queues: int, seed: int, memory_bytes: float
 ) -> None:
-    case, builder = built
+    case, name = built
     step = replace(case, forward_only=forward_only)
-    schedule = BUILDERS[builder](step)
+    num_waits = 2 if case.plan.units["llm"].tensor_parallel_size > 1 else 0
+    costs = WaitingCosts(seed=seed, num_waits=num_waits, memory_bytes=memory_bytes)
+    builder = BUILDERS[name].with_costs(costs)
+    schedule = builder(step)
     assert_forwards_in_order(schedule)
-    assert listing.kernels is not None and events.kernels is not None
-    with patch.object(listing, "kernels", None):
-        assert BUILDERS[builder](step) == schedule, "the kernels change nothing"
+    assert all(module.kernels is not None for module in KERNEL_USERS)
+    with ExitStack() as stack:
+        for module in KERNEL_USERS:
+            stack.enter_context(patch.object(module, "kernels", None))
+        assert builder(step) == schedule, "the kernels change nothing"
+    validate_schedule(schedule, options=costs.options)
     assert_settled_where_they_run(insert_communication(PASSES["fill"](schedule)), RandomCosts(seed=seed))
-    for name in () if forward_only else passes:
+    for name in () if forward_only or schedule.has_inside else passes:
         schedule = PASSES[name](schedule)
     check_both_dialects(schedule, num_queues=num_queues, seed=seed)
 

@@ -1,3 +1,7 @@
+import numpy as np
+import pytest
+
+import multimodal.schedule.list_schedule as listing
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.schedule.text import schedule_to_text
 from multimodal.schedule.validate import validate_schedule
@@ -41,3 +45,11 @@ def test_a_floor_above_the_limit_gives_way() -> None:
     assert schedule_to_text(schedule).splitlines()[0] == (
         "lane 0: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
     )
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_an_action_that_waits_for_none_that_is_scheduled_is_refused(is_fast: bool) -> None:
+    run = listing.kernels.link_actions if is_fast and listing.kernels else listing.link_actions
+    needs, nothing = (np.array([0, 0, 1]), np.array([0])), np.zeros(0, np.int64)
+    with pytest.raises(IndexError, match="not scheduled"):
+        run(np.array([1]), *needs, np.zeros(1, np.uint8), np.zeros(1, np.int64), nothing, nothing)

@@ -1,14 +1,8 @@
 """Encoders and generators in pauses of the LLM's pipeline: what a step takes, and how many microbatches are alive."""
 
-from dataclasses import replace
-from unittest.mock import patch
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from multimodal.schedule import simulate_events
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.execute_lanes import execute_unit
@@ -19,7 +13,7 @@ from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, build_unit_plan, cases, deal
+from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, build_unit_plan, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts
 
 
@@ -120,15 +114,6 @@ def test_a_generator_makes_and_forgets_in_one_pause(num_microbatches: int) -> No
     assert most_alive(schedule, "image") == 1 and most_alive(schedule, "vision") <= 3
     busy = 3.5 * (num_microbatches + 1.25 * num_microbatches / 2)
     assert simulate_schedule(schedule, costs).iteration_seconds == pytest.approx(busy + 3.5, abs=1e-6)
-
-
-@settings(max_examples=60)
-@given(case=cases(), forward_only=st.booleans(), seed=st.integers(0, 2**20))
-def test_any_step_gives_a_valid_schedule_the_same_without_kernels(case: StepShape, forward_only: bool, seed: int) -> None:
-    step = replace(case, forward_only=forward_only)
-    fast = nested(step, RandomCosts(seed=seed))  # validates
-    with patch.object(simulate_events, "kernels", None):
-        assert nested(step, RandomCosts(seed=seed)) == fast
 
 
 def test_a_unit_runs_as_if_the_others_took_no_time() -> None:

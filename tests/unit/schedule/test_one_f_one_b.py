@@ -22,15 +22,6 @@ def textbook(num_stages: int, num_microbatches: int, stage: int) -> list[tuple[s
     return order + [("B", microbatch) for microbatch in range(num_microbatches - num_warmup, num_microbatches)]
 
 
-@pytest.mark.parametrize("num_stages", range(1, 9))
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 7, 8, 9, 20])
-def test_one_unit_gives_textbook_1f1b(num_stages: int, num_microbatches: int) -> None:
-    case = build_case(build_graph(), {"llm": (1, num_stages, 1)}, {"llm": deal(num_microbatches, 1)})
-    for stage, lane in enumerate(build_one_f_one_b(case).lanes):
-        found = [(action.kind.value, action.microbatch) for action in lane.actions]
-        assert found == [*textbook(num_stages, num_microbatches, stage), ("RG", -1)]
-
-
 def test_a_chain_of_encoder_and_llm_is_one_pipeline() -> None:
     case = build_case(build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 3, 1)}, {"vision": deal(9, 1), "llm": deal(9, 1)})
     assert list(forward_limits(case).values()) == [3, 2, 1, 5, 4]

@@ -4,10 +4,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-import multimodal.schedule.fill_idle_lanes as filling
 from multimodal.cost.layers.registry import count_segments
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost
@@ -19,7 +16,7 @@ from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import Action, ActionKind, SegmentRange
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, RandomCosts, UniformCosts
 
 
@@ -60,39 +57,6 @@ def test_encoders_leave_next_to_nothing_of_the_bubbles(
 def test_the_order_follows_from_the_costs() -> None:
     step = encoder_copies(8)
     assert optimus(step, costs_with(0.5)) != optimus(step, costs_with(2.0))
-
-
-@dataclass(frozen=True)
-class WaitingCosts(RandomCosts):
-    """Only the LLM waits, and only where several ranks work on it."""
-
-    has_waits: bool = True
-    memory_bytes: float = math.inf
-
-    def compute(self, action: Action) -> ComputeCost:
-        found = super().compute(action)
-        return found if action.unit == "llm" and self.has_waits else found._replace(waits=())
-
-
-@settings(max_examples=100)
-@given(
-    name=st.sampled_from(("optimus", "optimus-lean", "optimus-zb", "interleaved-zb")),
-    case=cases(),
-    forward_only=st.booleans(),
-    seed=st.integers(0, 2**20),
-    memory_bytes=st.sampled_from([math.inf, 1200.0]),
-)
-def test_the_kernel_equals_its_reference_and_gives_valid_schedules(
-    name: str, case: StepShape, forward_only: bool, seed: int, memory_bytes: float
-) -> None:
-    step = replace(case, forward_only=forward_only)
-    has_waits = step.plan.units["llm"].tensor_parallel_size > 1
-    costs = WaitingCosts(seed=seed, num_waits=2, has_waits=has_waits, memory_bytes=memory_bytes)
-    assert filling.kernels is not None
-    builder = BUILDERS[name].with_costs(costs)
-    fast = build_schedule(builder, step)  # validates
-    with patch.object(filling, "kernels", None):
-        assert build_schedule(builder, step) == fast
 
 
 def most_kept(schedule: Schedule, lane: int) -> int:

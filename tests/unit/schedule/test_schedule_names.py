@@ -1,10 +1,12 @@
 """Names of schedules with parameters: what they stand for, and what is refused."""
 
 import pytest
+from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.values.errors import ScheduleError
-from tests.unit.schedule.schedule_cases import golden_cases
+from multimodal.values.shape import StepShape
+from tests.unit.schedule.schedule_cases import builders_for, cases, golden_cases
 
 CASE = golden_cases()["two_encoders"]
 
@@ -55,3 +57,12 @@ def test_neutral_values_change_nothing() -> None:
 def test_what_is_wrong_is_refused_with_what_is_known(name: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         BUILDERS[name]
+
+
+@settings(max_examples=40)
+@given(case=cases())
+def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepShape) -> None:
+    for builder in set(BUILDERS) - set(builders_for(case)):
+        message = rf"{builder} (needs .* found .* in the plan, or|runs encoders as one, .*;) choose "
+        with pytest.raises(ScheduleError, match=message):
+            BUILDERS[builder](case)

@@ -1,9 +1,14 @@
+import pickle
+from typing import Any
+
 import pytest
 
+from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.text import lanes_from_text, lanes_to_text
 from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane
+from tests.unit.schedule.schedule_cases import one_unit
 
 TEXT = """\
 lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; RB vision/0/0/3<llm/1/0/2; B vision/0/0/3; RG vision/0/0
@@ -49,3 +54,10 @@ def test_parse_errors_say_where_and_what(text: str, message: str) -> None:
 def test_a_unit_name_that_would_not_parse_back_is_refused() -> None:
     with pytest.raises(ScheduleError, match="unit name 'my unit' cannot be written"):
         action_to_text(Action(ActionKind.FORWARD, "my unit", 0, 0, 0))
+
+
+def test_a_schedule_that_others_have_read_travels_with_one_lane() -> None:
+    schedule = BUILDERS["1f1b"](one_unit(3, 5))
+    assert len(schedule.lanes) == 3
+    alone: Any = pickle.loads(pickle.dumps(schedule.spelled_out(1)))
+    assert alone._lanes == {1: schedule.lane(1)} and alone == schedule

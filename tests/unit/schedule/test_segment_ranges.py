@@ -2,62 +2,12 @@ import re
 
 import pytest
 
-from multimodal.schedule.text import lanes_from_text, schedule_from_text
+from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.validate import validate_schedule
-from multimodal.values.action import Place, SegmentRange, action_to_text
+from multimodal.values.action import Place, SegmentRange
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import Cuts, SegmentCut
-from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, small
-from tests.unit.values.work.dependencies import dependencies
-
-
-def two_stages() -> StepShape:
-    """An encoder and an LLM of two stages each, four transformer layers a stage beside the ends."""
-    sizes = {"vision": (1, 2, 1), "llm": (1, 2, 1)}
-    return build_case(build_graph("vision"), sizes, {"vision": deal(2, 1), "llm": deal(2, 1)})
-
-
-CUT = Cuts(
-    segments={
-        Place("vision", 0, 0, 0): SegmentCut(21, (2, 7), (5,)),
-        Place("vision", 0, 1, 0): SegmentCut(21, (4,), ()),
-        Place("vision", 0, 1, 1): SegmentCut(21, (), (4, 20)),
-    }
-)
-
-
-@pytest.mark.parametrize(
-    ("action", "needs"),
-    [
-        ("F vision/0/0/0{0:2}", []),
-        ("F vision/0/0/0{2:7}", ["F vision/0/0/0{0:2}"]),
-        ("F vision/0/1/0{0:4}", ["F vision/0/0/0{7:21}"]),
-        ("F vision/0/1/0{4:21}", ["F vision/0/1/0{0:4}"]),
-        ("F vision/0/1/1", ["F vision/0/0/1"]),
-        ("F llm/0/0/0", ["F vision/0/1/0{4:21}"]),
-        ("B vision/0/1/0", ["F vision/0/1/0{4:21}", "B llm/0/0/0"]),
-        ("B vision/0/0/0{5:21}", ["F vision/0/0/0{7:21}", "B vision/0/1/0"]),
-        ("B vision/0/0/0{0:5}", ["B vision/0/0/0{5:21}"]),
-        ("B vision/0/1/1{20:21}", ["F vision/0/1/1", "B llm/0/0/1"]),
-        ("B vision/0/1/1{4:20}", ["B vision/0/1/1{20:21}"]),
-        ("B vision/0/0/1", ["F vision/0/0/1", "B vision/0/1/1{0:4}"]),
-        ("RG vision/0/1", ["B vision/0/1/0", "B vision/0/1/1{0:4}"]),
-        ("SF vision/0/0/0>vision/0/1/0", ["F vision/0/0/0{7:21}"]),
-        ("SB vision/0/1/1>vision/0/0/1", ["B vision/0/1/1{0:4}"]),
-    ],
-)
-def test_ranges_need_each_other_and_stand_for_the_whole_to_others(action: str, needs: list[str]) -> None:
-    parsed = lanes_from_text(f"lane 0: {action}")[0].actions[0]
-    assert [action_to_text(each) for each in dependencies(parsed, two_stages().with_cuts(CUT))] == needs
-
-
-def test_by_layer_a_reduction_begins_with_the_first_range_of_the_last_backward() -> None:
-    cuts = Cuts(segments=CUT.segments, reduced_by_layer=frozenset({("vision", 1)}))
-    first, then = (lanes_from_text(f"lane 0: {text}")[0].actions[0] for text in ("RG vision/0/1[1:5]", "RG vision/0/1[0:1]"))
-    step = two_stages().with_cuts(cuts)
-    assert [action_to_text(each) for each in dependencies(first, step)] == ["B vision/0/1/0", "F vision/0/1/1", "B llm/0/0/1"]
-    assert action_to_text(dependencies(then, step)[-1]) == "B vision/0/1/1{0:4}"
+from tests.unit.schedule.schedule_cases import small
 
 
 def test_a_forward_ascends_and_a_backward_descends() -> None:

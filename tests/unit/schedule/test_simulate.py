@@ -1,4 +1,6 @@
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,10 +11,11 @@ from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule, connected_lanes
+from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
 from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.unit_cost import UnitCosts
@@ -20,6 +23,7 @@ from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, lane_of
 from multimodal.values.shape import StepShape
+from multimodal.values.timeline import Timeline
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
 from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
 
@@ -35,9 +39,9 @@ def pipeline(*, pp: int, num_microbatches: int, dp: int = 1) -> StepShape:
     return build_case(build_graph(), {"llm": (dp, pp, 1)}, {"llm": deal(num_microbatches * dp, dp)})
 
 
-def colocated() -> StepShape:
+def one_sample(*, colocated: bool = False, frozen: Sequence[str] = ()) -> StepShape:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
-    return build_case(build_graph("vision"), sizes, {"vision": deal(1, 1), "llm": deal(1, 1)}, colocated=True)
+    return build_case(build_graph("vision", frozen=frozen), sizes, {unit: deal(1, 1) for unit in sizes}, colocated=colocated)
 
 
 def without_reductions(schedule: Schedule) -> Schedule:
@@ -85,7 +89,9 @@ def test_replicas_share_a_link_only_if_they_are_said_to() -> None:
 
 def test_reductions_and_gathers_overlap_with_computations() -> None:
     text = "GP vision/0/0; GP llm/0/0; F vision/0/0/0; F llm/0/0/0; B llm/0/0/0; RG llm/0/0; B vision/0/0/0; RG vision/0/0"
-    found = simulate_schedule(schedule_from_text(f"lane 0: {text}", colocated(), lowered=True), UniformCosts(collective=5.0))
+    found = simulate_schedule(
+        schedule_from_text(f"lane 0: {text}", one_sample(colocated=True), lowered=True), UniformCosts(collective=5.0)
+    )
     assert [(action_to_text(event.action), event.start_seconds, event.end_seconds) for event in found.timeline.events] == [
         ("GP vision/0/0", 0, 5),
         ("F vision/0/0/0", 5, 6),
@@ -208,3 +214,38 @@ def test_wrong_costs_are_named() -> None:
 
     with pytest.raises(ConfigError, match="the tensor parallel share no longer than the computation"):
         simulate_schedule(lower(case), Greedy())
+
+
+def test_the_timeline_shows_computing_waiting_and_reducing() -> None:
+    events = timeline_of_unit_costs(lower(one_sample())).events
+    assert [(action_to_text(action), lane, start, end) for action, lane, start, end in events] == [
+        ("F vision/0/0/0", 0, 0, 1),
+        ("RF llm/0/0/0<vision/0/0/0", 1, 0, 1),
+        ("RB vision/0/0/0<llm/0/0/0", 0, 1, 4),
+        ("F llm/0/0/0", 1, 1, 2),
+        ("B llm/0/0/0", 1, 2, 4),
+        ("B vision/0/0/0", 0, 4, 6),
+        ("RG llm/0/0", 1, 4, 5),
+        ("RG vision/0/0", 0, 6, 7),
+    ]
+
+
+def test_a_gradient_that_only_passes_through_costs_half() -> None:
+    assert timeline_of_unit_costs(lower(one_sample(frozen=["llm"]))).duration_seconds == 1 + 1 + 1 + 2 + 1
+
+
+def test_a_schedule_that_cannot_finish_has_no_timeline() -> None:
+    case = one_sample()
+    vision, llm = "B vision/0/0/0; F vision/0/0/0; RG vision/0/0", "F llm/0/0/0; B llm/0/0/0; RG llm/0/0"
+    schedule = schedule_from_text(f"lane 0: {vision}\nlane 1: {llm}", case)
+    with pytest.raises(ScheduleError, match="cannot finish"):
+        timeline_of_unit_costs(schedule)
+    with pytest.raises(ScheduleError, match=r"(?s)cannot finish.*lane 0 \(ranks 0\):  > B vision/0/0/0 <"):
+        insert_communication(schedule)
+
+
+def test_a_timeline_is_drawn_as_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name, timeline in {"full": timeline_of_unit_costs(lower(one_sample())), "empty": Timeline(((0,),), ())}.items():
+        draw_timeline(timeline, tmp_path / f"{name}.png", title=name)
+        assert (tmp_path / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

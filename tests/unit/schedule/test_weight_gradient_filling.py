@@ -12,7 +12,7 @@ from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.room_ahead import MEMORY_SHARE
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards, weights_before_forwards_of_lanes
+from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards
 from multimodal.schedule.text import schedule_to_text
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.schedule import Schedule
@@ -121,7 +121,7 @@ def test_a_lane_keeps_to_its_own_order_where_a_stage_lies_in_several() -> None:
     step = build_case(build_graph("vision"), sizes, {"vision": deal(2, 2), "llm": deal(2, 1)}, colocated=True)
     split = split_in_line(BUILDERS["interleaved-1f1b"](step), ["vision", "llm"])
     actions = split.work.computed
-    pairs = {(actions[first], actions[then]) for then, first in zip(*weights_before_forwards_of_lanes(split, 0), strict=True)}
+    pairs = {(actions[first], actions[then]) for then, first in zip(*weights_before_forwards(split), strict=True)}
     expected = Action(ActionKind.WEIGHT_GRADIENT, "llm", 0, 0, 0), Action(ActionKind.FORWARD, "llm", 0, 0, 1)
     assert pairs == {expected}
     build_schedule(BUILDERS["interleaved-zb"].with_costs(costs_of(llm=1.0, vision=1.0)), step)  # validates
