@@ -36,33 +36,6 @@ def costs_of(*, vision: UnitSizes | None = None, **sizes: int) -> ModelCosts:
 ALONE, SPREAD, BOTH = costs_of(), costs_of(context_parallel_size=4), costs_of(context_parallel_size=4, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize(("costs", "num_ranks"), [(SPREAD, 4), (BOTH, 8)])
-def test_computations_are_divided_over_all_ranks_of_a_stage(costs, num_ranks):
-    forward = Action(ActionKind.FORWARD, "llm", 0, 0, 0)
-    alone, shared = ALONE.compute(forward), costs.compute(forward)
-    assert shared.seconds - shared.tensor_parallel_seconds == pytest.approx(alone.seconds / num_ranks)
-    weight = Action(ActionKind.WEIGHT_GRADIENT, "llm", 0, 0, 0)
-    assert costs.compute(weight).seconds == pytest.approx(ALONE.compute(weight).seconds / num_ranks)
-
-
-def test_a_forward_waits_for_the_first_keys_and_values(monkeypatch):
-    forward = Action(ActionKind.FORWARD, "llm", 0, 0, 0)
-    heads = collective_seconds(4 * NUM_TOKENS * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
-    assert SPREAD.compute(forward).tensor_parallel_seconds == pytest.approx(heads), "so few bytes are gathered in one step"
-    monkeypatch.setattr("multimodal.cost.layers.collectives.GATHERED_AT_ONCE_BYTES", NUM_TOKENS * 2 * 16 * 2)
-    head = collective_seconds(NUM_TOKENS * 2 * 16 * 2, ranks=range(4), cluster=CLUSTER)
-    attention = 4 * 64 * NUM_TOKENS**2 * 0.5 / 4 / 50e12
-    waits = costs_of(context_parallel_size=4).compute(forward).tensor_parallel_seconds
-    assert waits == pytest.approx(head + max(0.0, 4 * head - attention) * 3 / 4)
-
-
-def test_every_rank_sends_its_share_of_a_message():
-    send = Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0))
-    alone, shared, both = (transfer(costs, send, shape=costs.shape).occupied_seconds for costs in (ALONE, SPREAD, BOTH))
-    assert alone == pytest.approx(NUM_TOKENS * 64 * 2 / 100e9)
-    assert shared == pytest.approx(alone / 4) and both == pytest.approx(alone / 8)
-
-
 def test_rows_change_hands_where_units_on_the_same_ranks_spread_tokens():
     costs = costs_of(pipeline_parallel_size=1, context_parallel_size=4)
     vision = build_unit_plan(GRAPH.unit("vision"), sizes=UnitSizes(1, 1, 4, 1), first_rank=0)

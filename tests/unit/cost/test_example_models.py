@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from multimodal.cost.layers.registry import describe_layer, read_model
-from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.cost.cost_cases import parameter_count, unit_parameters
 
@@ -84,25 +83,3 @@ def test_every_model_file_says_its_vocabulary_and_whether_it_can_only_be_planned
     can_train = all(describe_layer(graph, unit, kind, vocab_size=0).can_be_built for unit in graph.units for kind in unit.layers)
     says_so = "# To be planned and simulated only, not trained:" in path.read_text()
     assert says_so is not can_train
-
-
-SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
-
-
-@pytest.mark.parametrize(
-    ("encoder", "message"),
-    [
-        ({"audio": {"num_mel_bins": 0}}, "num_mel_bins: expected a positive integer, found 0"),
-        ({"audio": {"tokens": 3}}, "unknown key 'tokens'"),
-        ({"audio": {}, "image": {}}, "has an image and audio"),
-        ({"vocab_size": 32}, "vocab_size belongs to the backbone"),
-    ],
-)
-def test_wrong_inputs_are_refused(encoder: dict, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        ModelGraph.from_dict({"units": {"ear": {"role": "encoder", **SHAPE, **encoder}, "llm": {"role": "backbone", **SHAPE}}})
-
-
-def test_audio_belongs_to_encoders() -> None:
-    with pytest.raises(ModelError, match="audio belongs to encoders"):
-        ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE, "audio": {"merge_factor": 2}}}})

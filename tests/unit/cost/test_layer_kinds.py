@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from multimodal.cost.layers.registry import LAYER_KINDS, read_model
+from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
 
@@ -50,13 +50,6 @@ def test_a_wrong_list_is_refused_with_its_line(tmp_path: Path, layers: str, prob
     with pytest.raises(ModelError) as caught:
         read(tmp_path, layers)
     assert problem in str(caught.value) and "model.yaml, line 4: unit 'llm'" in str(caught.value)
-
-
-def test_the_defaults_of_every_role_stand_where_they_may(tmp_path: Path) -> None:
-    (tmp_path / "model.yaml").write_text(TEXT)
-    for unit in read_model(tmp_path / "model.yaml").units:
-        ends = LAYER_KINDS[unit.layers[0]], LAYER_KINDS[unit.layers[-1]]
-        assert [kind.position for kind in ends] == ["first", "last"] and all(unit.role in kind.roles for kind in ends)
 
 
 @pytest.mark.parametrize(("items", "wrong"), [("audio", "patch_embedding"), ("image", "audio_embedding")])

@@ -17,7 +17,7 @@ from multimodal.cost.seconds.layer_curves import (
     fit_error,
     fit_quadratic,
 )
-from multimodal.cost.seconds.layer_profile import LayerProfile
+from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
 from multimodal.values.errors import ConfigError
 
 SIZES = tuple(PackedSize(tokens) for tokens in (64, 256, 1024, 4096, 16384))
@@ -89,9 +89,10 @@ def test_a_falling_first_line_does_not_end_below_zero() -> None:
 @pytest.mark.parametrize("name", ["costs.yaml", "costs.json"])
 def test_a_profile_is_read_back_as_written(tmp_path: Path, name: str) -> None:
     curves = LayerCurves(Quadratic(1e-5, 2e-7, 3e-12, 4e-6), POINTS, Quadratic(0.0, 1.0), Quadratic())
-    profile = LayerProfile("CPU", "float32", {("llm", "transformer", 2, 1): curves, ("llm", "head", 1, 1): curves})
-    profile.to_file(tmp_path / name)
-    assert LayerProfile.from_file(tmp_path / name) == profile
+    for step in (None, StepProfile(seconds=1.0, weight_update_seconds=1e-4)):
+        profile = LayerProfile("CPU", "float32", {("llm", "transformer", 2, 1): curves, ("llm", "head", 1, 1): curves}, step)
+        profile.to_file(tmp_path / name)
+        assert LayerProfile.from_file(tmp_path / name) == profile and ("step" in profile.to_dict()) == (step is not None)
 
 
 def test_files_without_sequences_are_read_as_before() -> None:
@@ -122,3 +123,5 @@ ENTRY = {"forward": [1, 2, 3], "input_gradient": [0, 0, 0], "weight_gradient": [
 def test_wrong_files_are_refused(units: dict, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         LayerProfile.from_dict({"units": units})
+    with pytest.raises(ConfigError, match="unknown key 'second'; known keys are seconds"):
+        LayerProfile.from_dict({"units": {"llm": {}}, "step": {"second": 1}})

@@ -56,21 +56,6 @@ def test_all_computations_together_cost_the_steps_flops():
     assert seconds * 0.5 * 100e12 == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_backward_costs_its_two_halves():
-    backward, *halves = (
-        COSTS.compute(Action(kind, "llm", 0, 0, 0))
-        for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-    )
-    assert backward.seconds == pytest.approx(sum(half.seconds for half in halves))
-
-
-def test_tensor_parallel_ranks_wait_for_four_collectives_a_layer():
-    # 60 tokens x 64 x 2 bytes; one step of a ring of two moves half of it
-    expected = 4 * (2e-6 + 60 * 64 * 2 / 2 / 100e9)
-    assert COSTS.compute(Action(ActionKind.FORWARD, "llm", 0, 1, 0)).tensor_parallel_seconds == pytest.approx(expected)
-    assert COSTS.compute(Action(ActionKind.FORWARD, "vision", 0, 0, 0)).tensor_parallel_seconds == 0.0
-
-
 def test_messages_are_hidden_states_inside_a_unit_and_projected_items_between_units():
     inside = transfer(COSTS, Action(ActionKind.SEND_FORWARD, "llm", 0, 0, 0, Place("llm", 0, 1, 0)), shape=COSTS.shape)
     assert inside == TransferCost(pytest.approx(2e-6), pytest.approx(60 * 64 * 2 / (2 * 100e9)))
@@ -107,10 +92,6 @@ def test_the_parts_of_a_reduction_by_layer_make_up_the_whole():
     assert sum(weights) == COSTS.stages.num_weights(("vision", 0, 0), trained_only=True)
     assert others + last == pytest.approx(whole)
     assert last == pytest.approx(whole * weights[0] / sum(weights))
-
-
-def test_collectives_across_nodes_share_the_cards():
-    assert collective_seconds(1e9, ranks=(0, 4), cluster=CLUSTER) == pytest.approx(5e-6 + 0.5 / 5)
 
 
 def test_a_ring_takes_as_many_steps_over_the_network_as_there_are_nodes_but_one():

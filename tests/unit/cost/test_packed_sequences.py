@@ -50,13 +50,6 @@ def test_more_ranks_share_tokens_but_not_the_calls_for_each_sequence() -> None:
     assert found == Quadratic(1.0, 0.05, 0.005, 4.0)
 
 
-def test_a_profile_without_sequences_costs_as_before() -> None:
-    curves = LayerCurves(*(Quadratic(*curve[:3]) for curve in CURVES))
-    costs = LayerCosts(GRAPH, EVEN_CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): curves}))
-    load = item_load(100, 0)
-    assert costs.seconds("llm", "transformer", load) == costs.seconds("llm", "transformer", load._replace(num_sequences=9))
-
-
 def test_profiled_sizes_are_packed_evenly() -> None:
     assert packed_sizes([16, 100], (1, 8)) == (PackedSize(16), PackedSize(100), PackedSize(96, 8))
     assert packed_sizes([32], (8,)) == (PackedSize(32, 8),) and PackedSize(32, 8).num_squared == 8 * 4**2

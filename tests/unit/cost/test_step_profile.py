@@ -16,7 +16,6 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
-from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from tests.unit.cost.cost_cases import EVEN_CLUSTER, graph_of
@@ -103,23 +102,3 @@ def test_without_a_profile_an_update_moves_bytes() -> None:
     assert costs(ALONE, cluster=fast).update_seconds == moved
     assert costs(ALONE, cluster=fast, profile=replace(profile_of(), step=None)).update_seconds == moved
     assert update_traffic_bytes(4) == 16 + 16 + 8 and update_traffic_bytes(8) == 2 * update_traffic_bytes(4)
-
-
-def test_a_step_is_read_back_as_written() -> None:
-    assert LayerProfile.from_dict(profile_of().to_dict()) == profile_of()
-    without = replace(profile_of(), step=None)
-    assert LayerProfile.from_dict(without.to_dict()) == without and "step" not in without.to_dict()
-
-
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        ([], "layer costs, step: expected a mapping with seconds"),
-        ({"second": 1}, "unknown key 'second'; known keys are seconds"),
-        ({"seconds": -1}, "seconds: expected a number of at least 0, found -1"),
-        ({"seconds": "1"}, "expected a number of at least 0, found '1'"),
-    ],
-)
-def test_wrong_steps_are_refused(step: object, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        LayerProfile.from_dict({"units": {"llm": {}}, "step": step})

@@ -35,11 +35,6 @@ def test_experts_are_read_as_they_are_written() -> None:
     assert "experts" not in graph_of(None).to_dict()["units"]["llm"], "as in files of models without experts"
 
 
-def test_some_layers_may_have_them() -> None:
-    graph = graph_of(layers=["token_embedding", "transformer", "moe_transformer", "head"])
-    assert graph.backbone.layers[1:3] == ("transformer", "moe_transformer")
-
-
 @pytest.mark.parametrize(
     ("experts", "llm", "problem"),
     [
@@ -54,12 +49,6 @@ def test_experts_that_contradict_themselves_are_refused(experts: Any, llm: dict[
     with pytest.raises(ModelError, match=problem) as caught:
         graph_of(experts, **llm)
     assert "unit 'llm'" in str(caught.value)
-
-
-def test_encoders_have_none() -> None:
-    units = {"vision": {"role": "encoder", **SHAPE, "experts": EXPERTS}, "llm": {"role": "backbone", **SHAPE}}
-    with pytest.raises(ModelError, match="unit 'vision'.*experts belong to the backbone"):
-        ModelGraph.from_dict({"units": units})
 
 
 def plan_of(graph: ModelGraph = GRAPH, *, tp: int = 1, pp: int = 1, dp: int = 4, ep: int = 2) -> Plan:

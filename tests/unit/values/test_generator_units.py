@@ -1,9 +1,8 @@
 import pytest
 
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
 from multimodal.values.backward_need import BackwardNeed, layers_backward_need
 from multimodal.values.errors import ModelError
-from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.parts.item_passes import list_conditions, pass_items
 from multimodal.values.sample_lengths import ItemLengths
 
@@ -58,33 +57,10 @@ def test_images_are_made_beside_the_tokens_of_the_items_before_them():
     assert pass_items(plain, [seen, made]) == (seen, made) and not plain.passes_items_on
 
 
-def test_a_generator_that_nobody_feeds_is_refused():
-    with pytest.raises(ModelError, match=r"add an edge \[llm, painter\]"):
-        ModelGraph.from_dict({"units": UNITS, "edges": [["vision", "llm"]]})
-
-
-def test_a_generators_samples_come_from_where_the_backbone_has_them():
-    graph = ModelGraph.from_dict({"units": UNITS})
-    samples = (((Atom(0), Atom(1)),), ((Atom(2),),))
-    assignment = Assignment({"vision": (((Atom(0, 0),),),), "llm": samples, "painter": (((Atom(2), Atom(0)), (Atom(1),)),)})
-    routes = assignment.routes(graph).to_target[MicrobatchPlace("painter", 0, 0)]
-    assert [(route.source, route.atoms) for route in routes] == [
-        (MicrobatchPlace("llm", 0, 0), (Atom(0),)),
-        (MicrobatchPlace("llm", 1, 0), (Atom(2),)),
-    ]
-
-
 def test_a_frozen_generator_behind_a_trained_backbone_passes_gradients_on():
     painter = {**UNITS["painter"], "freeze_module": True, "freeze_projector": True}
     graph = ModelGraph.from_dict({"units": {**UNITS, "painter": painter}})
     assert layers_backward_need(graph, "painter", range(4)) is BackwardNeed.INPUT_GRADIENT
-
-
-def test_a_generator_may_say_what_images_it_makes():
-    graph = ModelGraph.from_dict({"units": {**UNITS, "painter": {**UNITS["painter"], "image": {"patch_size": 8}}}})
-    assert graph.unit("painter").image == ImageInput(patch_size=8)
-    assert ModelGraph.from_dict(graph.to_dict()) == graph
-    assert ModelGraph.from_dict({"units": UNITS}).unit("painter").image is None
 
 
 @pytest.mark.parametrize(

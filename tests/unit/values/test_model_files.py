@@ -45,6 +45,10 @@ def test_a_unit_or_a_key_that_is_there_twice_is_refused(tmp_path):
     assert refusal_of(tmp_path, TEXT.replace("encoder", "encoder, num_layers: 3"))[0] == 3
 
 
+def test_an_encoder_takes_one_kind_of_item(tmp_path):
+    assert "has an image and audio" in refusal_of(tmp_path, TEXT.replace("encoder", "encoder, image: {}, audio: {}"))[1]
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
@@ -75,6 +79,8 @@ def test_values_that_mean_nothing_are_refused(tmp_path, entry, message):
         ("untie_embeddings_and_output_weights: false", "untie_embeddings_and_output_weights belongs to the backbone"),
         ("image: []", "image: expected a mapping with patch_size, merge_size"),
         ("image: {patch_size: 4.5}", "image, patch_size: expected a positive integer, found 4.5"),
+        ("audio: {tokens: 3}", "unknown key 'tokens'"),
+        ("experts: {num_experts: 8}", "experts belong to the backbone"),
         ("image: {max_pixels: 1}", "max_pixels 1 is below min_pixels 3136"),
     ],
 )

@@ -78,13 +78,6 @@ def test_the_number_of_microbatches_is_lowered_on_request_only():
         assert list(assign_entrain([1] * 8, **batch, min_num_microbatches=least)[3]) == [count]
 
 
-def test_several_encoders_are_balanced_each_for_itself():
-    vision, audio = [4, 4, 0, 0], [0, 0, 4, 4]
-    found = assign_entrain([1, 1, 1, 1], encoder_loads=[vision, audio], num_replicas=1, num_microbatches=2)
-    ((encoded, _),) = grouped(*found)
-    assert all({s < 2 for s in members} == {True, False} for members in encoded)
-
-
 def test_more_replicas_than_samples_are_refused():
     with pytest.raises(AssignmentError, match="3 samples cannot fill 4 replicas; use a larger global batch or fewer replicas"):
         assign_entrain([1, 2, 3], encoder_loads=[1, 2, 3], num_replicas=4, num_microbatches=2)

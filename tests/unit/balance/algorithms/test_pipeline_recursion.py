@@ -45,43 +45,9 @@ def test_one_unit_takes_what_the_simulator_says(num_stages, num_chunks, num_micr
         assert found == simulated_seconds(case, builder, forward, backward, order, {"llm": 0})
 
 
-def test_an_encoder_in_front_of_the_llm_is_part_of_the_pipeline():
-    groupings = {"vision": deal(7, 1), "llm": deal(7, 1)}
-    case = build_case(build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 3, 1)}, groupings)
-    for seed in range(5):
-        forward, backward = durations(5, 7, seed)
-        order = np.random.default_rng(seed).permutation(7).tolist()
-        found = pipeline_seconds(order, forward_seconds=forward, backward_seconds=backward, num_stages=5)
-        assert found == simulated_seconds(case, "1f1b", forward, backward, order, {"vision": 0, "llm": 2})
-
-
-def test_the_steps_of_every_stage_are_1f1b():
-    steps = pipeline_steps(3, 1, 4)
-    of_stage = [
-        " ".join(f"{'BF'[step.is_forward]}{step.position}" for step in steps if step.virtual_stage == stage) for stage in range(3)
-    ]
-    assert of_stage == ["F0 F1 F2 B0 F3 B1 B2 B3", "F0 F1 B0 F2 B1 F3 B2 B3", "F0 B0 F1 B1 F2 B2 F3 B3"]
-
-
 def test_the_interval_is_the_wait_that_a_forward_fills():
     # Two stages, forward 1 s and backward 2 s on each: stage 0 ends F0 at 1 and could start B0 at 4.
     pipeline = {"steps": pipeline_steps(2, 1, 3), "num_stages": 2, "forward": [[1.0] * 4] * 2, "backward": [[2.0] * 4] * 2}
     assert interval_to_fill([0], **pipeline) == 3.0
     # Then F1 until 2, B0 from 4 to 6; stage 1 runs F1 until 5 and B1 until 7.
     assert interval_to_fill([0, 1], **pipeline) == 1.0
-
-
-def test_intervals_after_the_warm_up_do_not_depend_on_what_is_not_known():
-    generator = np.random.default_rng(3)
-    forward, backward = generator.random((2, 4, 13))
-    intervals = []
-    for unknown in (0.0, 5.0):
-        forward[:, -1] = backward[:, -1] = unknown
-        pipeline = {
-            "steps": pipeline_steps(4, 1, 12),
-            "num_stages": 4,
-            "forward": forward.tolist(),
-            "backward": backward.tolist(),
-        }
-        intervals.append([interval_to_fill(range(count), **pipeline) for count in range(4, 12)])
-    assert intervals[0] == intervals[1] and len(set(intervals[0])) == 8

@@ -73,8 +73,3 @@ def test_intervals_are_filled_as_the_paper_lists_it():
     assert order[0] == 2 and order[-2:] == [0, 4] and sorted(order) == list(range(7))
     # After F of 2 at stage 0 (1 s) its backward is there at 1 + 2 + 4 = 7 s: 6 s for two forwards, so 3 s is closest, then 3 s.
     assert order[1] == 6
-
-
-def test_equal_microbatches_stay_as_they_are():
-    pipeline = {"forward_seconds": np.ones((4, 9)), "backward_seconds": np.full((4, 9), 2.0), "num_stages": 4}
-    assert reorder_microbatches(**pipeline) == tuple(range(9))

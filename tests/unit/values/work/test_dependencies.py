@@ -50,30 +50,6 @@ def test_dependencies_across_units(action: str, compute: list[str] | None, lower
     assert needs(unequal(), action, lowered=True) == lowered
 
 
-def test_dependencies_between_stages_of_a_unit() -> None:
-    case = golden_cases()["one_unit"]
-    assert needs(case, "F llm/0/1/2") == ["F llm/0/0/2"]
-    assert needs(case, "B llm/0/1/2") == ["F llm/0/1/2", "B llm/0/2/2"]
-    assert needs(case, "B llm/0/1/2", lowered=True) == ["F llm/0/1/2", "RB llm/0/1/2<llm/0/2/2"]
-
-
-def test_equal_ranks_need_no_message() -> None:
-    case = golden_cases()["colocated_one_rank"]
-    assert needs(case, "F llm/0/0/1", lowered=True) == ["F vision/0/0/1"]
-    assert all(action.peer is None for action in step_work(case).actions)
-
-
-def test_routes_are_built_once_per_assignment() -> None:
-    step = unequal()
-    assert step.routes is step.routes
-
-
-def test_a_text_only_microbatch_depends_on_nobody() -> None:
-    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[1]]], "llm": [[[0], [1]]]})
-    assert needs(case, "F llm/0/0/0", lowered=True) == []
-    assert needs(case, "F llm/0/0/1") == ["F vision/0/0/0"]
-
-
 @pytest.mark.parametrize(
     ("frozen", "frozen_projectors", "with_backward", "with_reduction"),
     [
