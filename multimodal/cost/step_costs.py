@@ -50,18 +50,22 @@ class StepCosts(Protocol):
     @property
     def model_flops(self) -> float:
         """Floating point operations that the model needs for this step, recomputation not counted; 0 where unknown."""
+        return 0.0
 
     @property
     def peak_flops_per_second(self) -> float:
         """Peak FLOP/s of all ranks of the plan together; 0 where unknown."""
+        return 0.0
 
     @property
     def options(self) -> RunOptions | None:
         """Options of the run, which determine the collectives of its layers; None if unknown."""
+        return None
 
     @property
     def memory_bytes(self) -> float:
         """Bytes of a rank's memory; infinite if unknown."""
+        return float("inf")
 
     def compute(self, action: Action) -> ComputeCost:
         """Cost of one forward, backward, input gradient or weight gradient."""
@@ -76,31 +80,12 @@ class StepCosts(Protocol):
         """Bytes per rank that the places of these forwards keep from their start to the end of their backward."""
 
     def static_bytes(self, lane: int) -> int:
-        """Bytes per rank of weights, gradients and optimizer state in a lane."""
+        """Bytes per rank of weights, gradients and optimizer state in a lane; 0 if unknown."""
+        return 0
 
 
 class ActionCosts(StepCosts, Protocol):
     """Base of costs that are known action by action; gives the costs of all pieces from those of single actions."""
-
-    @property
-    def options(self) -> RunOptions | None:
-        """None: unknown."""
-        return None
-
-    @property
-    def memory_bytes(self) -> float:
-        """Infinite: unknown."""
-        return float("inf")
-
-    @property
-    def model_flops(self) -> float:
-        """0: unknown."""
-        return 0.0
-
-    @property
-    def peak_flops_per_second(self) -> float:
-        """0: unknown."""
-        return 0.0
 
     def transfer(self, send: Action) -> TransferCost:
         """Cost of the message that a send starts: none, unless it is known."""
@@ -112,10 +97,6 @@ class ActionCosts(StepCosts, Protocol):
 
     def activation_bytes(self, place: Place) -> int:
         """Bytes per rank that a place keeps from its forward to the end of its backward; 0 if unknown."""
-        return 0
-
-    def static_bytes(self, lane: int) -> int:
-        """0: unknown."""
         return 0
 
     def of_pieces(self, work: StepWork, pieces: Integers) -> PieceCosts:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -12,9 +13,10 @@ from multimodal.values.assignment import Assignment, Atom, PlacedAtoms
 from multimodal.values.errors import AssignmentError, PlanError
 from multimodal.values.file_form import at_line
 from multimodal.values.length_arrays import LengthArrays, LengthBatch
-from multimodal.values.model_graph import ModelGraph, Role
+from multimodal.values.model_graph import Experts, ModelGraph, Role, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import SampleLengths
+from multimodal.values.typed_reader import Plain
 
 
 def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = None) -> Plan:
@@ -32,9 +34,10 @@ def read_plan(path: str | Path, *, graph: ModelGraph, world_size: int | None = N
 
 def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
     """Check that a plan fits the model and the ranks; raises PlanError with the place and the fix."""
+    at = Plain(None, "the plan", PlanError, ("units",))
     if missing := [name for name in graph.unit_names if name not in plan.units]:
         raise PlanError(
-            f"the plan says nothing of unit '{missing[0]}'; the model's units are {', '.join(graph.unit_names)}", place=("units",)
+            f"the plan says nothing of unit '{missing[0]}'; the model's units are {', '.join(graph.unit_names)}", place=at.place
         )
     if unknown := [name for name in plan.units if name not in graph.unit_names]:
         raise PlanError(
@@ -43,25 +46,19 @@ def validate_plan(plan: Plan, *, graph: ModelGraph, world_size: int) -> None:
             place=("units", unknown[0]),
         )
     for name in graph.unit_names:
-        _validate_unit(plan.units[name], graph=graph, name=name)
-        _validate_shares(plan, graph=graph, name=name)
+        of_unit = at.inner(name, None, where=f"unit '{name}'")
+        _validate_unit(plan.units[name], graph.unit(name), at=of_unit)
+        _validate_shares(plan, graph=graph, name=name, at=of_unit.inner("microbatch_shares", None, where=of_unit.where))
     used = {rank for unit in plan.units.values() for rank in unit.ranks}
     if len(used) != world_size or min(used) < 0 or max(used) >= world_size:
         idle = (rank for rank in range(world_size) if rank not in used)
         beyond = sorted(rank for rank in used if not 0 <= rank < world_size)
         problem = f"ranks {_first_of(beyond)} do not exist" if beyond else f"ranks {_first_of(idle)} have nothing to do"
+        stages = (each for name, unit in plan.units.items() for each in _stages(unit, at.inner(name, None)))
         raise PlanError(
             f"the plan uses {len(used)} ranks but the run has {world_size}: {problem}; "
             f"launch {len(used)} processes or change the plan",
-            place=next(
-                (
-                    ("units", name, *at)
-                    for name, unit in plan.units.items()
-                    for at, stage in _stages(unit)
-                    if beyond and beyond[0] in stage.ranks
-                ),
-                ("units",),
-            ),
+            place=next((each.place for each, stage in stages if beyond and beyond[0] in stage.ranks), at.place),
         )
 
 
@@ -70,51 +67,47 @@ def _first_of(ranks: Iterable[int]) -> str:
     return f"[{', '.join(map(str, first[:16]))}{', ...' * (len(first) > 16)}]"
 
 
-def _stages(unit: UnitPlan) -> Iterator[tuple[tuple[str | int, ...], Stage]]:
-    """Yield the stages of a unit with their places in its plain form."""
+def _stages(unit: UnitPlan, at: Plain) -> Iterator[tuple[Plain, Stage]]:
+    """Yield the stages of a unit with their places."""
     for replica_index, replica in enumerate(unit.replicas):
-        for stage_index, stage in enumerate(replica.stages):
-            yield ("replicas", replica_index, "stages", stage_index), stage
+        of_replica = _replica_place(at, replica_index)
+        for index, stage in enumerate(replica.stages):
+            of_stages = of_replica.inner("stages", None)
+            yield of_stages.inner(index, None, where=f"{of_replica.where}, stage {index}"), stage
 
 
-def _validate_unit(unit: UnitPlan, *, graph: ModelGraph, name: str) -> None:
-    num_layers = len(graph.unit(name).layers)
-    for what, size in (
-        ("tensor_parallel_size", unit.tensor_parallel_size),
-        ("context_parallel_size", unit.context_parallel_size),
-    ):
-        if size < 1:
-            raise PlanError(f"unit '{name}': {what} is {size}; set it to at least 1", place=("units", name, what))
-    _validate_tensor_size(unit, unit.tensor_parallel_size, graph=graph, name=name, place=("units", name))
-    if unit.expert_parallel_size != 1 and (problem := _problem_of_experts(unit, graph=graph, name=name)):
-        raise PlanError(f"unit '{name}': {problem}", place=("units", name, "expert_parallel_size"))
+def _replica_place(at: Plain, index: int) -> Plain:
+    return at.inner("replicas", None).inner(index, None, where=f"{at.where}, replica {index}")
+
+
+def _validate_unit(unit: UnitPlan, described: Unit, *, at: Plain) -> None:
+    num_layers = len(described.layers)
+    for what in ("tensor_parallel_size", "context_parallel_size"):
+        if (size := getattr(unit, what)) < 1:
+            at.inner(what, None, where=at.where).fail(f"{what} is {size}; set it to at least 1")
+    _validate_tensor_size(unit, unit.tensor_parallel_size, described, at=at, at_unit=at)
+    if unit.expert_parallel_size != 1 and (problem := _problem_of_experts(unit, described.transformer.experts)):
+        at.inner("expert_parallel_size", None, where=at.where).fail(problem)
     seen: set[int] = set()
-    for at, stage in _stages(unit):
+    for of_stage, stage in _stages(unit, at):
         if len(seen | {*stage.ranks}) < len(seen) + len(stage.ranks):
-            raise PlanError(
-                f"unit '{name}': a rank appears in two of its stages; each rank may hold one stage of a unit",
-                place=("units", name, *at),
-            )
+            problem = "a rank appears in two of its stages; each rank may hold one stage of a unit"
+            replace(of_stage, where=at.where).fail(problem)
         seen |= {*stage.ranks}
+    stages = _stages(unit, at)
     for replica_index, replica in enumerate(unit.replicas):
-        where = f"unit '{name}', replica {replica_index}"
-        place = ("units", name, "replicas", replica_index)
-        for stage_index, stage in enumerate(replica.stages):
-            _validate_ranks(
-                unit, stage, graph=graph, name=name, where=f"{where}, stage {stage_index}", place=(*place, "stages", stage_index)
-            )
+        for of_stage, stage in islice(stages, len(replica.stages)):
+            _validate_ranks(unit, stage, described, at=of_stage, at_unit=at)
         if not _covers(replica, num_layers):
             ranges = [list(pair) for stage in replica.stages for pair in stage.layer_ranges]
-            raise PlanError(
-                f"{where}: its layer ranges {ranges} must cover layers 0 to {num_layers - 1} once each "
-                f"({graph.unit(name).layers[0]}, {graph.unit(name).transformer.num_layers} transformer layers, "
-                f"{graph.unit(name).layers[-1]})",
-                place=place,
+            _replica_place(at, replica_index).fail(
+                f"its layer ranges {ranges} must cover layers 0 to {num_layers - 1} once each "
+                f"({described.layers[0]}, {described.transformer.num_layers} transformer layers, {described.layers[-1]})"
             )
 
 
-def _problem_of_experts(unit: UnitPlan, *, graph: ModelGraph, name: str) -> str:
-    size, experts = unit.expert_parallel_size, graph.unit(name).transformer.experts
+def _problem_of_experts(unit: UnitPlan, experts: Experts | None) -> str:
+    size = unit.expert_parallel_size
     if size < 1:
         return f"expert_parallel_size is {size}; set it to at least 1"
     if experts is None:
@@ -134,73 +127,59 @@ def _problem_of_experts(unit: UnitPlan, *, graph: ModelGraph, name: str) -> str:
     return ""
 
 
-def _validate_tensor_size(unit: UnitPlan, size: int, *, graph: ModelGraph, name: str, place: tuple[str | int, ...]) -> None:
-    described = graph.unit(name)
+def _validate_tensor_size(unit: UnitPlan, size: int, described: Unit, *, at: Plain, at_unit: Plain) -> None:
+    """Check a tensor parallel size; at: the unit's place, or that of a stage with a size of its own."""
+    name, at_size = described.name, at.inner("tensor_parallel_size", None, where=at_unit.where)
     for what, divided in described.divided_widths.items():
         if divided % size:
-            raise PlanError(
-                f"unit '{name}': {what} {divided} is not divisible by tensor parallel size {size}; "
+            at_size.fail(
+                f"{what} {divided} is not divisible by tensor parallel size {size}; "
                 f"choose a --{name.replace('_', '-')}-tensor-model-parallel-size that divides it (in a plan file, "
-                "tensor_parallel_size)",
-                place=(*place, "tensor_parallel_size"),
+                "tensor_parallel_size)"
             )
     if described.module is not None and size * unit.context_parallel_size > 1:
-        raise PlanError(
-            f"unit '{name}': tp {size} x cp {unit.context_parallel_size} would cut a module of "
-            "transformers, which is one piece; give it replicas instead (tp 1, cp 1)",
-            place=(*place, "tensor_parallel_size") if size > 1 else ("units", name, "context_parallel_size"),
+        (at_size if size > 1 else at_unit.inner("context_parallel_size", None, where=at_unit.where)).fail(
+            f"tp {size} x cp {unit.context_parallel_size} would cut a module of transformers, which is one piece; "
+            "give it replicas instead (tp 1, cp 1)"
         )
 
 
-def _validate_ranks(
-    unit: UnitPlan, stage: Stage, *, graph: ModelGraph, name: str, where: str, place: tuple[str | int, ...]
-) -> None:
+def _validate_ranks(unit: UnitPlan, stage: Stage, described: Unit, *, at: Plain, at_unit: Plain) -> None:
     size = unit.tensor_parallel_size
     if stage.tensor_parallel_size is not None:
         size = stage.tensor_parallel_size
         if size < 1:
-            raise PlanError(f"{where}: tensor_parallel_size is {size}; set it to at least 1", place=place)
-        _validate_tensor_size(unit, size, graph=graph, name=name, place=place)
+            at.fail(f"tensor_parallel_size is {size}; set it to at least 1")
+        _validate_tensor_size(unit, size, described, at=at, at_unit=at_unit)
     if len(stage.ranks) != size * unit.context_parallel_size:
-        raise PlanError(
-            f"{where}: tp {size} x cp {unit.context_parallel_size} needs {size * unit.context_parallel_size} ranks, found "
-            f"{len(stage.ranks)} {list(stage.ranks)}",
-            place=place,
+        at.fail(
+            f"tp {size} x cp {unit.context_parallel_size} needs {size * unit.context_parallel_size} ranks, found "
+            f"{len(stage.ranks)} {list(stage.ranks)}"
         )
     if list(stage.ranks) != sorted(set(stage.ranks)):
-        raise PlanError(f"{where}: ranks {list(stage.ranks)} must be listed in ascending order", place=place)
+        at.fail(f"ranks {list(stage.ranks)} must be listed in ascending order")
 
 
-def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str) -> None:
+def _validate_shares(plan: Plan, *, graph: ModelGraph, name: str, at: Plain) -> None:
     shares, llm = plan.units[name].microbatch_shares, graph.backbone.name
+    num_replicas, of_llm = plan.units[name].data_parallel_size, plan.units[llm].data_parallel_size
     if not shares:
         return
-    place = ("units", name, "microbatch_shares")
     if name == llm:
-        if len(shares) != plan.units[name].data_parallel_size:
-            raise PlanError(
-                f"unit '{name}': found {len(shares)} microbatch_shares for {plan.units[name].data_parallel_size} replicas; "
-                "give one for each",
-                place=place,
-            )
+        if len(shares) != num_replicas:
+            at.fail(f"found {len(shares)} microbatch_shares for {num_replicas} replicas; give one for each")
         if min(shares) < 1:
-            raise PlanError(
-                f"unit '{name}': microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1",
-                place=place,
-            )
+            at.fail(f"microbatch_shares are {list(shares)}; give every replica of the LLM a share of at least 1")
         return
     if graph.unit(name).role is not Role.ENCODER:
-        raise PlanError(f"unit '{name}': microbatch_shares are for encoders and the LLM alone; leave them out", place=place)
-    wanted, num_replicas = plan.units[llm].data_parallel_size * len(shares), plan.units[name].data_parallel_size
-    if wanted != num_replicas:
-        raise PlanError(
-            f"unit '{name}': {len(shares)} microbatch_shares for each of the {plan.units[llm].data_parallel_size} replicas of "
-            f"'{llm}' are for {wanted} replicas, found {num_replicas}; give one share for each replica of '{name}' that serves "
-            f"one replica of '{llm}'",
-            place=place,
+        at.fail("microbatch_shares are for encoders and the LLM alone; leave them out")
+    if (wanted := of_llm * len(shares)) != num_replicas:
+        at.fail(
+            f"{len(shares)} microbatch_shares for each of the {of_llm} replicas of '{llm}' are for {wanted} replicas, found "
+            f"{num_replicas}; give one share for each replica of '{name}' that serves one replica of '{llm}'"
         )
     if not any(shares):
-        raise PlanError(f"unit '{name}': microbatch_shares are all 0; give one replica at least something to do", place=place)
+        at.fail("microbatch_shares are all 0; give one replica at least something to do")
 
 
 def _covers(replica: Replica, num_layers: int) -> bool:

@@ -164,11 +164,6 @@ class JoinedTokensLayer(Layer):
         """True if encoders feed the unit."""
         return unit.join is not None
 
-    @property
-    def num_weights(self) -> int:
-        """None."""
-        return 0
-
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Nothing is counted: the indices of rows take a few bytes."""
         return ActivationBytes()
@@ -187,11 +182,6 @@ class ProjectorLayer(Layer):
     def fits(cls, unit: Unit) -> bool:
         """True if the unit's projector has two products."""
         return unit.has_projector and not unit.has_linear_projector and unit.queries is None
-
-    @property
-    def num_weights(self) -> int:
-        """Both matrices; 0 where no items are described."""
-        return sum(shape.num_alike * shape.num_inputs * shape.num_outputs for shape in self.linear_layers.values())
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:

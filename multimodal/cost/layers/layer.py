@@ -178,9 +178,9 @@ class Layer(ABC):
         return 0
 
     @property
-    @abstractmethod
     def num_weights(self) -> int:
-        """Weights of the layer's matrices."""
+        """Weights of the layer's matrices, by default those of `linear_layers`."""
+        return sum(shape.num_alike * shape.num_inputs * shape.num_outputs for shape in self.linear_layers.values())
 
     @property
     def num_expert_weights(self) -> int:

@@ -41,11 +41,6 @@ class TransformerLayer(Layer):
     is_deep = True
 
     @property
-    def num_weights(self) -> int:
-        """QKV, projection, and two matrices of the MLP or three with a gate."""
-        return sum(self._segment_weights)
-
-    @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
         """One linear layer in each segment except attention."""
         shape, (query, key_value) = self.unit.transformer, self._widths
