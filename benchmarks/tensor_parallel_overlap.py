@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from megatron.runtime.emulation.emulated_run import run_on_ranks
 from multimodal.cost.layers.collectives import LayerCollectives
 from multimodal.cost.seconds.layer_curves import Quadratic
-from multimodal.model import overlapped_linear, overlapped_product
-from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
+from multimodal.model import collectives, deferrable_linear, overlapped_product
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 
 NUM_RANKS, NUM_ROWS, SIZE, NUM_REPETITIONS = 2, 960, 16, 7
 PRODUCT_SECONDS = 0.1
@@ -97,8 +97,8 @@ def build_layers(num_parts: int) -> list[Module]:
         "tp_group": dist.group.WORLD,
         "num_overlapped_parts": num_parts,
     }
-    column = OverlappedColumnParallelLinear(SIZE, SIZE, gather_output=False, **options)
-    row = OverlappedRowParallelLinear(SIZE, SIZE, input_is_parallel=True, skip_bias_add=False, **options)
+    column = DeferrableColumnParallelLinear(SIZE, SIZE, gather_output=False, **options)
+    row = DeferrableRowParallelLinear(SIZE, SIZE, input_is_parallel=True, skip_bias_add=False, **options)
     for layer in (column, row):
         torch.nn.init.normal_(layer.weight.data)
     return [column, row]
@@ -122,19 +122,21 @@ def median_seconds(layers: list[Module]) -> tuple[float, float]:
 
 def measure(*, rank: int) -> list[dict[str, float]]:
     """One row for each collective's seconds and number of parts; collective."""
-    gather, scatter = dist.all_gather, overlapped_product.reduce_scatter_single
-    multiply, weight_gradients = overlapped_product._multiply, overlapped_linear.weight_gradients
+    gather, gather_whole, scatter = dist.all_gather, collectives.all_gather_single, collectives.reduce_scatter_single
+    multiply, weight_gradients = overlapped_product._multiply, deferrable_linear.weight_gradients
     rows = []
     for seconds in COLLECTIVE_SECONDS:
         device = Device(seconds)
         dist.all_gather = device.hold(gather, lambda blocks, share: share)
-        overlapped_product.reduce_scatter_single = device.hold(scatter, lambda share, product: share)
+        collectives.all_gather_single = device.hold(gather_whole, lambda rows, share: share)
+        scattering = device.hold(scatter, lambda share, product: share)
+        collectives.reduce_scatter_single = overlapped_product.reduce_scatter_single = scattering
         overlapped_product._multiply = device.lengthen(multiply, lambda blocks, factor: len(blocks) * blocks.shape[1])
-        overlapped_linear.weight_gradients = device.lengthen(weight_gradients, lambda context, rows, *others: len(rows))
-        collectives = LayerCollectives(tensor=Quadratic(0.0, 2 * seconds / NUM_ROWS))
+        deferrable_linear.weight_gradients = device.lengthen(weight_gradients, lambda context, rows, *others: len(rows))
+        predicted = LayerCollectives(tensor=Quadratic(0.0, 2 * seconds / NUM_ROWS))
         for num_parts in NUM_PARTS:
             products = 2 * PRODUCT_SECONDS
-            waiting = collectives.exposed_tensor(NUM_ROWS, 0, products_seconds=products, num_parts=num_parts)
+            waiting = predicted.exposed_tensor(NUM_ROWS, 0, products_seconds=products, num_parts=num_parts)
             forward, backward = median_seconds(build_layers(num_parts))
             rows.append(
                 {

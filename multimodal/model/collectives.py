@@ -6,11 +6,16 @@ runs them in its threads. Waits are reported beforehand (`TensorParallelWaits`),
 Between the layers of a stage, every rank has all rows, or under sequence parallelism rank r has the r-th block of them. Entering
 a column parallel product and leaving a row parallel one mirror each other in a backward:
 
-                     forward                        backward
-    gather_rows      gather (or nothing)            sum
-    sum_rows         sum                            gather (or nothing)
+                        forward                        backward
+    gather_for_products gather (or nothing)            sum
+    sum_rows            sum                            gather (or nothing)
+
+A collective may be cut into parts, each beside the product of another part (`overlapped_product.py`). Under sequence parallelism
+a part is the same slice of every rank's block.
 """
 
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +45,8 @@ class RankLink(NamedTuple):
     group: dist.ProcessGroup
     is_sequence_parallel: bool
     waits: TensorParallelWaits | None = None
+    num_parts: int = 1
+    """Parts into which collectives beside products are cut."""
 
     def start_gathering(self, share: Tensor) -> Arriving:
         """Start gathering the rows of all ranks; without sequence parallelism every rank already has them.
@@ -48,8 +55,16 @@ class RankLink(NamedTuple):
         """
         if not self.is_sequence_parallel or self.group.size() == 1:
             return Arriving(share)
-        rows = share.new_empty((self.group.size() * share.shape[0], *share.shape[1:]))
-        return Arriving(rows, (all_gather_single(rows, share.contiguous(), group=self.group, async_op=True),))
+        share = share.contiguous()
+        blocks = share.new_empty((self.group.size(), *share.shape))
+        rows = blocks.flatten(0, 1)
+        if self.num_parts == 1:
+            return Arriving(rows, (all_gather_single(rows, share, group=self.group, async_op=True),))
+        works = [
+            dist.all_gather([block[part] for block in blocks], share[part], group=self.group, async_op=True)
+            for part in sequence_parts(len(share), num_parts=self.num_parts)
+        ]
+        return Arriving(rows, tuple(works))
 
     def start_summing(self, rows: Tensor) -> Arriving:
         """Start summing over the ranks, in place; under sequence parallelism the result is this rank's block of the rows."""
@@ -61,6 +76,15 @@ class RankLink(NamedTuple):
         share = rows.new_empty((rows.shape[0] // self.group.size(), *rows.shape[1:]))
         return Arriving(share, (reduce_scatter_single(share, rows, group=self.group, async_op=True),))
 
+    def start_summing_copy(self, rows: Tensor) -> Arriving:
+        """Start summing over the ranks, and leave `rows` as they are."""
+        is_overwritten = self.group.size() > 1 and not self.is_sequence_parallel
+        return self.start_summing(rows.clone() if is_overwritten else rows)
+
+    def take_block(self, rows: Tensor) -> Arriving:
+        """Return this rank's block of rows that all ranks have."""
+        return Arriving(rows.chunk(self.group.size())[self.group.rank()].contiguous())
+
     def complete(self, arriving: Arriving) -> Tensor:
         """Wait for a collective; work that fills the wait runs before."""
         if not arriving.works or self.waits is None:
@@ -69,61 +93,56 @@ class RankLink(NamedTuple):
             return arriving.wait()
 
 
+def gather_for_products(share: Tensor, link: RankLink) -> Tensor:
+    """Return the rows of all ranks, for column parallel products; the ranks' gradients of them are summed."""
+    return _run(share, link, RankLink.start_gathering, RankLink.start_summing_copy)
+
+
 def gather_rows(share: Tensor, link: RankLink) -> Tensor:
-    """Return the rows of all ranks, for use in the same computation on all; in the backward each rank takes its block."""
-    rows: Tensor = _Gather.apply(share, link)
-    return rows
+    """Return the rows of all ranks, for the same computation on all; in the backward each rank takes its block."""
+    return _run(share, link, RankLink.start_gathering, RankLink.take_block)
 
 
 def share_rows(rows: Tensor, link: RankLink) -> Tensor:
     """Return this rank's block of rows that all ranks have; in the backward gradients are gathered."""
-    share: Tensor = _Share.apply(rows, link)
-    return share
+    return _run(rows, link, RankLink.take_block, RankLink.start_gathering)
 
 
 def sum_rows(rows: Tensor, link: RankLink) -> Tensor:
     """Return the sum over the ranks, or under sequence parallelism this rank's block of it. `rows` must not be used again."""
-    if link.group.size() == 1:
-        return rows
-    summed: Tensor = _Sum.apply(rows, link)
-    return summed
+    return rows if link.group.size() == 1 else _run(rows, link, RankLink.start_summing, RankLink.start_gathering)
 
 
-def _block(rows: Tensor, link: RankLink) -> Tensor:
-    return rows.chunk(link.group.size())[link.group.rank()].contiguous()
+_Start = Callable[[RankLink, Tensor], Arriving]
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, share: Tensor, link: RankLink) -> Tensor:
-        ctx.link = link
-        return link.complete(link.start_gathering(share))
+def _run(rows: Tensor, link: RankLink, there: _Start, back: _Start) -> Tensor:
+    found: Tensor = _Collective.apply(rows, link, there, back)
+    return found
+
+
+class _Collective(torch.autograd.Function):
+    """One collective in the forward, another in the backward."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _block(gradient, ctx.link), None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, link: RankLink) -> Tensor:
-        ctx.link = link
-        return _block(rows, link)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.link.complete(ctx.link.start_gathering(gradient)), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, link: RankLink) -> Tensor:
-        ctx.link = link
-        summed = link.complete(link.start_summing(rows))
-        if summed is rows:
+    def forward(ctx: Any, rows: Tensor, link: RankLink, there: _Start, back: _Start) -> Tensor:
+        ctx.link, ctx.back = link, back
+        found = link.complete(there(link, rows))
+        if found is rows and there is RankLink.start_summing:
             ctx.mark_dirty(rows)
-        return summed
+        return found
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return ctx.link.complete(ctx.link.start_gathering(gradient)), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.link.complete(ctx.back(ctx.link, gradient)), None, None, None
+
+
+def sequence_parts(num_rows: int, *, num_parts: int) -> tuple[slice, ...]:
+    """Return `num_parts` consecutive slices of `num_rows` rows, of sizes that differ by at most one, the larger ones last.
+
+    Fewer if there are fewer rows, at least one (of no rows, if there are none). Ranks with equally many rows cut alike. With the
+    larger parts last, the first part, which is waited for, is no longer than the others.
+    """
+    count = max(1, min(num_parts, num_rows))
+    bounds = [num_rows * index // count for index in range(count + 1)]
+    return tuple(slice(first, last) for first, last in itertools.pairwise(bounds))

@@ -13,7 +13,8 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from multimodal.model.adapter import NO_ADAPTER, Adapter, adapter_of
-from multimodal.model.collectives import RankLink, sum_rows
+from multimodal.model.collectives import Arriving, RankLink
+from multimodal.model.overlapped_product import Added, add_product, gather_then_multiply, multiply_then_sum
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, active_queue
 
@@ -30,11 +31,16 @@ class DeferrableColumnParallelLinear(ColumnParallelLinear):
     waits: TensorParallelWaits | None = None
     splits_inputs: ClassVar[bool] = False
 
+    def __init__(self, *args: Any, num_overlapped_parts: int = 1, **options: Any) -> None:
+        """num_overlapped_parts: parts of the collectives, each beside the product of another part."""
+        super().__init__(*args, **options)
+        self.num_overlapped_parts = num_overlapped_parts
+
     def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **options: Any) -> Tensor:
-        link: RankLink | None = None
+        gathered: RankLink | None = None
         if options["sequence_parallel"] or options["allreduce_dgrad"]:
-            link = RankLink(options["tp_group"], options["sequence_parallel"], self.waits)
-        return _multiply(input, weight, options["bias"], link, adapter_of(self))
+            gathered = RankLink(options["tp_group"], options["sequence_parallel"], self.waits, self.num_overlapped_parts)
+        return deferrable_linear(input, weight, options["bias"], adapter_of(self), gathered=gathered)
 
 
 class DeferrableRowParallelLinear(RowParallelLinear):
@@ -43,33 +49,47 @@ class DeferrableRowParallelLinear(RowParallelLinear):
     waits: TensorParallelWaits | None = None
     splits_inputs: ClassVar[bool] = True
 
+    def __init__(self, *args: Any, num_overlapped_parts: int = 1, **options: Any) -> None:
+        """num_overlapped_parts: as in DeferrableColumnParallelLinear."""
+        super().__init__(*args, **options)
+        self.num_overlapped_parts = num_overlapped_parts
+
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """input_: [num_rows, batch, input_size / num_ranks]. Returns the output, and the bias where the caller adds it."""
-        product = _multiply(input_, self.weight, None, None, adapter_of(self))
-        output = sum_rows(product, RankLink(self.tp_group, self.sequence_parallel, self.waits))
+        summed: RankLink | None = None
+        if self.tp_group.size() > 1:
+            summed = RankLink(self.tp_group, self.sequence_parallel, self.waits, self.num_overlapped_parts)
+        output = deferrable_linear(input_, self.weight, None, adapter_of(self), summed=summed)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None
 
 
-def deferrable_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, adapter: Adapter | None = None) -> Tensor:
-    """Multiply on this rank alone; the weight gradient is left to the active queue."""
-    return _multiply(inputs, weight, bias, None, adapter)
+def deferrable_linear(
+    inputs: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    adapter: Adapter | None = None,
+    *,
+    gathered: RankLink | None = None,
+    summed: RankLink | None = None,
+) -> Tensor:
+    """Multiply; the weight gradient is left to the active queue.
 
-
-def _multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None, link: RankLink | None, adapter: Adapter | None) -> Tensor:
+    gathered: the ranks among which the weight's outputs are split: under sequence parallelism the input is gathered, and in the
+    backward its gradient is summed. summed: those among which its inputs are split: the product is summed, and its gradient
+    gathered. Without either, it is a product of this rank alone.
+    """
     queue = queue_of(weight, adapter)
-    output: Tensor = _Linear.apply(inputs, weight, bias, queue, link, *(adapter or NO_ADAPTER))
+    output: Tensor = _Linear.apply(inputs, weight, bias, queue, gathered, summed, *(adapter or NO_ADAPTER))
     return output
 
 
 class _Linear(torch.autograd.Function):
     """Linear whose backward gives the input gradient, and computes or queues the weight gradient.
 
-    link: the ranks that share the weight by outputs, None for a product of this rank alone. Under sequence parallelism the input
-    is gathered, and its gradient reduce-scattered; only this rank's rows are kept until the backward, which gathers them again
-    for the weight gradient. Otherwise the input is the same on all ranks, and its gradient is summed. down, up, scale: the
-    adapter's.
+    Only this rank's rows of a gathered input are kept until the backward, which gathers them again for the weight gradient. down,
+    up, scale: the adapter's.
     """
 
     @staticmethod
@@ -79,46 +99,53 @@ class _Linear(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         queue: WeightGradientQueue | None,
-        link: RankLink | None,
+        gathered: RankLink | None,
+        summed: RankLink | None,
         down: Tensor | None,
         up: Tensor | None,
         scale: float,
     ) -> Tensor:
         adapter = Adapter.of(down, up, scale)
         # Parameters are not saved as tensors: a saved tensor may come back as another object, without the hooks of its gradient.
-        ctx.weight, ctx.bias, ctx.queue, ctx.link, ctx.adapter = weight, bias, queue, link, adapter
-        rows = inputs if link is None else link.complete(link.start_gathering(inputs))
-        output = rows.matmul(weight.t())
+        ctx.weight, ctx.bias, ctx.queue, ctx.gathered, ctx.summed, ctx.adapter = weight, bias, queue, gathered, summed, adapter
+        output, rows = (None, inputs) if summed is not None else gather_then_multiply(inputs, weight.t(), gathered)
         inner = None if adapter is None else adapter.inner(rows)
-        if adapter is not None and inner is not None:
-            output = add_product(output, inner, adapter.up.t())
+        added: Added = None if adapter is None or inner is None else (inner, adapter.up.t())
         if ctx.needs_input_grad[1] or inner is not None:
             ctx.save_for_backward(inputs, inner)
+        if summed is not None:
+            return summed.complete(multiply_then_sum(rows, weight.t(), summed, added=added))
+        assert output is not None
+        output = add_product(output, added)
         return output if bias is None else output.add_(bias)
 
     @staticmethod
     def backward(ctx: Any, output_gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        link: RankLink | None = ctx.link
+        gathered: RankLink | None = ctx.gathered
         adapter: Adapter | None = ctx.adapter
+        needs_gradient: bool = ctx.needs_input_grad[0]
         rows, inner = ctx.saved_tensors if ctx.needs_input_grad[1] or adapter is not None else (None, None)
-        gathering = None if rows is None or link is None else link.start_gathering(rows)
-        gradient = output_gradient.matmul(ctx.weight) if ctx.needs_input_grad[0] else None
+        gathering = None if rows is None or gathered is None else gathered.start_gathering(rows)
+        gradient: Tensor | None = None
+        summing: Arriving | None = None
+        if needs_gradient and (gathered is None or gathered.num_parts == 1):
+            gradient, output_gradient = gather_then_multiply(output_gradient, ctx.weight, ctx.summed)
+        elif ctx.summed is not None:
+            output_gradient = ctx.summed.complete(ctx.summed.start_gathering(output_gradient))
         inner_gradient = None if adapter is None else adapter.inner_gradient(output_gradient)
-        if gradient is not None and adapter is not None and inner_gradient is not None:
-            gradient = add_product(gradient, inner_gradient, adapter.down)
-        if gathering is not None and link is not None:
-            rows = link.complete(gathering)
-        summing = None if gradient is None or link is None else link.start_summing(gradient)
+        added: Added = None if adapter is None or inner_gradient is None else (inner_gradient, adapter.down)
+        if gradient is not None:
+            gradient = add_product(gradient, added)
+        elif needs_gradient and gathered is not None:
+            summing = multiply_then_sum(output_gradient, ctx.weight, gathered, added=added)
+        if gathering is not None and gathered is not None:
+            rows = gathered.complete(gathering)
+        if gradient is not None and gathered is not None:
+            summing = gathered.start_summing(gradient)
         found = WeightGradients() if rows is None else weight_gradients(ctx, rows, output_gradient, inner, inner_gradient)
-        if summing is not None and link is not None:
-            gradient = link.complete(summing)
-        return gradient, found.weight, found.bias, None, None, found.down, found.up, None
-
-
-def add_product(product: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add left x right to a product with the same number of rows, in place."""
-    product.flatten(0, -2).addmm_(left.flatten(0, -2), right)
-    return product
+        if summing is not None and gathered is not None:
+            gradient = gathered.complete(summing)
+        return gradient, found.weight, found.bias, None, None, None, found.down, found.up, None
 
 
 class WeightGradients(NamedTuple):

@@ -11,14 +11,10 @@ from torch import Tensor
 
 from multimodal.model import overlapped_product
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
-from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, WeightGradientQueue
 from tests.distributed.rank_pool import RankPool
 
-CLASSES = {
-    "column": (DeferrableColumnParallelLinear, OverlappedColumnParallelLinear),
-    "row": (DeferrableRowParallelLinear, OverlappedRowParallelLinear),
-}
+CLASSES = {"column": DeferrableColumnParallelLinear, "row": DeferrableRowParallelLinear}
 
 
 class LinearCase(NamedTuple):
@@ -46,9 +42,7 @@ def build(case: LinearCase, *, overlaps: bool) -> Any:
         use_cpu_initialization=True,
     )
     options = {"gather_output": False} if case.kind == "column" else {"input_is_parallel": True}
-    if overlaps:
-        options["num_overlapped_parts"] = case.num_parts
-    layer = CLASSES[case.kind][overlaps](
+    layer = CLASSES[case.kind](
         12,
         20,
         config=config,
@@ -56,6 +50,7 @@ def build(case: LinearCase, *, overlaps: bool) -> Any:
         bias=True,
         skip_bias_add=case.skip_bias_add,
         tp_group=dist.group.WORLD,
+        num_overlapped_parts=case.num_parts if overlaps else 1,
         **options,
     )
     with torch.no_grad():
@@ -190,9 +185,9 @@ def order_of_events(case: LinearCase) -> list[str]:
         events.append("start")
         return Watched(start(*args, **options), events)
 
-    def multiplying(*args: Any, **options: Any) -> None:
+    def multiplying(*args: Any, **options: Any) -> Tensor:
         events.append("product")
-        multiply(*args, **options)
+        return multiply(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(where, name, starting)

@@ -9,7 +9,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
 
-from multimodal.model.collectives import RankLink, sum_rows
+from multimodal.model.collectives import RankLink, gather_for_products, sum_rows
 from multimodal.model.deferrable_linear import (
     DeferrableColumnParallelLinear,
     DeferrableRowParallelLinear,
@@ -115,11 +115,11 @@ class ExpertMLP(Module):
             weight = self.experts_shape.aux_loss_coeff / self.num_step_tokens
             weights = attach_loss(weights, loss, weight=weight, note=self._losses.append)
         silent = link._replace(waits=None)
-        rows = _gathered(hidden, link)[:, 0]
+        rows = gather_for_products(hidden, link)[:, 0]
         made = compute_by_experts(
             rows,
             silent.start_gathering(routing.experts).wait(),
-            _gathered(weights, silent),
+            gather_for_products(weights, silent),
             num_experts=self.experts_shape.num_experts,
             group=self.groups.ep,
             compute=self._compute,
@@ -143,23 +143,3 @@ class ExpertMLP(Module):
         up, down = self.engine
         made: Tensor = down(expert.activated(up(spread, sizes)), sizes)
         return made if self.row_multiple == 1 else made.index_select(0, places)
-
-
-def _gathered(rows: Tensor, link: RankLink) -> Tensor:
-    """Return the rows of all ranks, for column parallel products; the ranks' gradients of them are summed."""
-    gathered: Tensor = _Gather.apply(rows, link)  # type: ignore[no-untyped-call]
-    return gathered
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, link: RankLink) -> Tensor:
-        ctx.link = link
-        arriving = link.complete(link.start_gathering(rows))
-        return arriving.view_as(arriving) if arriving is rows else arriving
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        link: RankLink = ctx.link
-        own = gradient.clone() if link.group.size() > 1 and not link.is_sequence_parallel else gradient
-        return link.complete(link.start_summing(own)), None

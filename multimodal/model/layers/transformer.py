@@ -25,7 +25,6 @@ from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, D
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
 from multimodal.model.layers.transformer_segments import SEGMENT_NAMES, transformer_segments
 from multimodal.model.norm import AllHeadsNorm, Norm
-from multimodal.model.overlapped_linear import OverlappedColumnParallelLinear, OverlappedRowParallelLinear
 from multimodal.model.tensor_parallel_waits import report_engine_waits
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.errors import ConfigError
@@ -209,7 +208,9 @@ def _core_attention(choice: AttentionChoice, *, recompute: str | None) -> Module
 
 
 def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
-    column, row = _linear_layers(num_overlapped_parts)
+    params = {"num_overlapped_parts": num_overlapped_parts}
+    column = ModuleSpec(DeferrableColumnParallelLinear, params=params)
+    row = ModuleSpec(DeferrableRowParallelLinear, params=params)
     self_attention = ModuleSpec(
         module=SelfAttention,
         submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=PackedAttention, linear_proj=row),
@@ -223,14 +224,6 @@ def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
         mlp_bda=get_bias_dropout_add,
     )
     return ModuleSpec(module=TransformerLayer, submodules=submodules)
-
-
-def _linear_layers(num_overlapped_parts: int) -> tuple[ModuleSpec | type, ModuleSpec | type]:
-    """Return the column and the row parallel linear layer."""
-    if num_overlapped_parts == 1:
-        return DeferrableColumnParallelLinear, DeferrableRowParallelLinear
-    params = {"num_overlapped_parts": num_overlapped_parts}
-    return ModuleSpec(OverlappedColumnParallelLinear, params=params), ModuleSpec(OverlappedRowParallelLinear, params=params)
 
 
 def _add_biases(spec: ModuleSpec, unit: Unit) -> None:

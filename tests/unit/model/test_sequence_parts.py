@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.model.overlapped_product import sequence_parts
+from multimodal.model.collectives import sequence_parts
 
 
 @pytest.mark.parametrize(
