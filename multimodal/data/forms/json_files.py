@@ -1,7 +1,9 @@
 """JSON on disk: one object per line, or a list of objects, read one by one, with the line at which each begins."""
 
+import hashlib
 import json
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +15,47 @@ _DECODER = json.JSONDecoder()
 _SPACE = " \t\r\n"
 
 
-def read_json_objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield (line number, object); blank lines are skipped.
+class JsonFile:
+    """The objects of one file: a manifest, or chats."""
 
-    Raises DataError naming the line for invalid JSON, for values that are no objects, and for a file that cannot be read.
-    """
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-        values = _list_values(path) if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[" else _line_values(path)
-        for number, value in values:
-            if not isinstance(value, dict):
-                raise DataError(
-                    f"{path}, line {number}: expected a JSON object, found {type(value).__name__}; write "
-                    '{"id": ..., "segments": [...]}, or an object with "messages" or "conversations"'
-                )
-            yield number, value
-    except OSError as problem:
-        raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the line of each object, and the object; blank lines are skipped.
+
+        Raises DataError naming the line for invalid JSON, for values that are no objects, and for a file that cannot be read.
+        """
+        path = self._path
+        try:
+            with path.open("rb") as file:
+                start = file.read(64)
+            values = _list_values(path) if start.removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"[" else _line_values(path)
+            for number, value in values:
+                if not isinstance(value, dict):
+                    raise DataError(
+                        f"{path}, line {number}: expected a JSON object, found {type(value).__name__}; write "
+                        '{"id": ..., "segments": [...]}, or an object with "messages" or "conversations"'
+                    )
+                yield f"line {number}", value
+        except OSError as problem:
+            raise DataError(f"{path}: cannot be read ({problem.strerror}); make it readable or give other data") from problem
+
+    def digest(self) -> str:
+        """Digest the whole content."""
+        status = self._path.stat()
+        return _content_digest(self._path, status.st_size, status.st_mtime_ns)
+
+    def embedded(self, address: str) -> bytes:
+        """JSON embeds no images."""
+        raise DataError(f"{self._path}: holds no images, and so none at {address!r}; name a file")
+
+
+@lru_cache(maxsize=4)
+def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
+    """Digest a file once, as long as it does not change."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def _line_values(path: Path) -> Iterator[tuple[int, Any]]:

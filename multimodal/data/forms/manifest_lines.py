@@ -27,15 +27,15 @@ _KEYS = {"text": ("type", "role", "text"), "image": ("type", "path", "unit", "ro
 """Kind of segment -> its keys, beside METADATA."""
 
 
-def parse_manifest_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: dict[str | int, int]) -> SegmentedSample:
-    """Return the sample of a line; line_of_id: the line of every earlier id, to which this one is added.
+def parse_manifest_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: dict[str | int, str]) -> SegmentedSample:
+    """Return the sample of a line; place_of_id: the line or row of every earlier id, to which this one is added.
 
     Raises DataError naming the line for anything but the format above, and for two samples with the same id.
     """
     sample_id = required(entry, "id", (str, int), where=where)
-    if line_of_id.setdefault(sample_id, number) != number:
+    if place_of_id.setdefault(sample_id, place) != place:
         raise DataError(
-            f"{where}: the id {shown(sample_id)} is already that of line {line_of_id[sample_id]}; give every sample an id "
+            f"{where}: the id {shown(sample_id)} is already that of {place_of_id[sample_id]}; give every sample an id "
             "of its own, or remove what is there twice"
         )
     where = f"{where} (sample {shown(sample_id)})"

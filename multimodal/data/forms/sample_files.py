@@ -1,14 +1,13 @@
 """Opens the data at --data-path, whose form follows from its files: a manifest, chats in JSON, a Hugging Face data set, tars."""
 
-import hashlib
 from collections.abc import Iterator
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from multimodal.data.conversation import TextSegment
 from multimodal.data.forms.chat_rows import parse_chat_entry
-from multimodal.data.forms.json_files import read_json_objects
+from multimodal.data.forms.json_files import JsonFile
 from multimodal.data.forms.manifest_lines import parse_manifest_entry
 from multimodal.data.forms.segments import LOSS_WEIGHT, SegmentedSample, check_keys, loss_weight, shown_keys
 from multimodal.data.forms.table_files import TableFiles, find_table_files
@@ -26,94 +25,35 @@ _ARCHIVES = ((b"PK\x03\x04", "a zip archive"), (b"\x89HDF", "an HDF5 file"))
 _TURN = ("user", "assistant")
 
 
-class SampleFiles(Protocol):
+class SampleFiles:
     """The samples at a data path, in order."""
 
-    path: Path
-    """The file or folder, for messages."""
-
-    @property
-    def folder(self) -> Path:
-        """The folder that paths of images are relative to."""
-        ...
-
-    @property
-    def digest(self) -> str:
-        """A digest of the data's content, independent of its location."""
-        ...
-
-    def samples(self) -> Iterator[SegmentedSample]:
-        """Read and check all samples; raises DataError."""
-        ...
-
-    def embedded(self, address: str) -> bytes:
-        """The bytes of an image whose path begins with EMBEDDED; raises DataError."""
-        ...
-
-
-class JsonFile:
-    """A manifest, or chats, in one file of JSON."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @property
-    def folder(self) -> Path:
-        """The file's folder."""
-        return self.path.parent
-
-    @cached_property
-    def digest(self) -> str:
-        """The digest of the whole content."""
-        status = self.path.stat()
-        return _content_digest(self.path, status.st_size, status.st_mtime_ns)
-
-    def samples(self) -> Iterator[SegmentedSample]:
-        """Read and check all samples."""
-        line_of_id: dict[str | int, int] = {}
-        for number, entry in read_json_objects(self.path):
-            yield parse_entry(entry, number=number, where=f"{self.path}, line {number}", line_of_id=line_of_id)
-
-    def embedded(self, address: str) -> bytes:
-        """JSON embeds no images."""
-        raise DataError(f"{self.path}: holds no images, and so none at {address!r}; name a file")
-
-
-class Table:
-    """A data set of Hugging Face on disk, or tar archives."""
-
-    def __init__(self, path: Path, files: TableFiles | TarFiles) -> None:
+    def __init__(self, path: Path, files: JsonFile | TableFiles | TarFiles) -> None:
+        """path: the file or folder, for messages."""
         self.path, self._files = path, files
 
     @property
     def folder(self) -> Path:
-        """The data set's folder."""
+        """The folder that paths of images are relative to."""
         return self.path if self.path.is_dir() else self.path.parent
 
     @cached_property
     def digest(self) -> str:
-        """The digest of the beginnings and ends of all files, which may have terabytes."""
+        """A digest of the content, wherever it is: of all JSON, of the beginnings and ends of files that may have terabytes."""
         return self._files.digest()
 
     def samples(self) -> Iterator[SegmentedSample]:
-        """Read and check all samples."""
-        line_of_id: dict[str | int, int] = {}
-        for number, (place, row) in enumerate(self._files.rows()):
-            yield parse_entry(row, number=number, where=f"{self.path}, {place}", line_of_id=line_of_id)
+        """Read and check all samples; raises DataError."""
+        place_of_id: dict[str | int, str] = {}
+        for place, row in self._files.rows():
+            yield parse_entry(row, place=place, where=f"{self.path}, {place}", place_of_id=place_of_id)
 
     def embedded(self, address: str) -> bytes:
-        """Read one image's bytes."""
+        """Return the bytes of an image whose path begins with EMBEDDED; raises DataError."""
         return self._files.embedded(address)
 
 
-@lru_cache(maxsize=4)
-def _content_digest(path: Path, size: int, mtime_ns: int) -> str:
-    """Digest a file once, as long as it does not change."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: dict[str | int, int]) -> SegmentedSample:
+def parse_entry(entry: dict[str, Any], *, place: str, where: str, place_of_id: dict[str | int, str]) -> SegmentedSample:
     """Return the sample of one object in any form; raises DataError."""
     if entry.get("messages") is not None or entry.get("conversations") is not None:
         return parse_chat_entry(entry, where=where)
@@ -132,7 +72,7 @@ def parse_entry(entry: dict[str, Any], *, number: int, where: str, line_of_id: d
         check_keys(entry, ("text", LOSS_WEIGHT), where=where)
         return SegmentedSample(where, (TextSegment("document", entry["text"]),), loss_weight(entry, where=where))
     if "segments" in entry or "id" in entry:
-        return parse_manifest_entry(entry, number=number, where=where, line_of_id=line_of_id)
+        return parse_manifest_entry(entry, place=place, where=where, place_of_id=place_of_id)
     raise DataError(
         f"{where}: the key 'id' is missing; found {shown_keys(entry)}; expected 'id' and 'segments' (a manifest), 'messages' "
         "(chats), 'conversations' (LLaVA), 'texts' (FineVision) or 'text'; see docs/data.md"
@@ -157,9 +97,10 @@ def open_sample_files(path: str | Path) -> SampleFiles:
     """Open the data at a path in the form that it has; raises DataError if it is missing or in another form."""
     path = Path(path)
     if path.is_dir() and (path / MANIFEST_NAME).is_file():
-        return JsonFile(path / MANIFEST_NAME)
+        path = path / MANIFEST_NAME
+        return SampleFiles(path, JsonFile(path))
     if (files := find_tar_files(path) or (find_table_files(path) if path.exists() else None)) is not None:
-        return Table(path, files)
+        return SampleFiles(path, files)
     if path.is_dir():
         inside = sorted(found.name for found in path.iterdir() if not found.name.startswith("."))
         raise DataError(
@@ -170,7 +111,7 @@ def open_sample_files(path: str | Path) -> SampleFiles:
         raise DataError(f"{path}: no such manifest; give --data-path {_FORMS}")
     if (found := _archive_kind(path)) is not None:
         raise DataError(f"{path}: is {found}; unpack it, and give --data-path {_FORMS}")
-    return JsonFile(path)
+    return SampleFiles(path, JsonFile(path))
 
 
 def _archive_kind(path: Path) -> str | None:

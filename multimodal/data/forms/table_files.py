@@ -8,10 +8,11 @@ import hashlib
 import importlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from multimodal.data.forms.segments import EMBEDDED, EmbeddedAddress
 from multimodal.values.errors import DataError
@@ -20,7 +21,15 @@ _PARQUET = b"PAR1"
 _DIGESTED_BYTES = 2**20
 _SPLIT_OF_NAME = re.compile(r"^(.*?)-\d{5}-of-\d{5}|^(train|test|val|valid|validation|dev|eval)\b")
 """Names as the hub writes them, or whole splits in one file."""
-_Batch = Any
+
+
+class _Piece(NamedTuple):
+    """Successive rows of a file: a batch of Arrow, which is mapped into memory, or a group of rows of Parquet."""
+
+    path: Path
+    num_rows: int
+    read: Callable[[list[str] | None], Any]
+    """Returns the rows, at least these columns of them."""
 
 
 class TableFiles:
@@ -28,28 +37,29 @@ class TableFiles:
 
     def __init__(self, folder: Path, files: list[Path], *, is_arrow: bool) -> None:
         """folder: names of files in digests are relative to it; is_arrow: batches as `datasets` writes them, else Parquet."""
-        self._folder, self._paths, self._is_arrow = folder, files, is_arrow
-        self._open_files: list[_ArrowFile | _ParquetFile] | None = None
+        self._folder, self._paths, self._pieces_of = folder, files, _arrow_pieces if is_arrow else _parquet_pieces
+        self._open_pieces: list[_Piece] | None = None
         self._starts: list[int] = []
+        self._last: tuple[int, str, Any] = (-1, "", None)
+        """The last piece and column of which a value was read, for reading in order."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_open_files": None}
+        return {**self.__dict__, "_open_pieces": None, "_last": (-1, "", None)}
 
     def rows(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """Yield where each row stands, and the row with addresses of images in place of their bytes; raises DataError."""
         number = 0
-        for file in self._files():
-            for index in range(file.num_batches):
-                for row in self._guard(file, lambda file=file, index=index: file.batch(index).to_pylist()):  # type: ignore[misc]
-                    yield f"row {number}", {name: _without_bytes(value, (number, name)) for name, value in row.items()}
-                    number += 1
+        for piece in self._pieces():
+            for row in _guard(piece.path, lambda read=piece.read: read(None).to_pylist()):  # type: ignore[misc]
+                yield f"row {number}", {name: _without_bytes(value, (number, name)) for name, value in row.items()}
+                number += 1
 
     def embedded(self, address: str) -> bytes:
-        """Return the bytes at an address from `rows`; O(log files) and one batch."""
+        """Return the bytes at an address from `rows`; O(log pieces) and one piece."""
         row, column, *steps = json.loads(address.removeprefix(EMBEDDED))
-        files = self._files()
+        pieces = self._pieces()
         index = bisect.bisect_right(self._starts, row) - 1
-        value = self._guard(files[index], lambda: files[index].value(row - self._starts[index], column))
+        value = _guard(pieces[index].path, lambda: self._column(index, column)[row - self._starts[index]].as_py())
         for step in steps:
             value = value[step]
         assert isinstance(value, bytes)
@@ -59,22 +69,45 @@ class TableFiles:
         """Digest the files."""
         return digest_files(self._folder, self._paths)
 
-    def _files(self) -> "list[_ArrowFile | _ParquetFile]":
-        if self._open_files is None:
-            kind = _ArrowFile if self._is_arrow else _ParquetFile
-            self._open_files = [self._guard(path, lambda path=path: kind(path)) for path in self._paths]  # type: ignore[misc]
-            self._starts = [0, *accumulate(file.num_rows for file in self._open_files)][:-1]
-        return self._open_files
+    def _pieces(self) -> list[_Piece]:
+        if self._open_pieces is None:
+            opened = [_guard(path, lambda path=path: self._pieces_of(path)) for path in self._paths]  # type: ignore[misc]
+            self._open_pieces = [piece for pieces in opened for piece in pieces]
+            self._starts = [0, *accumulate(piece.num_rows for piece in self._open_pieces)][:-1]
+        return self._open_pieces
 
-    def _guard(self, file: Any, action: Any) -> Any:
-        """Run an action on a file; errors of pyarrow become a DataError that names the file."""
-        path = getattr(file, "path", file)
-        try:
-            return action()
-        except ImportError as problem:
-            raise DataError(f"{path}: needs the package 'pyarrow'; install it with: pip install braid[hf]") from problem
-        except Exception as problem:
-            raise DataError(f"{path}: cannot be read ({str(problem).splitlines()[0]}); copy the data set again") from problem
+    def _column(self, index: int, column: str) -> Any:
+        if self._last[:2] != (index, column):
+            self._last = index, column, self._pieces()[index].read([column]).column(column)
+        return self._last[2]
+
+
+def _guard(path: Path, action: Callable[[], Any]) -> Any:
+    """Run an action on a file; errors of pyarrow become a DataError that names the file."""
+    try:
+        return action()
+    except ImportError as problem:
+        raise DataError(f"{path}: needs the package 'pyarrow'; install it with: pip install braid[hf]") from problem
+    except Exception as problem:
+        raise DataError(f"{path}: cannot be read ({str(problem).splitlines()[0]}); copy the data set again") from problem
+
+
+def _arrow_pieces(path: Path) -> list[_Piece]:
+    """Map the record batches of a stream into memory: reading a row costs only that row."""
+    pyarrow = importlib.import_module("pyarrow")
+    ipc = importlib.import_module("pyarrow.ipc")
+    with ipc.open_stream(pyarrow.memory_map(str(path))) as reader:
+        return [_Piece(path, batch.num_rows, partial(_whole, batch)) for batch in reader]
+
+
+def _whole(batch: Any, columns: list[str] | None) -> Any:
+    return batch
+
+
+def _parquet_pieces(path: Path) -> list[_Piece]:
+    file = importlib.import_module("pyarrow.parquet").ParquetFile(path, memory_map=True)
+    read = partial(file.read_row_group, use_threads=False)
+    return [_Piece(path, file.metadata.row_group(index).num_rows, partial(read, index)) for index in range(file.num_row_groups)]
 
 
 def digest_files(folder: Path, paths: list[Path]) -> str:
@@ -88,51 +121,6 @@ def digest_files(folder: Path, paths: list[Path]) -> str:
             file.seek(max(0, size - _DIGESTED_BYTES))
             digest.update(file.read())
     return digest.hexdigest()
-
-
-class _ArrowFile:
-    """A stream of record batches, mapped into memory: reading a row costs only that row."""
-
-    def __init__(self, path: Path) -> None:
-        pyarrow = importlib.import_module("pyarrow")
-        ipc = importlib.import_module("pyarrow.ipc")
-        self.path = path
-        with ipc.open_stream(pyarrow.memory_map(str(path))) as reader:
-            self._batches = list(reader)
-        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
-        self.num_rows, self.num_batches = self._starts[-1], len(self._batches)
-
-    def batch(self, index: int) -> _Batch:
-        """Return some rows."""
-        return self._batches[index]
-
-    def value(self, row: int, column: str) -> Any:
-        """Return one value."""
-        index = bisect.bisect_right(self._starts, row) - 1
-        return self._batches[index].column(column)[row - self._starts[index]].as_py()
-
-
-class _ParquetFile:
-    """Parquet is read by groups of rows; the last group is kept, for reading in order."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = importlib.import_module("pyarrow.parquet").ParquetFile(path, memory_map=True)
-        sizes = [self._file.metadata.row_group(index).num_rows for index in range(self._file.num_row_groups)]
-        self._starts = [0, *accumulate(sizes)]
-        self.num_rows, self.num_batches = self._starts[-1], len(sizes)
-        self._last: tuple[int, str, Any] = (-1, "", None)
-
-    def batch(self, index: int) -> _Batch:
-        """Return a group of rows."""
-        return self._file.read_row_group(index, use_threads=False)
-
-    def value(self, row: int, column: str) -> Any:
-        """Return one value."""
-        index = bisect.bisect_right(self._starts, row) - 1
-        if self._last[:2] != (index, column):
-            self._last = (index, column, self._file.read_row_group(index, columns=[column], use_threads=False).column(column))
-        return self._last[2][row - self._starts[index]].as_py()
 
 
 def find_table_files(path: Path) -> TableFiles | None:
