@@ -7,7 +7,6 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix
 
 from multimodal.attention.bitfield import MODALITY_BITS, TEXT_BIT, BitfieldMask
-from multimodal.attention.summarize_runs import MaskRuns, summarize_runs
 from multimodal.kernels import kernels
 from multimodal.values.errors import DataError
 
@@ -43,6 +42,20 @@ class BlockLists:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _MaskRuns:
+    """A mask as runs of equal tokens; run r holds tokens starts[r] .. starts[r + 1] - 1."""
+
+    starts: NDArray[np.int64]
+    """[num_runs + 1]."""
+    bits: NDArray[np.int64]
+    """[num_runs], like the next two: the value of every token of the run."""
+    sample_ids: NDArray[np.int32]
+    item_ids: NDArray[np.int32]
+    window: int
+    """Keys that a causal token attends to, at most; the number of tokens if nothing bounds them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockWorkloads:
     """The work in every block of queries, in two measures; [num_query_blocks], int64."""
 
@@ -64,8 +77,7 @@ def list_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: in
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
     if kernels is None:
-        strips = summarize_runs(runs, *sizes)
-        return BlockLists(strips.row_starts, *strips.expand())
+        return _evaluate(mask, *sizes)[0]
     return BlockLists(*kernels.list_mask_blocks(runs.starts, runs.bits, runs.sample_ids, runs.item_ids, runs.window, *sizes)[:3])
 
 
@@ -76,15 +88,41 @@ def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_bloc
     """
     runs, sizes = _prepare(mask, block_size, key_block_size)
     if kernels is None:
-        strips = summarize_runs(runs, *sizes)
-        return BlockWorkloads(np.diff(strips.row_starts), strips.visible_pairs)
+        lists, visible_pairs = _evaluate(mask, *sizes)
+        return BlockWorkloads(np.diff(lists.row_starts), visible_pairs)
     row_starts, visible_pairs = kernels.count_mask_blocks(
         runs.starts, runs.bits, runs.sample_ids, runs.item_ids, runs.window, *sizes
     )
     return BlockWorkloads(np.diff(row_starts), visible_pairs)
 
 
-def _prepare(mask: BitfieldMask, block_size: int, key_block_size: int | None) -> tuple[MaskRuns, tuple[int, int]]:
+def _evaluate(mask: BitfieldMask, query_size: int, key_size: int) -> tuple[BlockLists, NDArray[np.int64]]:
+    """Return the blocks with any visible pair, and the visible pairs of every block of queries, from the pairs themselves.
+
+    O(sum of squares of the samples' tokens), where the kernels are O(tokens + listed blocks).
+    """
+    counts, visible_pairs = [], []
+    blocks: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
+    is_full: list[NDArray[np.bool_]] = [np.empty(0, np.bool_)]
+    for begin in range(0, mask.num_tokens, query_size):
+        queries = np.arange(begin, min(begin + query_size, mask.num_tokens))
+        of_samples = mask.sample_ids[queries[[0, -1]]]
+        first = int(np.searchsorted(mask.sample_ids, of_samples[0])) // key_size
+        keys = np.arange(first * key_size, np.searchsorted(mask.sample_ids, of_samples[1], side="right"))
+        starts = np.arange(0, len(keys), key_size)
+        seen = np.add.reduceat(mask.visible(queries, keys).sum(axis=0), starts)
+        num_keys = np.minimum(key_size, mask.num_tokens - keys[starts])
+        listed = np.flatnonzero(seen)
+        blocks.append(first + listed)
+        is_full.append(seen[listed] == len(queries) * num_keys[listed])
+        counts.append(len(listed))
+        visible_pairs.append(int(seen.sum()))
+    row_starts = np.concatenate(([0], np.cumsum(counts, dtype=np.int64)))
+    lists = BlockLists(row_starts, np.concatenate(blocks).astype(np.int32), np.concatenate(is_full))
+    return lists, np.array(visible_pairs, dtype=np.int64)
+
+
+def _prepare(mask: BitfieldMask, block_size: int, key_block_size: int | None) -> tuple[_MaskRuns, tuple[int, int]]:
     sizes = (block_size, block_size if key_block_size is None else key_block_size)
     if min(sizes) < 1:
         raise DataError(f"cannot cut a mask into blocks of {sizes[0]} queries x {sizes[1]} keys; expected at least 1 x 1")
@@ -95,12 +133,12 @@ def _prepare(mask: BitfieldMask, block_size: int, key_block_size: int | None) ->
     else:
         starts = kernels.find_mask_runs(mask.bits, mask.sample_ids, mask.item_ids)
     firsts, size = starts[:-1], max(1, mask.num_tokens)
-    runs = MaskRuns(starts, mask.bits[firsts], mask.sample_ids[firsts], mask.item_ids[firsts], min(mask.window or size, size))
+    runs = _MaskRuns(starts, mask.bits[firsts], mask.sample_ids[firsts], mask.item_ids[firsts], min(mask.window or size, size))
     _validate_runs(runs)
     return runs, sizes
 
 
-def _validate_runs(runs: MaskRuns) -> None:
+def _validate_runs(runs: _MaskRuns) -> None:
     """Raise DataError at the first run that breaks a rule."""
     wrong = np.flatnonzero(np.diff(runs.sample_ids) < 0)
     if len(wrong):
