@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.runtime.checkpoint.storage import PieceWriter
+from megatron.runtime.checkpoint import checkpoint as saving
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_memory import default_zero_stage
 from multimodal.plan.checkpoint_size import checkpoint_size
@@ -96,13 +96,13 @@ def test_steps_that_run_beside_a_save_are_not_in_it(ranks: RankPool, tmp_path: P
 
 def train_while_saving(case: TrainingCase, folder: Path, num_before: int, num_after: int) -> RankReport:
     may_write, is_complete = threading.Event(), "step_00000002"
-    write = PieceWriter.write_data
+    write = saving.write_tensors
 
     def write_late(*args: Any) -> Any:
         assert may_write.wait(60)
         return write(*args)
 
-    with mock.patch.object(PieceWriter, "write_data", write_late):
+    with mock.patch.object(saving, "write_tensors", write_late):
         training = Training(case)
         for number in range(num_before):
             training.train_step(number)

@@ -16,11 +16,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.runtime.checkpoint import checkpoint as saving
 from megatron.runtime.checkpoint import folder as checkpoint_folder
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.folder import find_newest_checkpoint
 from megatron.runtime.checkpoint.manifest import read_newest, write_manifest
-from megatron.runtime.checkpoint.storage import PieceWriter
 from multimodal.values.errors import CheckpointError
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.rank_pool import RankPool
@@ -62,10 +62,10 @@ def load_error(case: TrainingCase, folder: Path) -> str:
 def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
     """Plant a failure on one rank while step 2 is saved."""
     target = {
-        "disk full on rank 1": (PieceWriter, "write_data", 1),
-        "disk full on rank 0": (PieceWriter, "finish", 0),
+        "disk full on rank 1": (saving, "write_tensors", 1),
+        "disk full on rank 0": (saving, "write_index", 0),
         "rename fails": (checkpoint_folder, "sync_folder", 0),
-        "planning fails": (PieceWriter, "prepare_local_plan", 1),
+        "planning fails": (saving, "offer_pieces", 1),
     }
     owner, name, rank = target[failure]
     training = Training(case)

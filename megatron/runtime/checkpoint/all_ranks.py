@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.api import CheckpointException
 
+from megatron.runtime.state.handover import gather_objects
 from multimodal.values.errors import BraidError, CheckpointError
 
 _Result = TypeVar("_Result")
@@ -19,10 +19,7 @@ def on_all_ranks(action: Callable[[], _Result], *, what: str, group: ProcessGrou
     what: names the step in the error; group: a gloo group of all ranks, for threads of their own; by default the run's. Raises
     CheckpointError on every rank if the action failed on any.
     """
-    result = on_this_rank(action, what=what, group=group)
-    results: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(results, result, group=group)
-    return results
+    return gather_objects(on_this_rank(action, what=what, group=group), group=group)
 
 
 def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGroup | None = None) -> _Result:
@@ -36,19 +33,14 @@ def on_this_rank(action: Callable[[], _Result], *, what: str, group: ProcessGrou
         found.append(action())
     except BraidError as error:
         problem = str(error)
-    except CheckpointException as error:  # torch gathered it from all ranks
-        rank, (cause, _) = min(error.failures.items())
-        problem = str(cause) if isinstance(cause, BraidError) else f"{what} failed on rank {rank}: {_describe(cause)}"
     except Exception as error:
-        problem = f"{what} failed on rank {dist.get_rank()}: {_describe(error)}"
+        problem = f"{what} failed on rank {dist.get_rank()}: {type(error).__name__}: {' '.join(str(error).split())}"
     device = torch.device("cpu") if group is not None else torch.cuda.current_device()
     has_failed = torch.tensor([problem is not None], dtype=torch.int32, device=device)
     dist.all_reduce(has_failed, op=dist.ReduceOp.MAX, group=group)
     if not has_failed.item():
         return found[0]
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem, group=group)
-    message = next(filter(None, problems))  # it may quote untrusted text from a checkpoint
+    message = next(filter(None, gather_objects(problem, group=group)))  # it may quote untrusted text from a checkpoint
     raise CheckpointError("".join(character if character.isprintable() else ascii(character)[1:-1] for character in message))
 
 
@@ -59,7 +51,3 @@ def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGro
     dist.broadcast_object_list(told, src=0, group=group)
     first: _Result = told[0]
     return first
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -18,7 +18,6 @@ from torch.distributed import ProcessGroup
 from megatron.runtime.checkpoint.all_ranks import on_all_ranks, on_first_rank, on_this_rank
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.folder import complete_partial, open_partial, prune_checkpoints, remove_checkpoint
-from megatron.runtime.checkpoint.index import TensorIndex, read_index
 from megatron.runtime.checkpoint.manifest import (
     Manifest,
     capture_random_state,
@@ -28,7 +27,16 @@ from megatron.runtime.checkpoint.manifest import (
     restore_random_state,
     write_manifest,
 )
-from megatron.runtime.checkpoint.storage import read_tensors, write_tensors
+from megatron.runtime.checkpoint.storage import (
+    INDEX_NAME,
+    TensorIndex,
+    choose_writers,
+    offer_pieces,
+    read_index,
+    read_tensors,
+    write_index,
+    write_tensors,
+)
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
 from multimodal.model.adapter import is_adapter, is_new_rows
@@ -115,16 +123,18 @@ def _write(
         check_right()
         return open_partial(folder, step=step)
 
-    def complete(written: Sequence[tuple[dict[str, int], int]]) -> Path:
-        sizes = {name: size for files, _ in written for name, size in files.items()}
-        write_manifest(partial_folder, replace(manifest, files=sizes, index_crc32=written[0][1]))
+    def complete(written: Sequence[tuple[dict[str, int], TensorIndex]]) -> Path:
+        index_size, index_crc32 = write_index(partial_folder, [index for _, index in written])
+        sizes = {name: size for files, _ in written for name, size in files.items()} | {INDEX_NAME: index_size}
+        write_manifest(partial_folder, replace(manifest, files=sizes, index_crc32=index_crc32))
         check_right()
         return complete_partial(partial_folder, step=step)
 
     partial_folder = on_first_rank(begin, what=what, group=group)
     try:
-        files = on_all_ranks(lambda: write_tensors(partial_folder, tensors, group=group), what=what, group=group)
-        final = on_first_rank(lambda: complete(files), what=what, group=group)
+        writers = choose_writers(on_all_ranks(lambda: offer_pieces(tensors), what=what, group=group))
+        written = on_all_ranks(lambda: write_tensors(partial_folder, tensors, writers), what=what, group=group)
+        final = on_first_rank(lambda: complete(written), what=what, group=group)
     except CheckpointError as problem:
         if dist.get_rank() == 0 and partial_folder.exists():
             with suppress(OSError):

@@ -17,7 +17,7 @@ import socket
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from multimodal.values.errors import CheckpointError
 
@@ -163,6 +163,12 @@ def is_alive(process: int) -> bool:
         except ProcessLookupError:
             return False
     return True
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Make sure that what was written to a file is on the disk; raises OSError."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:

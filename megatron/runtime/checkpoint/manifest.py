@@ -2,7 +2,6 @@
 
 import base64
 import json
-import os
 import random
 import zlib
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, step_of
+from megatron.runtime.checkpoint.folder import damaged, find_newest_checkpoint, step_of, sync_file
 from multimodal.values.errors import CheckpointError
 from multimodal.values.model_graph import ModelGraph
 
@@ -58,8 +57,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     plain = asdict(manifest)
     with open(folder / _FILE_NAME, "w") as file:
         json.dump({**plain, _CHECKSUM: _checksum(plain)}, file)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
 
 
 def read_newest(folder: Path) -> tuple[Path, Manifest]:

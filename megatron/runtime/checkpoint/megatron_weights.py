@@ -135,7 +135,7 @@ def save_megatron(folder: Path, *, session: Session) -> None:
             raise CheckpointError(f"{tensor.key}: nothing in Megatron's models is like it; save to --save-hf instead")
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         for piece in tensor.pieces:
-            whole[piece.box_slices].copy_(piece.values)
+            tensor.box.part_of(whole, piece.box).copy_(piece.values)
         whole = whole.reshape(_shape_there(tensor, graph))
         for place in places[::2]:  # under both names of norms, which Transformer Engine's and local layers may call differently
             parts.setdefault(place.key, {})[place.part] = whole
@@ -234,7 +234,7 @@ def _is_projector_bias(key: str, graph: ModelGraph) -> bool:
 @torch.no_grad()
 def _fill(tensor: HeldTensor, values: Tensor) -> None:
     for piece in tensor.pieces:
-        piece.values.copy_(values[piece.box_slices])
+        piece.values.copy_(tensor.box.part_of(values, piece.box))
 
 
 def _shape_there(tensor: HeldTensor, graph: ModelGraph) -> tuple[int, ...]:

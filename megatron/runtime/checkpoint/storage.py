@@ -1,234 +1,190 @@
 """Pieces of tensors to files and back: every rank writes the pieces it holds and reads the pieces it needs.
 
-torch.distributed.checkpoint plans both on rank 0 (which of several holders writes a value, which saved rectangles overlap a
-wanted one) and checks that the written rectangles fill every tensor without overlap; this module names the rectangles. The file
-format is Braid's own, since torch's files would be pickles: each writing rank has one file with the bytes of its pieces, and
-`tensors.json` (`index`) describes them. Neither can contain anything executable.
+Each writing rank has one file with the bytes of its pieces; `tensors.json` says where each piece lies, with its checksum. Neither
+can contain anything executable. Of several ranks that hold a piece one writes it.
 """
 
-import os
+import json
+import math
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
+from operator import add, gt
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
-from torch.futures import Future
 
-from megatron.runtime.checkpoint.folder import damaged
-from megatron.runtime.checkpoint.index import INDEX_NAME, SavedPiece, SavedTensor, TensorIndex, index_to_json
-from megatron.runtime.state.held_tensors import HeldTensor, Piece
+from megatron.runtime.checkpoint.folder import damaged, sync_file
+from megatron.runtime.state.held_tensors import Box, HeldTensor
+from multimodal.values.errors import CheckpointError
+from multimodal.values.typed_reader import Plain
+
+INDEX_NAME = "tensors.json"
+DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
+Place = tuple[str, Box]
+"""A piece: the tensor's name, and a rectangle of it."""
 
 
-class _AsPlanned:
-    """Methods that torch calls on both sides of a storage, without any effect here."""
+class SavedPiece(NamedTuple):
+    """A rectangle of a tensor, and the position of its bytes."""
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
+    file: str
+    start: int
+    """Bytes from the beginning of the file."""
+    offsets: tuple[int, ...]
+    """The start of the rectangle in every dimension of the tensor."""
+    sizes: tuple[int, ...]
+    crc32: int
+    """The checksum of its bytes."""
 
-    def prepare_local_plan(self, plan: Any) -> Any:
-        return plan
-
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    @property
+    def box(self) -> Box:
+        """The rectangle."""
+        return Box(self.offsets, self.sizes)
 
 
-class PieceWriter(_AsPlanned, StorageWriter):
-    """Writes this rank's pieces into its file, and on rank 0 `tensors.json`."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.sizes: dict[str, int] = {}
-        """File name -> bytes that this rank wrote."""
-        self.index_crc32 = 0
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        """Write the pieces that torch's plan gives to this rank; raises OSError."""
-        written: list[WriteResult] = []
-        if plan.items:
-            name = f"rank_{dist.get_rank():05d}.bin"
-            with open(self._folder / name, "wb") as file:
-                for item in plan.items:
-                    values = planner.resolve_data(item)
-                    assert isinstance(values, Tensor)
-                    assert item.index.offset is not None
-                    content = values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                    start = file.tell()
-                    file.write(content)
-                    piece = SavedPiece(name, start, tuple(item.index.offset), tuple(values.shape), zlib.crc32(content))
-                    written.append(WriteResult(item.index, len(content), piece))
-                self.sizes[name] = file.tell()
-                _sync(file)
-        return _done(written)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write `tensors.json`, on rank 0; raises OSError."""
-        pieces: dict[str, list[SavedPiece]] = {}
-        for result in (result for of_rank in results for result in of_rank):
-            pieces.setdefault(result.index.fqn, []).append(result.storage_data)
-        index = {}
-        for key, tensor in metadata.state_dict_metadata.items():
-            assert isinstance(tensor, TensorStorageMetadata)
-            index[key] = SavedTensor(tensor.properties.dtype, tuple(tensor.size), tuple(pieces[key]))
-        content = index_to_json(index)
-        with open(self._folder / INDEX_NAME, "wb") as file:
-            file.write(content)
-            _sync(file)
-        self.sizes[INDEX_NAME], self.index_crc32 = len(content), zlib.crc32(content)
+_PLAIN_PIECES = tuple[tuple[str, int, tuple[int, ...], tuple[int, ...], int], ...]
 
 
-class PieceReader(_AsPlanned, StorageReader):
-    """Reads, from the files of all ranks, the pieces of which this rank needs a part."""
+@dataclass(frozen=True)
+class SavedTensor:
+    """A whole tensor: its pieces fill it."""
 
-    def __init__(self, folder: Path, *, index: TensorIndex) -> None:
-        self._folder = folder
-        self._index = index
-        self._pieces: Mapping[MetadataIndex, SavedPiece] = {
-            MetadataIndex(key, piece.offsets): piece for key, tensor in index.items() for piece in tensor.pieces
-        }
-
-    def read_metadata(self) -> Metadata:  # type: ignore[override]  # torch asks for ranks' own metadata where more is taken
-        """Return `tensors.json` in torch's form."""
-        described: dict[str, Any] = {}
-        for key, tensor in self._index.items():
-            chunks = [ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)) for piece in tensor.pieces]
-            properties = TensorProperties(dtype=tensor.dtype)
-            described[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), chunks)
-        return Metadata(described)
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
-        """Fill the tensors of torch's plan; raises CheckpointError for bytes that differ from those written, and OSError."""
-        wanted: dict[tuple[SavedPiece, str], list[ReadItem]] = {}
-        for item in plan.items:
-            wanted.setdefault((self._pieces[item.storage_index], item.storage_index.fqn), []).append(item)
-        for name, pieces in groupby(sorted(wanted), key=lambda place: place[0].file):
-            with open(self._folder / name, "rb") as file:
-                for piece, key in pieces:
-                    values = self._read(file, piece, key=key)
-                    for item in wanted[piece, key]:
-                        part, target = values, planner.resolve_tensor(item).detach()
-                        for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                            part = part.narrow(dimension, start, length)
-                        target.copy_(part)
-                        planner.commit_tensor(item, target)
-        return _done(None)
-
-    def _read(self, file: BinaryIO, piece: SavedPiece, *, key: str) -> Tensor:
-        dtype = self._index[key].dtype
-        content = torch.empty(piece.size_bytes(dtype), dtype=torch.uint8)
-        buffer = content.numpy().data
-        file.seek(piece.start)
-        if file.readinto(buffer) != len(buffer) or zlib.crc32(buffer) != piece.crc32:  # type: ignore[attr-defined]
-            raise damaged(self._folder, f"{piece.file} does not hold what was written (the checksum of {key} differs)")
-        return content.view(dtype).view(piece.sizes)
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[SavedPiece, ...]
 
 
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+TensorIndex = Mapping[str, SavedTensor]
+"""Tensor's name -> its place in the files."""
 
 
-def _done(result: Any) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(result)
-    return future
+def offer_pieces(tensors: Sequence[HeldTensor]) -> dict[Place, int]:
+    """Return the pieces that this rank can write, with their bytes."""
+    return {(tensor.key, piece.box): piece.values.nbytes for tensor in tensors if not tensor.is_copy for piece in tensor.pieces}
+
+
+def choose_writers(offered: Sequence[Mapping[Place, int]]) -> dict[Place, int]:
+    """Return the rank that writes each piece: of those that offer it the one that has least to write so far."""
+    holders: dict[Place, list[int]] = {}
+    for rank, pieces in enumerate(offered):
+        for place in pieces:
+            holders.setdefault(place, []).append(rank)
+    num_bytes, writers = [0] * len(offered), {}
+    for place, ranks in holders.items():
+        writers[place] = writer = min(ranks, key=num_bytes.__getitem__)
+        num_bytes[writer] += offered[writer][place]
+    return writers
 
 
 def write_tensors(
-    folder: Path, tensors: Sequence[HeldTensor], *, group: ProcessGroup | None = None
-) -> tuple[dict[str, int], int]:
-    """Write the tensors of all ranks into `folder`; files are on the disk when it returns.
+    folder: Path, tensors: Sequence[HeldTensor], writers: Mapping[Place, int]
+) -> tuple[dict[str, int], TensorIndex]:
+    """Write this rank's pieces into a file of its own, which is on the disk then; raises OSError.
 
-    Collective over `group`, by default the run's. Returns file name -> bytes of this rank's files, and the checksum of
-    `tensors.json`, which rank 0 writes (0 on other ranks).
-
-    Raises torch's CheckpointException on every rank if any rank failed.
+    Returns file name -> bytes, and the place of these pieces.
     """
-    writer = PieceWriter(folder)
-    save({}, storage_writer=writer, planner=_PieceSavePlanner(tensors), process_group=group)
-    return writer.sizes, writer.index_crc32
+    rank, written = dist.get_rank(), dict[str, SavedTensor]()
+    chosen = [
+        (tensor, piece)
+        for tensor in tensors
+        if not tensor.is_copy
+        for piece in tensor.pieces
+        if writers[tensor.key, piece.box] == rank
+    ]
+    if not chosen:
+        return {}, {}
+    name = f"rank_{rank:05d}.bin"
+    with open(folder / name, "wb") as file:
+        for tensor, piece in chosen:
+            content = piece.values.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+            saved = SavedPiece(name, file.tell(), *piece.box, zlib.crc32(content))
+            file.write(content)
+            before = written.get(tensor.key, SavedTensor(tensor.dtype, tensor.shape, ()))
+            written[tensor.key] = replace(before, pieces=(*before.pieces, saved))
+        size_bytes = file.tell()
+        sync_file(file)
+    return {name: size_bytes}, written
 
 
+def write_index(folder: Path, written: Sequence[TensorIndex]) -> tuple[int, int]:
+    """Write `tensors.json` of the pieces that all ranks have written; returns its bytes and checksum. Raises OSError."""
+    index: dict[str, SavedTensor] = {}
+    for key, tensor in (item for of_rank in written for item in of_rank.items()):
+        index[key] = replace(tensor, pieces=(*index[key].pieces, *tensor.pieces)) if key in index else tensor
+    content = index_to_json(index)
+    with open(folder / INDEX_NAME, "wb") as file:
+        file.write(content)
+        sync_file(file)
+    return len(content), zlib.crc32(content)
+
+
+@torch.no_grad()
 def read_tensors(folder: Path, tensors: Sequence[HeldTensor], *, index: TensorIndex) -> None:
-    """Fill the pieces of all ranks from `folder`, whose `tensors.json` is `index`; collective.
+    """Fill this rank's pieces from the files of all ranks.
 
-    Every piece that is read is compared with its checksum. Raises CheckpointException on every rank if any rank failed.
+    Every saved piece that is read is compared with its checksum. Raises CheckpointError and OSError.
     """
-    load({}, storage_reader=PieceReader(folder, index=index), planner=_PieceLoadPlanner(tensors))
+    wanted = [
+        (saved, tensor.key, found)
+        for tensor in tensors
+        for saved in index[tensor.key].pieces
+        if (found := [(piece, common) for piece in tensor.pieces if (common := piece.box.common(saved.box))])
+    ]
+    wanted.sort(key=lambda each: each[0][:2])
+    for name, pieces in groupby(wanted, key=lambda each: each[0].file):
+        with open(folder / name, "rb") as file:
+            for saved, key, found in pieces:
+                dtype = index[key].dtype
+                content = torch.empty(saved.box.num_elements * dtype.itemsize, dtype=torch.uint8)
+                buffer = content.numpy().data
+                file.seek(saved.start)
+                if file.readinto(buffer) != len(buffer) or zlib.crc32(buffer) != saved.crc32:
+                    raise damaged(folder, f"{name} does not hold what was written (the checksum of {key} differs)")
+                values = content.view(dtype).view(saved.sizes)
+                for piece, common in found:
+                    piece.box.part_of(piece.values, common).copy_(saved.box.part_of(values, common))
 
 
-class _PieceSavePlanner(DefaultSavePlanner):
-    def __init__(self, tensors: Iterable[HeldTensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._tensors = [tensor for tensor in tensors if not tensor.is_copy]
-        self._values = {(tensor.key, piece.offsets): piece.values for tensor in self._tensors for piece in tensor.pieces}
-
-    def create_local_plan(self) -> SavePlan:
-        items = []
-        for tensor in self._tensors:
-            for piece in tensor.pieces:
-                data = TensorWriteData(_chunk(piece), TensorProperties(dtype=tensor.dtype), torch.Size(tensor.shape))
-                index = MetadataIndex(tensor.key, torch.Size(piece.offsets))
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return SavePlan(items)
-
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._values[index.fqn, tuple(index.offset or ())]
+def index_to_json(index: TensorIndex) -> bytes:
+    """The content of `tensors.json`."""
+    plain = {
+        key: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": tensor.shape, "pieces": tensor.pieces}
+        for key, tensor in index.items()
+    }
+    return json.dumps(plain).encode()
 
 
-class _PieceLoadPlanner(DefaultLoadPlanner):
-    def __init__(self, tensors: Iterable[HeldTensor]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._pieces: dict[str, list[Piece]] = {}
-        for tensor in tensors:
-            self._pieces.setdefault(tensor.key, []).extend(tensor.pieces)
+def read_index(checkpoint: Path, *, files: Mapping[str, int], crc32: int) -> TensorIndex:
+    """Read `tensors.json` of a checkpoint; raises CheckpointError if it is not as written, or describes impossible pieces.
 
-    def create_local_plan(self) -> LoadPlan:
-        assert self.metadata is not None
-        items = []
-        for key, pieces in self._pieces.items():
-            saved = self.metadata.state_dict_metadata[key]
-            assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(key, saved, [_chunk(piece) for piece in pieces])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        assert index.index is not None
-        return self._pieces[index.fqn][index.index].values
+    files: name -> bytes of the checkpoint's files. crc32: of `tensors.json`.
+    """
+    content = (checkpoint / INDEX_NAME).read_bytes()
+    if zlib.crc32(content) != crc32:
+        raise damaged(checkpoint, f"{INDEX_NAME} is not the one that was written (its checksum differs)")
+    try:
+        plain = Plain(json.loads(content), "its content", CheckpointError).mapping()
+        return {key: _tensor(value, files=files) for key, value in plain.items()}
+    except (ValueError, RecursionError) as problem:
+        raise damaged(checkpoint, f"{INDEX_NAME} cannot be used ({problem})") from problem
 
 
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(torch.Size(piece.offsets), piece.values.shape)
+def _tensor(plain: Plain, *, files: Mapping[str, int]) -> SavedTensor:
+    keys = ("dtype", "shape", "pieces")
+    entry = plain.mapping(known=keys, required=keys)
+    dtype = DTYPES[entry["dtype"].read(str, choices=tuple(DTYPES))]
+    shape = entry["shape"].read(tuple[int, ...], minimum=1)
+    pieces = tuple(SavedPiece(*values) for values in entry["pieces"].read(_PLAIN_PIECES, minimum=0))
+    for file, start, offsets, sizes, _ in pieces:
+        is_inside = len(offsets) == len(sizes) == len(shape) and 0 not in sizes
+        if not is_inside or any(map(gt, map(add, offsets, sizes), shape)):
+            plain.fail(f"a piece of {list(sizes)} at {list(offsets)} leaves the shape {list(shape)}")
+        if start + math.prod(sizes) * dtype.itemsize > files.get(file, 0):
+            plain.fail(f"a piece lies outside of the checkpoint's files, in {file!r} from byte {start}")
+    if sum(math.prod(piece.sizes) for piece in pieces) != math.prod(shape):
+        plain.fail(f"its pieces do not fill the shape {list(shape)}")
+    return SavedTensor(dtype, shape, pieces)

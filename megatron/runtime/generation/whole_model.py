@@ -13,9 +13,9 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from megatron.runtime import platform
 from megatron.runtime.checkpoint.checkpoint import load_checkpoint
-from megatron.runtime.checkpoint.index import read_index
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.checkpoint.megatron_weights import embeddings_of, read_shapes
+from megatron.runtime.checkpoint.storage import read_index
 from megatron.runtime.hugging_face.load_weights import load_hugging_face
 from megatron.runtime.hugging_face.weight_files import WeightFiles
 from megatron.runtime.session import Session, SessionOptions

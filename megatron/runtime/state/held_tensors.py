@@ -8,6 +8,7 @@ a gated MLP's two blocks), each contiguous in the rank's memory: it is written, 
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import add
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,42 @@ class Box(NamedTuple):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
+    @property
+    def num_elements(self) -> int:
+        """The number of elements in it."""
+        return math.prod(self.sizes)
+
+    def common(self, other: "Box") -> "Box | None":
+        """Return the rectangle that two rectangles of a tensor have in common."""
+        offsets = tuple(map(max, self.offsets, other.offsets))
+        ends = map(min, self.ends, other.ends)
+        sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+        return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
+
+    def outside(self, other: "Box") -> "Iterator[Box]":
+        """Yield the parts that another rectangle does not cover, dimension by dimension."""
+        common = self.common(other)
+        if common is None:
+            yield self
+            return
+        offsets, sizes = list(self.offsets), list(self.sizes)
+        for dimension, (start, end) in enumerate(zip(common.offsets, common.ends, strict=True)):
+            for first, stop in ((self.offsets[dimension], start), (end, self.ends[dimension])):
+                if first < stop:
+                    offsets[dimension], sizes[dimension] = first, stop - first
+                    yield Box(tuple(offsets), tuple(sizes))
+            offsets[dimension], sizes[dimension] = start, end - start
+
+    def part_of(self, values: Tensor, inner: "Box") -> Tensor:
+        """Return the part of this rectangle's values that an inner rectangle covers; a view."""
+        starts = (inner_offset - offset for inner_offset, offset in zip(inner.offsets, self.offsets, strict=True))
+        return values[tuple(slice(start, start + size) for start, size in zip(starts, inner.sizes, strict=True))]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        """The end in every dimension."""
+        return tuple(map(add, self.offsets, self.sizes))
+
 
 class Piece(NamedTuple):
     """A rectangle of a whole parameter, and this rank's values there."""
@@ -54,11 +91,6 @@ class Piece(NamedTuple):
     def box(self) -> Box:
         """The rectangle of the whole tensor that the values fill."""
         return Box(self.offsets, tuple(self.values.shape))
-
-    @property
-    def box_slices(self) -> tuple[slice, ...]:
-        """The same as an index of the whole tensor."""
-        return tuple(slice(first, first + size) for first, size in zip(self.offsets, self.values.shape, strict=True))
 
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -76,6 +108,11 @@ class HeldTensor:
     is_copy: bool
     """True if another rank holds and writes the same: for tied embeddings the first stage, for replicated tensors tensor parallel
     rank 0, and for unlike replicas the first one."""
+
+    @property
+    def box(self) -> Box:
+        """The rectangle of the whole tensor."""
+        return Box((0,) * len(self.shape), self.shape)
 
 
 class _Parameter(NamedTuple):
@@ -257,7 +294,7 @@ def pieces_of_shard(
     for block in range(sharding.num_blocks):
         inside = range(max(elements.start, block * block_size), min(elements.stop, (block + 1) * block_size))
         for box in boxes_of_flat_range(shape, inside):
-            size, offsets = math.prod(box.sizes), list(box.offsets)
+            size, offsets = box.num_elements, list(box.offsets)
             if sharding.dimension is not None:
                 rows = shape[sharding.dimension] // sharding.num_blocks
                 offsets[sharding.dimension] += rows * (block * (tensor_parallel_size - 1) + rank)

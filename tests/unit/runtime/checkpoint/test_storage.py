@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.runtime.checkpoint.index import INDEX_NAME, SavedPiece, SavedTensor, TensorIndex, index_to_json, read_index
+from megatron.runtime.checkpoint.storage import INDEX_NAME, SavedPiece, SavedTensor, TensorIndex, index_to_json, read_index
 from multimodal.values.errors import CheckpointError
 
 FILES = {"rank_00000.bin": 48, "rank_00001.bin": 24}
@@ -48,23 +48,32 @@ def test_the_index_of_another_checkpoint(checkpoint: Path) -> None:
 
 WEIGHT = "model.llm.weight"
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "a tensor that is text": (lambda value: value.update(x="y"), "x must be a dict, found str"),
-    "no dtype": (lambda value: value[WEIGHT].pop("dtype"), "dtype must be one of float64"),
-    "an unknown dtype": (lambda value: value[WEIGHT].update(dtype="load"), "found 'load'"),
-    "a dtype that is a list": (lambda value: value[WEIGHT].update(dtype=["float32"]), "dtype must be one of"),
-    "no shape": (lambda value: value[WEIGHT].pop("shape"), "shape must be a list, found NoneType"),
-    "a fraction": (lambda value: value[WEIGHT].update(shape=[4.0, 3]), "shape must be whole numbers of at least 1, found 4.0"),
+    "a tensor that is text": (lambda value: value.update(x="y"), "x: expected a mapping"),
+    "no dtype": (lambda value: value[WEIGHT].pop("dtype"), "'dtype' is missing"),
+    "an unknown dtype": (
+        lambda value: value[WEIGHT].update(dtype="load"),
+        "float16, found 'load'",
+    ),
+    "a dtype that is a list": (lambda value: value[WEIGHT].update(dtype=["float32"]), "dtype: expected one of"),
+    "no shape": (lambda value: value[WEIGHT].pop("shape"), "'shape' is missing"),
+    "a fraction": (lambda value: value[WEIGHT].update(shape=[4.0, 3]), "shape[0]: expected a positive integer, found 4.0"),
     "another shape": (lambda value: value[WEIGHT].update(shape=[5, 3]), "its pieces do not fill the shape [5, 3]"),
     "a smaller shape": (lambda value: value[WEIGHT].update(shape=[3, 3]), "leaves the shape [3, 3]"),
     "fewer dimensions": (lambda value: value[WEIGHT].update(shape=[12]), "leaves the shape [12]"),
     "no pieces": (lambda value: value[WEIGHT].update(pieces=[]), "do not fill"),
     "a piece too few": (lambda value: value[WEIGHT]["pieces"].pop(), "do not fill"),
-    "a short piece": (lambda value: value[WEIGHT]["pieces"][0].pop(), "a piece must be file, start"),
-    "a negative start": (lambda value: value[WEIGHT]["pieces"][0].__setitem__(1, -1), "at least 0, found -1"),
+    "a short piece": (lambda value: value[WEIGHT]["pieces"][0].pop(), "pieces[0]: expected a list of 5 entries"),
+    "a negative start": (
+        lambda value: value[WEIGHT]["pieces"][0].__setitem__(1, -1),
+        "an integer of at least 0, found -1",
+    ),
     "a start too late": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(1, 1), "'rank_00001.bin' from byte 1"),
     "a file elsewhere": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(0, "../x"), "'../x' from byte 0"),
-    "a file that is a number": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(0, 1), "file of a piece must be a str"),
-    "an empty piece": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(3, [0, 3]), "at least 1, found 0"),
+    "a file that is a number": (
+        lambda value: value[WEIGHT]["pieces"][1].__setitem__(0, 1),
+        "expected text, found 1",
+    ),
+    "an empty piece": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(3, [0, 3]), "a piece of [0, 3] at [2, 0] leaves"),
 }
 
 
