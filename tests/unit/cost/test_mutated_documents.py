@@ -5,6 +5,7 @@ import datetime
 import json
 import math
 import tracemalloc
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from multimodal.values.errors import BraidError
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
+from tests.unit.cost import cost_cases
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
 MODEL = {
@@ -48,14 +50,11 @@ PLAN = {
     }
 }
 CLUSTER = {
-    "gpus_per_node": 8,
+    **{key: value for key, value in cost_cases.CLUSTER.items() if key != "peak_tflops"},
     "device": "H100",
-    "memory_gb": 80,
-    "efficiency": 0.5,
     "attention_efficiency": 0.4,
     "dtype": "bfloat16",
-    "intra_node": {"bandwidth_gbytes_per_second": 450, "latency_us": 3.0},
-    "inter_node": {"bandwidth_gbytes_per_second": 50, "latency_us": 8.0, "nics_per_node": 8, "collective_efficiency": 1},
+    "inter_node": {**cost_cases.LINKS["inter_node"], "collective_efficiency": 1},
 }
 TABLE = {
     "num_microbatches": 2,
@@ -83,32 +82,13 @@ MOST_BYTES = 30e6
 
 
 def deep(levels):
-    value = []
-    for _ in range(levels):
-        value = [value]
-    return value
+    return reduce(lambda inner, _: [inner], range(levels), [])
 
 
-REPLACEMENTS = [
-    None,
-    True,
-    False,
-    "text",
-    "3",
-    "false",
-    "1e-5",
-    "",
-    "x" * 5000,
-    [],
-    {},
-    [[]],
-    {"a": 1},
-    {1: 2},
-    deep(40),
-    deep(400),
-]
-REPLACEMENTS += [math.nan, math.inf, -math.inf, 5e-324, 1e308, 0, -1, 0.5, 4.9, 10**9, 10**12, 2**63, 10**400, 10**5000, b"3"]
-REPLACEMENTS += [datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1), {"a"}]
+NUMBERS = (math.nan, math.inf, -math.inf, 5e-324, 1e308, 0, -1, 0.5, 4.9, 10**9, 10**12, 2**63, 10**400, 10**5000)
+TEXTS = ("text", "3", "false", "1e-5", "", "x" * 5000, b"3")
+NESTED = ([], {}, [[]], {"a": 1}, {1: 2}, {"a"}, deep(40), deep(400))
+REPLACEMENTS = [None, True, False, *TEXTS, *NUMBERS, *NESTED, datetime.date(2024, 1, 1), datetime.datetime(2024, 1, 1)]
 
 
 def places(value, *, path=()):
@@ -191,22 +171,17 @@ def damaged(draw, name, suffix):
     end = draw(st.integers(start, min(len(content), start + 40)))
     lines = content.split(b"\n")
     line = draw(st.integers(0, len(lines) - 1))
-    return draw(
-        st.sampled_from(
-            [
-                content[:start],
-                content[:start] + content[end:],
-                content[:end] + content[start:],
-                content[:start] + draw(st.binary(max_size=8)) + content[end:],
-                content[:start]
-                + draw(st.text("-+.:[]{}&*!|>'\"%@`#,? \t\n0123456789eE~<=", max_size=6)).encode()
-                + content[start:],
-                b"\n".join([*lines[:line], lines[line], *lines[line:]]),
-                b"\n".join([*lines[:line], *lines[line + 1 :]]),
-                b"\n".join([*lines[:line], b" " + lines[line], *lines[line + 1 :]]),
-            ]
-        )
+    before, at, after = lines[:line], lines[line], lines[line + 1 :]
+    of_lines = [*before, at, at, *after], [*before, *after], [*before, b" " + at, *after]
+    keys = draw(st.text("-+.:[]{}&*!|>'\"%@`#,? \t\n0123456789eE~<=", max_size=6)).encode()
+    between = (
+        content[end:],
+        content[start:end] + content[start:],
+        draw(st.binary(max_size=8)) + content[end:],
+        keys + content[start:],
+        b"",
     )
+    return draw(st.sampled_from([*(content[:start] + each for each in between), *map(b"\n".join, of_lines)]))
 
 
 @pytest.mark.parametrize("suffix", ["yaml", "json"])
