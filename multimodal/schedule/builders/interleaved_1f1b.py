@@ -1,7 +1,7 @@
 """Interleaved 1F1B: 1F1B over virtual stages (Narayanan et al., Efficient Large-Scale Language Model Training, 2.2)."""
 
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import takewhile
 from operator import add
 
@@ -152,21 +152,14 @@ def _limit_stages(
 
 
 def _orders(name: str, shape: StepShape) -> list[Integers]:
-    unit, work = shape.plan.units[name], step_work(shape)
     is_exact = not shape.forward_only and not shape.graph.downstream(name)
-    orders = [
-        (order, replica, stages)
-        for replica, each in enumerate(unit.replicas)
-        for stage_index, stages in enumerate(chunk_stages(each) if is_dealt(each) else ())
-        for order in _orders_of_stage(
-            stage_index, len(each.stages), num_chunks(each), shape.num_microbatches(name, replica), is_exact
-        )
-    ]
-    return ordered_pieces(orders, work, name=name)
+    return ordered_pieces(name, step_work(shape), has_order=is_dealt, orders_of=partial(_orders_of_stage, is_exact=is_exact))
 
 
 @lru_cache(maxsize=256)
-def _orders_of_stage(stage_index: int, num_stages: int, chunks: int, num_microbatches: int, is_exact: bool) -> tuple[Order, ...]:
+def _orders_of_stage(
+    stage_index: int, num_stages: int, chunks: int, num_microbatches: int, *, is_exact: bool
+) -> tuple[Order, ...]:
     """Return the order of one stage, or those of its forwards and of its backwards."""
     order = interleaved_order(stage_index, num_stages=num_stages, chunks=chunks, num_microbatches=num_microbatches)
     if is_exact:

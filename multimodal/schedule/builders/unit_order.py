@@ -1,6 +1,6 @@
 """The order of a unit's actions in each of its stages, from a closed form over chunks and microbatches."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -48,11 +48,25 @@ def chunk_stages(replica: Replica) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, held))
 
 
-def ordered_pieces(orders: Sequence[tuple[Order, int, Sequence[int]]], work: StepWork, *, name: str) -> list[Integers]:
-    """Return the pieces of each order of a physical stage; actions that the stage does not have (frozen parts) are left out.
+def ordered_pieces(
+    name: str,
+    work: StepWork,
+    *,
+    has_order: Callable[[Replica], bool],
+    orders_of: Callable[[int, int, int, int], Iterable[Order]],
+) -> list[Integers]:
+    """Return the pieces of each order of a unit's physical stages; actions that a stage does not have (frozen) are left out.
 
-    orders: each with its replica and, by chunk, the virtual stages of the physical stage.
+    has_order: False for replicas whose stages keep no such order; orders_of: the orders of a stage, from its index and the
+    numbers of stages, chunks and microbatches.
     """
+    counts = work.pieces.units[name].counted.counts.tolist()
+    orders = [
+        (order, replica, held)
+        for replica, each in enumerate(work.plan.units[name].replicas)
+        for stage_index, held in enumerate(chunk_stages(each) if has_order(each) else ())
+        for order in orders_of(stage_index, len(each.stages), num_chunks(each), counts[replica])
+    ]
     if not orders:
         return []
     columns = [(order.kinds, np.array(held)[order.chunks], order.microbatches) for order, _, held in orders]

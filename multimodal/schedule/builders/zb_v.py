@@ -17,7 +17,7 @@ from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import Integers, StepWork, step_work
+from multimodal.values.work.step_work import step_work
 
 
 def build_zb_v(shape: StepShape) -> Schedule:
@@ -47,13 +47,19 @@ def build_zb_v(shape: StepShape) -> Schedule:
     for unit in shaped:
         _share_memory(unit, shape, spans, limits, storage, groups)
     split = split_all(shape)
+    last_units = [unit for unit in shaped if not graph.downstream(unit)]
+    orders = [
+        order
+        for unit in last_units
+        for order in ordered_pieces(unit, step_work(split), has_order=is_folded, orders_of=_orders_of_stage)
+    ]
     policy = Policy(
         forward_limits=limits,
         forward_floors=forward_floors(shape.plan, limits),
         storage_limits=storage,
         group_of=groups,
         forwards_go_first=True,
-        orders=[order for unit in shaped if not graph.downstream(unit) for order in _orders(unit, step_work(split))],
+        orders=orders,
     )
     return list_schedule(split, policy)
 
@@ -128,16 +134,6 @@ def _share_memory(
             groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, work: StepWork) -> list[Integers]:
-    unit, counts = work.plan.units[name], work.pieces.units[name].counted.counts.tolist()
-    orders = [
-        (_order_of_stage(stage_index, len(each.stages), counts[replica]), replica, stages)
-        for replica, each in enumerate(unit.replicas)
-        for stage_index, stages in enumerate(chunk_stages(each) if is_folded(each) else ())
-    ]
-    return ordered_pieces(orders, work, name=name)
-
-
 @lru_cache(maxsize=256)
-def _order_of_stage(stage_index: int, num_stages: int, num_microbatches: int) -> Order:
-    return order_of(zb_v_order(stage_index, num_stages=num_stages, num_microbatches=num_microbatches))
+def _orders_of_stage(stage_index: int, num_stages: int, _: int, num_microbatches: int) -> tuple[Order]:
+    return (order_of(zb_v_order(stage_index, num_stages=num_stages, num_microbatches=num_microbatches)),)

@@ -8,7 +8,7 @@ from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.delay_forward import delay_forward
 from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.gather_parameters import gather_parameters
-from multimodal.schedule.passes.keep_earlier_passes import Pass
+from multimodal.schedule.passes.move_actions import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.errors import ConfigError

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
-from multimodal.schedule.passes.lane_times import duration_of, lane_times, sort_lanes
+from multimodal.schedule.passes.move_actions import duration_of, keeps_earlier_passes, lane_times, sort_lanes
 from multimodal.values.action import ACTION_TABLE, Action, Resource
 from multimodal.values.schedule import Schedule
 from multimodal.values.timeline import TimelineEvent

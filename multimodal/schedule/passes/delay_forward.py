@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 
-from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
-from multimodal.schedule.passes.lane_times import duration_of
+from multimodal.schedule.passes.move_actions import duration_of, keeps_earlier_passes
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan

@@ -6,8 +6,7 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from multimodal.schedule.passes.keep_earlier_passes import keeps_earlier_passes
-from multimodal.schedule.passes.lane_times import duration_of, lane_times, sort_lanes
+from multimodal.schedule.passes.move_actions import duration_of, keeps_earlier_passes, lane_times, sort_lanes
 from multimodal.schedule.unit_cost import unit_cost, unit_costs
 from multimodal.values.action import Action, ActionKind, SampleSubset
 from multimodal.values.arrays.microbatches import MicrobatchPlace

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, passes_named
-from multimodal.schedule.passes.lane_times import duration_of
+from multimodal.schedule.passes.move_actions import duration_of
 from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.values.action import Action, ActionKind, LayerRange

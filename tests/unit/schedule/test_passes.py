@@ -4,7 +4,7 @@ import pytest
 
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.passes.lane_times import duration_of
+from multimodal.schedule.passes.move_actions import duration_of
 from multimodal.schedule.text import schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ActionKind
