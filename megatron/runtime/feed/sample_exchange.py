@@ -85,8 +85,7 @@ class DecodedShare:
 
     described: Mapping[int, Described]
     """Sample id -> description, for the whole batch in its order."""
-    texts: Mapping[int, SampleText]
-    items: Mapping[Piece, ItemPixels]
+    pieces: Pieces
 
     @property
     def lengths(self) -> list[SampleLengths]:
@@ -107,8 +106,7 @@ class SampleExchange:
 
         source_index: sample id -> index in `source`, in the batch's order. Raises DataError on every rank if one fails.
         """
-        texts: dict[int, SampleText] = {}
-        items: dict[Piece, ItemPixels] = {}
+        pieces: dict[Piece, SampleText | ItemPixels] = {}
         own: dict[int, Described] = {}
         failure: str | None = None
         try:
@@ -116,11 +114,10 @@ class SampleExchange:
             expect_items(source, [(index, item) for _, index in share for item in range(len(source.lengths(index).items))])
             for sample_id, index in share:
                 lengths = replace(source.lengths(index), sample_id=sample_id)
-                texts[sample_id] = source.text(index)
-                for item_index in range(len(lengths.items)):
-                    items[Piece(sample_id, item_index)] = source.item(index, item_index)
-                grids = tuple(items[Piece(sample_id, item_index)].grid for item_index in range(len(lengths.items)))
-                own[sample_id] = Described(lengths, grids)
+                pieces[Piece(sample_id, WHOLE_TEXT)] = source.text(index)
+                items = [source.item(index, item_index) for item_index in range(len(lengths.items))]
+                pieces |= {Piece(sample_id, item_index): item for item_index, item in enumerate(items)}
+                own[sample_id] = Described(lengths, tuple(item.grid for item in items))
         except BraidError as problem:
             failure = str(problem)
         gathered: list[Any] = [None] * self._world_size
@@ -128,15 +125,15 @@ class SampleExchange:
         if failures := [message for _, message in gathered if message is not None]:
             raise DataError(failures[0])
         described = {sample_id: found for samples, _ in gathered for sample_id, found in samples.items()}
-        return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, texts, items)
+        return DecodedShare({sample_id: described[sample_id] for sample_id in source_index}, pieces)
 
     def exchange(self, share: DecodedShare, shape: StepShape, assignment: Assignment) -> ExchangedSamples:
         """Send the decoded pieces to the ranks that the assignment gives them to, and return the received ones."""
-        own: Pieces = {**{Piece(sample, WHOLE_TEXT): text for sample, text in share.texts.items()}, **share.items}
         lengths = {sample_id: described.lengths for sample_id, described in share.described.items()}
         needs = needed_pieces(shape, assignment, lengths)
         outgoing = [
-            pickle.dumps({piece: own[piece] for piece in needs.get(rank, ()) if piece in own}) for rank in range(self._world_size)
+            pickle.dumps({piece: share.pieces[piece] for piece in needs.get(rank, ()) if piece in share.pieces})
+            for rank in range(self._world_size)
         ]
         incoming = self._all_to_all(outgoing)
         received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}

@@ -1,36 +1,19 @@
 """On CUDA, what was not asked for is the fastest that the rest allows; what was asked for stays."""
 
-import importlib.metadata
 from pathlib import Path
 
 import pytest
 import yaml
 
-from megatron.runtime.flags import device_defaults, device_rules
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
-from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.flags.cross_checks import check_plan
 from megatron.runtime.flags.device_defaults import with_device_defaults
 from megatron.runtime.flags.flag_rules import RULES
 from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import ConfigError
+from tests.unit.runtime.flags.test_answers import machine_of
 
 DOCS = Path(__file__).parents[4] / "docs"
-ZERO_3 = "--data-parallel-sharding-strategy optim_grads_params"
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with CUDA and Transformer Engine 2.8."""
-    for module in (device_rules.importlib.util, device_defaults):
-        monkeypatch.setattr(module, "find_spec", lambda name: object())
-    monkeypatch.setattr(device_rules, "_has_cuda", lambda: True)
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "2.8.0")
-    return monkeypatch
-
-
-def chosen(config: RunConfig) -> tuple[str, str, str]:
-    return config.training.dtype, config.training.schedule_passes, config.model.transformer_impl
 
 
 def test_the_table_of_defaults_names_all_exceptions() -> None:
@@ -46,7 +29,7 @@ VARIANTS = {
     "FP8": "--fp8-format hybrid",
     "zero bubble": "--schedule zb-h1 --llm-pp 2",
     "waits": "--schedule optimus --llm-tp 2",
-    "ZeRO-3": ZERO_3,
+    "ZeRO-3": "--data-parallel-sharding-strategy optim_grads_params",
     "resume": "--load saved",
 }
 EXAMPLES = sorted((DOCS.parent / "examples" / "models").glob("*.yaml"))
@@ -65,27 +48,28 @@ def with_experts(model: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_every_example_has_layers_of_transformer_engine(engine: pytest.MonkeyPatch, tmp_path: Path, variant: str) -> None:
+def test_every_example_has_layers_of_transformer_engine(tmp_path: Path, variant: str) -> None:
     """But for widths that FP8 does not have, which a run names before it starts."""
     refused, trained = {}, 0
     given = f"--data-path digits --global-batch-size 16 --train-iters 1 --lr 1e-3 {VARIANTS[variant]}"
-    for model in EXAMPLES:
-        path = with_experts(model, tmp_path) if variant == "experts" else model
-        graph = read_model(path)
-        if variant == "waits" and not graph.encoders:
-            continue
-        sharing = "--colocate-units" if len(graph.units) > 1 else ""
-        try:
-            config = parse_arguments(f"--model {path} {given} {sharing}".split(), environ={"WORLD_SIZE": "8"})
-        except ConfigError as problem:
-            refused[model.stem] = str(problem)
-            continue
-        graph = choose_trained(graph, config.model)
-        plan = build_plan(config, graph, 8)
-        found = with_device_defaults(config, graph=graph, plan=plan, has_cuda=True)
-        check_plan(found, graph=graph, plan=plan)
-        assert chosen(found)[::2] == ("bfloat16", "transformer_engine"), model.name
-        trained += 1
+    with machine_of("CUDA"):
+        for model in EXAMPLES:
+            path = with_experts(model, tmp_path) if variant == "experts" else model
+            graph = read_model(path)
+            if variant == "waits" and not graph.encoders:
+                continue
+            sharing = "--colocate-units" if len(graph.units) > 1 else ""
+            try:
+                config = parse_arguments(f"--model {path} {given} {sharing}".split(), environ={"WORLD_SIZE": "8"})
+            except ConfigError as problem:
+                refused[model.stem] = str(problem)
+                continue
+            graph = choose_trained(graph, config.model)
+            plan = build_plan(config, graph, 8)
+            found = with_device_defaults(config, graph=graph, plan=plan, has_cuda=True)
+            check_plan(found, graph=graph, plan=plan)
+            assert (found.training.dtype, found.model.transformer_impl) == ("bfloat16", "transformer_engine"), model.name
+            trained += 1
     assert trained >= 40
     assert all("widths that are multiples of 16 with --fp8-recipe tensorwise, found" in each for each in refused.values()), (
         refused

@@ -1,6 +1,6 @@
 """Schedules, passes and virtual stages against each other and the plan: as flags, with their messages."""
 
-from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +8,12 @@ import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import build_plan, parse_arguments
-from megatron.runtime.flags.configuration import RunConfig
 from multimodal.cost.cluster import Cluster
 from multimodal.data.length_table import uniform_lengths
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
 from tests.sanity.repository import ROOT
 from tests.unit.runtime.flags.conftest import Parse
 
@@ -24,22 +22,7 @@ LLM = {"llm": {"role": "backbone", **SHAPE}}
 UNITS = {"vision": {"role": "encoder", **SHAPE}, **LLM}
 MORE_UNITS = {"vision": {"role": "encoder", **SHAPE}, "audio": {"role": "encoder", **SHAPE}, **LLM}
 BASE = "--data-path digits --lr 1e-3 --train-iters 10 --global-batch-size 8"
-SCHEDULE = "--schedule interleaved-1f1b"
 CLUSTER = ROOT / "examples" / "clusters" / "h100.yaml"
-
-
-@pytest.fixture
-def parse(parse_on_base: Parse) -> Parse:
-    """Parse a line of flags for models of eight layers, by default for three processes."""
-
-    def run(line: str = "", *, world_size: int = 3, units: Mapping[str, Any] = UNITS) -> RunConfig:
-        return parse_on_base(line, world_size=world_size, units=units)
-
-    return run
-
-
-def plan_of(config: RunConfig, world_size: int) -> Plan:
-    return build_plan(config, ModelGraph.from_file(config.model.model), world_size)
 
 
 @pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "optimus", "braid"])
@@ -59,9 +42,10 @@ def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, 
     assert config.training.schedule == run.schedule
 
 
-def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse: Parse, tmp_path: Path) -> None:
-    path = tmp_path / "plan.yaml"
-    plan_of(parse(f"--llm-pp 2 --llm-vpp 2 {SCHEDULE}"), 3).to_file(path)
+def test_a_plan_file_may_cut_layers_as_it_likes_but_gives_a_schedule_what_it_needs(parse_on_base: Parse, tmp_path: Path) -> None:
+    parse, path = partial(parse_on_base, world_size=3, units=UNITS), tmp_path / "plan.yaml"
+    config = parse("--llm-pp 2 --llm-vpp 2 --schedule interleaved-1f1b")
+    build_plan(config, ModelGraph.from_file(config.model.model), 3).to_file(path)
     for schedule in ("1f1b", "interleaved-1f1b"):
         assert parse(f"--plan {path} --schedule {schedule}").training.schedule == schedule
     with pytest.raises(
