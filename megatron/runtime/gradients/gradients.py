@@ -27,6 +27,7 @@ from megatron.runtime.gradients.scheduled_collectives import (
     start_gradient_reduction,
     start_parameter_gathering,
     sum_copies,
+    sum_over_tokens,
     wrap_with_layer_buckets,
 )
 from megatron.runtime.gradients.sharded_layer import WeightPiece
@@ -108,15 +109,8 @@ class UnitGradients:
         finish_gradient_reduction(self.wrapped[stage_index])
 
     def _sum_over_tensor_parallel(self, parameters: Iterable[Parameter]) -> None:
-        group = self.membership.groups.tp
-        partial_sums = [
-            main_gradient(each) for each in parameters if each.requires_grad and getattr(each, "sequence_parallel", False)
-        ]
-        if group.size() > 1 and partial_sums:
-            sums = torch.cat([each.view(-1) for each in partial_sums])  # of norms and biases, which are small
-            dist.all_reduce(sums, group=group)
-            for gradient, found in zip(partial_sums, sums.split([each.numel() for each in partial_sums]), strict=True):
-                gradient.copy_(found.view_as(gradient))
+        trained = ((each, main_gradient(each)) for each in parameters if each.requires_grad)
+        sum_over_tokens(trained, self.membership.groups.tp)
 
     @contextmanager
     def updating(self, *, gathers_later: bool) -> Iterator[None]:

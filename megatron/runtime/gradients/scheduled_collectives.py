@@ -172,6 +172,34 @@ def overlapping(wrapped: DistributedDataParallel, setting: str) -> Iterator[None
         setattr(wrapped.ddp_config, setting, False)
 
 
+@torch.no_grad()
+def start_sum(
+    views: Sequence[Tensor], group: dist.ProcessGroup, *, is_counted: Sequence[bool] | None = None
+) -> Callable[[], None]:
+    """Start adding up gradients over a group, all in one collective; returns a function that waits for the sums and stores them.
+
+    is_counted: False for those to which this rank adds nothing.
+    """
+    counted = zip(views, is_counted or [True] * len(views), strict=True)
+    flat = torch.cat([(view if counts else torch.zeros_like(view)).reshape(-1) for view, counts in counted])
+    work = dist.all_reduce(flat, group=group, async_op=True)
+
+    @torch.no_grad()
+    def finish() -> None:
+        work.wait()
+        for view, total in zip(views, flat.split([view.numel() for view in views]), strict=True):
+            view.copy_(total.view(view.shape))
+
+    return finish
+
+
+def sum_over_tokens(gradients: Iterable[tuple[Parameter, Tensor]], group: dist.ProcessGroup) -> None:
+    """Add up, over tensor parallel ranks, gradients that each computes from its own tokens: norms and biases, which are small."""
+    partial_sums = [gradient for parameter, gradient in gradients if getattr(parameter, "sequence_parallel", False)]
+    if group.size() > 1 and partial_sums:
+        start_sum(partial_sums, group)()
+
+
 def sum_copies(copies: Sequence[Tensor], group: dist.ProcessGroup | None) -> None:
     """Give all copies of a gradient, on this rank and in `group`, their sum; does nothing if this rank has none."""
     if not copies:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron.runtime.gradients.scheduled_collectives import sum_over_tokens
 from multimodal.attention.context_parallel import all_gather_single, reduce_scatter_single
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ConfigError
@@ -164,16 +165,7 @@ class ShardedLayer:
             if parameter.grad is not None:
                 view.copy_(parameter.grad)
                 parameter.grad = None
-        if self._tensor_parallel_group.size() == 1:
-            return
-        partial = [
-            view for parameter, view in zip(self.parameters, views, strict=True) if getattr(parameter, "sequence_parallel", False)
-        ]
-        if partial:  # each tensor parallel rank had only its own tokens
-            total = torch.cat([view.flatten() for view in partial])
-            dist.all_reduce(total, group=self._tensor_parallel_group)
-            for view, values in zip(partial, total.split([view.numel() for view in partial]), strict=True):
-                view.copy_(values.view(view.shape))
+        sum_over_tokens(zip(self.parameters, views, strict=True), self._tensor_parallel_group)
 
     def _free(self) -> None:
         self._flat.untyped_storage().resize_(0)

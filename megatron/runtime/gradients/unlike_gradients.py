@@ -6,16 +6,14 @@ to the first, and the parts of each in order, so those of a group make the same 
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
 from megatron.runtime.communication.units import GroupBook, Membership
 from megatron.runtime.gradients.gradients import UnitGradients, main_gradient
-from megatron.runtime.gradients.scheduled_collectives import Bucket
+from megatron.runtime.gradients.scheduled_collectives import Bucket, start_sum
 from megatron.runtime.gradients.state_shares import StateShares
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.unit_stage import UnitStage
@@ -28,16 +26,6 @@ from multimodal.plan.weight_parts import (
 )
 from multimodal.values.action import LayerRange
 from multimodal.values.plan import UnitPlan, VirtualStage
-
-
-class PartSum(NamedTuple):
-    """Gradients that are reduced in one collective."""
-
-    views: Sequence[Tensor]
-    """Views of this rank's gradients, in the order of the parameters."""
-    group: dist.ProcessGroup
-    is_counted: Sequence[bool]
-    """False for gradients that another rank of this replica has as well, and which are not added twice."""
 
 
 class UnlikeGradients(UnitGradients):
@@ -75,18 +63,17 @@ class UnlikeGradients(UnitGradients):
         stage, first = copies[0]
         names: dict[Tensor, str] = {each: name for name, each in stage.named_parameters()}
         holders = holders_of_embeddings(self._unit)
-        for part in part_sums(stage, [(names[first], first)], holders=holders, unit=self._unit, book=self._book):
-            start_sum(part)()
+        for finish in start_sums(stage, [(names[first], first)], holders=holders, unit=self._unit, book=self._book):
+            finish()
         for gradient in gradients[1:]:
             gradient.copy_(gradients[0])
 
     def _start_layer(self, stage_index: int, layer: int) -> None:
         """Start summing one layer's gradients over all ranks that hold any part of it."""
         parameters = self._parameters(stage_index, layer)
-        sums = part_sums(
+        self._running[stage_index] += start_sums(
             self.stages[stage_index], parameters, holders=holders_of_layer(self._unit, layer), unit=self._unit, book=self._book
         )
-        self._running[stage_index] += [start_sum(each) for each in sums]
 
     def _finish(self, stage_index: int) -> None:
         for finish in self._running[stage_index]:
@@ -100,15 +87,17 @@ class UnlikeGradients(UnitGradients):
         return [(name, each) for name, each in named if each.requires_grad and each is not stage.shared_parameter]
 
 
-def part_sums(
+def start_sums(
     stage: UnitStage,
     parameters: Sequence[tuple[str, Tensor]],
     *,
     holders: Sequence[VirtualStage],
     unit: UnitPlan,
     book: GroupBook,
-) -> Iterator[PartSum]:
-    """Yield the sums of one layer's gradients that this rank takes part in: part by part, then of replicated parameters.
+) -> Iterator[Callable[[], None]]:
+    """Start the sums of one layer's gradients that this rank takes part in: part by part, then of replicated parameters.
+
+    Yields functions that wait for them.
 
     A gradient that each tensor parallel rank computes from its own tokens (sequence parallelism) is added for all of them; one
     that is equal on all of them is added for the first.
@@ -120,28 +109,10 @@ def part_sums(
     for part in weight_parts(unit, holders) if sharded else ():
         if part.first * size // part.num_parts == rank:
             views = [_part_of(main_gradient(each), sharding, part, rank=rank, size=size) for each, sharding in sharded]
-            yield PartSum(views, book[part.ranks], [True] * len(views))
+            yield start_sum(views, book[part.ranks])
     if whole:
         is_counted = [rank == 0 or getattr(each, "sequence_parallel", False) for each in whole]
-        yield PartSum([main_gradient(each) for each in whole], book[whole_holders(holders)], is_counted)
-
-
-def start_sum(part: PartSum) -> Callable[[], None]:
-    """Start adding up gradients over their group; returns a function that waits for the sums and stores them."""
-    flat = torch.cat(
-        [
-            (view if counts else torch.zeros_like(view)).reshape(-1)
-            for view, counts in zip(part.views, part.is_counted, strict=True)
-        ]
-    )
-    work = dist.all_reduce(flat, group=part.group, async_op=True)
-
-    def finish() -> None:
-        work.wait()
-        for view, total in zip(part.views, flat.split([view.numel() for view in part.views]), strict=True):
-            view.copy_(total.view(view.shape))
-
-    return finish
+        yield start_sum([main_gradient(each) for each in whole], book[whole_holders(holders)], is_counted=is_counted)
 
 
 def _part_of(shard: Tensor, sharding: ParameterSharding, part: WeightPart, *, rank: int, size: int) -> Tensor:

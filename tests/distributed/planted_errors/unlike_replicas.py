@@ -1,22 +1,23 @@
 """Errors of replicas that differ in TP, PP and virtual stages."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 
 from megatron.runtime.gradients import unlike_gradients
-from megatron.runtime.gradients.unlike_gradients import PartSum, UnlikeGradients, part_sums, start_sum
+from megatron.runtime.gradients.unlike_gradients import UnlikeGradients, start_sum, start_sums
 from multimodal.model.unit_stage import UnitStage
 
 
 @contextmanager
 def _parts_not_summed() -> Iterator[None]:
-    def started(part: PartSum) -> Callable[[], None]:
-        is_part = part.group.size() == 2  # a rank of each replica; what is not cut is held by three
-        return (lambda: None) if is_part else start_sum(part)
+    def started(views: Sequence[torch.Tensor], group: dist.ProcessGroup, **options: Any) -> Callable[[], None]:
+        is_part = group.size() == 2  # a rank of each replica; what is not cut is held by three
+        return (lambda: None) if is_part else start_sum(views, group, **options)
 
     with patch.object(unlike_gradients, "start_sum", started):
         yield
@@ -36,12 +37,15 @@ def _other_part_of_whole_matrices() -> Iterator[None]:
 
 @contextmanager
 def _norms_of_the_first_tensor_parallel_rank() -> Iterator[None]:
-    def summed(stage: UnitStage, *args: Any, **options: Any) -> Iterator[PartSum]:
-        for part in part_sums(stage, *args, **options):
-            is_whole = part.group.size() == 3
-            yield part._replace(is_counted=[stage.groups.tp.rank() == 0] * len(part.views)) if is_whole else part
+    def summed(stage: UnitStage, *args: Any, **options: Any) -> Iterator[Callable[[], None]]:
+        def started(views: Sequence[torch.Tensor], group: dist.ProcessGroup, **options: Any) -> Callable[[], None]:
+            is_counted = [stage.groups.tp.rank() == 0] * len(views) if group.size() == 3 else None
+            return start_sum(views, group, is_counted=is_counted)
 
-    with patch.object(unlike_gradients, "part_sums", summed):
+        with patch.object(unlike_gradients, "start_sum", started):
+            yield from start_sums(stage, *args, **options)
+
+    with patch.object(unlike_gradients, "start_sums", summed):
         yield
 
 
