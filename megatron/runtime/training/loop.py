@@ -27,10 +27,9 @@ from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.step import Step
 from megatron.runtime.training.describe_run import Progress, describe_end, describe_run
 from megatron.runtime.training.plan_steps import balance_options, load_evaluation_steps, load_training_steps, step_predictor
-from megatron.runtime.training.prediction import EmulationTable, describe_better_pair
+from megatron.runtime.training.prediction import EmulationTable, describe_better_pair, describe_small_batch
 from megatron.runtime.training.resumption import keep_best, release, save, save_weights
 from megatron.runtime.training.run import Run, change_plan
-from megatron.runtime.training.small_batch import describe_small_batch
 from multimodal.data.global_batches import DataPart
 from multimodal.data.sample_source import SampleSource
 from multimodal.data.source_views import BlankImages

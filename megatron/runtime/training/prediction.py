@@ -1,23 +1,29 @@
-"""Predicts steps during training, from the run's plan and schedule, on a described machine or from a cost table.
+"""Predicts steps during training, from the plan and schedule, on a described machine or from a cost table, and warns by that.
 
 All ranks must predict alike, so nothing is measured here.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from megatron.runtime.flags.configuration import RunConfig
 from megatron.runtime.orchestrator.machine import assumed_cluster
 from megatron.runtime.orchestrator.orchestrate import Inputs, first_lengths
 from megatron.runtime.step.step import Step
 from multimodal.balance.balance_options import BalanceOptions
+from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.better_pair import find_better_pair
 from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.cost_table import CostTable, TableCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts
+from multimodal.data.sample_source import SampleSource
+from multimodal.plan.planners.entrain import LARGEST_BATCH, POOL_SIZE, stable_batch_size
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.unit_grid import EVEN, LayerSeconds
@@ -26,6 +32,7 @@ from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action
 from multimodal.values.assignment import Assignment
 from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -112,6 +119,37 @@ def describe_better_pair(config: RunConfig, lengths: Sequence[SampleLengths], *,
     return (
         f"warning: with --balance {chosen.balance} and --schedule {chosen.schedule} the first global batch is predicted to take "
         f"{chosen.seconds:.3g} s, with {flag} {better.seconds:.3g} s; change that flag{more}"
+    )
+
+
+def describe_small_batch(config: RunConfig, source: SampleSource, *, graph: ModelGraph, plan: Plan) -> str | None:
+    """Return a warning if the global batch is smaller than b_min, so that proportions of work change between batches.
+
+    b_min is the least number of samples whose proportions of work always give units the same ranks. None if units share ranks,
+    computations are waits from a table, or lengths are not known before samples are decoded.
+    """
+    units, batch_size = plan.units, config.training.global_batch_size
+    num_replicas = math.gcd(*(unit.data_parallel_size for unit in units.values()))
+    has_own_ranks = len(units) > 1 and sum(len(set(unit.ranks)) for unit in units.values()) == plan.num_ranks
+    if (
+        not has_own_ranks
+        or config.training.emulate
+        or config.data.lengths_from == "decode"
+        or plan.num_ranks // num_replicas <= len(units)
+    ):
+        return None
+    indices = np.linspace(0, len(source), min(len(source), POOL_SIZE), endpoint=False).astype(int).tolist()
+    work = BatchWork(graph, [replace(source.lengths(index), sample_id=index) for index in indices], BalanceOptions())
+    flops = {
+        name: sum_floats_by(work.of_unit(name).samples, np.add(*work.flops(name)), len(indices)) for name in graph.unit_names
+    }
+    stable = stable_batch_size(flops, num_gpus=plan.num_ranks, data_parallel_size=num_replicas)
+    if stable <= batch_size:
+        return None
+    shown = f"{LARGEST_BATCH} samples or more" if stable >= LARGEST_BATCH else f"{stable} samples"
+    return (
+        f"warning: the units' shares of the work differ from one global batch of {batch_size} samples to the next by more than a "
+        f"rank; it takes {shown} for them to be stable (Entrain's b_min); raise --global-batch-size, or expect units to wait"
     )
 
 

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.training.small_batch import describe_small_batch
+from megatron.runtime.training.prediction import describe_small_batch
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
