@@ -90,28 +90,8 @@ class JoinedSources(SourceView):
         return self._sources[number], index - int(self._starts[number])
 
 
-class PassedItems(SourceView):
-    """The same samples, with lengths of items in all units that they pass through."""
-
-    def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
-        """graph: its edges say which encoders feed others."""
-        self._source, self._graph = source, graph
-
-    def __len__(self) -> int:
-        """Count the samples."""
-        return len(self._source)
-
-    def lengths(self, index: int) -> SampleLengths:
-        """Lengths of one sample."""
-        found = self._source.lengths(index)
-        return replace(found, items=pass_items(self._graph, found.items))
-
-    def _at(self, index: int) -> tuple[SampleSource, int]:
-        return self._source, index
-
-
-class AveragedSamples(SourceView):
-    """The same samples, each with the mean of its tokens' losses in place of their sum, times its own weight."""
+class _SameSamples(SourceView):
+    """The samples of one source under the same indices; subclasses change something of each."""
 
     def __init__(self, source: SampleSource) -> None:
         self._source = source
@@ -120,26 +100,40 @@ class AveragedSamples(SourceView):
         """Count the samples."""
         return len(self._source)
 
+    def _at(self, index: int) -> tuple[SampleSource, int]:
+        return self._source, index
+
+
+class PassedItems(_SameSamples):
+    """The same samples, with lengths of items in all units that they pass through."""
+
+    def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
+        """graph: its edges say which encoders feed others."""
+        super().__init__(source)
+        self._graph = graph
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample."""
+        found = self._source.lengths(index)
+        return replace(found, items=pass_items(self._graph, found.items))
+
+
+class AveragedSamples(_SameSamples):
+    """The same samples, each with the mean of its tokens' losses in place of their sum, times its own weight."""
+
     def lengths(self, index: int) -> SampleLengths:
         """Lengths of one sample."""
         found = self._source.lengths(index)
         return replace(found, loss_weight=found.loss_weight / max(1, found.num_target_tokens))
 
-    def _at(self, index: int) -> tuple[SampleSource, int]:
-        return self._source, index
 
-
-class BlankImages(SourceView):
+class BlankImages(_SameSamples):
     """The texts and lengths of a source with zeros (mid-grey) for pixels and with silence, to test if a model uses its items."""
 
     def __init__(self, source: SampleSource, *, graph: ModelGraph) -> None:
         """graph: gives the number of values of a token in each encoder."""
-        self._source = source
+        super().__init__(source)
         self._inputs = {unit.name: unit.item_input for unit in graph.encoders if unit.item_input}
-
-    def __len__(self) -> int:
-        """Count the samples."""
-        return len(self._source)
 
     def item(self, index: int, item_index: int) -> ItemPixels:
         """Return an empty item of the same shape, without decoding it; an image that a generator makes stays as it is."""
@@ -158,6 +152,3 @@ class BlankImages(SourceView):
         expect_items(
             self._source, [each for each in items if self._source.lengths(each[0]).items[each[1]].unit not in self._inputs]
         )
-
-    def _at(self, index: int) -> tuple[SampleSource, int]:
-        return self._source, index

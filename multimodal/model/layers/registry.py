@@ -3,9 +3,10 @@
 from multimodal.model.layers.backbone_ends import HeadKind, TokenEmbeddingKind
 from multimodal.model.layers.embeddings.joined_tokens import JoinedTokensKind
 from multimodal.model.layers.embeddings.patches import (
-    LearnedPatchEmbeddingKind,
+    LearnedPatchEmbedding,
+    PatchEmbedding,
     PatchEmbeddingKind,
-    StretchedPatchEmbeddingKind,
+    StretchedPatchEmbedding,
 )
 from multimodal.model.layers.embeddings.spectrograms import AudioEmbeddingKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
@@ -25,9 +26,9 @@ from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
 
 LAYER_KINDS: dict[str, LayerKind] = {
-    "patch_embedding": PatchEmbeddingKind(),
-    "learned_patch_embedding": LearnedPatchEmbeddingKind(),
-    "stretched_patch_embedding": StretchedPatchEmbeddingKind(),
+    "patch_embedding": PatchEmbeddingKind(PatchEmbedding),
+    "learned_patch_embedding": PatchEmbeddingKind(LearnedPatchEmbedding, first_place=(0, 0)),
+    "stretched_patch_embedding": PatchEmbeddingKind(StretchedPatchEmbedding, first_place=(0, 0, 16, 16)),
     "audio_embedding": AudioEmbeddingKind(),
     "token_embedding": TokenEmbeddingKind(),
     "transformer": TransformerKind(),
