@@ -1,6 +1,7 @@
 """The kernels in Triton's interpreter, which runs them on the CPU (see tests/conftest.py); `tests/gpu` runs them compiled."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -33,12 +34,21 @@ def test_kernels_give_the_references_output_and_gradients(name: str) -> None:
     assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
 
 
-@pytest.mark.parametrize("max_blocks_per_item", [None, 1])
-def test_balancing_changes_nothing(max_blocks_per_item: int | None) -> None:
-    mask = build_mask(MASKS["embedded"][1], mode="embedded")
-    inputs = draw_inputs(mask, heads=2, groups=2, channels=16)
+@pytest.mark.parametrize(
+    ("rule", "drawn", "chosen"),
+    [
+        ({}, {"groups": 2}, options(None)),
+        ({}, {"groups": 2}, options(1)),
+        ({"block_size": 32}, {"heads": 3, "channels": 20}, options(1, WIDE, NARROW, NARROW)),
+        ({"query_blocks": (1, 3)}, {}, options(2)),
+    ],
+    ids=["unbalanced", "balanced", "heads of odd size in groups, tiles inside blocks", "queries of some blocks"],
+)
+def test_balancing_tiles_and_heads_change_nothing(rule: dict[str, Any], drawn: dict[str, int], chosen: KernelOptions) -> None:
+    mask = build_mask(MASKS["embedded"][1], mode="embedded", **rule)
+    inputs = draw_inputs(mask, **{"channels": 16, **drawn})
     expected = output_and_gradients(attend_densely, inputs, mask)
-    attend = partial(attend_by_triton, options=options(max_blocks_per_item))
+    attend = partial(attend_by_triton, options=chosen)
     assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
 
 
@@ -50,22 +60,6 @@ def test_half_precision_is_summed_in_float32(dtype: torch.dtype) -> None:
     found = output_and_gradients(partial(attend_by_triton, options=options(2)), inputs, mask, dtype)
     assert {tensor.dtype for tensor in found} == {dtype}
     assert largest_error(found, expected) < TOLERANCE[dtype]
-
-
-def test_heads_of_odd_size_in_groups_and_tiles_inside_blocks() -> None:
-    mask = build_mask(MASKS["embedded"][1], mode="embedded", block_size=32)
-    inputs = draw_inputs(mask, heads=3, groups=1, channels=20)
-    expected = output_and_gradients(attend_densely, inputs, mask)
-    attend = partial(attend_by_triton, options=options(1, WIDE, NARROW, NARROW))
-    assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
-
-
-def test_queries_of_some_blocks_see_all_keys() -> None:
-    mask = build_mask(MASKS["embedded"][1], mode="embedded", query_blocks=(1, 3))
-    inputs = draw_inputs(mask, channels=16)
-    expected = output_and_gradients(attend_densely, inputs, mask)
-    attend = partial(attend_by_triton, options=options(2))
-    assert largest_error(output_and_gradients(attend, inputs, mask, torch.float32), expected) < TOLERANCE[torch.float32]
 
 
 def test_inputs_may_be_strided_views() -> None:
