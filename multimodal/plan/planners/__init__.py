@@ -6,16 +6,18 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
-from multimodal.plan.planners.baselines.alpa import plan_alpa
-from multimodal.plan.planners.baselines.encoders_colocated import plan_encoders_colocated
-from multimodal.plan.planners.baselines.encoders_replicated import plan_encoders_replicated
-from multimodal.plan.planners.baselines.flops_ratio import plan_flops_ratio
-from multimodal.plan.planners.baselines.fsdp import plan_fsdp
-from multimodal.plan.planners.baselines.megatron import plan_megatron
-from multimodal.plan.planners.baselines.megatron_balanced import plan_megatron_balanced
+from multimodal.plan.planners.baselines import (
+    plan_alpa,
+    plan_encoders_colocated,
+    plan_flops_ratio,
+    plan_fsdp,
+    plan_megatron,
+    plan_megatron_balanced,
+)
 from multimodal.plan.planners.braid import PROMISING, plan_braid
 from multimodal.plan.planners.cornstarch import plan_cornstarch
 from multimodal.plan.planners.disttrain import plan_disttrain
+from multimodal.plan.planners.encoders_replicated import plan_encoders_replicated
 from multimodal.plan.planners.entrain import plan_entrain
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.optimus import plan_optimus

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from multimodal.plan.planners.allowed_sizes import pipeline_parallel_sizes, shared_data_parallel_sizes, stage_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, stage_times
-from multimodal.plan.planners.estimate.step_estimate import choose_candidates
+from multimodal.plan.planners.estimate.step_estimate import choose_run
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -19,8 +19,7 @@ def plan_cornstarch(request: PlanningRequest, *, is_frozen_aware: bool = True) -
     is_frozen_aware: False plans as if every backward took twice its forward, the baseline of Cornstarch's Table 3.
     """
     times = PlanningTimes(request, is_frozen_aware=is_frozen_aware)
-    chosen, seconds = choose_candidates(request, _candidates(request, times), times=times)[0]
-    return chosen.to_run(request, seconds=seconds)
+    return choose_run(request, _candidates(request, times), times=times)
 
 
 def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Candidate]:

@@ -18,7 +18,7 @@ from multimodal.plan.planners.allowed_sizes import (
     stage_sizes,
     tensor_parallel_sizes,
 )
-from multimodal.plan.planners.baselines.flops_ratio import proportional_gpus
+from multimodal.plan.planners.baselines import proportional_gpus
 from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, unit_seconds
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate

@@ -21,6 +21,7 @@ from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_t
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate, draw_microbatches
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
+from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 
 BACKWARD_SHARE = 2 / 3
@@ -231,6 +232,12 @@ def choose_near(
         raise infeasible(request)
     near = sorted((each for each in found if each[0] <= within * best), key=lambda each: each[:2])
     return [(candidate, taken) for taken, _, candidate in near]
+
+
+def choose_run(request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None) -> PlannedRun:
+    """Return the run of the best candidate (`choose_candidates`)."""
+    chosen, seconds = choose_candidates(request, candidates, times=times)[0]
+    return chosen.to_run(request, seconds=seconds)
 
 
 def choose_candidates(

@@ -16,7 +16,7 @@ from multimodal.cost.pieces.stage_costs import update_seconds
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.cost.step_costs import StepCosts
-from multimodal.plan.planners.baselines.encoders_replicated import RepeatedStep
+from multimodal.plan.planners.encoders_replicated import RepeatedStep
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICAS, choose_part

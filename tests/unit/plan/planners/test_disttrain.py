@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from multimodal.plan.planners.baselines.megatron import plan_megatron
+from multimodal.plan.planners.baselines import plan_megatron
 from multimodal.plan.planners.disttrain import BALANCE, build_candidate, build_problem, plan_disttrain
 from multimodal.plan.planners.estimate.allocation_search import rank_allocations, search_allocation
 from multimodal.plan.planners.estimate.unit_options import pareto_rows

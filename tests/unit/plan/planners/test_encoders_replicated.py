@@ -2,7 +2,7 @@
 
 import pytest
 
-from multimodal.plan.planners.baselines.encoders_replicated import RepeatedStep
+from multimodal.plan.planners.encoders_replicated import RepeatedStep
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, ActionKind, action_to_text

@@ -3,7 +3,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from multimodal.plan.planners.baselines.flops_ratio import proportional_gpus
+from multimodal.plan.planners.baselines import proportional_gpus
 from multimodal.plan.planners.entrain import (
     FIRST_SIZE,
     LARGEST_BATCH,

@@ -1,1 +1,0 @@
-"""Planners of the systems and simple baselines that papers compare with."""
