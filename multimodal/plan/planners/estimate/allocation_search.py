@@ -1,7 +1,7 @@
 """GPUs of every unit in closed form, and DistTrain's search over parallelisms based on it (DistTrain, Alg. 1)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import zip_longest
 
@@ -37,8 +37,6 @@ class AllocationChoice:
     seconds: float
     llm_row: int
     other_rows: Mapping[str, int]
-    num_solved: int = 0
-    """Number of LLM parallelisms whose roundings were examined; the relaxed optimum of the others was no better."""
 
 
 @dataclass(frozen=True)
@@ -97,31 +95,22 @@ def objective_seconds(
 def search_allocation(problem: AllocationProblem) -> AllocationChoice:
     """Return the best choice of (tp, cp, dp, pp) for all units; its objective equals that of exhaustive search.
 
-    For every (tp, cp, dp) of the LLM, the relaxed problem (fractions of GPUs, the best tp and cp and the shortest warm-up of
-    every other unit) is solved in closed form (`least_bottleneck`) and bounds the objective from below. Parallelisms are rounded
-    in the order of that bound until it reaches the best objective found. Rounding is exact: every pp of the LLM, again in the
-    order of its bound, is combined with every choice for the other units that no other choice beats in GPUs, seconds and memory.
-    Raises PlanError if nothing fits. O(parallelisms + examined x choices).
+    Raises PlanError if nothing fits.
     """
-    fronts = _fronts(problem)
-    if fronts is None:
-        raise PlanError("a unit fits in no parallelism")
-    best, num_solved = None, 0
-    for bound, rows in _parallelism_bounds(problem, fronts):
-        if best is not None and bound >= best.seconds:
-            break
-        num_solved += 1
-        for row_bound, row in sorted((_row_bound(problem, fronts, row), row) for row in rows.tolist()):
-            if best is not None and row_bound >= best.seconds:
-                break
-            best = _round(problem, fronts, row, best)
-    if best is None:
+    ranked = rank_allocations(problem, slack=1.0)
+    if not ranked:
         raise PlanError("the units do not fit together")
-    return replace(best, num_solved=num_solved)
+    return ranked[0]
 
 
 def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[AllocationChoice]:
-    """Return, per parallelism of the LLM, the best choice for the others; those within `slack` times the best, best first."""
+    """Return, per parallelism of the LLM, the best choice for the others; those within `slack` times the best, best first.
+
+    For every (tp, cp, dp, pp) of the LLM, the relaxed problem (fractions of GPUs, the best tp and cp and the shortest warm-up of
+    every other unit) is solved in closed form (`least_bottleneck`) and bounds the objective from below. Parallelisms are rounded
+    in the order of that bound until it exceeds the best objective found. Rounding is exact: the parallelism is combined with
+    every choice for the other units that no other choice beats in GPUs, seconds and memory. O(parallelisms + examined x choices).
+    """
     fronts = _fronts(problem)
     if fronts is None:
         return []
@@ -131,7 +120,7 @@ def rank_allocations(problem: AllocationProblem, *, slack: float) -> list[Alloca
     for bound, row in bounds:
         if bound > slack * best:
             break
-        choice = _round(problem, fronts, row, None)
+        choice = _round(problem, fronts, row)
         if choice is not None:
             choices.append(choice)
             best = min(best, choice.seconds)
@@ -152,57 +141,22 @@ def _fronts(problem: AllocationProblem) -> list[_Front] | None:
     return fronts
 
 
-def _parallelism_bounds(problem: AllocationProblem, fronts: Sequence[_Front]) -> list[tuple[float, Integers]]:
-    """Return, per (tp, cp, dp) of the LLM, a lower bound of the objective and the LLM's rows; in ascending order."""
-    llm = problem.llm
-    bounds = []
-    keys = (llm.tensor * (1 << 12) + llm.context) * (1 << 32) + llm.data
-    for key in np.unique(keys).tolist():
-        rows = np.flatnonzero(keys == key)
-        # Even perfectly even stages take the LLM as many GPU-seconds as its most even pp.
-        own = float((llm.gpus[rows] * llm.stage_seconds[rows]).min())
-        chain = float(llm.chain_seconds[rows].min())
-        bound = _relaxed_seconds(problem, fronts, float(llm.data[rows[0]]), chain, own, float(llm.gpus[rows].min()), 0.0)
-        bounds.append((bound, rows))
-    return sorted((entry for entry in bounds if np.isfinite(entry[0])), key=lambda entry: entry[0])
-
-
 def _row_bound(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -> float:
+    """Bound the objective with one row of the LLM: the others share the GPUs that it leaves, in fractions."""
     llm = problem.llm
-    gpus, slowest = float(llm.gpus[row]), float(llm.stage_seconds[row])
-    return _relaxed_seconds(problem, fronts, float(llm.data[row]), float(llm.chain_seconds[row]), gpus * slowest, gpus, slowest)
-
-
-def _relaxed_seconds(
-    problem: AllocationProblem,
-    fronts: Sequence[_Front],
-    data: float,
-    chain: float,
-    own_work: float,
-    own_gpus: float,
-    slowest: float,
-) -> float:
-    """Bound the objective for an LLM of `own_work` GPU-seconds per microbatch that has at least `own_gpus`.
-
-    slowest: the LLM's slowest stage, if the LLM's GPUs are decided; the others then share the GPUs that it leaves.
-    """
-    works = [data * front.least_work for front in fronts]
-    least = [front.least_gpus for front in fronts]
-    num_left = problem.num_gpus - (own_gpus if slowest else 0)
-    if sum(least) + (0 if slowest else own_gpus) > num_left:
+    data, slowest = float(llm.data[row]), float(llm.stage_seconds[row])
+    least, num_left = [front.least_gpus for front in fronts], problem.num_gpus - float(llm.gpus[row])
+    if sum(least) > num_left:
         return float("inf")
-    if slowest:
-        bottleneck = max(slowest, least_bottleneck(works, num_gpus=num_left, minimums=least))
-    else:
-        bottleneck = least_bottleneck([own_work, *works], num_gpus=num_left, minimums=[own_gpus, *least])
+    works = [data * front.least_work for front in fronts]
+    bottleneck = max(slowest, least_bottleneck(works, num_gpus=num_left, minimums=least))
     warmup = sum(front.least_chain for front in fronts)
-    return float(objective_seconds(problem, llm=(data, bottleneck, chain), stage_seconds=0.0, chain_seconds=warmup))
+    of_llm = data, bottleneck, float(llm.chain_seconds[row])
+    return float(objective_seconds(problem, llm=of_llm, stage_seconds=0.0, chain_seconds=warmup))
 
 
-def _round(
-    problem: AllocationProblem, fronts: Sequence[_Front], row: int, best: AllocationChoice | None
-) -> AllocationChoice | None:
-    """Return the better of `best` and the best choice for the other units with one row of the LLM."""
+def _round(problem: AllocationProblem, fronts: Sequence[_Front], row: int) -> AllocationChoice | None:
+    """Return the best choice for the other units with one row of the LLM; None if none fits."""
     llm = problem.llm
     num_left = problem.num_gpus - int(llm.gpus[row])
     merged = _Front(
@@ -215,7 +169,7 @@ def _round(
     in_flight = float(llm.data[row] * llm.pipeline[row])
     merged = merged.take((merged.behind <= llm.in_flight_downstream[row]) & (merged.in_flight >= in_flight + merged.behind))
     if not len(merged.gpus):
-        return best
+        return None
     seconds = objective_seconds(
         problem,
         llm=(float(llm.data[row]), float(llm.stage_seconds[row]), float(llm.chain_seconds[row])),
@@ -223,8 +177,6 @@ def _round(
         chain_seconds=merged.chain_seconds,
     )
     index = int(np.lexsort((merged.gpus, seconds))[0])
-    if best is not None and seconds[index] >= best.seconds:
-        return best
     rows = dict(zip(problem.others, merged.rows[index].tolist(), strict=True))
     return AllocationChoice(float(seconds[index]), row, rows)
 
