@@ -54,6 +54,7 @@ from multimodal.balance.step_predictor import StepPredictor
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.step_costs import StepCosts
 from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_grid import fold_stages
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
@@ -193,7 +194,8 @@ def build_case(num_ranks: int, *, schedule: str) -> tuple[ModelGraph, Plan]:
             data_parallel_size=num_replicas,
         ),
     }
-    return graph, plan_disaggregated(graph, sizes=sizes, world_size=num_replicas * 72, is_folded=schedule == "zb-v")
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=num_replicas * 72)
+    return graph, fold_stages(plan) if schedule == "zb-v" else plan
 
 
 def measure_kernels(balancers: Sequence[str], *, num_replicas: int, num_samples: int, repeats: int) -> dict[str, float]:

@@ -18,7 +18,6 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.templates.describe import describe_templates
 from multimodal.plan.planners.templates.instantiate import share_batch
 from multimodal.plan.planners.templates.plan_templates import plan_templates
 from multimodal.plan.planners.templates.reconfigure import Reconfigurer
@@ -35,6 +34,7 @@ from multimodal.values.errors import ConfigError, PlanError
 from tools.command_line import Parser, at_least_zero, format_seconds, run_tool
 from tools.plan import DEFAULT_FAULT_TOLERANCE
 from tools.request_flags import add_request_flags, build_request
+from tools.show_plans import describe_templates
 
 COLORS = {"ideal": "#b0b0b0", "fresh plan": "#e8a33d", "templates": "#4878a8", "restarts": "#d96b4c"}
 

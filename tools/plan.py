@@ -25,13 +25,12 @@ from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.filling_report import report_filling, with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
 from multimodal.plan.planners.search.prediction import SEED, predict_run
-from multimodal.plan.planners.templates.describe import describe_templates, report_templates
 from multimodal.plan.planners.templates.template_plan import run_of_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import BraidError, ConfigError
 from tools.command_line import Parser, at_least_zero, count, format_seconds, run_tool
 from tools.request_flags import add_request_flags, build_request
-from tools.show_plans import draw_plans, print_comparison, print_plan, report
+from tools.show_plans import describe_templates, draw_plans, print_comparison, print_plan, report, report_templates
 
 DEFAULT_FAULT_TOLERANCE = 1
 

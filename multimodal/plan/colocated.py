@@ -17,19 +17,18 @@ def plan_colocated(
     *,
     sizes: Mapping[str, UnitSizes],
     world_size: int,
-    is_folded: bool = False,
     layer_seconds: LayerSeconds = EVEN,
 ) -> Plan:
     """Lay every unit over all ranks; each unit's data parallel size is `world_size / (tp x cp x pp)`.
 
     sizes: unit name -> sizes; units without an entry have size 1 in everything but their data parallel size. world_size: number
-    of processes. is_folded: two virtual stages per rank form a V (ZB-V). layer_seconds: see `build_unit_plan`; units without an
+    of processes. layer_seconds: see `build_unit_plan`; units without an
     entry are cut evenly. Raises PlanError if a unit's replicas do not fill the ranks, or a given data parallel size differs.
     """
     spread = {
         name: _spread(name, sizes=each, world_size=world_size) for name, each in complete_sizes(sizes, graph.unit_names).items()
     }
-    build = partial(build_unit_plan, first_rank=0, is_folded=is_folded)
+    build = partial(build_unit_plan, first_rank=0)
     plan = Plan({unit.name: build(unit, sizes=spread[unit.name], seconds=layer_seconds.get(unit.name)) for unit in graph.units})
     validate_plan(plan, graph=graph, world_size=world_size)
     return plan

@@ -3,10 +3,9 @@
 The order changes if it would split tensor parallel groups over nodes.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from multimodal.plan.node_placement import split_units
 from multimodal.plan.unit_grid import EVEN, LayerSeconds, build_unit_plan
 from multimodal.plan.unit_sizes import UnitSizes, complete_sizes, describe_sizes
 from multimodal.values.errors import PlanError
@@ -20,7 +19,6 @@ def plan_disaggregated(
     *,
     sizes: Mapping[str, UnitSizes],
     world_size: int,
-    is_folded: bool = False,
     ranks_per_node: int | None = None,
     layer_seconds: LayerSeconds = EVEN,
 ) -> Plan:
@@ -31,7 +29,7 @@ def plan_disaggregated(
 
     sizes: unit name -> sizes; units without an entry have size 1 in everything but their data parallel size, which is open. At
     most one unit may leave its data parallel size open; it takes all ranks that the others leave. world_size: number of
-    processes; all of them must be used. is_folded: two virtual stages per rank form a V (ZB-V). ranks_per_node: None if unknown,
+    processes; all of them must be used. ranks_per_node: None if unknown,
     or if there is one node. layer_seconds: see `build_unit_plan`; units without an entry are cut evenly. Raises PlanError, with
     the arithmetic, if the numbers of ranks do not add up.
     """
@@ -41,9 +39,7 @@ def plan_disaggregated(
         units, first_rank = {}, 0
         for name in order:
             seconds = layer_seconds.get(name)
-            units[name] = build_unit_plan(
-                graph.unit(name), sizes=complete[name], first_rank=first_rank, is_folded=is_folded, seconds=seconds
-            )
+            units[name] = build_unit_plan(graph.unit(name), sizes=complete[name], first_rank=first_rank, seconds=seconds)
             first_rank += len(units[name].ranks)
         return Plan({name: units[name] for name in graph.unit_names})
 
@@ -89,3 +85,33 @@ def _fill_open_size(sizes: dict[str, UnitSizes], *, world_size: int) -> dict[str
 
 def _processes(count: int) -> str:
     return f"{count} process{'es' * (count != 1)}"
+
+
+def split_units(plan: Plan, *, ranks_per_node: int) -> dict[str, tuple[int, ...]]:
+    """Return the units with tensor parallel groups on several nodes -> the first such group.
+
+    Ranks are numbered node by node, as launchers number them.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, unit in plan.units.items():
+        for stage in (stage for replica in unit.replicas for stage in replica.stages):
+            for group in unit.tensor_parallel_groups(stage):
+                if group[0] // ranks_per_node != group[-1] // ranks_per_node:
+                    found.setdefault(name, group)
+    return found
+
+
+def describe_placement(graph: ModelGraph, plan: Plan, *, ranks_per_node: int, is_given: bool) -> Iterator[str]:
+    """Yield notes for the user: units that are not in the model's order, and groups that are split over nodes.
+
+    is_given: True if the plan comes from a file.
+    """
+    order = sorted(graph.unit_names, key=lambda name: min(plan.units[name].ranks))
+    if not is_given and order != list(graph.unit_names):
+        yield f"ranks go to {', '.join(order)}, in this order, so that fewer tensor parallel groups lie across two nodes"
+    for name, group in split_units(plan, ranks_per_node=ranks_per_node).items():
+        yield (
+            f"warning: unit '{name}': the tensor parallel group of ranks {group[0]}-{group[-1]} lies across nodes of "
+            f"{ranks_per_node} ranks, and its layers will wait for the network; "
+            + ("let the plan's groups begin at multiples of their size" if is_given else "use a size that divides a node's ranks")
+        )

@@ -8,7 +8,7 @@ from multimodal.plan.partition_layers import partition_unit, range_seconds
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import Unit
-from multimodal.values.plan import Replica, Stage, UnitPlan, split_layers
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 
 LayerSeconds = Mapping[str, Sequence[float]]
 """Unit -> the seconds of each of its layers, forward and backward."""
@@ -20,16 +20,13 @@ V_SHAPE_RANGES = 2
 """Layer ranges of a stage that is folded into a V."""
 
 
-def build_unit_plan(
-    unit: Unit, *, sizes: UnitSizes, first_rank: int, is_folded: bool = False, seconds: Sequence[float] | None = None
-) -> UnitPlan:
+def build_unit_plan(unit: Unit, *, sizes: UnitSizes, first_rank: int, seconds: Sequence[float] | None = None) -> UnitPlan:
     """Build the unit's plan on ranks `first_rank` and up.
 
     Layers are cut so that the slowest range is as fast as possible. They are divided evenly without their seconds, if cutting
     gains little, or if a number of transformer layers is requested. With several ranges per stage, stage p of P holds every P-th
-    from p on, as Megatron deals model chunks (interleaved 1F1B).
+    from p on, as Megatron deals model chunks (interleaved 1F1B; `fold_stages` makes V of two).
 
-    is_folded: two ranges per stage are p and 2 P - 1 - p instead, in the shape of a V (ZB-V).
     seconds: of each of the unit's layers.
     Raises PlanError if there are more ranges than layers, and for virtual stages without a pipeline.
     """
@@ -45,8 +42,7 @@ def build_unit_plan(
         best = partition_unit(unit, seconds, num_stages=len(ranges))
         if max(range_seconds(seconds, best)) < (1 - LEAST_GAIN) * max(range_seconds(seconds, ranges)):
             ranges = best
-    folds = is_folded and num_chunks == V_SHAPE_RANGES
-    held = {p: (ranges[p], ranges[-1 - p]) if folds else ranges[p::num_stages] for p in range(num_stages)}
+    held = {p: ranges[p::num_stages] for p in range(num_stages)}
     tensor, context, data = sizes.tensor_parallel_size, sizes.context_parallel_size, sizes.data_parallel_size
     plan = place_stages(held, tensor=tensor, context=context, data=data, first_rank=first_rank)
     return replace(plan, expert_parallel_size=sizes.expert_parallel_size)
@@ -69,6 +65,24 @@ def place_stages(
         return Stage(tuple(range(first, first + size)), tuple(held[position]))
 
     return UnitPlan(tuple(Replica(tuple(stage(each, replica) for each in held)) for replica in range(data)), tensor, context)
+
+
+def fold_stages(plan: Plan) -> Plan:
+    """Return the plan with all stages of two ranges of a unit's layers folded into a V (ZB-V); other units stay as they are.
+
+    Stage p of P then holds the unit's ranges p and 2 P - 1 - p instead of p and P + p.
+    """
+
+    def folded(replica: Replica) -> Replica:
+        ranges = sorted(each for stage in replica.stages for each in stage.layer_ranges)
+        pairs = zip(ranges, reversed(ranges), strict=True)
+        return Replica(tuple(replace(stage, layer_ranges=pair) for stage, pair in zip(replica.stages, pairs, strict=False)))
+
+    units = dict(plan.units)
+    for name, unit in plan.units.items():
+        if all(len(stage.layer_ranges) == V_SHAPE_RANGES for replica in unit.replicas for stage in replica.stages):
+            units[name] = replace(unit, replicas=tuple(map(folded, unit.replicas)))
+    return Plan(units)
 
 
 def count_virtual_stages(unit: Unit, *, sizes: UnitSizes) -> int:

@@ -26,7 +26,7 @@ from multimodal.cost.layers.registry import linear_layers, read_model
 from multimodal.hugging_face.adapter_files import read_peft_adapter
 from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.unit_grid import EVEN, LayerSeconds
+from multimodal.plan.unit_grid import EVEN, LayerSeconds, fold_stages
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.errors import ConfigError
@@ -224,13 +224,8 @@ def build_plan(
     place = (
         plan_colocated if parallelism.colocate_units or is_alone else partial(plan_disaggregated, ranks_per_node=ranks_per_node)
     )
-    return place(
-        graph,
-        sizes=parallelism.units,
-        world_size=world_size,
-        is_folded=BUILDERS[config.training.schedule].is_folded,
-        layer_seconds=layer_seconds,
-    )
+    plan = place(graph, sizes=parallelism.units, world_size=world_size, layer_seconds=layer_seconds)
+    return fold_stages(plan) if BUILDERS[config.training.schedule].is_folded else plan
 
 
 def choose_trained(graph: ModelGraph, model: ModelConfig) -> ModelGraph:

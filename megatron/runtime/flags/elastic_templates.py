@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron.runtime.flags.configuration import RunConfig
-from multimodal.plan.planners.templates.plan_nodes import plan_nodes
+from multimodal.plan.planners.templates.template_plan import plan_nodes
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import ConfigError, PlanError
 from multimodal.values.file_form import read_mapping

@@ -33,8 +33,8 @@ from megatron.runtime.training.resumption import claim_folder, release, resume
 from megatron.runtime.training.run import Run, build_run, open_inputs, prepare_plan
 from megatron.runtime.training.trainer import Outcome
 from multimodal.cost.step_memory import optimizer_bytes
-from multimodal.plan.planners.templates.plan_nodes import NodesPlan, plan_nodes
 from multimodal.plan.planners.templates.reconfigure import Pipeline
+from multimodal.plan.planners.templates.template_plan import NodesPlan, plan_nodes
 from multimodal.values.errors import CheckpointError, ConfigError, PlanError
 
 logger = logging.getLogger(__name__)

@@ -44,7 +44,7 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.cost.layers.registry import read_model
 from multimodal.kernels import describe_kernels, kernels
 from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.plan.node_placement import describe_placement
+from multimodal.plan.disaggregated import describe_placement
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.values.errors import CheckpointError, ConfigError, DataError, ModelError

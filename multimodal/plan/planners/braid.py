@@ -12,7 +12,6 @@ from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import LARGEST_CONTEXT_PARALLEL, PlanningRequest
 from multimodal.plan.planners.search.layout_search import Layout, best_layouts
-from multimodal.plan.planners.search.partitions import other_partitions
 from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, describe
 from multimodal.plan.planners.search.run_variants import (
     Form,
@@ -22,6 +21,7 @@ from multimodal.plan.planners.search.run_variants import (
     formed,
     neighbours,
     other_balances,
+    other_partitions,
     other_passes,
     other_schedules,
     other_sizes,

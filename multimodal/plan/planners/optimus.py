@@ -1,7 +1,7 @@
 """Optimus: encoders on the LLM's ranks, with their own parallelism, compute in the bubbles of its pipeline (Optimus 4.1)."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -20,9 +20,8 @@ from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layou
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
-from multimodal.plan.planners.search.partitions import best_partition
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
-from multimodal.plan.planners.search.run_variants import with_first_balance
+from multimodal.plan.planners.search.run_variants import other_partitions, with_first_balance
 from multimodal.plan.planners.search.trials import simulate_run
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -44,6 +43,8 @@ NUM_ENCODER_PLANS = 2
 """Encoder plans that are simulated for each plan of the LLM."""
 ALIKE = 2
 """Most examined plans of the LLM that differ only in dp and in layer ranges."""
+MOST_TRIED = 24
+"""Partitions of a plan that are simulated."""
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,28 @@ class _Search:
         schedule = scored.schedule if fills else plain_schedule(has_virtual_stages=is_virtual)
         run = build_run(request, plan, schedule=schedule, seconds=scored.seconds)
         return with_first_balance(run, request)
+
+
+def best_partition(
+    best: PredictedRun, request: PlanningRequest, *, predict: Callable[[PlannedRun], PredictedRun | None]
+) -> PredictedRun:
+    """Return a run with a partition that is improved move by move, while that shortens the step.
+
+    predict: simulates a run; returns None if it is impossible or does not fit. Moves are those of `other_partitions`.
+    """
+    tried: set[str] = set()
+    is_better = True
+    while is_better:
+        is_better = False
+        for run in other_partitions(best.run, request):
+            if run.key in tried or len(tried) == MOST_TRIED:
+                continue
+            tried.add(run.key)
+            found = predict(run)
+            if found is not None and found.key < best.key:
+                best, is_better = found, True
+                break
+    return best
 
 
 def _check_sizes(request: PlanningRequest) -> None:

@@ -196,13 +196,6 @@ class PlanningRequest:
         sizes = [1 << power for power in range(min(experts.num_experts, self.num_gpus).bit_length())]
         return tuple(size for size in sizes if experts.num_experts % size == 0 == (fixed.data_parallel_size or 0) % size)
 
-    def with_shared_experts(self, plan: Plan) -> Plan:
-        """Return the plan with the requested sharing of the LLM's experts."""
-        if self.expert_parallel_size is None:
-            return plan
-        llm = self.graph.backbone.name
-        return Plan({**plan.units, llm: replace(plan.units[llm], expert_parallel_size=self.expert_parallel_size)})
-
     def changed(self, **changes: Any) -> "PlanningRequest":
         """Return the request with other options for the same model, machine and data; values cached for these are kept."""
         other = replace(self, **changes)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.plan.colocated import plan_colocated
-from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.node_placement import describe_placement, split_units
+from multimodal.plan.disaggregated import describe_placement, plan_disaggregated, split_units
+from multimodal.plan.unit_grid import fold_stages
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit
@@ -184,16 +184,16 @@ def test_stages_stay_even_where_that_is_asked_for_or_little_is_gained(sizes, sec
     assert layers(plan)[0] == [first]
 
 
-def plan_llm(sizes: UnitSizes, *, is_folded: bool = False) -> Plan:
-    return OWN(LOW_RES, sizes={"low_res": UnitSizes(data_parallel_size=1), "llm": sizes}, world_size=3, is_folded=is_folded)
+def plan_llm(sizes: UnitSizes) -> Plan:
+    return OWN(LOW_RES, sizes={"low_res": UnitSizes(data_parallel_size=1), "llm": sizes}, world_size=3)
 
 
 def test_ranges_are_dealt_in_turn_or_two_of_them_folded() -> None:
     dealt = plan_llm(UnitSizes(1, 2, virtual_pipeline_size=2))
     assert layers(dealt) == [[(0, 3), (5, 7)], [(3, 5), (7, 10)]]
     assert [stage.ranks for stage in dealt.units["llm"].replicas[0].virtual_stages] == [(1,), (2,), (1,), (2,)]
-    assert layers(plan_llm(UnitSizes(1, 2, virtual_pipeline_size=2), is_folded=True)) == [[(0, 3), (7, 10)], [(3, 5), (5, 7)]]
-    assert layers(plan_llm(UnitSizes(1, 2), is_folded=True)) == [[(0, 5)], [(5, 10)]]
+    assert layers(fold_stages(dealt)) == [[(0, 3), (7, 10)], [(3, 5), (5, 7)]]
+    assert layers(fold_stages(plan_llm(UnitSizes(1, 2)))) == [[(0, 5)], [(5, 10)]]
     uneven = plan_llm(UnitSizes(1, 2, virtual_pipeline_size=3))
     assert layers(uneven) == [[(0, 3), (5, 6), (7, 8)], [(3, 5), (6, 7), (8, 10)]]
     for each, count in ((1, 4), (2, 2), (4, 1)):

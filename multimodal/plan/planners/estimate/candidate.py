@@ -74,12 +74,14 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
     has_copies = any(unit.data_parallel_size * unit.context_parallel_size > 1 for unit in plan.units.values())
     if overlaps != request.tp_comm_overlap or (request.zero_stage == 3 and not has_copies):
         request = request.changed(tp_comm_overlap=overlaps, sharding=request.sharding if has_copies else "optim")
-    shared = request.with_shared_experts(plan)
-    validate_plan(shared, graph=request.graph, world_size=shared.num_ranks)
+    passes, llm = request.passes(plan), request.graph.backbone.name
+    if request.expert_parallel_size is not None:
+        plan = Plan({**plan.units, llm: replace(plan.units[llm], expert_parallel_size=request.expert_parallel_size)})
+    validate_plan(plan, graph=request.graph, world_size=plan.num_ranks)
     return PlannedRun(
-        shared,
+        plan,
         schedule=schedule,
-        passes=request.passes(plan),
+        passes=passes,
         balance=balance,
         micro_batch_size=request.default_micro_batch_size,
         recompute=request.recompute,

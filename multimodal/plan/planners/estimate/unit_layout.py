@@ -1,7 +1,7 @@
 """One unit's sizes and layer ranges, and units laid out on ranks."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from multimodal.plan.partition_layers import Range
@@ -9,7 +9,7 @@ from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.unit_grid import place_stages
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Unit
-from multimodal.values.plan import Plan, Replica, UnitPlan, split_layers
+from multimodal.values.plan import Plan, UnitPlan, split_layers
 
 Groups = tuple[tuple[str, ...], ...]
 """Groups of units that share ranks."""
@@ -113,21 +113,3 @@ def build_unit(layout: UnitLayout, *, first_rank: int) -> UnitPlan:
         data=layout.data_parallel_size,
         first_rank=first_rank,
     )
-
-
-def fold_stages(plan: Plan) -> Plan:
-    """Return the plan with all stages of two ranges of a unit's layers folded into a V; other units stay as they are.
-
-    Stage p of P then holds the unit's ranges p and 2 P - 1 - p instead of p and P + p.
-    """
-
-    def folded(replica: Replica) -> Replica:
-        ranges = sorted(each for stage in replica.stages for each in stage.layer_ranges)
-        pairs = zip(ranges, reversed(ranges), strict=True)
-        return Replica(tuple(replace(stage, layer_ranges=pair) for stage, pair in zip(replica.stages, pairs, strict=False)))
-
-    units = dict(plan.units)
-    for name, unit in plan.units.items():
-        if all(len(stage.layer_ranges) == 2 for replica in unit.replicas for stage in replica.stages):
-            units[name] = replace(unit, replicas=tuple(map(folded, unit.replicas)))
-    return Plan(units)

@@ -40,6 +40,15 @@ class Fidelity(NamedTuple):
     is_final: bool = False
     """True if it covers all batches and is checked, as every plan is judged."""
 
+    def size(self, request: PlanningRequest, *, max_actions: int | None = None) -> dict[str, Any]:
+        """Return the arguments of `predict_run` and `nominal_seconds`; max_actions: of a final simulation."""
+        return {
+            "max_actions": max_actions if self.is_final else int(request.max_actions * self.share),
+            "num_batches": request.num_batches if self.is_final else 1,
+            "filling": self.filling,
+            "kept_replicas": self.kept_replicas,
+        }
+
 
 QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
 """Distinguishes plans that differ by more than a tenth."""
@@ -81,12 +90,7 @@ class Trials:
     def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
         """Simulate a run, and count it; raises ScheduleError or AssignmentError if the run is impossible."""
         used = OF_HEAVY_SAMPLES.get(fidelity, fidelity) if self.has_heavy_samples else fidelity
-        size: dict[str, Any] = {
-            "max_actions": self.max_actions if used.is_final else int(request.max_actions * used.share),
-            "num_batches": request.num_batches if used.is_final else 1,
-            "filling": used.filling,
-            "kept_replicas": used.kept_replicas,
-        }
+        size = used.size(request, max_actions=self.max_actions)
         self.budget.spent_seconds += OVERHEAD * nominal_seconds(run, request, **size)
         return predict_run(run, request, is_checked=fidelity.is_final, **size)
 
@@ -186,12 +190,8 @@ def simulate_run(run: PlannedRun, request: PlanningRequest) -> tuple[PredictedRu
 
     Returns None if the run is impossible, or does not fit the memory; and the nominal seconds that the simulation took.
     """
-    size: dict[str, Any] = {
-        "max_actions": int(request.max_actions * RANKING.share),
-        "filling": RANKING.filling,
-        "kept_replicas": 1,
-    }
-    nominal = nominal_seconds(run, request, **size, num_batches=1)
+    size = RANKING._replace(kept_replicas=1).size(request)
+    nominal = nominal_seconds(run, request, **size)
     try:
         prediction = predict_run(run, request, **size, is_checked=False)
     except BraidError:

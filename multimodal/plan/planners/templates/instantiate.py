@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.plan.planners.templates.pipeline_times import PipelineTimes
-from multimodal.plan.planners.templates.template_set import Instance
+from multimodal.plan.planners.templates.template_set import Instance, PipelineTimes
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import PlanError
 

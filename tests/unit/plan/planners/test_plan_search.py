@@ -7,11 +7,11 @@ import pytest
 from multimodal.balance import BALANCERS
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.braid import PlanSearch
-from multimodal.plan.planners.estimate.unit_layout import fold_stages
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.trials import QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.unit_grid import fold_stages
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from multimodal.values.sample_lengths import SampleLengths

@@ -9,9 +9,8 @@ from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_a
 from megatron.runtime.orchestrator import machine
 from megatron.runtime.orchestrator.orchestrate import Inputs
 from megatron.runtime.training import memory_check
-from megatron.runtime.training.memory_check import check_memory, estimate
+from megatron.runtime.training.memory_check import LeastMemory, check_memory, estimate
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.plan.least_memory import LeastMemory
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners import PLANNERS
+from multimodal.plan.planners.optimus import best_partition
 from multimodal.plan.planners.plan_file import plan_lines
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
 from multimodal.plan.planners.search.filling_report import with_filling
-from multimodal.plan.planners.search.partitions import best_partition, other_partitions
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.run_variants import other_partitions
 from multimodal.values.plan import Plan
 from multimodal.values.validate import read_plan, validate_plan
 from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION, request

@@ -4,7 +4,7 @@ from itertools import combinations_with_replacement
 import pytest
 
 from multimodal.plan.planners.templates.instantiate import instantiate, share_batch
-from multimodal.plan.planners.templates.pipeline_times import PipelineTimes
+from multimodal.plan.planners.templates.template_set import PipelineTimes
 from multimodal.values.errors import PlanError
 
 

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from multimodal.plan.planners.templates.pipeline_times import PipelineTimes
+from multimodal.plan.planners.templates.template_set import PipelineTimes
 from tests.unit.plan.planners.templates.one_f_one_b import simulate_1f1b
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from multimodal.plan.planners.templates.plan_nodes import plan_nodes
 from multimodal.plan.planners.templates.reconfigure import Pipeline
+from multimodal.plan.planners.templates.template_plan import plan_nodes
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ImageInput, ModelGraph, Role, Transformer, Unit

@@ -6,11 +6,11 @@ import pytest
 from multimodal.plan.planners import TEMPLATE_PLANNERS
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.templates.chain import Chain
-from multimodal.plan.planners.templates.describe import describe_templates
 from multimodal.plan.planners.templates.plan_templates import place_stages, plan_templates, size_chains
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, frozen, request, with_memory
+from tools.show_plans import describe_templates
 
 
 @pytest.mark.parametrize("name", GRAPHS)

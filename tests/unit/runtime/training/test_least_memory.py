@@ -2,11 +2,11 @@
 
 import pytest
 
+from megatron.runtime.training.memory_check import least_memory
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
-from multimodal.plan.least_memory import least_memory
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.search.run_variants import fitting_schedules, formed
 from multimodal.schedule.build_schedule import build_schedule
