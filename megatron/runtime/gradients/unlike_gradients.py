@@ -1,6 +1,6 @@
 """Gradients of a unit whose replicas are not alike: reduced layer by layer, part by part, over the holders of each part.
 
-Parts are cut wherever a replica's tensor parallel ranks cut (`multimodal/plan/weight_parts`). All ranks take layers from the last
+Parts are cut wherever a replica's tensor parallel ranks cut (`weight_parts`). All ranks take layers from the last
 to the first, and the parts of each in order, so those of a group make the same calls in the same order.
 """
 
@@ -17,7 +17,7 @@ from megatron.runtime.gradients.scheduled_collectives import Bucket, start_sum
 from megatron.runtime.gradients.state_shares import StateShares
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.unit_stage import UnitStage
-from multimodal.plan.weight_parts import (
+from multimodal.plan.communicators import (
     WeightPart,
     holders_of_embeddings,
     holders_of_layer,

@@ -192,7 +192,9 @@ def test_ranges_are_dealt_in_turn_or_two_of_them_folded() -> None:
     dealt = plan_llm(UnitSizes(1, 2, virtual_pipeline_size=2))
     assert layers(dealt) == [[(0, 3), (5, 7)], [(3, 5), (7, 10)]]
     assert [stage.ranks for stage in dealt.units["llm"].replicas[0].virtual_stages] == [(1,), (2,), (1,), (2,)]
-    assert layers(fold_stages(dealt)) == [[(0, 3), (7, 10)], [(3, 5), (5, 7)]]
+    folded = fold_stages(dealt)
+    assert layers(folded) == [[(0, 3), (7, 10)], [(3, 5), (5, 7)]] and fold_stages(folded) == folded
+    assert ranks(folded, "llm") == ranks(dealt, "llm")
     assert layers(fold_stages(plan_llm(UnitSizes(1, 2)))) == [[(0, 5)], [(5, 10)]]
     uneven = plan_llm(UnitSizes(1, 2, virtual_pipeline_size=3))
     assert layers(uneven) == [[(0, 3), (5, 6), (7, 8)], [(3, 5), (6, 7), (8, 10)]]

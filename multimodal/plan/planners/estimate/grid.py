@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
@@ -10,9 +11,11 @@ from multimodal.plan.planners.estimate.candidate import Candidate, build_run, sa
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import LengthSpread, exposed_reduction_seconds, reduction_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, lay_out_grid
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
+from multimodal.plan.unit_grid import place_stages
+from multimodal.values.plan import Plan
 
 
 class Piece(NamedTuple):
@@ -78,8 +81,9 @@ class Grid:
 
 def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> PlannedRun:
     """Assign ranks to a grid."""
-    layout = grid.layouts[request.graph.backbone.name]
-    plan = lay_out_grid(request.graph, grid.held, layout=layout)
+    (tensor, context), data = grid.shape.size, grid.shape.data_parallel_size
+    place = partial(place_stages, tensor=tensor, context=context, data=data)
+    plan = Plan({name: place(grid.held[name]) for name in request.graph.unit_names})
     return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
 
 

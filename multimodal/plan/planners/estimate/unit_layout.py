@@ -95,15 +95,6 @@ def first_ranks(layouts: Mapping[str, UnitLayout], *, groups: Groups) -> dict[st
     return firsts
 
 
-def lay_out_grid(graph: ModelGraph, stages: Mapping[str, Mapping[int, Sequence[Range]]], *, layout: UnitLayout) -> Plan:
-    """Lay all units over one grid of stages; layout: the tp, cp and dp of the grid.
-
-    stages: unit -> stage of the grid -> the unit's layer ranges there; only stages with layers of the unit.
-    """
-    tensor, context, data = layout.tensor_parallel_size, layout.context_parallel_size, layout.data_parallel_size
-    return Plan({name: place_stages(stages[name], tensor=tensor, context=context, data=data) for name in graph.unit_names})
-
-
 def build_unit(layout: UnitLayout, *, first_rank: int) -> UnitPlan:
     """Lay one unit out on consecutive ranks (`place_stages`)."""
     return place_stages(

@@ -17,8 +17,7 @@ from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.values.errors import PlanError
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-from multimodal.values.validate import validate_plan
-from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, LLM, TEXT_ONLY, THREE, TWO, VISION, request, with_memory
+from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, THREE, TWO, VISION, request, with_memory
 
 FIXED = {"llm": FixedSizes(context_parallel_size=2)}
 DOCUMENT = SampleLengths(0, (ItemLengths("vision", 4096, 1024),), 64 * 1024, 1000)
@@ -27,31 +26,6 @@ DOCUMENT = SampleLengths(0, (ItemLengths("vision", 4096, 1024),), 64 * 1024, 100
 def long_request(**changes):
     """Few documents of 65 thousand tokens."""
     return request(TWO, **{"lengths": (DOCUMENT,), "global_batch_size": 2, "num_gpus": 32, "time_budget_seconds": 2.0, **changes})
-
-
-@pytest.mark.deep(when=lambda name, graph: name != "disttrain" and graph != ("fed" if name == "braid" else "three"))
-@pytest.mark.parametrize(
-    ("name", "graph"),
-    [
-        (name, graph)
-        for name in PLANNERS
-        if name != "braid"
-        for graph in GRAPHS
-        if graph != "fed" or PLANNERS[name].takes_fed_encoders
-    ]
-    + [("braid", "two"), ("braid", "fed")],  # its search takes seconds
-)
-def test_every_planner_keeps_a_fixed_context_parallel_size(name, graph):
-    asked = request(GRAPHS[graph], num_gpus=16, fixed_sizes=FIXED)
-    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=asked.max_actions)
-    validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
-    llm = run.plan.units["llm"]
-    assert llm.context_parallel_size == 2 and run.num_gpus <= 16
-    assert 0 < prediction.ideal_seconds <= prediction.iteration_seconds * (1 + 1e-9)
-    for replica in llm.replicas:
-        for stage in replica.stages:
-            assert len(stage.ranks) == 2 * llm.tensor_parallel_size
-            assert all(CLUSTER.is_one_node(group) for group in llm.tensor_parallel_groups(stage))
 
 
 def test_planners_that_share_a_grid_share_its_context_parallel_size():

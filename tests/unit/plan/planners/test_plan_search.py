@@ -11,7 +11,6 @@ from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.trials import QUICK, RANKING, SearchBudget, Trials
-from multimodal.plan.unit_grid import fold_stages
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from multimodal.values.sample_lengths import SampleLengths
@@ -108,14 +107,3 @@ def test_a_run_that_does_not_fit_is_left_for_one_that_does_even_if_that_takes_lo
     search.trials.found[run.key, RANKING] = None
     found = search.closer_variant(run, glances)
     assert found is not None and found.run == longer
-
-
-@pytest.mark.parametrize("num_stages", [2, 3])
-def test_folding_keeps_layers_and_ranks(num_stages):
-    sizes = FixedSizes(pipeline_parallel_size=num_stages, virtual_stages=2)
-    plan = PLANNERS["megatron-balanced"](request(TEXT_ONLY, fixed_sizes={"llm": sizes})).plan
-    folded = fold_stages(plan)
-    before, after = (each.units["llm"].replicas[0].stages for each in (plan, folded))
-    assert is_v_shaped(folded.units["llm"]) and fold_stages(folded) == folded
-    assert [stage.ranks for stage in before] == [stage.ranks for stage in after]
-    assert sorted(r for stage in before for r in stage.layer_ranges) == sorted(r for stage in after for r in stage.layer_ranges)

@@ -20,24 +20,36 @@ from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, 
 FAST = tuple(name for name in PLANNERS if name != "braid")
 
 
-@pytest.mark.deep(when=lambda name, graph: name != "disttrain" and graph not in ("three", "fed"))
+def is_deep(name, graph, context):
+    return name != "disttrain" and (
+        graph not in ("three", "fed") or (context is not None and (graph == "fed" or name == "braid"))
+    )
+
+
+@pytest.mark.deep(when=is_deep)
+@pytest.mark.parametrize("context", [None, 2])
 @pytest.mark.parametrize("graph", GRAPHS)
 @pytest.mark.parametrize("name", PLANNERS)
-def test_every_plan_validates_fits_and_is_simulated(name, graph):
+def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
+    """context: the LLM's context parallel size, if it is fixed."""
     asked = request(GRAPHS[graph])
+    if context:
+        asked = replace(asked, num_gpus=16, fixed_sizes={"llm": FixedSizes(context_parallel_size=context)})
     if fed_encoders(asked.graph) and not PLANNERS[name].takes_fed_encoders:
         with pytest.raises(PlanError, match=f"planner '{name}' is for models whose encoders all feed the LLM, but joint takes"):
             PLANNERS[name](asked)
         return
-    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=None)
+    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=asked.max_actions if context else None)
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
+    assert context is None or run.plan.units["llm"].context_parallel_size == context
     assert run.planner == name and run.num_gpus <= asked.num_gpus
     assert 0 < prediction.ideal_seconds <= prediction.iteration_seconds * (1 + 1e-9)
     assert prediction.peak_memory_bytes <= asked.memory_bytes
     assert run.objective_seconds > 0
     for unit in run.plan.units.values():
-        for ranks in (stage.ranks for replica in unit.replicas for stage in replica.stages):
-            assert CLUSTER.is_one_node(ranks), "tensor parallelism stays within a node"
+        for stage in (stage for replica in unit.replicas for stage in replica.stages):
+            assert len(stage.ranks) == unit.context_parallel_size * unit.tensor_parallel_size
+            assert all(map(CLUSTER.is_one_node, unit.tensor_parallel_groups(stage))), "tensor parallelism stays within a node"
 
 
 @pytest.mark.deep(when=lambda graph: graph != "two")

@@ -4,11 +4,15 @@ from itertools import product
 import pytest
 
 from multimodal.plan.planners import TEMPLATE_PLANNERS
+from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes
+from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.templates.chain import Chain
 from multimodal.plan.planners.templates.plan_templates import place_stages, plan_templates, size_chains
-from multimodal.plan.planners.templates.template_set import TemplateSet
+from multimodal.plan.planners.templates.template_plan import plan_instances
+from multimodal.plan.planners.templates.template_set import Instance, TemplateSet
 from multimodal.values.errors import PlanError
+from multimodal.values.validate import validate_plan
 from tests.unit.plan.planners.planning_cases import CLUSTER, GRAPHS, TEXT_ONLY, frozen, request, with_memory
 from tools.show_plans import describe_templates
 
@@ -165,3 +169,17 @@ def test_first_instances_are_as_fast_as_the_file_says():
     found = plan_templates(request(num_gpus=12, micro_batch_size=1), fault_tolerance=1)
     for template in found.templates:
         assert found.times[template.nodes].seconds(template.num_microbatches) == template.iteration_seconds
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_template_takes_as_long_as_the_simulator_says(size):
+    fixed = {"llm": FixedSizes(tensor_parallel_size=size)}
+    asked = request(TEXT_ONLY, num_gpus=8, micro_batch_size=1, fixed_sizes=fixed, lengths=request(TEXT_ONLY).lengths[:1])
+    planned = plan_templates(asked, fault_tolerance=0)
+    for template in planned.templates:
+        plan = plan_instances(planned, [Instance(template.nodes, template.num_microbatches)], llm="llm")
+        validate_plan(plan, graph=TEXT_ONLY, world_size=4 * template.nodes)
+        run = PlannedRun(plan, micro_batch_size=1, transformer_impl=asked.implementation("1f1b"))
+        simulated = predict_run(run, asked.changed(global_batch_size=template.num_microbatches))
+        assert 0.9 * simulated.iteration_seconds < template.iteration_seconds <= simulated.iteration_seconds * (1 + 1e-9)
+        assert simulated.peak_memory_bytes <= asked.memory_bytes

@@ -71,14 +71,6 @@ def test_nothing_happens_where_nothing_changes():
     assert found.how == "keep" and not found.copies and found.pipelines == one.start()
 
 
-def pipelines_of(*sizes, num_microbatches):
-    first, found = 0, []
-    for size in sizes:
-        found.append(Pipeline(tuple(range(first, first + size)), num_microbatches // len(sizes)))
-        first += size
-    return tuple(found)
-
-
 @pytest.mark.parametrize(
     ("left", "num_joined", "how", "sizes"),
     [
@@ -128,7 +120,7 @@ def test_too_few_nodes_are_refused_with_what_they_lack():
 
 def test_layers_that_nobody_has_any_more_are_named():
     one = reconfigurer()
-    pipelines = pipelines_of(4, 5, num_microbatches=24)
+    pipelines = (Pipeline(tuple(range(4)), 12), Pipeline(tuple(range(4, 9)), 12))
     held = held_layers(one, pipelines)
     owners = [node for node in held if 0 in held[node]]
     found = one.reconfigure(pipelines, lost=owners)
