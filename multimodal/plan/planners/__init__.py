@@ -106,23 +106,12 @@ class PlannerRow:
         return sorted(found, key=lambda entry: entry[1].objective_seconds)
 
 
-@dataclass(frozen=True)
-class TemplatePlannerRow:
-    """One planner of pipeline templates for every number of nodes, whose replicas differ, instead of one plan."""
-
-    name: str
-    plan: Callable[..., TemplateSet]
-    meaning: str
-    """Its effect, in one line."""
-    source: str
-    """The paper that it comes from."""
-
-    def __call__(self, request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
-        """Plan; raises PlanError, which names the planner."""
-        try:
-            return self.plan(request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
-        except PlanError as problem:
-            raise type(problem)(f"planner '{self.name}': {problem}") from None
+def _plan_oobleck(request: PlanningRequest, *, fault_tolerance: int, replicas_per_copy: int = 1) -> TemplateSet:
+    """Plan templates (Oobleck 2.4); raises PlanError, which names the planner."""
+    try:
+        return plan_templates(request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
+    except PlanError as problem:
+        raise type(problem)(f"planner 'oobleck': {problem}") from None
 
 
 _ROWS = (
@@ -203,14 +192,5 @@ _ROWS = (
 PLANNERS: dict[str, PlannerRow] = {row.name: row for row in _ROWS}
 """Every planner by its name for `--planner`. Rows can be added at any time."""
 
-_TEMPLATE_ROWS = (
-    TemplatePlannerRow(
-        "oobleck",
-        plan_templates,
-        "templates of a whole replica for every number of nodes, of which any number of nodes can be made up",
-        "Oobleck 2.4",
-    ),
-)
-
-TEMPLATE_PLANNERS: dict[str, TemplatePlannerRow] = {row.name: row for row in _TEMPLATE_ROWS}
-"""Every planner of templates by its name for `--planner`."""
+TEMPLATE_PLANNERS: dict[str, Callable[..., TemplateSet]] = {"oobleck": _plan_oobleck}
+"""Planners, by their name for `--planner`, of pipeline templates for every number of nodes, whose replicas differ."""

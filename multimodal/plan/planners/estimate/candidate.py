@@ -3,16 +3,21 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 from multimodal.plan.planners.allowed_sizes import largest_fitting
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.unit_layout import Groups, UnitLayout, first_ranks, lay_out_units
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
 from multimodal.schedule.builders import BUILDERS
+from multimodal.values.errors import PlanError
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
 from multimodal.values.validate import validate_plan
+
+Groups = tuple[tuple[str, ...], ...]
+"""Groups of units that share ranks."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,20 @@ class Candidate:
 
     @property
     def first_ranks(self) -> Mapping[str, int]:
-        """Unit -> the first of its ranks."""
-        return first_ranks(self.layouts, groups=self.all_groups)
+        """Unit -> the first of its ranks; the group with the largest stages (tp x cp) comes first.
+
+        With sizes that divide a node, no tensor parallel group then spans two nodes. Sizes that do not divide each other are
+        sorted by tp.
+        """
+        groups, layouts = self.all_groups, self.layouts
+        whole = {group: max(layouts[unit].ranks_per_stage for unit in group) for group in groups}
+        tensor = {group: max(layouts[unit].tensor_parallel_size for unit in group) for group in groups}
+        keys = tensor if any(larger % smaller for smaller, larger in pairwise(sorted(whole.values()))) else whole
+        first_rank, firsts = 0, {}
+        for group in sorted(groups, key=lambda group: -keys[group]):
+            firsts.update(dict.fromkeys(group, first_rank))
+            first_rank += max(layouts[unit].num_ranks for unit in group)
+        return firsts
 
     @property
     def num_gpus(self) -> int:
@@ -45,8 +62,17 @@ class Candidate:
         return plain_schedule(has_virtual_stages=any(layout.virtual_stages > 1 for layout in self.layouts.values()))
 
     def build_plan(self, graph: ModelGraph) -> Plan:
-        """Assign ranks; raises PlanError."""
-        return lay_out_units(graph, self.layouts, groups=self.all_groups)
+        """Give each group of units ranks of its own, on which its units lie together (Optimus, DIP).
+
+        Inside a unit the order is Megatron's (tp fastest, then cp, then dp, then pp). Raises PlanError if the units of a group
+        differ in their number of ranks.
+        """
+        for group in self.groups:
+            counts = {unit: self.layouts[unit].num_ranks for unit in group}
+            if len(set(counts.values())) != 1:
+                raise PlanError(f"units that share ranks must use all of them, found {counts}; change a size")
+        firsts = self.first_ranks
+        return Plan({name: build_unit(self.layouts[name], first_rank=firsts[name]) for name in graph.unit_names})
 
     def to_run(
         self, request: PlanningRequest, *, seconds: float, balance: str = "none", schedule: str | None = None

@@ -11,7 +11,7 @@ from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, reduction_seconds
-from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout, lay_out_units
+from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
 from multimodal.plan.planners.search.plan_to_fit import plan_to_fit
 from multimodal.plan.planners.search.prediction import predict_run
@@ -75,11 +75,11 @@ def test_an_encoder_whose_merged_patches_blocks_would_cut_is_not_spread():
 
 def test_ranks_of_a_stage_are_neighbours_and_tensor_parallel_groups_stay_in_a_node():
     layouts = {"vision": UnitLayout(4, 1, (((0, 8),),)), "llm": UnitLayout(2, 1, (((0, 5),), ((5, 10),)), 4)}
-    plan = lay_out_units(TWO, layouts, groups=(("vision",), ("llm",)))
+    plan = Candidate(layouts).build_plan(TWO)
     assert [stage.ranks for stage in plan.units["llm"].replicas[0].stages] == [tuple(range(8)), tuple(range(8, 16))]
     assert plan.units["vision"].ranks == (16, 17, 18, 19)
     odd = {**layouts, "llm": replace(layouts["llm"], context_parallel_size=3)}
-    assert lay_out_units(TWO, odd, groups=(("llm",), ("vision",))).units["vision"].ranks == (0, 1, 2, 3), "6 is no multiple of 4"
+    assert Candidate(odd).build_plan(TWO).units["vision"].ranks == (0, 1, 2, 3), "6 is no multiple of 4"
 
 
 def test_braid_spreads_long_documents_where_there_are_few_of_them():
