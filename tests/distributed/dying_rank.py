@@ -1,13 +1,15 @@
 """pretrain_mllm.py, whose rank on a node kills itself at a place that no signal from outside could meet, or waits there forever.
 
 `BRAID_TEST_DEATHS` names deaths as NODE:PLACE:STEP,..., and `BRAID_TEST_WAITS` waits that nothing ends; only in the first
-processes of a node. Before the steps in `BRAID_TEST_HOLDS` every rank waits until it is told that a node has returned.
+processes of a node. Before the steps in `BRAID_TEST_HOLDS` every rank waits until it is told that a node has returned. Who dies
+at "known norm" first waits until another rank knows the norm, too, which that rank says by a file beside `BRAID_TEST_MARK`.
 """
 
 import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ PLACES: dict[str, tuple[Any, str]] = {
     "forward": (RunningStep, "forward"),
     "reduction": (UnitGradients, "start_reduction"),
     "norm": (Session, "step_optimizers"),
+    "known norm": (Session, "step_optimizers"),
     "gathering": (StateShares, "start_gathering"),
     "report": (Trainer, "_report"),
     "groups": (Session, "enter"),
@@ -50,6 +53,16 @@ class Work:
 def wait_forever() -> None:
     """Stand where a thread does that gloo has not told of a broken connection."""
     Work.wait()
+
+
+def mark_known_norm() -> None:
+    Path(f"{os.environ['BRAID_TEST_MARK']}-{current_step}").touch()
+
+
+def die_after_others_know() -> None:
+    while not Path(f"{os.environ['BRAID_TEST_MARK']}-{current_step}").exists():
+        time.sleep(0.01)
+    die()
 
 
 def plant(place: str, step: int, happen: Callable[[], None]) -> None:
@@ -89,5 +102,7 @@ if __name__ == "__main__":
         for each in filter(None, os.environ.get(variable, "").split(",")):
             node, place, step = each.split(":")
             if (os.environ["BRAID_NODE"], os.environ["BRAID_INCARNATION"]) == (node, "0"):
-                plant(place, int(step), happen)
+                plant(place, int(step), die_after_others_know if place == "known norm" else happen)
+            elif place == "known norm":
+                plant(place, int(step), mark_known_norm)
     pretrain_mllm.main(sys.argv[1:])

@@ -39,6 +39,7 @@ def running(
 ) -> Iterator[ElasticRun]:
     """Start a run in which ranks die, wait in vain, or wait for nodes, where `dying_rank.py` is told; end it in any case."""
     environment = {"BRAID_TEST_DEATHS": deaths, "BRAID_TEST_WAITS": waits, "BRAID_TEST_HOLDS": holds}
+    environment["BRAID_TEST_MARK"] = str(folder / "known")
     given = {"num_steps": NUM_STEPS, "batch": BATCH, "is_new_program": False, **how}
     run = ElasticRun(folder, nodes, inputs=inputs, program=DYING, environment=environment, **given)
     try:
@@ -102,11 +103,11 @@ def test_more_losses_than_copies_go_back_to_the_newest_checkpoint(tmp_path: Path
 
 
 def test_shared_copies_of_the_state_outlive_one_node(tmp_path: Path, inputs: Path) -> None:
-    """Two copies, of three replicas each; one node dies where weights are about to be gathered, one after it knows the norm.
+    """Two copies, of three replicas each; one node dies before weights are gathered, one when it and another know the norm.
 
     The first one returns before the second one dies.
     """
-    with running(tmp_path, inputs, Nodes(6, replicas_per_copy=2), deaths="4:gathering:4,1:norm:9", holds="7") as run:
+    with running(tmp_path, inputs, Nodes(6, replicas_per_copy=2), deaths="4:gathering:4,1:known norm:9", holds="7") as run:
         run.wait_for_step(6)
         run.let_return(4)
         output = check(run, inputs)
