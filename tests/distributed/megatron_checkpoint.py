@@ -1,10 +1,6 @@
-"""Writes a checkpoint of one of megatron-core's models by its own dist_checkpointing, and holds a second one against it.
+"""Writes a checkpoint of one of megatron-core's models by its own dist_checkpointing, and holds a second one against it."""
 
-python -m tests.distributed.megatron_checkpoint write|compare MODEL FOLDER TENSOR_SIZE PIPELINE_SIZE, on as many ranks
-"""
-
-import os
-import sys
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -28,7 +24,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
-from megatron.runtime import platform
 from megatron.runtime.checkpoint.megatron_weights import find_folder, writing_without_psutil
 from tests.distributed.megatron_training import megatron_without_cuda
 
@@ -86,20 +81,15 @@ def build(kind: str) -> Module:
 
 
 @contextmanager
-def world(tensor_size: int, pipeline_size: int) -> Iterator[None]:
-    """Join the ranks of the launcher."""
-    platform.install()
-    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)
-    dist.init_process_group("gloo")
+def megatron(tensor_size: int = 1, pipeline_size: int = 1) -> Iterator[None]:
+    """Have the groups of megatron-core, on as many ranks."""
+    parallel_state.destroy_model_parallel()  # what Braid has left
+    parallel_state.initialize_model_parallel(tensor_size, pipeline_size)
     try:
-        parallel_state.destroy_model_parallel()  # what Braid has left
-        parallel_state.initialize_model_parallel(tensor_size, pipeline_size)
         with megatron_without_cuda(), writing_without_psutil(), patch.object(Tensor, "cuda", lambda tensor: tensor):
             yield
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
 
 
 def sharded(model: Module, kind: str) -> dict[str, Any]:
@@ -119,7 +109,7 @@ def loaded(kind: str, folder: Path) -> Module:
 @torch.no_grad()
 def encode_image(folder: Path, pixels: Tensor) -> Tensor:
     """Return what LLaVAModel makes of an image, [3, height, width]: [num_patches, hidden_size of the LLM]."""
-    with world(1, 1):
+    with megatron():
         model: Any = loaded("llava", folder)
         for layer in model.vision_model.decoder.layers:  # local layers of 0.16 mask as in an LLM, which later versions mend
             layer.self_attention.attn_mask_type = AttnMaskType.no_mask
@@ -129,25 +119,24 @@ def encode_image(folder: Path, pixels: Tensor) -> Tensor:
         return projected
 
 
-def main(action: str, kind: str, folder: str, tensor_size: int, pipeline_size: int) -> None:
-    """Write FOLDER/iter_0000007, as a run of Megatron does, or compare what a model gets from it and from FOLDER/back."""
-    path = Path(folder)
-    with world(tensor_size, pipeline_size):
-        if action == "write":
-            torch.manual_seed(dist.get_rank())
-            model = build(kind)
-            with torch.no_grad():
-                for parameter in model.parameters():  # replicated ones are written by the first rank that has them
-                    parameter.normal_()
-            (path / "iter_0000007").mkdir(parents=True, exist_ok=True)
-            dist_checkpointing.save({"model": sharded(model, kind), "iteration": 7}, str(path / "iter_0000007"))
-            (path / "latest_checkpointed_iteration.txt").write_text("7")
-            return
+def write(kind: str, path: Path, tensor_size: int, pipeline_size: int) -> None:
+    """Write a rank's part of iter_0000007 into a folder, as a run of Megatron does."""
+    may_have_children = patch.dict(multiprocessing.current_process()._config, daemon=False)  # type: ignore[attr-defined]
+    with megatron(tensor_size, pipeline_size), may_have_children:
+        torch.manual_seed(dist.get_rank())
+        model = build(kind)
+        with torch.no_grad():
+            for parameter in model.parameters():  # replicated ones are written by the first rank that has them
+                parameter.normal_()
+        (path / "iter_0000007").mkdir(parents=True, exist_ok=True)
+        dist_checkpointing.save({"model": sharded(model, kind), "iteration": 7}, str(path / "iter_0000007"))
+        (path / "latest_checkpointed_iteration.txt").write_text("7")
+
+
+def compare(kind: str, path: Path) -> None:
+    """Hold what a model gets from a folder against what it gets from the folder `back` in it."""
+    with megatron():
         first, second = (dict(loaded(kind, each).named_parameters()) for each in (path, path / "back"))
-        assert first.keys() == second.keys()
-        assert [name for name in first if not torch.equal(first[name], second[name])] == []
-        assert all(parameter.std() > 0.5 for parameter in first.values())
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:4], *map(int, sys.argv[4:]))  # type: ignore[arg-type]
+    assert first.keys() == second.keys()
+    assert [name for name in first if not torch.equal(first[name], second[name])] == []
+    assert all(parameter.std() > 0.5 for parameter in first.values())

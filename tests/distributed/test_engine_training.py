@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +15,9 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "digits" / "model.yaml"
 ENGINE = Path(os.environ.get(FOLDER, "none")) / "2.8.0"
 pytestmark = pytest.mark.skipif(not ENGINE.is_dir(), reason=f"{FOLDER} names no folder with Transformer Engine 2.8.0")
+LINE = "--data-path digits --global-batch-size 8 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1"
 PROGRAM = """
+import os
 import sys
 from pathlib import Path
 from tests.engine_on_cpu.install import install
@@ -24,29 +25,31 @@ install(Path(sys.argv[1]))
 from megatron.runtime.flags import device_rules
 device_rules._has_cuda = lambda: True
 import pretrain_mllm
-pretrain_mllm.main(sys.argv[2:])
+from tools.launch import free_port
+for line in sys.argv[2:]:
+    print("run", flush=True)
+    if not (process := os.fork()):
+        os.environ["MASTER_PORT"] = str(free_port())
+        pretrain_mllm.main(line.split())
+        os._exit(0)
+    if os.waitpid(process, 0)[1]:
+        sys.exit(1)
 """
+"""Runs with several command lines, one after another."""
 
 
-def train(model: Path, flags: str) -> list[float]:
-    """Train two steps of the digits on one rank, or up to step 4 from a checkpoint; returns the losses that are printed."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-        environment = {**os.environ, **place, "MASTER_PORT": str(free.getsockname()[1])}
-    steps = "" if "--train-iters" in flags else "--train-iters 2"
-    line = (
-        f"--model {model} --data-path digits --global-batch-size 8 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1"
-    )
+def train(model: Path, *flags: str) -> list[list[float]]:
+    """Train two steps of the digits on one rank, or as many as flags say, for each flags; returns the losses that are printed."""
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    shared = f"--model {model} --transformer-impl transformer_engine {LINE}"
+    lines = [f"{shared} {'' if '--train-iters' in each else '--train-iters 2'} {each}" for each in flags]
+    command = [sys.executable, "-c", PROGRAM, ENGINE, *lines]
     found = subprocess.run(
-        [sys.executable, "-c", PROGRAM, ENGINE, *f"{line} --transformer-impl transformer_engine {steps} {flags}".split()],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    assert found.returncode == 0 and "layers of Transformer Engine" in found.stdout + found.stderr, found.stdout + found.stderr
-    return [float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", found.stdout + found.stderr, re.MULTILINE)]
+    assert found.returncode == 0 and found.stdout.count("layers of Transformer Engine") >= len(flags), found.stdout
+    runs = found.stdout.split("run\n")[1:]
+    return [[float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", said, re.MULTILINE)] for said in runs]
 
 
 def test_experts_in_fp8(tmp_path: Path) -> None:
@@ -54,12 +57,17 @@ def test_experts_in_fp8(tmp_path: Path) -> None:
     document["units"]["llm"]["experts"] = {"num_experts": 4}
     model = tmp_path / "model.yaml"
     model.write_text(yaml.safe_dump(document, sort_keys=False))
-    first, second = train(model, "--fp8-format hybrid")
+    ((first, second),) = train(model, "--fp8-format hybrid")
     assert second < first
 
 
 def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_and_adapters_start_as_none(tmp_path: Path) -> None:
-    before = train(DIGITS, f"--save {tmp_path}/saved --lr-decay-iters 4")
-    after = train(DIGITS, f"--load {tmp_path}/saved --train-iters 4 --lr-decay-iters 4")
-    assert before + after == train(DIGITS, "--train-iters 4 --lr-decay-iters 4")
-    assert train(DIGITS, "--lora-rank 4")[0] == before[0]
+    before, after, whole, adapted = train(
+        DIGITS,
+        f"--save {tmp_path}/saved --lr-decay-iters 4",
+        f"--load {tmp_path}/saved --train-iters 4 --lr-decay-iters 4",
+        "--train-iters 4 --lr-decay-iters 4",
+        "--lora-rank 4",
+    )
+    assert before + after == whole
+    assert adapted[0] == before[0]

@@ -1,8 +1,6 @@
 """Checkpoints that megatron-core writes of its own models become Braid's and go back, bit for bit, under any of its sizes."""
 
-import os
-import subprocess
-import sys
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from megatron.runtime.state.held_tensors import model_tensors
 from multimodal.data.image_processing import cut_patches, patch_positions
 from multimodal.model.stage_input import PackedInput
 from tests.distributed import megatron_checkpoint
-from tests.sanity.repository import ROOT
+from tests.distributed.rank_pool import RankPool
 from tools.convert import main as convert_main
 
 SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
@@ -47,17 +45,11 @@ NAMES = {
 """Some names here -> those in a checkpoint, and which part of it."""
 
 
-def write_checkpoint(folder: Path, kind: str, sizes: tuple[int, int] = (1, 1)) -> Path:
+def write_checkpoint(ranks: RankPool, folder: Path, kind: str, sizes: tuple[int, int] = (1, 1)) -> Path:
     """Write a checkpoint by megatron-core, and the model file; returns the model file."""
     model = folder.parent / "model.yaml"
     model.write_text(yaml.safe_dump({"units": UNITS[kind]}, sort_keys=False))
-    if sizes == (1, 1):
-        megatron_checkpoint.main("write", kind, str(folder), 1, 1)
-        return model
-    program = "-m", "tests.distributed.megatron_checkpoint", "write", kind, folder, *sizes
-    command = sys.executable, "tools/launch.py", "--nproc-per-node", str(sizes[0] * sizes[1]), *map(str, program)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, timeout=120)
+    ranks.run(megatron_checkpoint.write, kind, folder, *sizes, world_size=math.prod(sizes))
     return model
 
 
@@ -68,12 +60,12 @@ def convert(*words: str | Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "sizes"), [("groups", (2, 1)), ("tied", (1, 2)), ("experts", (1, 1)), ("llava", (1, 1))], ids=str
 )
-def test_a_checkpoint_of_megatron_goes_in_and_out(tmp_path: Path, kind: str, sizes: tuple[int, int]) -> None:
+def test_a_checkpoint_of_megatron_goes_in_and_out(ranks: RankPool, tmp_path: Path, kind: str, sizes: tuple[int, int]) -> None:
     folder = tmp_path / "run"
-    model = write_checkpoint(folder, kind, sizes)
+    model = write_checkpoint(ranks, folder, kind, sizes)
     convert("--load-megatron", folder, "--model", model, "--save", tmp_path / "braid")
     convert("--load", tmp_path / "braid", "--save-megatron", folder / "back")
-    megatron_checkpoint.main("compare", kind, str(folder), 1, 1)
+    ranks.run(megatron_checkpoint.compare, kind, folder, world_size=1)
 
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -86,11 +78,12 @@ def test_a_checkpoint_of_megatron_goes_in_and_out(tmp_path: Path, kind: str, siz
             assert torch.equal(values, theirs[key][index].flatten()), name
 
 
-def test_an_encoder_of_megatron_computes_the_same_here(tmp_path: Path) -> None:
-    model = write_checkpoint(tmp_path / "run", "llava")
+def test_an_encoder_of_megatron_computes_the_same_here(ranks: RankPool, tmp_path: Path) -> None:
+    model = write_checkpoint(ranks, tmp_path / "run", "llava")
     convert("--load-megatron", tmp_path / "run", "--model", model, "--save", tmp_path / "braid")
     pixels = np.random.default_rng(1).normal(size=(28, 28, 3)).astype(np.float32)
-    theirs = megatron_checkpoint.encode_image(tmp_path / "run", torch.from_numpy(pixels).permute(2, 0, 1))
+    image = torch.from_numpy(pixels).permute(2, 0, 1)
+    (theirs,) = ranks.run(megatron_checkpoint.encode_image, tmp_path / "run", image, world_size=1)
     patches = cut_patches(pixels, patch_size=14, merge_size=1)
     places = patch_positions((2, 2), merge_size=1)
     with open_model(tmp_path / "braid") as (session, _), torch.no_grad():
@@ -101,13 +94,13 @@ def test_an_encoder_of_megatron_computes_the_same_here(tmp_path: Path) -> None:
     assert torch.allclose(ours, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
 
 
-def test_what_does_not_fit_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_does_not_fit_is_said(ranks: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def refusal(*words: str | Path) -> str:
         assert convert_main([*map(str, words), "--save", str(tmp_path / "braid")]) == 2
         return capsys.readouterr().err
 
     folder = tmp_path / "run"
-    model = write_checkpoint(folder, "groups")
+    model = write_checkpoint(ranks, folder, "groups")
     for change, message in (
         ({"num_layers": 3}, "has 2 layers, but there is model.llm.layers.3."),
         (
