@@ -43,6 +43,18 @@ ADAPTED = [f"transformer.linear_{name}" for name in ("qkv", "proj", "fc1", "fc2"
 ADAPTERS = {"llm": {"lora": {"rank": 2, "targets": ADAPTED}}}
 EXPERTS = {"llm": {"experts": {"num_experts": 4, "aux_loss_coeff": 0.1, "ffn_hidden_size": 12}}}
 VERSIONS = sorted(Path(os.environ.get(FOLDER, "none")).glob("*/"))
+WHOLE = "2.8.0"
+"""The version that every row runs with; with others, those in which layers do the most."""
+WITH_ALL_VERSIONS = (
+    *("biases, split, sequence parallel", "head norms, sequence parallel", "adapters, split, tp 2, biases"),
+    *("experts, split, tp 2", "weights shared, recompute", "two stages, sequence parallel", "qwen3"),
+)
+BUILDERS_THAT_SPLIT_OR_NOT = ("1f1b", "zb-v")
+
+
+def is_deep(engine_ranks: Path | None, name: str) -> bool:
+    """Tell whether another version shows what a row does."""
+    return engine_ranks is not None and engine_ranks.name != WHOLE and name not in WITH_ALL_VERSIONS
 
 
 @pytest.fixture(scope="module", params=VERSIONS or [None], ids=lambda folder: folder.name if folder else "none")
@@ -112,11 +124,13 @@ CASES = {
 }
 
 
+@pytest.mark.deep(when=is_deep)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_local_layers(engine_ranks: EnginePool, name: str) -> None:
     assert_matches(CASES[name], engine_ranks)
 
 
+@pytest.mark.deep(when=lambda builder: builder not in BUILDERS_THAT_SPLIT_OR_NOT)  # of local layers all
 @pytest.mark.parametrize("builder", sorted(BUILDERS))
 def test_every_builder(engine_ranks: EnginePool, builder: str) -> None:
     case = build_case(builder, MODELS["encoder, LLM and generator"])
@@ -132,6 +146,7 @@ INSIDE: Mapping[str, tuple[int, UnitPlan, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.deep(when=is_deep)
 @pytest.mark.parametrize("name", INSIDE)
 def test_pieces_of_encoders_in_waits(engine_ranks: EnginePool, name: str) -> None:
     tensor, encoders, options = INSIDE[name]
@@ -159,15 +174,16 @@ PLANS: Plans = {
 }
 
 
-@pytest.mark.parametrize("build", ["llama", "qwen3", "mixtral"])
-def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, build: str) -> None:
+@pytest.mark.deep(when=is_deep)
+@pytest.mark.parametrize("name", ["llama", "qwen3", "mixtral"])
+def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name: str) -> None:
     """The gradients that local layers have from it, and files that are the same byte for byte."""
     models = pytest.importorskip("tests.distributed.test_hugging_face_text", reason="transformers is not installed")
     folder = tmp_path / "model"
-    build_wide_model(getattr(models, build), folder, max_shard_size="10KB")
+    build_wide_model(getattr(models, name), folder, max_shard_size="10KB")
     graph = read_model(folder)
     (expected,) = engine_ranks.run(FromFolder(folder), case_of(graph, models.SAMPLES, PLANS["alone"][0]), world_size=1)
-    plans = {name: (sizes, {**options, "transformer_impl": "transformer_engine"}) for name, (sizes, options) in PLANS.items()}
+    plans = {each: (sizes, {**options, "transformer_impl": "transformer_engine"}) for each, (sizes, options) in PLANS.items()}
     Comparison(folder, graph, models.SAMPLES, (), expected).assert_under_plans(plans, engine_ranks)
 
 
