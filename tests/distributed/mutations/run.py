@@ -15,8 +15,7 @@ from multimodal.hugging_face.processors import PROCESSOR_NAME, write_image_proce
 from tests.distributed.elastic_run import ElasticRun, Nodes
 from tests.distributed.launch import HANG_SECONDS, Launched, train
 from tests.distributed.mutations.data import write_chats
-from tests.distributed.mutations.judge import Outcome, judge
-from tests.distributed.mutations.launch_inputs import base_flags, launch_inputs
+from tests.distributed.mutations.judge import Outcome, base_flags, judge, launch_inputs
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.small_run import NUM_RANKS, write_working_files
 from tests.unit.data.chat.templates import CHATML, SPECIAL, write_tokenizer
