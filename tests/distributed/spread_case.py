@@ -1,6 +1,9 @@
-"""A small model with an encoder, an LLM and a generator, each of which may spread tokens over ranks."""
+"""A small model with an encoder, an LLM and a generator, each of which may spread tokens over ranks, or whole items."""
+
+from dataclasses import replace
 
 from multimodal.attention.bitfield import MaskMode
+from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -47,3 +50,28 @@ def build_case(**units: UnitPlan) -> GradientCase:
     return GradientCase(
         GRAPH, plan, ASSIGNMENT, RandomSource(GRAPH, SAMPLES, 12), attention_mask=MaskMode.EMBEDDED, attention_backend="blocks"
     )
+
+
+MIXED_SAMPLES = (
+    SampleShape((("vision", 1, 1), ("vision", 1, 2), ("painter", 1, 3), ("vision", 2, 2)), 6, 4),
+    SampleShape((("vision", 4, 5), ("painter", 1, 1)), 4, 3),
+    SampleShape((("vision", 1, 2), ("vision", 1, 3), ("painter", 3, 3)), 5, 2),
+    SampleShape((("vision", 1, 1),), 7, 3),
+)
+SHORT, MIXED, ONE, TINY = ((0, 1), (2, 0)), ((0, 0), (1, 0), (2, 1)), ((0, 3),), ((3, 0),)
+"""Images of 8 and 8 patches; of 4, 80 and 12; of 16; and of 4, which is one block."""
+BLOCK_SIZE = 4
+
+
+def whole_items_case(*, graph: ModelGraph = GRAPH, **units: UnitPlan) -> GradientCase:
+    """A microbatch of each kind; the generator makes images of 12, 4 and 36 patches in one."""
+    assignment = Assignment.from_dict(
+        {
+            "vision": [[SHORT, MIXED, ONE, TINY]],
+            "llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]],
+            "painter": [[[(2, -1), (0, -1), (1, -1)]]],
+        }
+    )
+    source = RandomSource(graph, MIXED_SAMPLES, 12)
+    case = replace(build_case(**units), graph=graph, assignment=assignment, source=source, block_size=BLOCK_SIZE)
+    return replace(case, distribution=TokenDistribution.BY_ITEM, attention_backend="auto")

@@ -1,14 +1,15 @@
-"""A step whose microbatches are spread over context parallel ranks: loss and gradients of one process."""
+"""A step whose microbatches, or whose items, are spread over context parallel ranks: loss and gradients of one process."""
 
-import itertools
-import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
+from multimodal.cost.token_shares import CUT, ItemDealer
+from multimodal.data.sample_source import ItemPixels
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, UnitPlan
@@ -17,51 +18,101 @@ from tests.distributed.gradient_case import GradientCase, build_session, plan_ca
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.spread_case import GRAPH, SAMPLES, SHAPE, build_case, unit_plan
-
-MAX_RANKS, SEED = 8, 0
-
-
-@pytest.mark.parametrize(
-    ("cp", "tp", "pp"), [sizes for sizes in itertools.product((1, 2, 4), (1, 2), (1, 2)) if math.prod(sizes) <= MAX_RANKS]
+from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
+from tests.distributed.spread_case import (
+    BLOCK_SIZE,
+    GRAPH,
+    MIXED,
+    MIXED_SAMPLES,
+    ONE,
+    SAMPLES,
+    SHAPE,
+    SHORT,
+    TINY,
+    build_case,
+    unit_plan,
+    whole_items_case,
 )
-def test_the_llm_on_any_grid(ranks: RankPool, cp: int, tp: int, pp: int) -> None:
-    case = build_case(llm=unit_plan(0, cp=cp, tp=tp, pp=pp))
-    assert_matches(replace(case, sequence_parallel=tp > 1, builder="zb-h1" if pp > 1 else "1f1b"), ranks)
 
-
-@pytest.mark.parametrize("distribution", TokenDistribution)
-def test_every_distribution(ranks: RankPool, distribution: TokenDistribution) -> None:
-    assert_matches(replace(build_case(llm=unit_plan(0, cp=3)), distribution=distribution), ranks)
-
-
-@pytest.mark.parametrize("block_size", [4, 16, 128])
-def test_blocks_of_any_size_even_if_some_ranks_hold_nothing(ranks: RankPool, block_size: int) -> None:
-    plans = {"vision": unit_plan(0, cp=4), "llm": unit_plan(0, cp=4), "painter": unit_plan(0, cp=4)}
-    assert_matches(replace(build_case(**plans), block_size=block_size), ranks)
-
-
+SEED = 0
 UNITS = {
     "encoder": {"vision": unit_plan(0, cp=2), "llm": unit_plan(2)},
     "encoder with tp, apart": {"vision": unit_plan(0, cp=2, tp=2), "llm": unit_plan(4, cp=2, tp=2)},
     "encoder and LLM cross": {"vision": unit_plan(0, cp=1, tp=2), "llm": unit_plan(0, cp=2)},
     "LLM and encoder cross": {"vision": unit_plan(0, cp=2), "llm": unit_plan(0, tp=2)},
     "encoder in stages": {"vision": unit_plan(0, cp=2, pp=2), "llm": unit_plan(1, cp=3)},
+    "LLM in stages": {"llm": unit_plan(0, cp=2, tp=2, pp=2)},
     "generator": {"llm": unit_plan(0), "painter": unit_plan(1, cp=2)},
     "generator and LLM": {"llm": unit_plan(0, cp=2, tp=2), "painter": unit_plan(2, cp=3)},
     "generator with tp": {"llm": unit_plan(0, cp=4), "painter": unit_plan(0, cp=2, tp=2)},
+    "all": {"vision": unit_plan(0, cp=4), "llm": unit_plan(0, cp=4), "painter": unit_plan(0, cp=4)},
+}
+BY_ITEM = {
+    "cp 2": {"vision": unit_plan(0, cp=2), "llm": unit_plan(2)},
+    "cp 3 before an LLM that shares its ranks": {"vision": unit_plan(0, cp=3), "llm": unit_plan(0, cp=3)},
+    "cp 4, stages": {"vision": unit_plan(0, cp=2, pp=2), "llm": unit_plan(2, cp=2), "painter": unit_plan(0, cp=4)},
+    "cp 2 beside tp 2": {"vision": unit_plan(0, cp=2, tp=2), "llm": unit_plan(4, tp=2), "painter": unit_plan(0, cp=2, tp=2)},
+}
+SPLIT = {"passes": (SplitStages(1), CutMicrobatches(1))}
+
+
+class BytesSource(RandomSource):
+    """Images as files have them: bytes, which are normalised where they are embedded."""
+
+    def item(self, index: int, item_index: int) -> ItemPixels:
+        found = super().item(index, item_index)
+        return replace(found, patches=(found.patches * 40 + 128).clip(0, 255).astype(np.uint8))
+
+
+def with_frozen_encoder(case: GradientCase, *, trains_projector: bool) -> GradientCase:
+    vision = replace(case.graph.unit("vision"), freeze_module=True, freeze_projector=not trains_projector)
+    return replace(case, graph=replace(case.graph, units=(vision, *case.graph.units[1:])))
+
+
+SHARED = whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0))
+CASES = {
+    **{f"tokens: {name}": build_case(**units) for name, units in UNITS.items()},
+    **{
+        f"tokens: {name}, sequence parallel": replace(build_case(**units), sequence_parallel=True)
+        for name, units in UNITS.items()
+        if any(unit.tensor_parallel_size > 1 for unit in units.values())
+    },
+    **{
+        f"tokens: {distribution}": replace(build_case(llm=unit_plan(0, cp=3)), distribution=distribution)
+        for distribution in TokenDistribution
+    },
+    **{f"tokens: blocks of {size}": replace(build_case(**UNITS["all"]), block_size=size) for size in (16, 128)},
+    "tokens: zb-h1": replace(build_case(**UNITS["LLM in stages"]), builder="zb-h1"),
+    "tokens: of samples that are decoded first": replace(build_case(**UNITS["generator and LLM"]), exchanges_samples=True),
+    **{
+        f"items: {name}, {backend}": replace(whole_items_case(**units), sequence_parallel="tp" in name, attention_backend=backend)
+        for name, units in BY_ITEM.items()
+        for backend in ("auto", "blocks")
+    },
+    "items: of bytes, without patches on a rank": replace(SHARED, source=BytesSource(GRAPH, MIXED_SAMPLES, 12)),
+    **{
+        f"items: recompute {recompute}, split": replace(
+            whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2)), recompute=recompute, **SPLIT
+        )
+        for recompute in ("selective", "full")
+    },
+    "items: frozen encoder": with_frozen_encoder(SHARED, trains_projector=True),
+    "items: frozen encoder and projector": with_frozen_encoder(SHARED, trains_projector=False),
 }
 
 
-@pytest.mark.parametrize("units", UNITS)
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_every_unit_before_and_behind_every_other(ranks: RankPool, units: str, sequence_parallel: bool) -> None:
-    assert_matches(replace(build_case(**UNITS[units]), sequence_parallel=sequence_parallel), ranks)
+@pytest.mark.parametrize("name", CASES)
+def test_every_distribution(ranks: RankPool, name: str) -> None:
+    """Of tokens one by one, also with ranks that hold none, and of whole items and parts of long ones."""
+    assert_matches(CASES[name], ranks)
 
 
-def test_samples_that_are_decoded_first_say_where_their_items_are(ranks: RankPool) -> None:
-    """Each rank decodes a share of the batch, and hears from the others where items begin."""
-    assert_matches(replace(build_case(**UNITS["generator and LLM"]), exchanges_samples=True), ranks)
+def test_microbatches_of_items_are_of_each_kind() -> None:
+    source = RandomSource(GRAPH, MIXED_SAMPLES, 12)
+    dealer = ItemDealer(GRAPH, "vision", 2, BLOCK_SIZE)
+    kinds = ([source.lengths(sample).items[item] for sample, item in kind] for kind in (SHORT, MIXED, ONE, TINY))
+    owners = [dealer.deal(dealer.loads_of(items)).owners.tolist() for items in kinds]
+    assert owners == [[0, 1], [1, CUT, 1], [CUT], [0]]
 
 
 def evaluate_on_rank(case: GradientCase) -> tuple[int, dict[int, bool]]:

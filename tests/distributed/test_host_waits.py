@@ -12,8 +12,7 @@ from multimodal.values.action import Action
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step
 from tests.distributed.host_waits import counting_in_lanes
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.spread_case import build_case, unit_plan
-from tests.distributed.test_whole_items import whole_items_case
+from tests.distributed.spread_case import build_case, unit_plan, whole_items_case
 
 SPREAD = build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2, tp=2), painter=unit_plan(2, tp=2))
 PIPELINE = replace(

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import NamedTuple
 
 import pytest
 
@@ -10,14 +12,19 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
-from tests.distributed.planted_errors.run_with_error import ERRORS, planted
+from tests.distributed.planted_errors import in_any_plan, in_some_plans
+from tests.distributed.planted_errors.in_any_plan import Error
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
-from tests.distributed.spread_case import build_case, unit_plan
-from tests.distributed.test_whole_items import whole_items_case
+from tests.distributed.spread_case import build_case, unit_plan, whole_items_case
+from tests.distributed.test_experts import SLICED, SPREAD
+from tests.distributed.test_inside_waits import PAIRS
+from tests.distributed.test_inside_waits import build_case as build_inside
+from tests.distributed.test_lora import OF_LLM, with_adapters
+from tests.distributed.test_tensor_parallel_overlap import build_case as build_overlapped
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
 SEED = 5
@@ -113,26 +120,47 @@ def case_of_masks() -> GradientCase:
     return replace(case, graph=graph, plan=plan, attention_mask=MaskMode.EMBEDDED)
 
 
-CASES: Mapping[str, Callable[[], GradientCase]] = {
-    "any plan": case_of_any_plan,
-    "cut backwards": case_of_cut_backwards,
-    "sharded weights": lambda: replace(case_of_any_plan(), shards_weights=True),
-    "unlike replicas": case_of_unlike_replicas,
-    "a generator": case_of_a_generator,
-    "context parallelism": lambda: build_case(
-        vision=unit_plan(0, cp=2), llm=unit_plan(2, cp=2, pp=2), painter=unit_plan(0, cp=2)
+class Planted(NamedTuple):
+    """A case that is right, and errors that it can meet."""
+
+    case: Callable[[], GradientCase]
+    errors: Mapping[str, Error]
+
+
+CASES = {
+    "any plan": Planted(case_of_any_plan, in_any_plan.IN_ANY_PLAN),
+    "cut backwards": Planted(case_of_cut_backwards, in_any_plan.IN_CUT_BACKWARDS),
+    "sharded weights": Planted(lambda: replace(case_of_any_plan(), shards_weights=True), in_some_plans.OF_SHARDED_WEIGHTS),
+    "unlike replicas": Planted(case_of_unlike_replicas, in_some_plans.OF_UNLIKE_REPLICAS),
+    "a generator": Planted(case_of_a_generator, in_any_plan.OF_GENERATORS),
+    "context parallelism": Planted(
+        lambda: build_case(vision=unit_plan(0, cp=2), llm=unit_plan(2, cp=2, pp=2), painter=unit_plan(0, cp=2)),
+        in_some_plans.IN_CONTEXT_PARALLELISM,
     ),
-    "cut items": lambda: whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0)),
-    "masks": case_of_masks,
+    "cut items": Planted(lambda: whole_items_case(vision=unit_plan(0, cp=2), llm=unit_plan(0)), in_some_plans.OF_CUT_ITEMS),
+    "masks": Planted(case_of_masks, in_any_plan.OF_MASKS),
+    "experts": Planted(lambda: SPREAD, in_some_plans.OF_EXPERTS),
+    "experts of slices": Planted(lambda: SLICED, in_some_plans.OF_SLICED_EXPERTS),
+    "adapters": Planted(
+        lambda: with_adapters(build_overlapped("tp 2 and 4", num_overlapped_parts=1), llm=OF_LLM), in_some_plans.OF_ADAPTERS
+    ),
+    "overlapped products": Planted(lambda: build_overlapped("tp 2 and 4"), in_some_plans.OF_OVERLAPPED_PRODUCTS),
+    "inside waits": Planted(lambda: build_inside(2, PAIRS), in_some_plans.INSIDE_WAITS),
 }
+
+
+def run_with(kind: str, error: str, case: GradientCase) -> RankGradients:
+    """What each rank runs instead of `run_on_rank`."""
+    with CASES[kind].errors[error]():
+        return run_on_rank(case)
 
 
 @pytest.mark.parametrize("kind", CASES)
 def test_the_case_without_an_error_passes(ranks: RankPool, kind: str) -> None:
-    assert_matches(CASES[kind](), ranks)
+    assert_matches(CASES[kind].case(), ranks)
 
 
-@pytest.mark.parametrize(("kind", "error"), [(kind, error) for kind, errors in ERRORS.items() for error in errors])
+@pytest.mark.parametrize(("kind", "error"), [(kind, error) for kind, row in CASES.items() for error in row.errors])
 def test_a_planted_error_is_seen(ranks: RankPool, kind: str, error: str) -> None:
     with pytest.raises(MismatchError, match=r"^(loss|gradient of) .* (instead of|is off by) "):
-        assert_matches(CASES[kind](), ranks, run=planted(kind, error))
+        assert_matches(CASES[kind].case(), ranks, run=partial(run_with, kind, error))

@@ -4,18 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from torch import Tensor
 
-from multimodal.model import overlapped_product
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
-from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank
-from tests.distributed.gradient_comparison import MismatchError, assert_matches
+from tests.distributed.gradient_case import GradientCase
+from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.strategies.gradient_cases import gradient_cases
 from tests.distributed.training_case import build_plan
 
 SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 16, "init_method_std": 0.3}
@@ -50,11 +46,11 @@ CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
-def build_case(sizes: str, *, frozen: tuple[str, ...] = (), **changes: Any) -> GradientCase:
+def build_case(sizes: str, **changes: Any) -> GradientCase:
     """Microbatches of one and two atoms, of lengths that three parts do not divide."""
     units = {
-        "vision": {"role": "encoder", "image": IMAGE, "freeze_module": "vision" in frozen, **SHAPE, **BIASES},
-        "llm": {"role": "backbone", "freeze_module": "llm" in frozen, **SHAPE, "activation": "swiglu"},
+        "vision": {"role": "encoder", "image": IMAGE, **SHAPE, **BIASES},
+        "llm": {"role": "backbone", **SHAPE, "activation": "swiglu"},
     }
     graph = ModelGraph.from_dict({"units": units})
     plan = build_plan(graph, **SIZES[sizes])
@@ -72,33 +68,3 @@ def build_case(sizes: str, *, frozen: tuple[str, ...] = (), **changes: Any) -> G
 @pytest.mark.parametrize("sizes", SIZES)
 def test_loss_and_every_gradient_equal_one_process(ranks: RankPool, sizes: str, change: str) -> None:
     assert_matches(build_case(sizes, **CHANGES[change]), ranks)
-
-
-@pytest.mark.deep(when=lambda change: change in ("no sequence parallelism", "zb-h1"))
-@pytest.mark.parametrize("frozen", [("vision",), ("llm",)])
-@pytest.mark.parametrize("change", ["plain", "no sequence parallelism", "zb-h1", "weights shared"])
-def test_frozen_units(ranks: RankPool, change: str, frozen: tuple[str, ...]) -> None:
-    assert_matches(build_case("tp 2 and 4", frozen=frozen, **CHANGES[change]), ranks)
-
-
-@settings(max_examples=10, suppress_health_check=list(HealthCheck))
-@given(case=gradient_cases())
-def test_any_plan_and_schedule(ranks: RankPool, case: GradientCase) -> None:
-    assert_matches(replace(case, num_overlapped_parts=4), ranks)
-
-
-def with_rows_of_other_ranks(case: GradientCase) -> RankGradients:
-    """Every rank is sent the sums of its neighbour's rows."""
-    reduce_scatter = overlapped_product.reduce_scatter_single
-
-    def rolled(share: Tensor, product: Tensor, **options: Any) -> Any:
-        return reduce_scatter(share, product.roll(len(share), 0), **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(overlapped_product, "reduce_scatter_single", rolled)
-        return run_on_rank(case)
-
-
-def test_rows_that_are_mistaken_for_another_rank_s_are_found(ranks: RankPool) -> None:
-    with pytest.raises(MismatchError):
-        assert_matches(build_case("tp 2 and 4"), ranks, run=with_rows_of_other_ranks)
