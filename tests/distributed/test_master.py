@@ -4,6 +4,7 @@ BRAID_MASTER_EXAMPLES=1000 runs that many examples, drawn anew each time; withou
 """
 
 import os
+from dataclasses import replace
 
 from hypothesis import HealthCheck, given, settings
 
@@ -35,3 +36,10 @@ def test_encoders_feed_encoders(ranks: RankPool, case: GradientCase) -> None:
 @given(case=gradient_cases(has_conditions=True))
 def test_generators_take_what_encoders_give(ranks: RankPool, case: GradientCase) -> None:
     assert_matches(case, ranks)
+
+
+@examples(24)
+@given(case=gradient_cases(has_unlike_replicas=False))
+def test_replicas_share_weights(ranks: RankPool, case: GradientCase) -> None:
+    """Of any numbers of microbatches, in any order; they join each other's computations (ZeRO-3)."""
+    assert_matches(replace(case, shards_weights=True), ranks)

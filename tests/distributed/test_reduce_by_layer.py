@@ -2,18 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-import torch
 
 from megatron.runtime.gradients.scheduled_collectives import ReductionByLayer
 from multimodal.schedule.passes.defer_receives import defer_receives
 from multimodal.schedule.passes.fill import fill
-from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.action import Action, ActionKind
@@ -25,7 +22,6 @@ from tests.distributed.gradient_case import GradientCase, RankGradients, build_s
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.training_case import RankReport, Training, TrainingCase, build_graph, build_plan, join_parameters, run
 
 SHAPE = {"num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
 GRAPH = ModelGraph.from_dict(
@@ -143,48 +139,3 @@ def test_gradients_of_a_whole_reduction_are_the_same_to_rounding(ranks: RankPool
     for one, other in zip(by_layer, whole, strict=True):
         assert one.gradients.keys() == other.gradients.keys()
         assert all(np.allclose(one.gradients[key], other.gradients[key], rtol=1e-12, atol=1e-14) for key in one.gradients)
-
-
-def train(case: TrainingCase, folder: Path, passes: tuple[Any, ...]) -> RankReport:
-    training = Training(case, passes=passes)
-    losses = [training.train_step(number) for number in range(3)]
-    training.session.complete_parameters()
-    training.save(folder, step=3)
-    at_checkpoint = training.parameters()
-    losses.append(training.train_step(3))
-    training.session.complete_parameters()
-    return RankReport(losses, at_checkpoint, training.parameters())
-
-
-@pytest.mark.parametrize("passes", [(reduce_by_layer,), (gather_parameters, reduce_by_layer)])
-def test_training_with_a_sharded_optimizer_is_the_same(ranks: RankPool, tmp_path: Path, passes: tuple[Any, ...]) -> None:
-    graph = build_graph(tied=True)
-    case = TrainingCase(graph, build_plan(graph, vision=(1, 1, 2), llm=(1, 2, 2)), dtype=torch.float32)
-    whole = run(ranks, train, case, tmp_path / "whole", ())
-    by_layer = run(ranks, train, case, tmp_path / "layer", passes)
-    assert np.allclose([report.losses for report in by_layer], [report.losses for report in whole], rtol=1e-5)
-    expected = join_parameters(case.plan, [report.parameters_at_end for report in whole])
-    found = join_parameters(case.plan, [report.parameters_at_end for report in by_layer])
-    assert expected.keys() == found.keys()
-    assert all(np.allclose(expected[key], found[key], rtol=1e-3, atol=1e-5) for key in expected)
-
-
-def resume(case: TrainingCase, folder: Path, passes: tuple[Any, ...]) -> RankReport:
-    training = Training(case, passes=passes)
-    training.load(folder)
-    losses = [training.train_step(3)]
-    return RankReport(losses, {}, training.parameters())
-
-
-@pytest.mark.parametrize("saves_by_layer", [True, False])
-def test_a_checkpoint_goes_from_one_way_of_reducing_to_the_other(ranks: RankPool, tmp_path: Path, saves_by_layer: bool) -> None:
-    graph = build_graph()
-    case = TrainingCase(graph, build_plan(graph, vision=(1, 1, 1), llm=(1, 1, 2)), dtype=torch.float32)
-    ways = ((reduce_by_layer,), ())
-    saved, resumed = ways if saves_by_layer else ways[::-1]
-    whole_run = run(ranks, train, case, tmp_path, saved)
-    other_run = run(ranks, resume, case, tmp_path, resumed)
-    assert [report.losses[-1] for report in other_run] == pytest.approx([report.losses[-1] for report in whole_run], rel=1e-6)
-    expected = join_parameters(case.plan, [report.parameters_at_end for report in whole_run])
-    found = join_parameters(case.plan, [report.parameters_at_end for report in other_run])
-    assert all(np.allclose(expected[key], found[key], rtol=1e-4, atol=1e-6) for key in expected)

@@ -1,7 +1,6 @@
 """Replicas share copies of the optimizer state, which outlive as many losses as there are copies less one."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,15 +16,12 @@ from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import (
-    RankReport,
     Training,
     TrainingCase,
     build_graph,
     build_plan,
     join_parameters,
-    resume,
     run,
-    train_and_save,
 )
 
 GRAPH = build_graph(tied=True)
@@ -129,18 +125,3 @@ def test_state_is_lost_only_with_a_rank_of_every_copy(ranks: RankPool) -> None:
     kept, also_kept, missing = run(ranks, lose, case, ((1, 2), (4,), (0, 3)))[0]
     assert not kept and not also_kept
     assert "which the ranks that are left do not hold" in missing
-
-
-@pytest.mark.parametrize(("plan", "num_copies", "dtype"), [(ALIKE, 2, torch.bfloat16), (CUT, 1, torch.float32)])
-def test_checkpoints_hold_one_copy(ranks: RankPool, tmp_path: Path, plan: Plan, num_copies: int, dtype: torch.dtype) -> None:
-    case = TrainingCase(GRAPH, plan, dtype, num_state_copies=num_copies)
-    expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 2, 2)
-    found: list[RankReport] = run(ranks, resume, case, tmp_path, 2)
-    other = replace(case, plan=build_plan(GRAPH, vision=(1, 1, 4), llm=(2, 1, 2), colocated=True), num_state_copies=None)
-    elsewhere: list[RankReport] = run(ranks, resume, other, tmp_path, 0)
-    assert [report.losses for report in found] == [report.losses for report in expected]
-    saved, loaded = (
-        join_parameters(each, [report.parameters_at_checkpoint for report in reports])
-        for each, reports in ((plan, expected), (other.plan, elsewhere))
-    )
-    assert all(np.array_equal(saved[key], loaded[key]) for key in saved)

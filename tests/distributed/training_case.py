@@ -1,6 +1,5 @@
 """A small model that trains on random samples, under any plan: what checkpoints are saved of and resumed into."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
-from multimodal.values.model_graph import ImageInput, ModelGraph, Queries, Role, Transformer, Unit
+from multimodal.values.model_graph import Experts, ImageInput, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.gradient_case import whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
@@ -96,6 +95,13 @@ def build_graph(
     return ModelGraph((vision, second, joint, llm, painter), (*inner, ("joint", "llm"), ("llm", "painter"), ("joint", "painter")))
 
 
+def with_experts(graph: ModelGraph, experts: Experts) -> ModelGraph:
+    """The same with experts in the LLM."""
+    llm = graph.backbone
+    shared = replace(llm, transformer=replace(llm.transformer, experts=experts))
+    return replace(graph, units=tuple(shared if unit is llm else unit for unit in graph.units))
+
+
 def build_unlike_plan() -> Plan:
     """Six ranks, for an encoder and an LLM that share some of them; replicas of both differ in TP, PP and cuts.
 
@@ -137,12 +143,13 @@ class TrainingCase:
     shards_weights: bool = False
     num_state_copies: int | None = None
     saves_in_background: bool = False
+    passes: tuple[Pass, ...] = ()
 
 
 class Training:
     """One rank of a run."""
 
-    def __init__(self, case: TrainingCase, *, passes: Sequence[Pass] = ()) -> None:
+    def __init__(self, case: TrainingCase) -> None:
         self.case, self.rank = case, dist.get_rank()
         optimizer = build_optimizer_config(
             lr=0.01, min_lr=0.0, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8, clip_grad=1.0, dtype=case.dtype
@@ -154,8 +161,8 @@ class Training:
             seed=case.seed,
             timeout=TIMEOUT,
             optimizer=optimizer,
-            passes=passes,
-            reduces_by_layer=reduce_by_layer in passes,
+            passes=case.passes,
+            reduces_by_layer=reduce_by_layer in case.passes,
             shards_weights=case.shards_weights,
             num_state_copies=case.num_state_copies,
         )
@@ -168,6 +175,8 @@ class Training:
         result = self.session.forward_backward(step)
         self.session.finish_gradients()
         self.session.step_optimizers(self.session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
+        if step.cuts.gathers_parameters:
+            assert any(unit._ungathered for unit in self.session.gradients.values()), "the optimizer leaves it to the schedule"
         return sum(LossSums.of_step(step, result).means(_sum_over_ranks))
 
     def plan_step(self, number: int) -> Step:
@@ -221,6 +230,7 @@ class Training:
     def parameters(self) -> "RankParameters":
         """Copies of all parameters of this rank; the copy of tied embeddings on a last stage goes by a name of its own."""
         found = {}
+        self.session.complete_parameters()
         with whole_weights(self.session):
             for (unit, _), stage in self.session.stages.items():
                 for name, parameter in stage.named_parameters():

@@ -115,10 +115,7 @@ PROOFS = {
     },
     "Parallelism, per unit": {
         "tensor (": (MASTER, "distributed/test_tensor_parallel_overlap.py::test_loss_and_every_gradient_equal_one_process"),
-        "context (": (
-            "distributed/test_context_parallel_training.py::test_every_distribution",
-            "distributed/test_whole_items.py::test_any_grid",
-        ),
+        "context (": ("distributed/test_context_parallel_training.py::test_every_distribution",),
         "pipeline (": (MASTER,),
         "sharing ranks, or as a plan file says": (MASTER, f"{PRETRAIN}::test_a_plan_file_gives_any_layout"),
     },
@@ -209,18 +206,18 @@ PROOFS = {
     },
     "Training": {
         "ZeRO-1": (f"{PRETRAIN}::test_the_sharded_float32_optimizer_stays_close_to_float64",),
-        "ZeRO-3": ("distributed/test_sharded_weights.py::test_loss_and_every_gradient_equal_one_process",),
+        "ZeRO-3": ("distributed/test_master.py::test_replicas_share_weights",),
         "learning rate schedules, one global gradient norm": (
             "distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron",
         ),
         "bf16 with fp32 main gradients": (f"{PRETRAIN}::test_bfloat16_stays_close_to_float32",),
-        "recomputation (": (MASTER, "distributed/test_whole_items.py::test_recomputation_and_cut_backwards"),
+        "recomputation (": (MASTER, "distributed/test_context_parallel_training.py::test_every_distribution"),
         "JSON log with MFU": (f"{PRETRAIN}::test_the_log_has_the_step_and_its_split",),
     },
     "Checkpoints": {
         "resumed bit for bit, under another plan": (
-            "distributed/test_checkpoint.py::test_the_same_plan_resumes_bit_for_bit",
-            "distributed/test_checkpoint.py::test_another_plan_resumes_from_the_same_values",
+            "distributed/test_round_trips.py::test_the_same_plan_resumes_bit_for_bit",
+            "distributed/test_round_trips.py::test_another_plan_resumes_from_the_same_values",
             "distributed/test_checkpoint_crash.py::test_the_newest_complete_checkpoint_always_loads",
             "distributed/test_phases.py::test_a_phase_in_two_runs_is_that_of_one",
         ),

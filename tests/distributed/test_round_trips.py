@@ -1,0 +1,178 @@
+"""Training that goes on from a checkpoint: bit for bit under the same plan, from the same values under any other."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from multimodal.cost.stage_layers import StageLayers
+from multimodal.cost.step_memory import default_zero_stage
+from multimodal.plan.checkpoint_size import checkpoint_size
+from multimodal.schedule.passes.gather_parameters import gather_parameters
+from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
+from multimodal.values.model_graph import Experts, ModelGraph
+from tests.distributed.rank_pool import RankPool
+from tests.distributed.test_state_copies import ALIKE, CUT
+from tests.distributed.training_case import (
+    RankReport,
+    TrainingCase,
+    build_graph,
+    build_plan,
+    join_parameters,
+    resume,
+    run,
+    train_and_save,
+    with_experts,
+)
+
+GRAPH, TIED, DRAWING = build_graph(), build_graph(tied=True), build_graph(with_generator=True)
+EDGES = build_graph(with_generator=True, with_edges=True)
+FROZEN, PROJECTOR = build_graph(tied=True, frozen=("vision",)), build_graph(frozen=("vision", "llm"))
+EXPERTS = with_experts(TIED, Experts(4, ffn_hidden_size=12, aux_loss_coeff=0.1))
+ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
+WIDE = {"vision": (2, 1, 1), "llm": (2, 1, 3)}
+DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 2)}
+DRAWING_WIDE = {"vision": (1, 1, 1), "llm": (2, 1, 2), "painter": (2, 1, 1)}
+DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 2, 1), "painter": (1, 2, 2)}
+EDGES_WIDE = {"vision": (2, 1, 1), "second": (1, 1, 2), "joint": (2, 1, 1), "llm": (2, 1, 1), "painter": (1, 1, 2)}
+EDGES_DEEP = {"vision": (1, 2, 1), "second": (1, 1, 1), "joint": (1, 2, 1), "llm": (1, 2, 1), "painter": (1, 1, 1)}
+COLOCATED = {"vision": (2, 1, 2), "llm": (1, 2, 2), "colocated": True}
+SPREAD = {"vision": (1, 1, 2, 1), "llm": (1, 2, 1, 3)}
+SPREAD_WIDE = {"vision": (2, 1, 1, 2), "llm": (2, 1, 1, 2)}
+"""With context parallelism."""
+OVERLAPPING = {"vision": (1, 1, 3), "llm": (1, 3, 1), "colocated": True}
+UNEQUAL = {"vision": (1, 1, 2), "llm": (2, 1, 3)}
+STAGES = {"vision": (1, 1, 2), "llm": (1, 2, 2)}
+PAIRS, FOURS = ({"vision": (1, 1, 2), "llm": (1, 1, 4), "experts": count} for count in (2, 4))
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+FLOAT64, FLOAT32, BFLOAT16 = TOLERANCES
+
+
+def case_of(graph: ModelGraph, sizes: Mapping[str, Any], dtype: torch.dtype = FLOAT32, **options: Any) -> TrainingCase:
+    wide = any(size[0] > 1 for size in sizes.values() if isinstance(size, tuple)) and "colocated" not in sizes
+    return TrainingCase(graph, build_plan(graph, **sizes), dtype, sequence_parallel=wide, **options)
+
+
+def copies_of(plan: Any, dtype: torch.dtype, count: int) -> TrainingCase:
+    return TrainingCase(TIED, plan, dtype, num_state_copies=count)
+
+
+SAME: dict[str, TrainingCase] = {
+    "pipelines": case_of(TIED, DEEP),
+    "pipelines, bfloat16": case_of(TIED, DEEP, BFLOAT16),
+    "shared ranks": case_of(TIED, COLOCATED, FLOAT64),
+    "context parallel": case_of(TIED, SPREAD, BFLOAT16),
+    "experts": case_of(EXPERTS, PAIRS),
+    "weights shared": case_of(TIED, UNEQUAL, FLOAT64, shards_weights=True),
+    "weights shared, frozen encoder": case_of(FROZEN, COLOCATED, BFLOAT16, shards_weights=True),
+    "two copies of the state": copies_of(ALIKE, BFLOAT16, 2),
+    "one copy of the state, replicas cut differently": copies_of(CUT, FLOAT32, 1),
+    "reduced by layer": case_of(TIED, STAGES, passes=(reduce_by_layer,)),
+    "gathered by the schedule, reduced by layer": case_of(TIED, STAGES, passes=(gather_parameters, reduce_by_layer)),
+}
+
+
+@pytest.mark.deep(when=lambda name: name == "pipelines, bfloat16")
+@pytest.mark.parametrize("name", SAME)
+def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    case = SAME[name]
+    expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 2, 2)
+    found: list[RankReport] = run(ranks, resume, case, tmp_path, 2)
+    assert len({tuple(report.losses) for report in expected}) == 1
+    for before, after in zip(expected, found, strict=True):
+        assert after.losses == before.losses
+        for moment in ("parameters_at_checkpoint", "parameters_at_end"):
+            saved, loaded = (getattr(report, moment) for report in (before, after))
+            assert loaded.keys() == saved.keys() and all(np.array_equal(loaded[key][1], saved[key][1]) for key in saved)
+    if not case.shards_weights and case.num_state_copies is None and case.graph is TIED:
+        assert_has_predicted_size(tmp_path / "step_00000002", case)
+
+
+def assert_has_predicted_size(checkpoint: Path, case: TrainingCase) -> None:
+    width = case.dtype.itemsize
+    layers = StageLayers(case.graph, case.plan, case.vocab_size)
+    predicted = checkpoint_size(layers, bytes_per_element=width, zero_stage=default_zero_stage(width))
+    sizes = [file.stat().st_size for file in checkpoint.glob("*.bin")]
+    num_counts = sum(key.startswith("step.") for key in json.loads((checkpoint / "tensors.json").read_text()))
+    assert sum(sizes) == predicted.num_bytes + 4 * num_counts
+    assert len(list(checkpoint.iterdir())) == predicted.num_files
+    assert max(sizes) < 2 * predicted.most_written_bytes
+
+
+OTHERS: dict[str, tuple[TrainingCase, TrainingCase]] = {
+    "tied: pipelines to tensor parallel": (case_of(TIED, DEEP, FLOAT64), case_of(TIED, WIDE, FLOAT64)),
+    "tied: tensor parallel to pipelines": (case_of(TIED, WIDE, BFLOAT16), case_of(TIED, DEEP, BFLOAT16)),
+    "own ranks to shared ranks": (case_of(GRAPH, WIDE, FLOAT64), case_of(GRAPH, COLOCATED, FLOAT64)),
+    "three replicas beside three stages": (case_of(GRAPH, OVERLAPPING, BFLOAT16), case_of(GRAPH, WIDE, BFLOAT16)),
+    "eight ranks to one": (case_of(TIED, DEEP, FLOAT64), case_of(TIED, ONE_RANK, FLOAT64)),
+    "tied: context parallel to tensor parallel": (case_of(TIED, SPREAD), case_of(TIED, WIDE)),
+    "pipelines to context and tensor parallel": (case_of(GRAPH, DEEP, FLOAT64), case_of(GRAPH, SPREAD_WIDE, FLOAT64)),
+    "only the projector is trained": (case_of(PROJECTOR, DEEP, FLOAT64), case_of(PROJECTOR, WIDE, FLOAT64)),
+    "generator: tensor parallel to pipelines": (case_of(DRAWING, DRAWING_WIDE, FLOAT64), case_of(DRAWING, DRAWING_DEEP, FLOAT64)),
+    "generator: pipelines to tensor parallel": (case_of(DRAWING, DRAWING_DEEP), case_of(DRAWING, DRAWING_WIDE)),
+    "queries, edges between encoders and to a generator": (
+        case_of(EDGES, {**EDGES_WIDE, "colocated": True}, FLOAT64),
+        case_of(EDGES, EDGES_DEEP, FLOAT64),
+    ),
+    "experts of two to four replicas": (case_of(EXPERTS, PAIRS), case_of(EXPERTS, FOURS)),
+    "experts to one rank": (case_of(EXPERTS, PAIRS), case_of(EXPERTS, ONE_RANK)),
+    "weights shared to another plan": (
+        case_of(TIED, UNEQUAL, FLOAT64, shards_weights=True),
+        case_of(TIED, COLOCATED, FLOAT64, shards_weights=True),
+    ),
+    "copies of the state to tensor parallel": (copies_of(ALIKE, BFLOAT16, 2), case_of(TIED, STAGES, BFLOAT16)),
+    "a copy of the state to tensor parallel": (copies_of(CUT, FLOAT32, 1), case_of(TIED, STAGES)),
+}
+CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
+    "weights shared": (case_of(TIED, UNEQUAL, FLOAT64), {"shards_weights": True}),
+    "weights shared, context parallel": (case_of(TIED, SPREAD), {"shards_weights": True}),
+    "weights shared, frozen encoder": (case_of(FROZEN, COLOCATED, BFLOAT16), {"shards_weights": True}),
+    "reduced by layer": (case_of(GRAPH, STAGES), {"passes": (reduce_by_layer,)}),
+    "gathered by the schedule": (case_of(TIED, STAGES), {"passes": (gather_parameters,)}),
+}
+"""What a case is trained with, instead, from the same start and from each other's checkpoints."""
+IN_OTHERS = ("generator: pipelines to tensor parallel", "tied: pipelines to tensor parallel", "weights shared, context parallel")
+
+
+def assert_resumed(ranks: RankPool, folder: Path, before: TrainingCase, saved: list[RankReport], after: TrainingCase) -> None:
+    """The values that were saved, and from there the same losses to the precision."""
+    resumed: list[RankReport] = run(ranks, resume, after, folder, 2)
+    expected, found = (
+        join_parameters(case.plan, [report.parameters_at_checkpoint for report in reports])
+        for case, reports in ((before, saved), (after, resumed))
+    )
+    assert found.keys() == expected.keys() and all(np.array_equal(found[key], values) for key, values in expected.items())
+    assert np.allclose(resumed[0].losses, saved[0].losses, rtol=TOLERANCES[before.dtype], atol=0)
+
+
+@pytest.mark.deep(when=lambda name: name in IN_OTHERS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_plan_resumes_from_the_same_values(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    before, after = OTHERS[name]
+    assert_resumed(ranks, tmp_path, before, run(ranks, train_and_save, before, tmp_path, 2, 2), after)
+
+
+@pytest.mark.deep(when=lambda name: name in IN_OTHERS)
+@pytest.mark.parametrize("name", CHANGES)
+def test_training_otherwise_is_the_same_and_resumes_from_each_others_checkpoints(
+    ranks: RankPool, tmp_path: Path, name: str
+) -> None:
+    """In float64 every weight, too."""
+    plain, changes = CHANGES[name]
+    changed = replace(plain, **changes)
+    of_plain, of_changed = (run(ranks, train_and_save, case, tmp_path / str(case is plain), 2, 2) for case in (plain, changed))
+    assert np.allclose(of_changed[0].losses, of_plain[0].losses, rtol=TOLERANCES[plain.dtype], atol=0)
+    if plain.dtype == FLOAT64:
+        expected, found = (
+            join_parameters(plain.plan, [report.parameters_at_end for report in each]) for each in (of_plain, of_changed)
+        )
+        assert all(np.allclose(found[key], values, rtol=1e-6, atol=1e-9) for key, values in expected.items())
+    if changes.get("passes") == (gather_parameters,):
+        assert [report.losses for report in of_changed] == [report.losses for report in of_plain]
+    assert_resumed(ranks, tmp_path / "True", plain, of_plain, changed)
+    assert_resumed(ranks, tmp_path / "False", changed, of_changed, plain)
