@@ -1,18 +1,105 @@
-"""No step makes the host wait for the device between its first and its last action."""
+"""No step makes the host wait for a CUDA device between its first and its last action, nor a device for the host.
 
+What would make it wait is counted on the CPU, where all of it works.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.running_step import RunningStep
 from multimodal.schedule.passes import PASSES
 from multimodal.values.action import Action
+from multimodal.values.schedule import Lane
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step
-from tests.distributed.host_waits import counting_in_lanes
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.spread_case import build_case, unit_plan, whole_items_case
+
+READS = ("item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__")
+"""Methods of a tensor that give the host its values."""
+WRITES = ("tensor", "as_tensor", "from_numpy", "frombuffer")
+"""Functions of torch that make tensors of the host's values, which a device would have to copy."""
+FACTORIES = ("arange", "empty", "full", "linspace", "ones", "randint", "randn", "randperm", "zeros")
+"""Functions of torch that make tensors on the host unless they are told a device."""
+OPERATIONS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "bincount",
+)
+"""Operations whose result, or its shape, the host must know."""
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, found: list[str]) -> None:
+        super().__init__()
+        self._found = found
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        is_mask = name in ("index", "index_put_") and any(each is not None and each.dtype == torch.bool for each in args[1])
+        has_counts = function is torch.ops.aten.repeat_interleave.Tensor and (kwargs or {}).get("output_size") is None
+        if name in OPERATIONS or is_mask or has_counts:
+            self._found.append(_described(name))
+        return function(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counting_host_waits() -> Iterator[list[str]]:
+    """Yield a list that gets a line for everything that is found inside."""
+    found: list[str] = []
+    with ExitStack() as patches:
+        for owner, names in ((Tensor, READS), (torch, WRITES)):
+            for name in names:
+                patches.enter_context(patch.object(owner, name, _noted(getattr(owner, name), name, found)))
+        for name in FACTORIES:
+            patches.enter_context(patch.object(torch, name, _noted(getattr(torch, name), name, found, unless="device")))
+        patches.enter_context(_Operations(found))
+        yield found
+
+
+@contextmanager
+def counting_in_lanes() -> Iterator[list[str]]:
+    """Count between the first and the last action of every step that runs inside."""
+    found: list[str] = []
+    original = LaneRun.run
+
+    def run(self: LaneRun, lane: Lane) -> None:
+        with counting_host_waits() as inside:
+            original(self, lane)
+        found.extend(inside)
+
+    with patch.object(LaneRun, "run", run):
+        yield found
+
+
+def _noted(original: Callable[..., Any], name: str, found: list[str], *, unless: str = "") -> Callable[..., Any]:
+    def noted(*args: Any, **options: Any) -> Any:
+        if unless not in options:
+            found.append(_described(name))
+        return original(*args, **options)
+
+    return noted
+
+
+def _described(name: str) -> str:
+    """The call, and where Braid made it."""
+    stack = [frame for frame in traceback.extract_stack() if "/multimodal/" in frame.filename or "/runtime/" in frame.filename]
+    return f"{name} at {stack[-1].filename.rsplit('/', 2)[-1]}:{stack[-1].lineno}" if stack else name
+
 
 SPREAD = build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=2, tp=2), painter=unit_plan(2, tp=2))
 PIPELINE = replace(

@@ -1,6 +1,7 @@
 """Wrong inputs, of all ranks or of one: every rank ends by itself, soon, and one message names the place and the fix.
 
-No launcher is there to end them. `mutations/` has what is wrong at random; here are what is likely, and what exactly is said.
+No launcher is there to end them. `mutations/` has what is wrong at random; here is what is likely, and what exactly is said. What
+flags do not go together, alone or with a model, is in tests/unit/runtime/flags.
 """
 
 import json
@@ -97,7 +98,6 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("model.yaml", "parsed"),
     ),
     "unknown key in the model": (model("llm.num_layer", 3), ("num_layer", "num_layers")),
-    "heads do not divide": (model("llm.num_attention_heads", 5), ("divisible", "kv_channels")),
     "two backbones": (model("other", MODEL["units"]["llm"]), ("exactly one", "backbone")),
     "a generator of nothing": (
         model("painter", {**MODEL["units"]["llm"], "role": "generator"}, ranks=3),
@@ -111,10 +111,6 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     "a rank is left over": (flags(vision_tp=2), ("launch",)),
     "heads not divisible by tp": (flags(llm_tp=3, ranks=4), ("--llm-tensor-model-parallel-size",)),
     "more stages than layers": (flags(llm_pp=5, ranks=6), ("stages", "1 to 2")),
-    "context parallelism of a backend that cannot": (
-        flags(llm_cp=2, attention_backend="sequences", ranks=3),
-        ("--attention-backend blocks",),
-    ),
     "plan for another model": (plan(audio=VISION, llm=LLM), ("plan", "vision")),
     "plan leaves layers out": (plan(vision=VISION, llm=[(1, [[0, 3]])]), ("layers 0 to 3",)),
     "plan for more ranks": (plan(vision=VISION, llm=[(1, [[0, 2]]), (2, [[2, 4]])]), ("launch 3",)),
@@ -126,10 +122,6 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     "everything frozen": (flags(freeze=["vision", "llm"], freeze_projector="vision"), ("freeze",)),
     "microbatch of zero": (flags(micro_batch_size=0), ("--micro-batch-size", "1")),
     "microbatch above global batch": (flags(micro_batch_size=8), ("--micro-batch-size", "--global-batch-size")),
-    "sequence parallel without tp": (flags(sequence_parallel=None), ("--sequence-parallel", "tensor")),
-    "save interval without save": (flags(save_interval=1), ("--save-interval", "--save")),
-    "two precisions": (flags(bf16=None), ("--bf16", "--dtype")),
-    "a flag that would be ignored": (flags(lr_decay_style="constant", min_lr=1e-5), ("--min-lr", "constant")),
     "Transformer Engine missing": (flags(transformer_impl="transformer_engine"), ("transformer_engine", "local")),
     "nccl without CUDA": (flags(distributed_backend="nccl"), ("nccl", "gloo")),
     "manifest missing": (flags(data_path="no/such.jsonl"), ("no/such.jsonl", "--data-path")),
