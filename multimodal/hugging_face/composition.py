@@ -9,9 +9,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from multimodal.hugging_face.processors import read_processors, with_processors
+from multimodal.hugging_face.processors import SAMPLING_RATE, read_processors, with_processors
 from multimodal.hugging_face.registry import CONFIG_NAME, is_known_encoder, read_encoder, read_graph
-from multimodal.hugging_face.whisper import SAMPLING_RATE
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping, write_mapping
 from multimodal.values.model_graph import ModelGraph, Role

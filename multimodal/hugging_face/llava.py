@@ -1,22 +1,17 @@
-"""LLaVA-1.5: a CLIP, SigLIP, DINOv2 or Pixtral vision tower, a projector of two layers, and a Llama, Mistral, Qwen2 or Qwen3."""
+"""LLaVA-1.5 and InternVL3: a tower for images, a projector of two layers, and a Llama, Mistral, Qwen2 or Qwen3.
 
+LLaVA's is a CLIP, SigLIP, DINOv2 or Pixtral; InternVL's an InternViT, four patches of which become a token.
+"""
+
+from functools import partial
 from typing import Any
 
-from multimodal.hugging_face.architecture import Architecture, Config, require
-from multimodal.hugging_face.pixtral import PIXTRAL, is_pixtral, pixtral_names, read_pixtral, write_pixtral
+from multimodal.hugging_face.architecture import Architecture, Config, EncoderForm, require
+from multimodal.hugging_face.encoder_forms import INTERNVIT, PIXTRAL, TOWERS
+from multimodal.hugging_face.encoders import is_unused_in_tower, tower_named
 from multimodal.hugging_face.processors import write_image_processor
 from multimodal.hugging_face.text_families import decoder_names
 from multimodal.hugging_face.text_models import read_inner_text, write_inner_text
-from multimodal.hugging_face.vision_towers import (
-    TOWERS,
-    Tower,
-    is_unused_in_tower,
-    names_inside,
-    read_tower,
-    tower_named,
-    tower_of,
-    write_tower,
-)
 from multimodal.hugging_face.weight_names import Weight
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph, Unit
@@ -27,8 +22,6 @@ _PROJECTOR = (
     Weight("mlp.linear_fc1", ("multi_modal_projector.linear_1",)),
     Weight("mlp.linear_fc2", ("multi_modal_projector.linear_2",)),
 )
-_NAMES = {name: names_inside(tower, _TOWER, last=_PROJECTOR) for name, tower in TOWERS.items()}
-_NAMES[PIXTRAL] = pixtral_names(_TOWER, _PROJECTOR)
 _INSIDE = (
     ("language_model.model.", "model.language_model."),
     ("language_model.lm_head.", "lm_head."),
@@ -52,14 +45,13 @@ def read_llava(config: Config) -> dict[str, Any]:
 
 def _read_tower(config: Config, text_size: int) -> dict[str, Any]:
     where, given = "vision_config: ", config.get("vision_config") or {}
-    if given.get("model_type") == PIXTRAL:
-        require({"vision_feature_select_strategy": "default", **config}, {"vision_feature_select_strategy": ("full",)})
-        vision = read_pixtral(given, where=where)
-    else:
-        tower = tower_named(given.get("model_type"), where=where)
-        vision = read_tower(given, class_token=_class_token(config, tower), where=where)
+    model_type = given.get("model_type")
+    tower = TOWERS[PIXTRAL] if model_type == PIXTRAL else tower_named(model_type, where=where)
+    class_token = _class_token(config, tower)
+    vision = tower.read(given, where=where)
     return {
         **vision,
+        "image": {"merge_size": 1, **vision["image"], "class_token": class_token},
         "num_layers": _num_layers_used(config, vision["num_layers"]),
         "projector_hidden_size": text_size,
         "projector_norm": "none",
@@ -77,26 +69,44 @@ def _num_layers_used(config: Config, num_layers: int) -> int:
     return used
 
 
-def _class_token(config: Config, tower: Tower) -> str | None:
+def _class_token(config: Config, tower: EncoderForm) -> str | None:
     """Return `Image.class_token`: "default" would leave registers among the patches, so they are kept with it or not at all."""
     strategy = config.get("vision_feature_select_strategy", "default")
-    keeps_all = not tower.has_class_token or "num_register_tokens" in tower.defaults
-    allowed = ("full",) if keeps_all else ("default", "full")
+    class_token = tower.item.get("class_token")
+    allowed = ("default", "full") if class_token and "num_register_tokens" not in tower.defaults else ("full",)
     require({"vision_feature_select_strategy": strategy}, {"vision_feature_select_strategy": allowed})
-    return "dropped" if strategy == "default" else "kept"
+    return "kept" if class_token and strategy == "full" else class_token
+
+
+def _tower_of(vision: Unit) -> str:
+    """Return the model_type of the tower that an encoder may be; reading back its config.json shows if it is."""
+    image = vision.image
+    if image is not None and image.has_row_ends:
+        return PIXTRAL
+    if image is not None and image.has_pre_norm:
+        return "clip_vision_model"
+    if not vision.transformer.has_layer_scale:
+        return "siglip_vision_model"
+    return "dinov2_with_registers" if image is not None and image.num_registers else "dinov2"
+
+
+def _has_last_norm(vision: Unit) -> bool:
+    """Return True if the last layer's output passes a norm in some versions of transformers, unless one more layer follows."""
+    return _tower_of(vision) == "siglip_vision_model"
 
 
 def write_llava(graph: ModelGraph) -> dict[str, Any]:
     """Return a config.json for towers all of whose layers are used, without the last one if a norm follows it."""
     (vision,), image = graph.encoders, graph.encoders[0].image
     assert image is not None
-    has_last_norm = not is_pixtral(vision) and tower_of(vision).has_last_norm
+    model_type, has_last_norm = _tower_of(vision), _has_last_norm(vision)
+    tower = {**TOWERS[model_type].write(vision), "model_type": model_type}
     return {
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
         "text_config": write_inner_text(graph.backbone),
         "vision_config": {
-            **(write_pixtral(vision) if is_pixtral(vision) else write_tower(vision)),
+            **tower,
             "num_hidden_layers": vision.transformer.num_layers + has_last_norm,
             "vision_use_head": False,
         },
@@ -111,14 +121,14 @@ def write_llava(graph: ModelGraph) -> dict[str, Any]:
 
 def llava_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the patch embedding and of unused tensors, such as those behind the last used layer."""
-    vision, tower = graph.encoders[0], tower_of(graph.encoders[0])
-    if is_pixtral(vision):
+    vision = graph.encoders[0]
+    if _tower_of(vision) == PIXTRAL:
         return {f"{_TOWER}patch_conv.weight": patch_shape(vision)}
     size, inner = vision.transformer.hidden_size, vision.transformer.ffn_hidden_size
-    if tower.is_scaled:
+    if vision.transformer.has_layer_scale:
         return {f"{_TOWER}{key}": shape for key, shape in _dinov2_shapes(vision).items()}
     unused: dict[str, tuple[int, ...]] = {"post_layernorm": (size,)}
-    if tower.has_last_norm:
+    if _has_last_norm(vision):
         layer: dict[str, tuple[int, ...]] = dict.fromkeys(("layer_norm1", "layer_norm2"), (size,))
         layer |= {f"self_attn.{part}_proj": (size, size) for part in ("q", "k", "v", "out")}
         layer |= {"mlp.fc1": (inner, size), "mlp.fc2": (size, inner)}
@@ -160,13 +170,77 @@ LLAVA = Architecture(
     "LlavaForConditionalGeneration",
     read_llava,
     write_llava,
-    (lambda vision: _NAMES[PIXTRAL if is_pixtral(vision) else tower_of(vision).model_type], decoder_names("language_model.")),
+    (lambda vision: TOWERS[_tower_of(vision)].names.inside(_TOWER, _PROJECTOR), decoder_names("language_model.")),
     is_unused=is_unused,
     spellings=SPELLINGS,
     module_spelling=SPELLINGS[2],
-    names_modules=lambda unit: unit.image is None or not tower_of(unit).is_scaled,
+    names_modules=lambda unit: unit.image is None or not _tower_of(unit).startswith("dinov2"),
     tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
     to_processor=write_image_processor,
     shapes=llava_shapes,
     placeholders={"image": "image_token_index"},
+)
+
+
+_OF_INTERNVL = {
+    "downsample_ratio": (0.5,),
+    "projector_hidden_act": ("gelu",),
+    "vision_feature_layer": (-1,),
+    "vision_feature_select_strategy": ("default",),
+}
+
+
+def _read_internvl(config: Config) -> dict[str, Any]:
+    require(config, _OF_INTERNVL)
+    llm = read_inner_text(config, model_type="qwen2")
+    projector = {
+        "projector_hidden_size": llm["hidden_size"],
+        "projector_norm": "merged",
+        "projector_normalization": "LayerNorm",
+        "projector_norm_epsilon": 1e-5,
+    }
+    vision = INTERNVIT.read(config.get("vision_config") or {}, where="vision_config: ")
+    return {"units": {"vision": {**vision, **projector}, "llm": llm}}
+
+
+def _write_internvl(graph: ModelGraph) -> dict[str, Any]:
+    (vision,), image = graph.encoders, graph.encoders[0].image
+    assert image is not None
+    return {
+        "architectures": ["InternVLForConditionalGeneration"],
+        "model_type": "internvl",
+        "text_config": write_inner_text(graph.backbone),
+        "vision_config": {**INTERNVIT.write(vision), "model_type": "internvl_vision"},
+        **{key: values[0] for key, values in _OF_INTERNVL.items()},
+        "image_seq_length": image.num_output_tokens((image.grid_size,) * 2) if image.image_size else None,
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
+def _internvl_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of patch embedding, class token and positions."""
+    (vision,) = graph.encoders
+    assert vision.image is not None
+    size, place = vision.transformer.hidden_size, f"{_TOWER}embeddings."
+    return {
+        f"{place}patch_embeddings.projection.weight": patch_shape(vision),
+        f"{place}cls_token": (1, 1, size),
+        f"{place}position_embeddings": (1, vision.image.num_positions, size),
+    }
+
+
+INTERNVL = Architecture(
+    "InternVLForConditionalGeneration",
+    _read_internvl,
+    _write_internvl,
+    (
+        INTERNVIT.names.inside(_TOWER, (Weight("norm", ("multi_modal_projector.layer_norm",)), *_PROJECTOR)),
+        decoder_names("language_model."),
+    ),
+    spellings=SPELLINGS,
+    module_spelling=SPELLINGS[2],
+    tied_copies=(("language_model.lm_head.weight", "language_model.model.embed_tokens.weight"),),
+    to_processor=partial(write_image_processor, kind="GotOcr2ImageProcessor"),
+    shapes=_internvl_shapes,
+    placeholders={"image": "image_token_id"},
 )

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import require
-from multimodal.hugging_face.whisper import FEATURES, with_features
 from multimodal.values.errors import ModelError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph
@@ -20,8 +19,18 @@ _COMPUTED: Mapping[str, tuple[Any, ...]] = {
     "do_normalize": (True, None),
     "rescale_factor": (1 / 255, None),
 }
-
-
+SAMPLING_RATE = 16000
+"""Samples per second of the sound that encoders receive."""
+_FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "sampling_rate": (SAMPLING_RATE,),
+    "hop_length": (160,),
+    "n_fft": (400,),
+    "dither": (0, 0.0, None),
+    "do_normalize": (False, None),
+}
+"""Values that a feature extractor's keys may have here."""
+_SAMPLES: Mapping[str, tuple[Any, ...]] = {"sampling_rate": (SAMPLING_RATE,), "feature_size": (1,)}
+"""The same for a feature extractor that leaves samples unchanged."""
 _MAX_TILES = 12
 """Most tiles of an image, where an image processor that cuts images does not give their number."""
 _PATCHES = {"patch_size": "patch_size", "merge_size": "merge_size", "temporal_patch_size": "num_frames"}
@@ -61,7 +70,7 @@ def with_processors(plain: dict[str, Any], processors: Processors) -> dict[str, 
     def treated(unit: dict[str, Any]) -> dict[str, Any]:
         if unit.get("image") and processors.image is not None:
             return _with_images(unit, processors.image)
-        return with_features(unit, processors.audio) if unit.get("audio") and processors.audio is not None else unit
+        return _with_sound(unit, processors.audio) if unit.get("audio") and processors.audio is not None else unit
 
     return {**plain, "units": {name: treated(unit) for name, unit in plain["units"].items()}}
 
@@ -112,6 +121,25 @@ def _one_size(unit: Mapping[str, Any], processor: Mapping[str, Any], *, side: An
     return {**values, "image_size": found, **grid}
 
 
+def _with_sound(unit: dict[str, Any], features: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an encoder with the sound processing of a feature extractor.
+
+    Raises ModelError for unsupported processing.
+    """
+    audio = unit["audio"]
+    if audio.get("waveform") is not None:
+        require(features, _SAMPLES, where="the feature extractor's ")
+        waveform = {**audio["waveform"], "is_normalised": bool(features.get("do_normalize", True))}
+        return {**unit, "audio": {**audio, "waveform": waveform}}
+    require(features, {**_FEATURES, "feature_size": (audio["num_mel_bins"],)}, where="the feature extractor's ")
+    seconds = features.get("chunk_length")
+    if audio.get("chunk_tokens") is None or seconds is None:
+        return unit
+    if not isinstance(seconds, int) or seconds < 1:
+        raise ModelError(f"the feature extractor's chunk_length is {seconds!r}, expected seconds; correct it")
+    return {**unit, "audio": {**audio, "max_tokens": 50 * seconds}}
+
+
 def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[str, Any]:
     """Return a preprocessor_config.json with the processing of images in a graph's encoder; empty for sound.
 
@@ -145,7 +173,9 @@ def write_image_processor(graph: ModelGraph, kind: str | None = None) -> dict[st
 def write_feature_extractor(graph: ModelGraph) -> dict[str, Any]:
     """Return a preprocessor_config.json for a graph with sound."""
     audio = next(unit.audio for unit in graph.encoders if unit.audio is not None)
-    written = {key: values[0] for key, values in FEATURES.items() if key != "do_normalize"} | {"feature_size": audio.num_mel_bins}
+    written = {key: values[0] for key, values in _FEATURES.items() if key != "do_normalize"} | {
+        "feature_size": audio.num_mel_bins
+    }
     seconds = audio.max_tokens // 50
     written |= {"chunk_length": seconds, "n_samples": 16000 * seconds, "nb_max_frames": 100 * seconds}
     return {**written, "feature_extractor_type": "WhisperFeatureExtractor", "padding_side": "right", "padding_value": 0.0}

@@ -6,18 +6,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from multimodal.hugging_face.architecture import Architecture, Encoder
-from multimodal.hugging_face.internvl import INTERNVL
-from multimodal.hugging_face.llava import LLAVA
+from multimodal.hugging_face.encoders import ENCODERS
+from multimodal.hugging_face.llava import INTERNVL, LLAVA
 from multimodal.hugging_face.processors import processors_of, read_processors, with_processors
-from multimodal.hugging_face.qwen2_5_omni import QWEN2_5_OMNI
-from multimodal.hugging_face.qwen2_5_vl import QWEN2_5_VL
-from multimodal.hugging_face.qwen2_audio import QWEN2_AUDIO
-from multimodal.hugging_face.qwen2_vl import QWEN2_VL
-from multimodal.hugging_face.qwen3_vl import QWEN3_VL
+from multimodal.hugging_face.qwen import QWEN, QWEN2_5_OMNI, QWEN2_AUDIO
 from multimodal.hugging_face.text_families import TEXT_FAMILIES
 from multimodal.hugging_face.text_models import text_architecture
-from multimodal.hugging_face.vision_towers import VISION_ENCODERS
-from multimodal.hugging_face.whisper import WHISPERS
 from multimodal.values.errors import BraidError, ModelError
 from multimodal.values.file_form import read_mapping
 from multimodal.values.model_graph import ModelGraph, Role, Unit
@@ -29,17 +23,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     for architecture in (
         *map(text_architecture, TEXT_FAMILIES.values()),
         LLAVA,
-        QWEN2_VL,
-        QWEN2_5_VL,
-        QWEN3_VL,
+        *QWEN,
         INTERNVL,
         QWEN2_AUDIO,
         *QWEN2_5_OMNI,
     )
 }
 """Families by their name in `architectures` of config.json."""
-ENCODERS: dict[str, Encoder] = {encoder.name: encoder for encoder in (*WHISPERS, *VISION_ENCODERS)}
-"""Families of encoders by their name in `architectures` of config.json."""
 _FREE = {"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "new_tokens"}
 _FREE |= {"min_pixels", "max_pixels", "max_tiles"}
 """Fields that a unit may have in any family."""

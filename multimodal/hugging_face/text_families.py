@@ -5,45 +5,32 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from multimodal.hugging_face.architecture import Config, Key
-from multimodal.hugging_face.weight_names import UnitNames, Weight, fused_qkv, grouped_qkv, stacked, vocabulary
+from multimodal.hugging_face.weight_names import Names, UnitNames, Weight, layer_names, same, stacked, vocabulary
 
-NORMS = (
-    Weight("input_layernorm", ("input_layernorm",)),
-    Weight("pre_mlp_layernorm", ("post_attention_layernorm",)),
-)
-DECODER_LAYER = (
-    *NORMS,
-    Weight("self_attention.linear_qkv", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), grouped_qkv),
+_QKV, _MLP = "self_attn.q_proj self_attn.k_proj self_attn.v_proj", ("mlp.gate_proj mlp.up_proj", "mlp.down_proj")
+_HEAD_NORMS = (
     Weight("self_attention.q_layernorm", ("self_attn.q_norm",)),
     Weight("self_attention.k_layernorm", ("self_attn.k_norm",)),
-    Weight("self_attention.linear_proj", ("self_attn.o_proj",)),
-    Weight("mlp.linear_fc1", ("mlp.gate_proj", "mlp.up_proj"), stacked),
-    Weight("mlp.linear_fc2", ("mlp.down_proj",)),
 )
-
-
-PHI3_LAYER = (
-    *NORMS,
-    Weight("self_attention.linear_qkv", ("self_attn.qkv_proj",), fused_qkv),
-    Weight("self_attention.linear_proj", ("self_attn.o_proj",)),
-    Weight("mlp.linear_fc1", ("mlp.gate_up_proj",)),
-    Weight("mlp.linear_fc2", ("mlp.down_proj",)),
+_NORMS = "input_layernorm post_attention_layernorm"
+DECODER_LAYER = layer_names(_NORMS, _QKV, "self_attn.o_proj", *_MLP, *_HEAD_NORMS)
+_PHI3_LAYER = layer_names(_NORMS, "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+_INTERNLM2_LAYER = layer_names(
+    "attention_norm ffn_norm",
+    "attention.wqkv",
+    "attention.wo",
+    "feed_forward.w1 feed_forward.w3",
+    "feed_forward.w2",
+    merge=same,  # by groups of heads, as here
 )
-INTERNLM2_LAYER = (
-    Weight("input_layernorm", ("attention_norm",)),
-    Weight("pre_mlp_layernorm", ("ffn_norm",)),
-    Weight("self_attention.linear_qkv", ("attention.wqkv",)),  # by groups of heads, as here
-    Weight("self_attention.linear_proj", ("attention.wo",)),
-    Weight("mlp.linear_fc1", ("feed_forward.w1", "feed_forward.w3"), stacked),
-    Weight("mlp.linear_fc2", ("feed_forward.w2",)),
-)
-
-
-GEMMA_LAYER = (
+_GEMMA_LAYER = layer_names(
+    "input_layernorm pre_feedforward_layernorm",
+    _QKV,
+    "self_attn.o_proj",
+    *_MLP,
+    *_HEAD_NORMS,
     Weight("self_attn_bda.norm", ("post_attention_layernorm",)),
-    Weight("pre_mlp_layernorm", ("pre_feedforward_layernorm",)),
     Weight("mlp_bda.norm", ("post_feedforward_layernorm",)),
-    *(weight for weight in DECODER_LAYER if weight.ours != "pre_mlp_layernorm"),
 )
 
 
@@ -84,7 +71,7 @@ _QWEN3_MOE = ExpertKeys(
 def decoder_names(
     prefix: str = "",
     *,
-    layer: tuple[Weight, ...] = DECODER_LAYER,
+    layer: Names = DECODER_LAYER,
     embedding: str = "model.embed_tokens",
     head: str = "lm_head",
 ) -> UnitNames:
@@ -154,7 +141,7 @@ _GEMMA_SIZES = {
     "tie_word_embeddings": True,
 }
 _GEMMA: Mapping[str, Any] = {
-    "names": decoder_names(layer=GEMMA_LAYER),
+    "names": decoder_names(layer=_GEMMA_LAYER),
     "bias_keys": ("attention_bias",),
     "keys": (
         Key("query_pre_attn_scalar", "query_scalar"),
@@ -233,7 +220,7 @@ TEXT_FAMILIES = {
                 "original_max_position_embeddings": 4096,
             },
             global_layers=_without_global_layers,
-            names=decoder_names(layer=PHI3_LAYER),
+            names=decoder_names(layer=_PHI3_LAYER),
         ),
         TextFamily(
             "Gemma2ForCausalLM",
@@ -256,7 +243,7 @@ TEXT_FAMILIES = {
             "internlm2",
             {"vocab_size": 103168, "intermediate_size": 11008, "bias": True, "max_position_embeddings": 2048},
             bias_keys=("bias",),
-            names=decoder_names(layer=INTERNLM2_LAYER, embedding="model.tok_embeddings", head="output"),
+            names=decoder_names(layer=_INTERNLM2_LAYER, embedding="model.tok_embeddings", head="output"),
         ),
     )
 }

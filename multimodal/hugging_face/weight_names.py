@@ -88,15 +88,50 @@ class Tensor(NamedTuple):
     theirs: str
 
 
+Names = tuple[Weight | Tensor, ...]
+
+
+def layer_names(
+    norms: str, qkv: str, proj: str, fc1: str, fc2: str, *more: Weight | Tensor, merge: Merge | None = None, mlp: Merge = stacked
+) -> Names:
+    """Return the names of a layer's weights: before attention and before the MLP a norm, then the matrices.
+
+    Names of several tensors, such as those of queries, keys and values, have spaces between them; more: other weights.
+    """
+    before, behind = norms.split()
+    return (
+        Weight("input_layernorm", (before,)),
+        Weight("pre_mlp_layernorm", (behind,)),
+        Weight("self_attention.linear_qkv", tuple(qkv.split()), merge or (grouped_qkv if " " in qkv else fused_qkv)),
+        Weight("self_attention.linear_proj", (proj,)),
+        Weight("mlp.linear_fc1", tuple(fc1.split()), mlp),
+        Weight("mlp.linear_fc2", tuple(fc2.split()), mlp),
+        *more,
+    )
+
+
 @dataclass(frozen=True)
 class UnitNames:
     """The names of a unit's weights: full names in its first and its last layer, names behind a prefix in the layers between."""
 
-    first: tuple[Weight | Tensor, ...]
-    body: tuple[Weight | Tensor, ...]
-    last: tuple[Weight | Tensor, ...]
+    first: Names
+    body: Names
+    last: Names
     prefix: str
     """Prefix of the layers between; `{}` is their number, counted from 0."""
+
+    def inside(self, prefix: str, last: Names | None = None) -> "UnitNames":
+        """Return the names inside another model, where all begin with `prefix`; last: full names in the last layer, if others."""
+
+        def renamed(names: Names) -> Iterator[Weight | Tensor]:
+            for each in names:
+                if isinstance(each, Tensor):
+                    yield each._replace(theirs=prefix + each.theirs)
+                else:
+                    yield each._replace(theirs=tuple(prefix + name for name in each.theirs))
+
+        last = tuple(renamed(self.last)) if last is None else last
+        return UnitNames(tuple(renamed(self.first)), self.body, last, prefix + self.prefix)
 
 
 def rows_of(names: UnitNames, unit: Unit, parameter: str, *, num_rows: int) -> tuple[Rows, ...]:

@@ -12,8 +12,8 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from multimodal.data.audio.audio_processing import audio_positions, frames_to_patches
+from multimodal.hugging_face.qwen_forms import WHISPER
 from multimodal.hugging_face.weight_names import rows_of
-from multimodal.hugging_face.whisper import audio_names
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
@@ -34,7 +34,6 @@ EAR = {
     "audio": {"num_mel_bins": 4, "merge_factor": 1, "max_tokens": MAX_TOKENS},
 }
 GRAPH = ModelGraph.from_dict({"units": {"ear": EAR, "llm": {"role": "backbone", "num_layers": 1, **SHAPE}}})
-NAMES = audio_names("", last_norm="layer_norm", product="none")
 
 
 def whisper() -> Any:
@@ -65,7 +64,7 @@ def fill(stage: UnitStage, weights: dict[str, torch.Tensor]) -> None:
         if name.startswith("layers.3.weight"):
             torch.nn.init.eye_(parameter)
             continue
-        for rows in rows_of(NAMES, stage.unit, name, num_rows=parameter.shape[0]):
+        for rows in rows_of(WHISPER.names, stage.unit, name, num_rows=parameter.shape[0]):
             if rows.key in weights:
                 part = weights[rows.key].flatten(1) if weights[rows.key].dim() > 1 else weights[rows.key]
                 parameter[rows.target : rows.target + rows.num_rows] = part[rows.start : rows.start + rows.num_rows]

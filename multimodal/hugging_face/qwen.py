@@ -1,0 +1,312 @@
+"""Qwen's models: Qwen2-VL, Qwen2.5-VL and Qwen3-VL (images), Qwen2-Audio (sound), and the thinker of Qwen2.5-Omni (both)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from multimodal.hugging_face.architecture import Architecture, Config, EncoderForm, require, with_defaults
+from multimodal.hugging_face.llava import patch_shape
+from multimodal.hugging_face.processors import write_feature_extractor, write_image_processor
+from multimodal.hugging_face.qwen_forms import OMNI_VISION, QWEN2_5_VL, QWEN2_VL, QWEN3_VL, WHISPER
+from multimodal.hugging_face.rotary_positions import rotary_entries
+from multimodal.hugging_face.text_families import decoder_names
+from multimodal.hugging_face.text_models import read_text_unit, write_inner_text, write_placed_text
+from multimodal.hugging_face.weight_names import Names, Tensor, UnitNames, Weight
+from multimodal.values.errors import ModelError
+from multimodal.values.model_graph import ModelGraph, Unit
+
+_TEXT_DEFAULTS = {
+    "vocab_size": 152064,
+    "hidden_size": 8192,
+    "intermediate_size": 29568,
+    "num_hidden_layers": 80,
+    "max_window_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+}
+_QWEN3_DEFAULTS = {
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 500000.0,
+}
+_OMNI_DEFAULTS = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "sliding_window": 32768,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+}
+_VISION, _AUDIO = "visual.", "audio_tower."
+_INSIDE = ((_VISION, "model.visual."), ("model.", "model.language_model."))
+"""The spelling of modules inside transformers."""
+_IMAGE_TOKENS = {"image": "image_token_id", "vision_start": "vision_start_token_id", "vision_end": "vision_end_token_id"}
+"""The tokenizer's name of a token -> the key of config.json."""
+
+
+def _merger(prefix: str, norm: str, fc1: str, fc2: str, ours: str = "") -> Names:
+    """Return the names of a norm behind the encoder's layers and of the two matrices that merge its patches."""
+    names = {"norm": norm, "mlp.linear_fc1": fc1, "mlp.linear_fc2": fc2}
+    return tuple(Weight(ours + name, (f"{_VISION}{prefix}.{theirs}",)) for name, theirs in names.items())
+
+
+_MERGER = _merger("merger", "ln_q", "mlp.0", "mlp.2")
+_DEEPSTACK_MERGERS = (
+    *_merger("merger", "norm", "linear_fc1", "linear_fc2"),
+    *_merger("deepstack_merger_list.{}", "norm", "linear_fc1", "linear_fc2", ours="deepstack.{}."),
+)
+
+
+def _read_placed_text(
+    config: Config,
+    *,
+    defaults: Config,
+    family: str = "qwen2",
+    sections: Sequence[int] = (16, 24, 24),
+    is_tied: bool | None = None,
+) -> dict[str, Any]:
+    """Return an LLM whose tokens have a time, rows and columns.
+
+    Its configuration is beside the encoder's or, in earlier versions, around it. defaults: values of missing keys; family: the
+    model_type of the text model; sections, is_tied: used if the configuration says nothing of them.
+    """
+    given = config.get("text_config") or config
+    text = {**with_defaults(given, defaults), "model_type": family}
+    if (tied := config.get("tie_word_embeddings", is_tied)) is not None:
+        text["tie_word_embeddings"] = tied
+    if family != "qwen2":
+        require(text, {"use_sliding_window": (False, None)}, where="the LLM's ")
+    rotary = rotary_entries(text, where="the LLM's ")
+    text.pop("rope_scaling", None)
+    kinds = {rotary.pop("rope_type", "default"), rotary.pop("type", "default")} - {"mrope"}
+    unit = read_text_unit({**text, "rope_parameters": {**rotary, "rope_type": max(kinds, default="default")}}, where="the LLM's ")
+    return {**unit, "rotary_sections": list(rotary.get("mrope_section", sections))}
+
+
+def _read_vision(form: EncoderForm, given: Config, text_size: int, *, size_key: str = "out_hidden_size") -> dict[str, Any]:
+    """Return the encoder; raises ModelError for unsupported values, and if its output size (`size_key`) is not the LLM's."""
+    vision = form.read(given, where="vision_config: ")
+    found = with_defaults(given, form.defaults)[size_key]
+    if found != text_size:
+        raise ModelError(f"vision_config: {size_key} is {found}, but the LLM's hidden_size {text_size}; correct one of them")
+    return vision
+
+
+def _patch_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return the shape of the patch embedding: a convolution over frames, even if there is one frame."""
+    vision = next(unit for unit in graph.encoders if unit.image is not None)
+    size, channels, *sides = patch_shape(vision)
+    return {f"{_VISION}patch_embed.proj.weight": (size, channels, *([1] if len(sides) == 2 else []), *sides)}
+
+
+def _vision_language(
+    name: str,
+    model_type: str,
+    form: EncoderForm,
+    *,
+    merger: Names = _MERGER,
+    size_key: str = "out_hidden_size",
+    text: Config | None = None,
+    llm_fields: Config | None = None,
+    **differences: Any,
+) -> Architecture:
+    """Return the family of an encoder before an LLM whose tokens have rows and columns.
+
+    size_key: the key of the encoder's output size; text: how its LLM is read; llm_fields: fields that the LLM always has.
+    """
+    how: dict[str, Any] = {"defaults": _TEXT_DEFAULTS, **(text or {})}
+
+    def read(config: Config) -> dict[str, Any]:
+        llm = _read_placed_text(config, **how)
+        vision = _read_vision(form, config.get("vision_config") or {}, llm["hidden_size"], size_key=size_key)
+        return {"units": {"vision": vision, "llm": {**llm, **(llm_fields or {})}}}
+
+    def write(graph: ModelGraph) -> dict[str, Any]:
+        size = {size_key: graph.backbone.transformer.hidden_size}
+        return {
+            "architectures": [name],
+            "model_type": model_type,
+            "text_config": write_placed_text(graph.backbone, f"{model_type}_text"),
+            "vision_config": {**form.write(graph.encoders[0]), **size, "model_type": model_type},
+            "tie_word_embeddings": graph.backbone.ties_embeddings,
+        }
+
+    return Architecture(
+        name,
+        read,
+        write,
+        (form.names.inside(_VISION, merger), decoder_names()),
+        spellings=((), _INSIDE),
+        module_spelling=_INSIDE,
+        to_processor=write_image_processor,
+        shapes=_patch_shapes,
+        placeholders=_IMAGE_TOKENS,
+        **differences,
+    )
+
+
+def _audio_names(norm: str, product: str) -> UnitNames:
+    """Return the names of an encoder of sound; norm: behind its layers, product: the matrix behind that."""
+    products = Tensor("weight", f"{product}.weight"), Tensor("bias", f"{product}.bias")
+    return WHISPER.names.inside(_AUDIO, (Weight("norm", (f"{_AUDIO}{norm}",)), *products))
+
+
+def _convolution_shapes(unit: Unit) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of both convolutions."""
+    size, num_bins = unit.transformer.hidden_size, unit.audio.num_mel_bins if unit.audio is not None else 0
+    return {f"{_AUDIO}conv1.weight": (size, num_bins, 3), f"{_AUDIO}conv2.weight": (size, size, 3)}
+
+
+_QWEN2_AUDIO_SPELLING = (
+    ("language_model.model.", "model.language_model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("multi_modal_projector.", "model.multi_modal_projector."),
+    (_AUDIO, "model.audio_tower."),
+)
+"""The spelling of modules inside transformers."""
+
+
+def _read_qwen2_audio(config: Config) -> dict[str, Any]:
+    text = {"model_type": "qwen2", **(config.get("text_config") or {})}
+    require(text, {"tie_word_embeddings": (False, None)}, where="text_config: ")  # transformers ignores it here
+    llm = read_text_unit(text, where="text_config: ")
+    return {"units": {"audio": WHISPER.read(config.get("audio_config") or {}, where="audio_config: "), "llm": llm}}
+
+
+def _write_qwen2_audio(graph: ModelGraph) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen2AudioForConditionalGeneration"],
+        "model_type": "qwen2_audio",
+        "text_config": write_inner_text(graph.backbone),
+        "audio_config": {**WHISPER.write(graph.encoders[0]), "model_type": "qwen2_audio_encoder"},
+        "tie_word_embeddings": graph.backbone.ties_embeddings,
+    }
+
+
+_CHUNK_TOKENS = 100
+_ENDS_OF_SOUND = f"{_AUDIO}audio_bos_eos_token.weight"
+"""Embeddings that transformers has and does not use."""
+_MAX_TOKENS = 15000
+"""Tokens of 5 minutes, as in the published feature extractor."""
+_PARTS = (_AUDIO, _VISION, "model.", "lm_head.")
+_OMNI_SPELLINGS = ((), tuple((part, f"thinker.{part}") for part in _PARTS), ((_AUDIO, "model.audio_tower."), *_INSIDE))
+"""The thinker alone, and in a whole model; then the spelling of its modules."""
+_OMNI_TOKENS = {
+    "image": "image_token_index",
+    "audio": "audio_token_index",
+    **{name: f"{name}_token_id" for name in ("vision_start", "vision_end", "audio_start", "audio_end")},
+}
+"""The tokenizer's name of a token -> the key of config.json."""
+
+
+def _read_thinker(config: Config) -> dict[str, Any]:
+    config = config.get("thinker_config") or config
+    llm = _read_placed_text(config, defaults=_OMNI_DEFAULTS, is_tied=False)
+    given = config.get("audio_config") or {}
+    chunk_tokens = _CHUNK_TOKENS if given.get("n_window") is None else given["n_window"]
+    if given.get("output_dim", llm["hidden_size"]) != llm["hidden_size"]:
+        raise ModelError(
+            f"audio_config: output_dim is {given['output_dim']}, but the LLM's hidden_size {llm['hidden_size']}; correct "
+            "one of them"
+        )
+    vision = _read_vision(OMNI_VISION, config.get("vision_config") or {}, llm["hidden_size"])
+    audio = WHISPER.read(given, where="audio_config: ")
+    audio["audio"] |= {"chunk_tokens": chunk_tokens, "max_tokens": _MAX_TOKENS}
+    return {"units": {"vision": vision, "audio": audio, "llm": llm}}
+
+
+def _write_thinker(graph: ModelGraph) -> dict[str, Any]:
+    """Return a config.json of the thinker alone."""
+    (vision, audio), llm = graph.encoders, graph.backbone
+    chunks = {"n_window": audio.audio.chunk_tokens if audio.audio is not None else None}
+    size = llm.transformer.hidden_size
+    return {
+        "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
+        "model_type": "qwen2_5_omni_thinker",
+        "text_config": write_placed_text(llm, "qwen2_5_omni_text"),
+        "vision_config": {
+            **OMNI_VISION.write(vision),
+            "out_hidden_size": size,
+            "model_type": "qwen2_5_omni_vision_encoder",
+        },
+        "audio_config": {
+            **WHISPER.write(audio),
+            **chunks,
+            "model_type": "qwen2_5_omni_audio_encoder",
+            "output_dim": size,
+        },
+        "tie_word_embeddings": llm.ties_embeddings,
+    }
+
+
+def _thinker_shapes(graph: ModelGraph) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of patch embedding and convolutions, and of the ends of sound."""
+    ends = {_ENDS_OF_SOUND: (2, graph.backbone.transformer.hidden_size)}
+    return {**_patch_shapes(graph), **_convolution_shapes(graph.encoders[1]), **ends}
+
+
+def _write_processor(graph: ModelGraph) -> dict[str, Any]:
+    """Return the description of both image and sound processing, without the key that means something else in each."""
+    both = {**write_image_processor(graph), **write_feature_extractor(graph)}
+    return {key: value for key, value in both.items() if key != "do_normalize"}
+
+
+def _omni(name: str, *, is_alone: bool = False) -> Architecture:
+    return Architecture(
+        name,
+        _read_thinker,
+        _write_thinker if is_alone else None,
+        (
+            OMNI_VISION.names.inside(_VISION, _MERGER),
+            _audio_names("ln_post", f"{_AUDIO}proj"),
+            decoder_names(),
+        ),
+        is_unused=lambda key, graph: key.endswith(_ENDS_OF_SOUND) or key.startswith(("talker.", "token2wav.")),
+        spellings=_OMNI_SPELLINGS,
+        to_processor=_write_processor,
+        shapes=_thinker_shapes,
+        placeholders=_OMNI_TOKENS,
+    )
+
+
+QWEN = (
+    _vision_language("Qwen2VLForConditionalGeneration", "qwen2_vl", QWEN2_VL, size_key="hidden_size"),
+    _vision_language("Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", QWEN2_5_VL),
+    _vision_language(
+        "Qwen3VLForConditionalGeneration",
+        "qwen3_vl",
+        QWEN3_VL,
+        merger=_DEEPSTACK_MERGERS,
+        text={"defaults": _QWEN3_DEFAULTS, "family": "qwen3", "sections": (24, 20, 20), "is_tied": False},
+        llm_fields={"has_interleaved_sections": True},
+        written_spelling=_INSIDE,
+    ),
+)
+"""Those with images."""
+QWEN2_AUDIO = Architecture(
+    "Qwen2AudioForConditionalGeneration",
+    _read_qwen2_audio,
+    _write_qwen2_audio,
+    (_audio_names("layer_norm", "multi_modal_projector.linear"), decoder_names("language_model.")),
+    spellings=((), _QWEN2_AUDIO_SPELLING),
+    tied_copies=(),
+    to_processor=write_feature_extractor,
+    shapes=lambda graph: _convolution_shapes(graph.encoders[0]),
+    placeholders={"audio": "audio_token_index"},
+)
+QWEN2_5_OMNI = (
+    _omni("Qwen2_5OmniThinkerForConditionalGeneration", is_alone=True),
+    _omni("Qwen2_5OmniForConditionalGeneration"),
+    _omni("Qwen2_5OmniModel"),
+)
+"""The thinker alone, and in a folder with the talker."""
