@@ -52,10 +52,11 @@ class AssignedLoads:
         return UnitRoutes.of(routes, count, unit)
 
     def num_conditions(self, unit: str, generator: str) -> Integers:
-        """Rows that the LLM hands to a generator on each of its routes: one for each image that the generator makes."""
+        """Rows that the LLM hands to a generator on each of its routes: equally many for each image that the generator makes."""
         lengths, routes = self._lengths, self.routes_from(unit)
         images = np.bincount(lengths.sample_of_item[lengths.items_of(generator)], minlength=len(lengths))
-        return row_sums(routes.atom_starts, images[np.searchsorted(lengths.sample_ids, routes.sample_ids)])
+        num_images = row_sums(routes.atom_starts, images[np.searchsorted(lengths.sample_ids, routes.sample_ids)])
+        return num_images * self.shape.graph.unit(generator).num_conditions
 
     def computed(self, unit: str, *, of_subsets: bool = False) -> Sequence[ComputedLoad]:
         """The loads that determine the seconds of microbatches, or of sample subsets."""
@@ -126,7 +127,7 @@ class AssignedLoads:
             return num_tokens * (len(self.shape.graph.upstream(unit)) if described.join == "features" else 1)
         if described.role is not Role.BACKBONE:
             loads = self.of_microbatches(unit)
-            is_given = bool(self.shape.graph.conditions(unit))
+            is_given = self.shape.graph.takes_tokens(unit)
             return np.asarray(loads.num_tokens - loads.num_outputs, np.int64) * is_given
         rows = row_sums(lengths.item_starts, lengths.num_llm_tokens)
         return row_sums(placed.atom_starts, rows[np.searchsorted(lengths.sample_ids, placed.sample_ids)])

@@ -11,6 +11,7 @@ from multimodal.attention.device_values import map_tensors
 from multimodal.attention.packed_lengths import ItemSpan, PackedLengths
 from multimodal.attention.windows import Windows, order_by_window
 from multimodal.cost.token_shares import RankShare, WholeItemShares
+from multimodal.model.inputs.noise_paths import NoisePath
 from multimodal.values.model_graph import Unit
 
 
@@ -31,6 +32,8 @@ class PackedInput:
     patches: Tensor | None = None
     """[num_tokens, patch_channels]: the input of an encoder's first stage, or the target of a generator's last stage (for
     `target_rows` if these are given)."""
+    path: NoisePath | None = None
+    """For generators that learn a flow."""
     token_ids: Tensor | None = None
     """[num_tokens]; for the LLM only."""
     items: tuple[ItemSpan, ...] = ()
@@ -50,7 +53,7 @@ class PackedInput:
     target_weights: Tensor | None = None
     """[num_targets], float64; None: all 1. For the LLM only."""
     generator_rows: Tensor | None = None
-    """[num_generated_items]: rows whose hidden states generators receive; for the LLM's last stage, if there are any."""
+    """[num_conditions]: rows whose hidden states generators receive; for the LLM's last stage, if there are any."""
     condition_rows: Tensor | None = None
     """[num_tokens]: the received row that each token is made from; for a generator's first stage."""
     window_order: Tensor | None = None
@@ -182,6 +185,8 @@ def share_input(batch: PackedInput, share: RankShare) -> PackedInput:
         for name in ("targets", "target_weights", "patches"):
             rows = getattr(batch, name)
             parts[name] = None if rows is None else rows[is_held]
+    if batch.path is not None:
+        parts["path"] = batch.path.of_tokens(at, at if batch.target_rows is None else is_held)
     if batch.condition_rows is not None:
         taken, parts["condition_rows"] = torch.unique(batch.condition_rows[at], return_inverse=True)
         if batch.item_sources is not None:

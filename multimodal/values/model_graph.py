@@ -103,10 +103,15 @@ class ModelGraph:
         """Encoders whose outputs a generator takes beside the LLM's hidden states."""
         return tuple(name for name in self.upstream(generator) if self.unit(name).role is Role.ENCODER)
 
+    def takes_tokens(self, generator: str) -> bool:
+        """True if tokens of encoders, or some of the LLM, stand before the patches that a generator makes."""
+        return bool(self.conditions(generator)) or self.unit(generator).num_conditions > 1
+
     @property
     def passes_items_on(self) -> bool:
-        """True if encoders feed units other than the LLM, so that an item has lengths in several units."""
-        return any(self.unit(source).role is Role.ENCODER and target != self.backbone.name for source, target in self.edges)
+        """True if items have lengths in several units: encoders feed others than the LLM, or tokens stand before what is made."""
+        is_passed = any(self.unit(source).role is Role.ENCODER and target != self.backbone.name for source, target in self.edges)
+        return is_passed or any(self.takes_tokens(unit.name) for unit in self.generators)
 
     def num_carried(self, name: str, layer: int) -> int:
         """Return the number of hidden states that are carried beside the output of a unit's layer (deepstack).

@@ -27,6 +27,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.data.packing import pack_encoder_microbatch
 from multimodal.data.sample_source import SampleSource
 from multimodal.model.adapter import UP, is_new_rows
+from multimodal.model.inputs.noise_paths import draw_path
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import ParameterSharding, full_shape, take_shard
 from multimodal.model.stage_input import PackedInput, stack_items
@@ -141,7 +142,7 @@ def build_session(case: GradientCase, *, optimizer: OptimizerConfig | None = Non
     with whole_weights(session):
         for (unit, _), stage in session.stages.items():
             for name, parameter in stage.named_parameters():
-                if parameter.dim() == 1 or name.endswith(UP) or is_new_rows(name):
+                if parameter.dim() == 1 or name.endswith((UP, "modulation.weight")) or is_new_rows(name):
                     _randomize(parameter, f"{unit}.{name}", sharding_of(stage.unit, name), stage)
     session.zero_gradients()
     return session
@@ -200,6 +201,7 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
             shards_weights=case.shards_weights,
             costs_of=predictor.costs if predictor is not None else None,
             build=build_options(case),
+            seed=SEED,
         ),
     )
     return step.packed()
@@ -311,7 +313,7 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
     for item, start, length in text.item_starts:
         unit = lengths.items[item].unit
         if case.graph.unit(unit).role is Role.GENERATOR:
-            generated.append((unit, start, _image_input(case, index, item, unit), len(encoded)))
+            generated.append((unit, start, item, len(encoded)))
             continue
         unit, output = _encode(case, stages, index, item)
         embeddings.append(output)
@@ -331,20 +333,42 @@ def _sample_losses(case: GradientCase, stages: Mapping[str, UnitStage], index: i
         items=tuple(items),
         target_rows=target_rows,
         targets=torch.from_numpy(text.labels)[target_rows],
-        generator_rows=torch.tensor([start for _, start, _, _ in generated]) if generated else None,
+        generator_rows=torch.tensor([row for unit, start, _, _ in generated for row in _condition_rows(case, unit, start)])
+        if generated
+        else None,
     )
     backbone = case.graph.backbone.name
     output = stages[backbone](None, batch, stack_items(embeddings))
     losses = {backbone: output.loss_sum}
-    for row, (unit, _, image, num_before) in enumerate(generated):
-        sources = case.graph.upstream(unit)
+    row = 0
+    for unit, _, item, num_before in generated:
+        sources, described = case.graph.upstream(unit), case.graph.unit(unit)
+        told = output.conditions[row : row + described.num_conditions]
+        row += described.num_conditions
         given = [(sources.index(name), tokens) for name, tokens in encoded[:num_before] if name in sources]
+        given.append((sources.index(backbone), told[:-1]))
+        image = _image_input(case, index, item, unit)
         made = replace(image, condition_rows=torch.zeros(image.num_tokens, dtype=torch.long))
-        conditions = stack_items([output.conditions[row : row + 1], *(tokens for _, tokens in given)])
-        if len(sources) > 1:
+        conditions = stack_items([told[-1:], *(tokens for _, tokens in given)])
+        if case.graph.takes_tokens(unit):
             made = _beside(made, [(source, len(tokens)) for source, tokens in given], llm=sources.index(backbone))
+        if described.flow is not None:
+            path = draw_path(
+                [Atom(index, item)],
+                described.flow,
+                num_tokens=made.lengths,
+                num_patches=image.lengths,
+                num_values=image.patches.shape[1],
+                seed=SEED,
+            )
+            made = replace(made, path=path)
         losses[unit] = losses.get(unit, 0.0) + stages[unit](None, made, conditions).loss_sum
     return losses
+
+
+def _condition_rows(case: GradientCase, unit: str, start: int) -> list[int]:
+    """The LLM's tokens that condition an item: the last ones up to the one that opens it, or the first of all."""
+    return [max(0, start - back) for back in reversed(range(case.graph.unit(unit).num_conditions))]
 
 
 def _beside(made: PackedInput, given: list[tuple[int, int]], *, llm: int) -> PackedInput:

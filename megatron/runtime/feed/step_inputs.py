@@ -15,13 +15,14 @@ from multimodal.balance.batch_work import list_items
 from multimodal.data.index.item_reader import expect_items
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.data.sample_source import SampleSource
+from multimodal.model.inputs.noise_paths import draw_path
 from multimodal.model.inputs.prepared_input import prepare_input
 from multimodal.model.layers.layer_kind import InputContext
 from multimodal.model.stage_input import PackedInput, share_input
 from multimodal.model.transformer_config import BuildOptions
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace
 from multimodal.values.model_graph import ModelGraph, Role, Unit
-from multimodal.values.parts.item_passes import first_joined_token, list_conditions
+from multimodal.values.parts.item_passes import condition_tokens, first_joined_token, list_conditions
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -33,6 +34,7 @@ def load_inputs(
     rank: int,
     source_index: Mapping[int, int],
     options: BuildOptions | None = None,
+    seed: int = 0,
 ) -> tuple[dict[MicrobatchPlace, tuple[PackedInput, ...]], dict[MicrobatchPlace, tuple[int, ...]]]:
     """Load and pack every microbatch that passes through this rank, with pixels only if they are needed (`item_ranks`).
 
@@ -40,7 +42,7 @@ def load_inputs(
     subset. If a unit spreads tokens over ranks (`Step.placement`), all its ranks read the whole, and keep theirs.
 
     source_index: sample id -> index in `source`; options: of the run's stages, for which masks and other derived values are
-    prepared; None: stages derive them when they run.
+    prepared; None: stages derive them when they run. seed: of the noise from which generators learn.
     Raises DataError if an item cannot be decoded, or a sample's lengths do not say where its items begin.
     """
 
@@ -76,7 +78,7 @@ def load_inputs(
                         for part, atoms in (enumerate(subsets) if place in step.cuts.num_subsets else ((WHOLE, subsets[0]),))
                     )
                 elif unit.role is Role.GENERATOR:
-                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items)
+                    whole = _generator_input(source, unit, place, step, source_index, with_pixels=has_items, seed=seed)
                     inputs[place] = (own(whole, place),)
                 else:
                     step.placement.check_starts(place, source=source, source_index=source_index)
@@ -89,13 +91,16 @@ def load_inputs(
 def item_ranks(graph: ModelGraph, plan: Plan, unit: str, replica: int) -> tuple[int, ...]:
     """Return the ranks that need the pixels or sound of a replica's items.
 
-    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them; and no rank of the
-    backbone, or of an encoder that takes what others give.
+    That is an encoder's first stage, which takes them, and a generator's last one, which is to make them, as well as its first if
+    that adds noise to them; and no rank of the backbone, or of an encoder that takes what others give.
     """
     described = graph.unit(unit)
     if described.role is Role.BACKBONE or described.join is not None:
         return ()
-    return plan.units[unit].replicas[replica].virtual_stages[0 if described.role is Role.ENCODER else -1].ranks
+    stages = plan.units[unit].replicas[replica].virtual_stages
+    if described.role is Role.ENCODER:
+        return stages[0].ranks
+    return tuple(dict.fromkeys((*(stages[0].ranks if described.flow is not None else ()), *stages[-1].ranks)))
 
 
 def _needed_items(
@@ -172,18 +177,25 @@ def _generator_input(
     source_index: Mapping[int, int],
     *,
     with_pixels: bool,
+    seed: int,
 ) -> PackedInput:
-    """Make every image of the microbatch's samples a sequence; the LLM hands over a row for each, by route."""
+    """Make every image of the microbatch's samples a sequence; the LLM hands over rows for each, by route."""
     items_of = partial(_items_of, unit=unit.name, source=source, source_index=source_index)
     items = items_of(step.assignment.atoms(place))
     packed = _encoder_input(source, unit, items, source_index, with_pixels=with_pixels)
-    if step.graph.conditions(unit.name):
+    num_patches, num_values = packed.lengths, None if packed.patches is None else packed.patches.shape[1]
+    if step.graph.takes_tokens(unit.name):
         lengths = {sample: source.lengths(source_index[sample]) for sample, _ in step.assignment.atoms(place)}
-        return _put_conditions_before(packed, items, place, step, lengths=lengths)
-    handed_over = [item for route in step.routes.to_target[place] for item in items_of(route.atoms)]
-    row_of_item = {item: row for row, item in enumerate(handed_over)}
-    rows = torch.tensor([row_of_item[item] for item in items])
-    return dataclasses.replace(packed, condition_rows=torch.repeat_interleave(rows, torch.tensor(packed.lengths)))
+        packed = _put_conditions_before(packed, items, place, step, lengths=lengths)
+    else:
+        handed_over = [item for route in step.routes.to_target[place] for item in items_of(route.atoms)]
+        row_of_item = {item: row for row, item in enumerate(handed_over)}
+        rows = torch.tensor([row_of_item[item] for item in items])
+        packed = dataclasses.replace(packed, condition_rows=torch.repeat_interleave(rows, torch.tensor(packed.lengths)))
+    if unit.flow is None:
+        return packed
+    path = draw_path(items, unit.flow, num_tokens=packed.lengths, num_patches=num_patches, num_values=num_values, seed=seed)
+    return dataclasses.replace(packed, path=path)
 
 
 def _put_conditions_before(
@@ -192,15 +204,16 @@ def _put_conditions_before(
     """Return a generator's input with the tokens of the items before each image in front of its patches.
 
     packed: the patches of all images of a microbatch; lengths: of its samples. An item's tokens have positions on a line of their
-    own: rows count down from -1, item by item.
+    own: rows count down from -1, item by item, and then for the LLM's tokens.
     """
     first_row, sources = _rows_handed_over(place, step, lengths)
     rows, positions, is_patch, counts = [], [], [], []
     for image, patches in zip(images, packed.positions.split(packed.lengths), strict=True):
         before = lengths[image.sample_id].items[: image.item_index]
-        given = list(list_conditions(step.graph, place.unit, before))
+        num_before = step.graph.unit(place.unit).num_conditions - 1
+        given = [*list_conditions(step.graph, place.unit, before), (image.item_index, num_before)]
         rows += [first_row[Atom(image.sample_id, index)] + torch.arange(count) for index, count in given]
-        rows.append(torch.full((len(patches),), first_row[image]))
+        rows.append(torch.full((len(patches),), first_row[image] + num_before))
         places = [torch.stack((torch.full((count,), -1 - line), torch.arange(count)), 1) for line, (_, count) in enumerate(given)]
         positions += [*places, patches]
         num_given = sum(count for _, count in given)
@@ -221,12 +234,13 @@ def _rows_handed_over(
 ) -> tuple[dict[Atom, int], torch.Tensor]:
     """Return the first row of every item among the received ones, route by route, and the source unit of each row."""
     graph, first_row, sources = step.graph, dict[Atom, int](), list[int]()
+    num_conditions = graph.unit(place.unit).num_conditions
     for route in step.routes.to_target[place]:
         number = graph.upstream(place.unit).index(route.source.unit)
-        is_llm = route.source.unit == graph.backbone.name  # one row for each image
+        is_llm = route.source.unit == graph.backbone.name
         for atom in list_items(route.atoms, unit=place.unit, lengths_by_sample=lengths) if is_llm else route.atoms:
             first_row[atom] = len(sources)
-            sources += [number] * (1 if is_llm else lengths[atom.sample_id].items[atom.item_index].num_output_tokens)
+            sources += [number] * (num_conditions if is_llm else lengths[atom.sample_id].items[atom.item_index].num_output_tokens)
     return first_row, torch.tensor(sources, dtype=torch.int64)
 
 
@@ -263,12 +277,13 @@ def _language_input(
         for atom in route.atoms
     ]
     target_rows = packed.is_target.nonzero()[:, 0]
-    generators = {unit.name for unit in step.graph.generators}
+    num_conditions = {unit.name: unit.num_conditions for unit in step.graph.generators}
     generator_rows = [
-        packed.item_spans[Atom(sample_id, index)][0]
-        for sample_id in (packed.sample_ids if generators else ())
+        first + token
+        for sample_id, first in zip(packed.sample_ids if num_conditions else (), packed.cu_seqlens.tolist(), strict=False)
         for index, item in enumerate(source.lengths(source_index[sample_id]).items)
-        if item.unit in generators
+        if item.unit in num_conditions
+        for token in condition_tokens(packed.item_spans[Atom(sample_id, index)][0] - first, num_conditions[item.unit])
     ]
     sample_of_row = torch.repeat_interleave(*torch.tensor((packed.sample_ids, lengths), dtype=torch.int64))
     samples = tuple(sample_of_row[target_rows].tolist())

@@ -65,6 +65,8 @@ class StepOptions:
     """Called if schedules need costs."""
     build: BuildOptions | None = None
     """Build options of the run's stages; see `load_inputs`."""
+    seed: int = 0
+    """The seed of the noise from which generators learn."""
 
 
 class StepPlanner(torch.utils.data.Dataset[Step]):
@@ -155,7 +157,9 @@ def plan_step(
     step = step.changed(route_rows=step.placement.rows_of_routes(plan, rank=rank))
     if options.is_emulated:
         return with_emulated_inputs(step, rank=rank)
-    inputs, target_samples = load_inputs(source, step, rank=rank, source_index=source_index, options=options.build)
+    inputs, target_samples = load_inputs(
+        source, step, rank=rank, source_index=source_index, options=options.build, seed=options.seed
+    )
     return step.changed(inputs=inputs, target_samples=target_samples)
 
 

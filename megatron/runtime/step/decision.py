@@ -141,14 +141,14 @@ class StepDecision:
     def output_of(self, unit: str, atom: Atom, target: str | None = None) -> tuple["OutputPiece", ...]:
         """Return the output of an atom in its unit, in order; target: only the part that this unit consumes.
 
-        An encoder's item has its tokens as output. The LLM has one row, its hidden state, for each item that a generator makes
-        for the sample.
+        An encoder's item has its tokens as output. The LLM has the hidden states of `Unit.num_conditions` tokens for each item
+        that a generator makes for the sample.
         """
         items = self.lengths[atom.sample_id].items
         if self.graph.unit(unit).role is Role.ENCODER:
             return (OutputPiece(atom, items[atom.item_index].inside(unit).num_output_tokens),)
         return tuple(
-            OutputPiece(Atom(atom.sample_id, index), 1)
+            OutputPiece(Atom(atom.sample_id, index), self.graph.unit(item.unit).num_conditions)
             for index, item in enumerate(items)
             if (item.unit == target if target else item.unit in self._generators)
         )

@@ -5,7 +5,7 @@ All of it follows from lengths, which every rank knows, so no communication is n
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from multimodal.model.layers.transformer import mask_rule_of
 from multimodal.values.assignment import Atom, Microbatch, MicrobatchPlace, Route
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import Role
-from multimodal.values.parts.item_passes import first_joined_token, list_conditions
+from multimodal.values.parts.item_passes import condition_tokens, first_joined_token, list_conditions
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths
 
@@ -184,7 +184,7 @@ class TokenPlacement:
         return rows, tokens
 
     def _made_of(self, piece: OutputPiece, unit: str, first_token: Mapping[Atom, int]) -> Iterator[tuple[Rows, Rows]]:
-        """Yield rows of a piece and a generator's tokens made of them: one token per row, or all patches for the LLM's row."""
+        """Yield rows of a piece and a generator's tokens made of them: one per row, and all patches for the LLM's last row."""
         sample_id, given = piece.item
         items = self._step.lengths[sample_id].items
         for made, item in enumerate(items):
@@ -195,8 +195,15 @@ class TokenPlacement:
                 if index == given:
                     yield np.arange(count), start + np.arange(count)
                 start += count
+            num_before = self._step.graph.unit(unit).num_conditions - 1
             if made == given:
-                yield np.zeros(item.num_tokens, dtype=np.int64), start + np.arange(item.num_tokens)
+                rows = np.minimum(np.arange(num_before + item.num_tokens), num_before)
+                yield rows, start + np.arange(len(rows))
+
+    def _conditions_behind(self, piece: OutputPiece) -> Rows:
+        """Return the LLM's tokens that condition an item, counted from the one that opens it, which is the last."""
+        start = self._step.lengths[piece.item.sample_id].starts[piece.item.item_index]
+        return np.array([token - start for token in condition_tokens(start, piece.num_rows)], dtype=np.int64)
 
     def _is_backbone(self, place: MicrobatchPlace) -> bool:
         return self._step.graph.unit(place.unit).role is Role.BACKBONE
@@ -213,7 +220,7 @@ class TokenPlacement:
         first_token = self._first_tokens(place, part)
         if self._is_backbone(place):
             pieces = [piece for atom in atoms for piece in self._step.output_of(place.unit, atom)]
-            tokens = [np.array([first_token[piece.item]]) for piece in pieces]
+            tokens: list[Any] = [first_token[piece.item] + self._conditions_behind(piece) for piece in pieces]
         else:
             tokens = [first_token[atom] + _first_of_merged(self._item(place.unit, atom)) for atom in atoms]
         return shares.owner_of_token[np.concatenate(tokens)] if tokens else np.empty(0, dtype=np.int64)

@@ -78,6 +78,7 @@ def _planner(run: Run, source: SampleSource, *, batches: GlobalBatches, forward_
         options=StepOptions(
             schedules=run.session.schedules(forward_only=forward_only),
             rank=run.world.rank,
+            seed=training.seed,
             is_emulated=run.emulation is not None,
             shards_weights=run.config.parallelism.shards_weights,
             sharing=ContextSharing(

@@ -16,8 +16,9 @@ class GeneratorProjectorLayer(Layer):
 
     @property
     def num_weights(self) -> int:
-        """The LLM's hidden size times the generator's, for each unit that feeds it."""
-        return self._num_sources * self.graph.backbone.transformer.hidden_size * self.unit.transformer.hidden_size
+        """The LLM's hidden size times the generator's, for each unit that feeds it; and the map of noisy patches."""
+        hidden = self.unit.transformer.hidden_size
+        return self._num_sources * self.graph.backbone.transformer.hidden_size * hidden + self._num_path_weights
 
     @property
     def num_vector_entries(self) -> int:
@@ -25,16 +26,22 @@ class GeneratorProjectorLayer(Layer):
         return self._num_sources * self.unit.transformer.hidden_size
 
     @property
+    def _num_path_weights(self) -> int:
+        return 0 if self.unit.flow is None else self.unit.transformer.hidden_size * self.input_values
+
+    @property
     def _num_sources(self) -> int:
         return len(self.graph.upstream(self.unit.name))
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
-        """Every row is multiplied with the weights of the unit that it comes from."""
-        return LayerFlops(2.0 * self._num_counted(load) * self.num_weights / self._num_sources)
+        """Every row is multiplied with the weights of the unit that it comes from, every patch with those of noisy patches."""
+        per_row = (self.num_weights - self._num_path_weights) / self._num_sources
+        return LayerFlops(2.0 * (self._num_counted(load) * per_row + load.num_outputs * self._num_path_weights))
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
-        """Nothing is counted: the index of each patch's image takes a few bytes."""
-        return ActivationBytes()
+        """Nothing but noisy patches is counted: the index of each patch's image takes a few bytes."""
+        is_kept = self.unit.flow is not None and case.need.trains_weights
+        return ActivationBytes(replicated=1.0 * case.bytes_per_element * load.num_outputs * self.input_values * is_kept)
 
 
 class GeneratorHeadLayer(Layer):

@@ -17,6 +17,7 @@ from multimodal.cost.layers.encoder_ends import (
 )
 from multimodal.cost.layers.generator_ends import GeneratorHeadLayer, GeneratorProjectorLayer
 from multimodal.cost.layers.layer import Layer
+from multimodal.cost.layers.modulated_transformer import ModulatedTransformerLayer
 from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
 from multimodal.cost.layers.opaque import OpaqueLayer
 from multimodal.cost.layers.query_projector import QueryProjectorLayer
@@ -43,6 +44,7 @@ LAYER_KINDS: dict[str, type[Layer]] = {
     "sliding_transformer": SlidingTransformerLayer,
     "moe_transformer": MoeTransformerLayer,
     "sliding_moe_transformer": SlidingMoeTransformerLayer,
+    "modulated_transformer": ModulatedTransformerLayer,
     "opaque": OpaqueLayer,
     "projector": ProjectorLayer,
     "linear_projector": LinearProjectorLayer,

@@ -154,7 +154,7 @@ class LanguageHead(torch.nn.Module):
         """Compute the targets' losses, and the hidden states that generators receive.
 
         hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets];
-        target_weights: [num_targets], None: all 1; generator_rows: [num_generated_items], rows whose normalised hidden states
+        target_weights: [num_targets], None: all 1; generator_rows: [num_conditions], rows whose normalised hidden states
         generators receive.
         """
         hidden = self.norm(hidden)

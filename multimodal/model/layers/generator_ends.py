@@ -10,9 +10,11 @@ from torch.nn import Module
 
 from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
+from multimodal.model.inputs.noise_paths import NoisePath
 from multimodal.model.inputs.pixels import normalised_patches
 from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKind, StagePass
 from multimodal.model.norm import Norm
+from multimodal.model.stage_input import PackedInput
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.transformer_config import Precision
 from multimodal.values.model_graph import ImageInput
@@ -33,6 +35,25 @@ class ConditionProjector(torch.nn.Module):
         return deferrable_linear(conditions[:, : self.condition_size].to(self.weight.dtype), self.weight, self.bias)
 
 
+class NoisyPatches(torch.nn.Module):
+    """A linear map of (1 - t) data + t noise, the same on every tensor parallel rank."""
+
+    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision, image: ImageInput | None) -> None:
+        super().__init__()
+        device, dtype = torch.cuda.current_device(), precision.params_dtype
+        self.image, self.wide = image, precision.rotary_dtype
+        self.weight = torch.nn.Parameter(torch.empty(hidden_size, patch_channels, device=device, dtype=dtype))
+
+    def forward(self, hidden: Tensor, batch: PackedInput) -> Tensor:
+        """Return hidden states, [num_tokens, hidden_size], with the noisy patches added at their rows."""
+        assert batch.patches is not None and batch.path is not None and batch.path.noise is not None
+        data = normalised_patches(batch.patches, self.image).to(self.wide)
+        rows = torch.arange(len(data), device=data.device) if batch.target_rows is None else batch.target_rows
+        times = batch.path.times.to(self.wide).index_select(0, batch.path.items.index_select(0, rows))
+        noisy = torch.lerp(data, batch.path.noise.to(self.wide), times[:, None])
+        return hidden.index_add(0, rows, deferrable_linear(noisy.to(hidden.dtype), self.weight, None))
+
+
 class GeneratorProjector(ConditionProjector):
     """A linear map of the LLM's hidden state, and one of each encoder's outputs, plus fixed features of the position.
 
@@ -41,28 +62,45 @@ class GeneratorProjector(ConditionProjector):
     """
 
     def __init__(
-        self, *, condition_size: int, hidden_size: int, rotary_base: float, precision: Precision, sources: tuple[str, ...] = ("",)
+        self,
+        *,
+        condition_size: int,
+        hidden_size: int,
+        rotary_base: float,
+        precision: Precision,
+        sources: tuple[str, ...] = ("",),
+        noisy: NoisyPatches | None = None,
     ) -> None:
-        """sources: the units that feed this one, in the order of the model's edges; the empty name stands for the LLM."""
+        """Build the maps.
+
+        noisy: what adds noisy patches, where a flow is learnt; sources: the units that feed this one, in the order of the model's
+        edges; the empty name stands for the LLM.
+        """
         super().__init__(condition_size=condition_size, hidden_size=hidden_size, precision=precision)
         self.rotary_base, self.feature_dtype, self.sources = rotary_base, precision.rotary_dtype, sources
+        self.noisy = noisy
         sizes: dict[str, Any] = {"condition_size": condition_size, "hidden_size": hidden_size, "precision": precision}
         self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(**sizes) for name in sources if name})
 
-    def forward(
-        self, conditions: Tensor, condition_rows: Tensor, positions: Tensor, condition_sources: Tensor | None = None
-    ) -> Tensor:
-        """Spread every image's condition over its patches, and put the encoders' tokens before them.
+    def forward(self, conditions: Tensor, batch: PackedInput) -> Tensor:
+        """Spread every image's condition over its patches, and put the tokens of encoders and of the LLM before them.
 
-        conditions: [num_conditions, condition_size], the LLM's hidden states and encoders' tokens; condition_rows: [num_tokens],
-        the condition that each token is made from; positions: [num_tokens, 2], row and column of each patch; condition_sources:
-        [num_conditions], the index in `sources` of each; None: all come from the LLM.
+        conditions: [num_conditions, condition_size], the LLM's hidden states and encoders' tokens; batch: `condition_rows`,
+        `positions`, and `item_sources`, the index in `sources` of each condition (None: all come from the LLM).
 
         Returns [num_tokens, 1, hidden_size], the same on every tensor parallel rank.
         """
-        projected = self.project(conditions) if condition_sources is None else self._project_all(conditions, condition_sources)
-        features = position_features(positions, hidden_size=projected.shape[-1], base=self.rotary_base, dtype=self.feature_dtype)
-        return (projected.index_select(0, condition_rows) + features.to(projected.dtype))[:, None]
+        assert batch.condition_rows is not None
+        sources = batch.item_sources
+        projected = self.project(conditions) if sources is None else self._project_all(conditions, sources)
+        width, dtype = projected.shape[-1], self.feature_dtype
+        features = position_features(batch.positions, hidden_size=width, base=self.rotary_base, dtype=dtype).to(projected.dtype)
+        spread = projected.index_select(0, batch.condition_rows)
+        if self.noisy is None or batch.path is None:
+            return (spread + features)[:, None]
+        told = batch.path.is_told.to(spread.dtype).index_select(0, batch.path.items)
+        hidden: Tensor = self.noisy(torch.addcmul(features, spread, told[:, None]), batch)
+        return hidden[:, None]
 
     def _project_all(self, conditions: Tensor, sources: Tensor) -> Tensor:
         """Apply every map to all rows and select its own: finding those first would make the host wait for the device."""
@@ -101,18 +139,26 @@ class GeneratorProjectorKind(LayerKind):
             hidden_size=context.config.hidden_size,
             rotary_base=context.unit.transformer.rotary_base,
             precision=context.options.precision,
+            noisy=NoisyPatches(
+                patch_channels=context.patch_channels,
+                hidden_size=context.config.hidden_size,
+                precision=context.options.precision,
+                image=context.unit.image,
+            )
+            if context.unit.flow is not None
+            else None,
         )
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Spread the conditions over all patches."""
-        batch = given.batch
-        projected: Tensor = layer(given.item_embeddings, batch.condition_rows, batch.positions, batch.item_sources)
+        projected: Tensor = layer(given.item_embeddings, given.batch)
         return projected
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return one condition for each image."""
         rows = torch.arange(num_sequences, device=torch.cuda.current_device()).repeat_interleave(num_tokens // num_sequences)
-        return {"condition_rows": rows}, context.random(num_sequences, context.condition_size).requires_grad_()
+        given = context.random(num_sequences, context.condition_size).requires_grad_()
+        return {"condition_rows": rows, **random_path(context, num_tokens, num_sequences)}, given
 
 
 class GeneratorHead(torch.nn.Module):
@@ -132,8 +178,8 @@ class GeneratorHead(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.empty(patch_channels, config.hidden_size, device=device, dtype=dtype))
         self.bias = torch.nn.Parameter(torch.empty(patch_channels, device=device, dtype=dtype))
 
-    def forward(self, hidden: Tensor, *, patches: Tensor, rows: Tensor | None = None) -> HeadOutput:
-        """Predict the patches and compute the loss.
+    def forward(self, hidden: Tensor, *, patches: Tensor, rows: Tensor | None = None, noise: Tensor | None = None) -> HeadOutput:
+        """Predict the patches, or noise - patches if `noise` is given, and compute the loss.
 
         hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_patches, patch_channels],
         the target image, bytes or any float dtype; rows: [num_patches], the tokens of the patches; None: all tokens.
@@ -144,7 +190,8 @@ class GeneratorHead(torch.nn.Module):
         hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
         predicted = deferrable_linear(hidden, self.weight, self.bias)
         wide = predicted if predicted.dtype == torch.float64 else predicted.float()
-        loss_sum = (wide - normalised_patches(patches, self.image)).square().sum()
+        data = normalised_patches(patches, self.image)
+        loss_sum = (wide - (data if noise is None else noise.to(wide.dtype) - data)).square().sum()
         return HeadOutput(loss_sum, None, predicted=None if self.training else wide.detach())
 
 
@@ -161,9 +208,22 @@ class GeneratorHeadKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
         """Predict all patches."""
-        output: HeadOutput = layer(hidden, patches=given.batch.patches, rows=given.batch.target_rows)
+        batch = given.batch
+        noise = None if batch.path is None else batch.path.noise
+        output: HeadOutput = layer(hidden, patches=batch.patches, rows=batch.target_rows, noise=noise)
         return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return target patches."""
-        return {"patches": context.random(num_tokens, context.patch_channels)}, None
+        patches = context.random(num_tokens, context.patch_channels)
+        return {"patches": patches, **random_path(context, num_tokens, num_sequences)}, None
+
+
+def random_path(context: LayerContext, num_tokens: int, num_sequences: int) -> dict[str, Any]:
+    """Return random values of PackedInput that generators read which learn a flow; none for others."""
+    if context.unit.flow is None:
+        return {}
+    patches = context.random(num_tokens, context.patch_channels)
+    items = torch.arange(num_sequences, device=patches.device).repeat_interleave(num_tokens // num_sequences)
+    times = context.random(num_sequences).float().sigmoid()
+    return {"patches": patches, "path": NoisePath(times, torch.ones_like(times), items, torch.randn_like(patches))}

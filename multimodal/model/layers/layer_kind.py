@@ -107,7 +107,7 @@ class HeadOutput(NamedTuple):
     is_correct: Tensor | None
     """[num_targets]: True if greedy decoding picks the target; LLM only, and only outside of training."""
     conditions: Tensor | None = None
-    """[num_generated_items, hidden_size], for generators; LLM only, None where there is nothing to generate."""
+    """[num_conditions, hidden_size], for generators; LLM only, None where there is nothing to generate."""
     predicted: Tensor | None = None
     """[num_patches, patch_channels] of a generator, or [num_targets, vocab_size] logits of an LLM; only outside of training."""
 

@@ -11,6 +11,7 @@ from multimodal.model.layers.embeddings.patches import (
 from multimodal.model.layers.embeddings.spectrograms import AudioEmbeddingKind
 from multimodal.model.layers.generator_ends import GeneratorHeadKind, GeneratorProjectorKind
 from multimodal.model.layers.layer_kind import LayerKind
+from multimodal.model.layers.modulated_transformer import ModulatedTransformerKind
 from multimodal.model.layers.moe_transformer import MoeTransformerKind
 from multimodal.model.layers.opaque import OpaqueKind
 from multimodal.model.layers.projectors.mlp import LinearProjectorKind, MergedTokensKind, ProjectorKind
@@ -36,6 +37,7 @@ LAYER_KINDS: dict[str, LayerKind] = {
     "sliding_transformer": SlidingTransformerKind(),
     "moe_transformer": MoeTransformerKind(),
     "sliding_moe_transformer": SlidingMoeTransformerKind(),
+    "modulated_transformer": ModulatedTransformerKind(),
     "opaque": OpaqueKind(),
     "projector": ProjectorKind(),
     "linear_projector": LinearProjectorKind(),

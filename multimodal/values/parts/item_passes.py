@@ -10,11 +10,13 @@ from multimodal.values.sample_lengths import ItemLengths
 def pass_items(graph: ModelGraph, items: Sequence[ItemLengths]) -> tuple[ItemLengths, ...]:
     """Return the lengths of a sample's items in every unit that they pass through; arguments and errors as of `pass_item`.
 
-    A generator makes its items under the condition of tokens that encoders give it: those of the items before each.
+    A generator makes its items under the condition of tokens that encoders give it, those of the items before each, and of the
+    LLM's last tokens; the last one of these is added to all patches.
     """
     passed: list[ItemLengths] = []
     for item in items:
-        num_tokens = item.num_tokens + sum(count for _, count in list_conditions(graph, item.unit, passed))
+        num_given = sum(count for _, count in list_conditions(graph, item.unit, passed))
+        num_tokens = item.num_tokens + num_given + graph.unit(item.unit).num_conditions - 1
         passes = (ItemLengths(item.unit, num_tokens, item.num_tokens),)
         passed.append(item._replace(passes=passes) if num_tokens > item.num_tokens else pass_item(graph, item))
     return tuple(passed)
@@ -24,6 +26,14 @@ def list_conditions(graph: ModelGraph, generator: str, items: Sequence[ItemLengt
     """Yield the items that condition a generator's item, with their tokens; items: all that come before the generator's item."""
     sources = graph.conditions(generator)
     return ((index, each.num_output_tokens) for index, each in enumerate(items) if each.units[-1] in sources)
+
+
+def condition_tokens(start: int, count: int) -> list[int]:
+    """Return the LLM's tokens that condition an item, in its sample; the first one stands for those before the sample.
+
+    start: the token that opens the item; count: how many there are (`Unit.num_conditions`).
+    """
+    return [max(0, token) for token in range(start + 1 - count, start + 1)]
 
 
 def pass_item(graph: ModelGraph, item: ItemLengths) -> ItemLengths:

@@ -104,6 +104,19 @@ class Queries:
         )
 
 
+@dataclass(frozen=True)
+class Flow:
+    """A generator that learns the velocity, noise - data, at (1 - t) data + t noise of its items (rectified flow).
+
+    Stable Diffusion 3, section 2; the layers between its ends are DiT's, which an item's time t modulates.
+    """
+
+    condition_tokens: int = field(default=1, metadata=up_to(2**16))
+    """The LLM's last tokens, up to the one that opens an item, whose hidden states condition it."""
+    condition_dropout: float = field(default=0.0, metadata={"minimum": 0, "maximum": 1})
+    """Share of items that are learnt without conditions, so that sampling can be guided (classifier-free guidance)."""
+
+
 _OF_PROJECTORS = (
     *("has_linear_projector", "has_projector", "projector_hidden_size", "projector_norm", "projector_norm_epsilon"),
     *("projector_normalization", "queries", "join"),
@@ -146,6 +159,8 @@ class Unit:
     """Encoders that feed other encoders only. False: their tokens leave normalised and merged, but not projected."""
     queries: Queries | None = None
     """Encoders only: the projector is cross-attention of learned queries; None: it maps tokens, or merged tokens, one by one."""
+    flow: Flow | None = None
+    """Generators only; None: it learns the items themselves, by squared error."""
     untie_embeddings_and_output_weights: bool = True
     """Backbone only."""
     vocab_size: int | None = field(default=None, metadata=up_to(2**31))
@@ -192,7 +207,8 @@ class Unit:
         if self.module is not None:
             return "opaque", last
         has_experts = self.transformer.experts is not None
-        body = [MOE_KINDS[0] if has_experts else "transformer"] * self.transformer.num_layers
+        plain = "transformer" if self.flow is None else "modulated_transformer"
+        body = [MOE_KINDS[0] if has_experts else plain] * self.transformer.num_layers
         if self.has_windows:
             full = self.image.full_attention_layers if self.image is not None else ()
             body = ["transformer" if index in full else "windowed_transformer" for index in range(len(body))]
@@ -340,8 +356,13 @@ class Unit:
 
     @property
     def needs_local_layers(self) -> bool:
-        """True if transformer layers are megatron-core's own: they have norms behind their branches."""
-        return self.transformer.has_post_norms
+        """True if transformer layers are megatron-core's own: they have norms behind their branches, or are modulated."""
+        return self.transformer.has_post_norms or self.flow is not None
+
+    @property
+    def num_conditions(self) -> int:
+        """Rows that the LLM hands to a generator for each of its items."""
+        return 1 if self.flow is None else self.flow.condition_tokens
 
     def adapted_modules(self, layer_index: int) -> tuple[str, ...]:
         """Return the linear layers of this layer that have adapters."""
@@ -366,6 +387,7 @@ _OPTIONAL = (
     "projector_norm_epsilon",
     "join",
     "queries",
+    "flow",
     "lora",
     "new_tokens",
     "weights",
@@ -405,6 +427,8 @@ def unit_from_plain(name: str, entry: Plain) -> Unit:
             ("vocab_size", "untie_embeddings_and_output_weights", "has_exact_vocabulary", "new_tokens"),
             owner="the backbone",
         )
+    if unit.role is not Role.GENERATOR:
+        _refuse_values(entry, unit, ("flow",), owner="generators")
     if not is_encoder:
         also = ("image", "freeze_projector") if unit.role is Role.BACKBONE else ()
         _refuse_values(

@@ -17,6 +17,7 @@ from multimodal.values.model_graph import (
     Transformer,
     Unit,
 )
+from multimodal.values.units.unit import Flow
 from tests.distributed.strategies.samples import MAX_AUDIO_TOKENS
 
 PROJECTORS: list[dict[str, Any]] = [
@@ -126,6 +127,7 @@ def graphs(
             Role.GENERATOR,
             draw(transformers(channels=(4, 8), divisor=divisor)),
             ImageInput(patch_size=draw(st.sampled_from([1, 3])), in_channels=1, merge_size=draw(st.sampled_from([1, 2]))),
+            flow=draw(st.none() | st.builds(Flow, st.sampled_from([1, 2, 5]), st.sampled_from([0.0, 0.5]))),
             lora=adapters[name],
             freeze_module=frozen[name],
             freeze_projector=frozen_projectors[name],

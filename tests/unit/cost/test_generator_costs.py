@@ -54,6 +54,28 @@ def test_the_generators_flops_are_those_of_its_layers_and_head():
     assert with_images - without == pytest.approx(3 * (40 * 3) * 2 * weights + 3 * 3 * 2 * 4 * 32 * 40**2 + 3 * 3 * 2 * 64 * 32)
 
 
+def test_a_flow_costs_noisy_patches_and_the_times_of_each_image():
+    """And more tokens of the LLM as conditions: rows of the first layer, and tokens of those between."""
+    units = GRAPH.to_dict()["units"]
+
+    def with_flow(**flow):
+        return ModelGraph.from_dict({"units": {**units, "painter": {**units["painter"], "flow": flow}}})
+
+    modulation = 3 * 3 * 2 * 2 * 7 * 32 * 32
+    noisy = 3 * 2 * (40 * 3) * 32 * 48
+    flow = with_flow()
+    assert step_flops(flow, LENGTHS, vocab_size=512) - step_flops(GRAPH, LENGTHS, vocab_size=512) == pytest.approx(
+        modulation + noisy
+    )
+    told = with_flow(condition_tokens=5)
+    lengths = [SampleLengths(0, pass_items(told, (IMAGE,)), 20, 15)]
+    assert lengths[0].items[0].inside("painter").num_tokens == 44
+    added = unit_flops(told, "painter", vocab_size=512).of(sample_load(told.unit("painter"), lengths[0]))
+    added -= unit_flops(flow, "painter", vocab_size=512).of(sample_load(flow.unit("painter"), SampleLengths(0, (IMAGE,), 20, 15)))
+    per_token = 2 * (4 * 32 * 32 + 2 * 32 * 256)
+    assert added == pytest.approx(3 * 2 * 4 * per_token + 3 * 2 * 4 * 32 * (44**2 - 40**2) + 3 * 2 * 4 * 64 * 32)
+
+
 def test_what_encoders_give_counts_where_an_image_is_made_and_on_its_way():
     """Ten tokens before the 40 patches: in the layers between, not in the head, in the first layer beside the LLM's row alone;
     and in one message to each unit."""

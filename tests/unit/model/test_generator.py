@@ -1,17 +1,22 @@
 """A generator's layers: every patch starts from its image's condition and its own place, and is compared with its own pixels."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from multimodal.model.initialization import initialize_parameters
+from multimodal.model.inputs.noise_paths import NoisePath, draw_path
 from multimodal.model.layers.generator_ends import position_features
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
+from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.units.unit import Flow
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -72,7 +77,8 @@ def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
 
 def test_patches_of_one_image_differ_by_their_place_alone() -> None:
     projector = build().layers["0"]
-    hidden = projector(CONDITIONS, torch.tensor([0, 0, 0]), torch.tensor([[2, 3], [2, 3], [3, 2]]))[:, 0]
+    batch = PackedInput((3,), torch.tensor([[2, 3], [2, 3], [3, 2]]), condition_rows=torch.tensor([0, 0, 0]))
+    hidden = projector(CONDITIONS, batch)[:, 0]
     torch.testing.assert_close(hidden[0], hidden[1])
     assert not torch.allclose(hidden[0], hidden[2])
 
@@ -100,6 +106,67 @@ def test_an_image_is_made_beside_what_encoders_give() -> None:
     assert given.grad[:, :12].abs().sum(1).gt(0).all() and given.grad[:, 12:].eq(0).all(), "the rest is for the LLM's layers"
     projector = stage.layers["0"]
     assert projector.encoders["vision_tokens"].weight.grad.abs().sum() > 0 and projector.weight.grad.abs().sum() > 0
+
+
+UNITS = GRAPH.to_dict()["units"]
+ITEMS = (Atom(5, 0), Atom(9, 1))
+
+
+def flow_stage(**flow: object) -> UnitStage:
+    """Of a generator that learns a flow; what starts as zeros is drawn, as it would hide the rest."""
+    stage = build(graph=ModelGraph.from_dict({"units": {**UNITS, "painter": {**UNITS["painter"], "flow": flow}}})).eval()
+    for index in ("1", "2"):
+        torch.nn.init.normal_(stage.layers[index].modulation.weight, std=0.3, generator=torch.manual_seed(6))
+    return stage
+
+
+def two_paths(num_tokens: tuple[int, int] = (4, 2), *, dropout: float = 0.0) -> NoisePath:
+    return draw_path(ITEMS, Flow(1, dropout), num_tokens=num_tokens, num_patches=(4, 2), num_values=12, seed=3)
+
+
+def test_a_flow_is_learnt_between_data_and_noise() -> None:
+    """From noisy patches and the time of each image; noise and time are an item's own, in whatever microbatch it is."""
+    stage, path = flow_stage(), two_paths()
+    alone = draw_path(ITEMS[1:], Flow(), num_tokens=(2,), num_patches=(2,), num_values=12, seed=3)
+    assert path.noise[4:].equal(alone.noise) and path.times[1:].equal(alone.times) and path.times[0] != path.times[1]
+    made = stage(None, replace(TWO_IMAGES, path=path), CONDITIONS)
+    torch.testing.assert_close(made.loss_sum, (made.predicted - (path.noise - TWO_IMAGES.patches)).square().sum())
+    at_noise = path._replace(times=torch.ones(2))
+    seen, unseen = (
+        stage(None, replace(TWO_IMAGES, patches=patches, path=at_noise), CONDITIONS).predicted
+        for patches in (TWO_IMAGES.patches, torch.zeros(6, 12))
+    )
+    torch.testing.assert_close(seen, unseen, msg="at time 1 nothing of the data is seen")
+    assert not torch.allclose(made.predicted, unseen)
+
+
+def test_a_layer_is_modulated_by_the_time_of_its_own_item() -> None:
+    """DiT's block in torch: norm, shift and scale, branch, gate."""
+    stage, path = flow_stage(), two_paths()
+    hidden = torch.randn(6, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
+    given = stage.prepare(replace(TWO_IMAGES, path=path), CONDITIONS)
+    found, layer = stage.run_layer(1, hidden, given), stage.layers["1"]
+    assert layer.modulation(path.times).unique(dim=0).shape[0] == 2
+    for item, rows in enumerate((slice(0, 4), slice(4, 6))):
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = layer.modulation(path.times)[item].chunk(6)
+        one = PackedInput((rows.stop - rows.start,), POSITIONS[rows])
+        alone = stage.prepare(one, None)
+        attended, bias = layer.self_attention(
+            layer.input_layernorm(hidden[rows]) * (1 + scale) + shift,
+            attention_mask=None,
+            rotary_pos_emb=alone.frequencies,
+            packed_seq_params=alone.lengths,
+        )
+        expected = hidden[rows] + gate * (attended if bias is None else attended + bias)
+        mapped, bias = layer.mlp(layer.pre_mlp_layernorm(expected) * (1 + mlp_scale) + mlp_shift)
+        torch.testing.assert_close(found[rows], expected + mlp_gate * (mapped if bias is None else mapped + bias))
+
+
+def test_items_without_conditions_are_made_alike_whatever_the_llm_says() -> None:
+    stage, path = flow_stage(), two_paths(dropout=1.0)
+    assert path.is_told.eq(0).all() and two_paths().is_told.eq(1).all()
+    made, other = (stage(None, replace(TWO_IMAGES, path=path), states).predicted for states in (CONDITIONS, -CONDITIONS))
+    torch.testing.assert_close(made, other)
 
 
 def test_the_llm_hands_on_the_states_of_the_rows_asked_for() -> None:
