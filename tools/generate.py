@@ -3,6 +3,7 @@
 python tools/generate.py --load CHECKPOINTS --prompt "What is on this picture?" --image cat.png
 python tools/generate.py --load-hf DIR --interactive                       a conversation; /image FILE and /audio FILE attach one
 python tools/generate.py --load CHECKPOINTS --jsonl held_out.jsonl --output answers.jsonl
+python tools/generate.py --load CHECKPOINTS --prompt "draw 47" --output out.png    an image, if the model has a generator
 python tools/generate.py --load CHECKPOINTS --held-out 3 --run-flags --config config.yaml    what a run was not trained on
 
 Encoders and projectors are Braid's own, transformers' `generate` chooses the tokens: any model answers that can be trained.
@@ -22,10 +23,13 @@ os.environ.setdefault("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 warnings.filterwarnings("ignore", module=r"megatron\.core.*|torch\..*")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from PIL import Image
+
 from megatron.runtime.checkpoint.manifest import read_newest
 from megatron.runtime.feed.data_sets import build_data_sets
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.generation.answering import Answering, Message, generate, open_answering, user_message
+from megatron.runtime.generation.drawing import draw_image
 from megatron.runtime.generation.whole_model import StoredModel, open_model
 from megatron.runtime.session import Session
 from multimodal.values.errors import ConfigError
@@ -47,7 +51,10 @@ def build_parser() -> Parser:
     parser.add_argument("--image", type=Path, nargs="+", default=[], metavar="FILE", help="Images before the --prompt.")
     parser.add_argument("--audio", type=Path, nargs="+", default=[], metavar="FILE", help="Clips of sound before the --prompt.")
     parser.add_argument("--run-flags", nargs=REMAINDER, metavar="FLAG", help="--held-out: the run's flags, behind all others.")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="--jsonl, --held-out: write a JSON object a line.")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="A JSON object a line; of --prompt: the generator's image.")
+    parser.add_argument("--size", metavar="WxH", help="Size of the image in pixels (the smallest square).")
+    parser.add_argument("--num-steps", type=count, metavar="N", help="Steps from noise to the image (50).")
+    parser.add_argument("--guidance-scale", type=float, metavar="G", help="Weight of the prompt in the image (1).")
     parser.add_argument("--tokenizer-model", metavar="PATH", help="Tokenizer in place of the one that the run names.")
     parser.add_argument("--chat-template", metavar="FILE", help="Chat template in place of the one that the run names.")
     parser.add_argument("--max-new-tokens", type=count, default=64, metavar="N", help="The longest answer (64).")
@@ -67,12 +74,15 @@ def run(argv: Sequence[str]) -> None:
         raise ConfigError("--image and --audio go with a --prompt; in a conversation attach one with /image FILE or /audio FILE")
     if flags.held_out is not None and (flags.load is None or not flags.run_flags):
         raise ConfigError("--held-out needs --load and --run-flags: the checkpoints and flags of the run that holds samples out")
-    if flags.output is not None and flags.prompt is not None:
-        raise ConfigError("--output would be ignored: the answer to a --prompt is printed; use --jsonl")
+    drawing = _drawing_options(flags)
     with open_model(flags.load or flags.load_hf, is_hugging_face=flags.load is None) as (session, model):
         changed = {"tokenizer_model": flags.tokenizer_model, "chat_template": flags.chat_template}
         model = model.with_texts(**{name: value for name, value in changed.items() if value is not None})
-        if flags.prompt is not None:
+        if drawing is not None:
+            image = draw_image((session, model), flags.prompt, images=flags.image, seed=flags.seed, **drawing)
+            image.save(flags.output)
+            print(f"{flags.output}: {image.width}x{image.height} pixels")
+        elif flags.prompt is not None:
             print(generate((session, model), flags.prompt, images=flags.image, audio=flags.audio, **options))
         elif flags.interactive:
             _talk(session, model, options)
@@ -80,6 +90,27 @@ def run(argv: Sequence[str]) -> None:
             held_out = flags.held_out is not None
             answering = _held_out(session, flags) if held_out else open_answering(session, model, flags.jsonl)
             _answer_all(answering, num=flags.held_out or len(answering), options=options, output=flags.output)
+
+
+def _drawing_options(flags: Any) -> dict[str, Any] | None:
+    """Return the options of `draw_image`; None if words are asked for."""
+    given = {"size": flags.size, "num_steps": flags.num_steps, "guidance_scale": flags.guidance_scale}
+    options = {name: value for name, value in given.items() if value is not None}
+    if flags.output is None or flags.prompt is None:
+        for name in options:
+            flag = "--" + name.replace("_", "-")
+            raise ConfigError(f"{flag} would be ignored: it is of an image; name its file with --prompt TEXT --output FILE.png")
+        return None
+    if flags.audio:
+        raise ConfigError("--audio would be ignored: an image is made of a --prompt and images; leave it or --output out")
+    if flags.output.suffix.lower() not in Image.registered_extensions():
+        raise ConfigError(f"--output {flags.output}: of a --prompt it is the generator's image; name a .png file, or use --jsonl")
+    if flags.size is not None:
+        width, _, height = flags.size.partition("x")
+        if not (width.isdigit() and height.isdigit()):
+            raise ConfigError(f"--size {flags.size}: expected WIDTHxHEIGHT in pixels, such as 256x256")
+        options["size"] = int(width), int(height)
+    return options
 
 
 def _generation_options(flags: Any) -> dict[str, Any]:

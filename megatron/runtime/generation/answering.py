@@ -31,6 +31,7 @@ from multimodal.data.source_views import PassedItems
 from multimodal.data.tokenizer import Tokenizer
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
+from multimodal.model.unit_stage import UnitStage
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
 
@@ -52,7 +53,7 @@ class Answering:
     """A model, and the samples whose questions it answers."""
 
     def __init__(self, session: Session, source: SampleSource, tokenizer: Tokenizer) -> None:
-        self._session, self._source, self.tokenizer = session, source, tokenizer
+        self._session, self._source, self.tokenizer, self.graph = session, source, tokenizer, session.graph
         self._backbone = session.stages[session.graph.backbone.name, 0]
         batches = GlobalBatches((DataPart(len(source)),), 1, seed=0, shuffle=False)
         self._planner = StepPlanner(
@@ -108,17 +109,8 @@ class Answering:
         return frozenset([*astuple(self.tokenizer.special), *getattr(self.tokenizer, "special_spellings", {}).values()])
 
     def _inputs(self, index: int, *, num_tokens: int) -> tuple[PackedInput, Tensor | None]:
-        """Return the LLM's input of a sample's first tokens, and what its encoders say of the items in them.
-
-        The sample runs as in an evaluation; what reaches the LLM is kept.
-        """
-        given: list[tuple[Any, ...]] = []
-        hook = self._backbone.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
-        try:
-            self._session.executor.execute(self._planner[index])
-        finally:
-            hook.remove()
-        ((_, whole, items),) = given
+        """Return the LLM's input of a sample's first tokens, and what its encoders say of the items in them."""
+        _, (_, whole, items) = self.inputs_of(self._backbone.unit.name, index)
         rows = torch.tensor([num_tokens - 1], device=whole.positions.device)
         cut = replace(
             whole,
@@ -132,6 +124,16 @@ class Answering:
             packed=None,
         )
         return cut, items
+
+    def inputs_of(self, unit: str, index: int) -> tuple[UnitStage, tuple[Any, ...]]:
+        """Return the stage of a unit, and what reaches it of a sample, which runs as in an evaluation."""
+        stage, given = self._session.stages[unit, 0], list[tuple[Any, ...]]()
+        hook = stage.register_forward_pre_hook(lambda _, arguments: given.append(arguments))
+        try:
+            self._session.executor.execute(self._planner[index])
+        finally:
+            hook.remove()
+        return stage, given[0]
 
     def _next_logits(self, before: PackedInput, items: Tensor | None, ids: Tensor, num_known: int) -> Tensor:
         """Return the logits behind a question and what was answered so far; ids: [num_tokens]; returns [vocab_size].

@@ -1,0 +1,138 @@
+"""Images of a model's generator: the LLM runs once a request, then the generator, by one pass or along its flow."""
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from megatron.runtime.generation.answering import Answering, open_answering
+from megatron.runtime.generation.whole_model import OpenedModel
+from multimodal.data.image_processing import image_grid
+from multimodal.model.inputs.noise_paths import NoisePath
+from multimodal.model.stage_input import PackedInput
+from multimodal.model.unit_stage import UnitStage
+from multimodal.values.errors import ConfigError
+from multimodal.values.model_graph import ImageInput, ModelGraph, Unit
+
+
+def draw_image(
+    model: OpenedModel,
+    prompt: str,
+    *,
+    images: Sequence[str | Path] = (),
+    size: tuple[int, int] | None = None,
+    num_steps: int = 50,
+    guidance_scale: float = 1.0,
+    seed: int = 0,
+) -> Image.Image:
+    """Return the image that a model's generator makes of a user's text, after images from files.
+
+    size: width and height in pixels; None: the smallest square that the model file allows. num_steps, guidance_scale, seed: as in
+    `draw_sample`. Raises BraidError if the model has no generator of images, or makes none of this size.
+    """
+    session, stored = model
+    unit = generator_of(session.graph)
+    assert unit.image is not None
+    side = math.ceil(math.sqrt(unit.image.min_pixels))
+    width, height = size or (side, side)
+    rows, columns = image_grid(width=width, height=height, image_input=unit.image)
+    made = columns * unit.image.patch_size, rows * unit.image.patch_size
+    if size is not None and made != size:
+        raise ConfigError(
+            f"unit '{unit.name}' makes no images of {width}x{height} pixels: sides are multiples of "
+            f"{unit.image.patch_size * unit.image.merge_size}, areas {unit.image.min_pixels} to {unit.image.max_pixels}; the "
+            f"nearest is {made[0]}x{made[1]}"
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder) / "place.png"  # of which only the size counts
+        Image.new("RGB", made).save(place)
+        segments: list[dict[str, Any]] = [{"type": "image", "path": str(Path(path).absolute())} for path in images]
+        segments.append({"type": "text", "role": "user", "text": prompt})
+        segments.append({"type": "image", "role": "assistant", "path": str(place)})
+        request = Path(folder) / "request.jsonl"
+        request.write_text(json.dumps({"id": "request", "segments": segments}) + "\n")
+        answering = open_answering(session, stored, request)
+        return draw_sample(answering, 0, num_steps=num_steps, guidance_scale=guidance_scale, seed=seed)
+
+
+def generator_of(graph: ModelGraph) -> Unit:
+    """Return the only generator of a model; raises ConfigError if it has none, several, or one of no images."""
+    found = [unit for unit in graph.generators if unit.image is not None]
+    if len(found) != 1:
+        raise ConfigError(
+            f"an image is made by a model with one generator of images, and this one has {len(found)}; ask for an answer in words"
+        )
+    return found[0]
+
+
+@torch.no_grad()
+def draw_sample(
+    answering: Answering, index: int, *, num_steps: int = 50, guidance_scale: float = 1.0, seed: int = 0
+) -> Image.Image:
+    """Return the image in place of the first one that a sample's assistant answers with.
+
+    num_steps: of Euler's method from noise to data for generators that learn a flow; others make it in one pass. guidance_scale
+    g: the velocity is u + g (c - u), c with conditions and u without (classifier-free guidance); seed: of the noise.
+    """
+    unit = generator_of(answering.graph)
+    assert unit.image is not None
+    stage, (_, batch, conditions) = answering.inputs_of(unit.name, index)
+    places = batch.positions if batch.target_rows is None else batch.positions[batch.target_rows]
+    if batch.path is None:
+        patches = _predict(stage, batch, conditions)
+    else:
+        patches = _follow(stage, batch, conditions, num_steps=num_steps, guidance_scale=guidance_scale, seed=seed)
+    starts = (places == 0).all(1).nonzero()[:, 0].tolist()  # every image begins with its first patch
+    first = slice(0, starts[1] if len(starts) > 1 else None)
+    return image_of(patches[first], places[first], unit.image)
+
+
+def _follow(
+    stage: UnitStage, batch: PackedInput, conditions: Tensor, *, num_steps: int, guidance_scale: float, seed: int
+) -> Tensor:
+    """Return the patches at time 0 of the flow that starts from noise at time 1: [num_patches, patch_channels]."""
+    path = batch.path
+    assert path is not None and batch.patches is not None
+    generator = torch.Generator().manual_seed(seed)
+    patches = torch.randn(batch.patches.shape, generator=generator, dtype=torch.float64).to(batch.positions.device)
+    times = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()
+
+    def velocity(time: float, is_told: float) -> Tensor:
+        at = NoisePath(torch.full_like(path.times, time), torch.full_like(path.is_told, is_told), path.items, patches)
+        return _predict(stage, replace(batch, patches=patches, path=at), conditions).double()
+
+    for now, then in pairwise(times):
+        told = velocity(now, 1.0)
+        if guidance_scale != 1:
+            untold = velocity(now, 0.0)
+            told = untold + guidance_scale * (told - untold)
+        patches = patches + (then - now) * told
+    return patches
+
+
+def _predict(stage: UnitStage, batch: PackedInput, conditions: Tensor) -> Tensor:
+    predicted: Tensor = stage(None, batch, conditions).predicted
+    return predicted
+
+
+def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:
+    """Return patches as an image of bytes.
+
+    patches: [num_patches, in_channels * patch_size^2], normalised; places: [num_patches, 2], row and column of each.
+    """
+    rows, columns = (int(side) + 1 for side in places.amax(0))
+    size, channels = image.patch_size, image.in_channels
+    canvas = torch.zeros(rows, columns, channels, size, size, dtype=torch.float64)
+    canvas[places[:, 0].cpu(), places[:, 1].cpu()] = patches.double().cpu().reshape(-1, channels, size, size)
+    pixels = canvas.permute(0, 3, 1, 4, 2).reshape(rows * size, columns * size, channels).numpy()
+    values = np.clip(255 * (pixels * np.array(image.std) + np.array(image.mean)), 0, 255).round().astype(np.uint8)
+    return Image.fromarray(values[:, :, 0] if channels == 1 else values)
