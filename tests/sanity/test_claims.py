@@ -68,6 +68,10 @@ PROOFS = {
             "distributed/test_generate.py::test_a_program_asks_a_folder_once_or_an_open_model_again",
         ),
         "an exported folder answers": ("distributed/test_exported_folders.py::test_an_exported_folder_needs_no_further_file",),
+        "it draws what a prompt asks for": (
+            "distributed/test_drawing.py::test_an_image_follows_the_flow_from_noise",
+            "distributed/test_drawing.py::test_what_the_prompt_says_changes_the_image",
+        ),
     },
     "Recipes": {
         "flags and a plan for trainings of published models": (
