@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch import Tensor
 
 from multimodal.model.adapter import NO_ADAPTER, Adapter, adapter_of
-from multimodal.model.collectives import Arriving, RankLink
+from multimodal.model.collectives import Arriving, RankLink, sum_rows
 from multimodal.model.overlapped_product import Added, add_product, gather_then_multiply, multiply_then_sum
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.model.weight_gradient_queue import LinearWeightGradient, WeightGradientQueue, active_queue
@@ -56,10 +56,11 @@ class DeferrableRowParallelLinear(RowParallelLinear):
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """input_: [num_rows, batch, input_size / num_ranks]. Returns the output, and the bias where the caller adds it."""
-        summed: RankLink | None = None
-        if self.tp_group.size() > 1:
-            summed = RankLink(self.tp_group, self.sequence_parallel, self.waits, self.num_overlapped_parts)
-        output = deferrable_linear(input_, self.weight, None, adapter_of(self), summed=summed)
+        link, adapter = RankLink(self.tp_group, self.sequence_parallel, self.waits, self.num_overlapped_parts), adapter_of(self)
+        if link.num_parts > 1 and self.tp_group.size() > 1:
+            output = deferrable_linear(input_, self.weight, None, adapter, summed=link)
+        else:  # a step of its own: what recomputes a layer stops behind the last product, before its sum
+            output = sum_rows(deferrable_linear(input_, self.weight, None, adapter), link)
         if self.skip_bias_add or self.bias is None:
             return output, self.bias
         return output + self.bias, None

@@ -184,9 +184,9 @@ IN_CUT_BACKWARDS: Mapping[str, Error] = {
 }
 
 
-def for_other_images(right: Any, self: GeneratorProjector, conditions: Any, rows: torch.Tensor, *args: Any) -> Any:
+def for_other_images(right: Any, self: GeneratorProjector, conditions: Any, batch: PackedInput) -> Any:
     """Every image is made from what the LLM said of another one of the microbatch."""
-    return right(self, conditions, len(conditions) - 1 - rows, *args)
+    return right(self, conditions, replace(batch, condition_rows=len(conditions) - 1 - batch.condition_rows))
 
 
 def a_token_late(right: Any, self: LanguageHead, hidden: Any, *, generator_rows: torch.Tensor | None, **keywords: Any) -> Any:
