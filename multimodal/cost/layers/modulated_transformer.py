@@ -5,7 +5,7 @@ from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.values.model_graph import Role, Unit
 
-_NUM_VALUES = 6
+NUM_MODULATIONS = 6
 """Shift, scale and gate of two branches."""
 
 
@@ -35,7 +35,7 @@ class ModulatedTransformerLayer(TransformerLayer):
     @property
     def num_vector_entries(self) -> int:
         """Those of a transformer layer, and the biases of the maps."""
-        return super().num_vector_entries + (1 + _NUM_VALUES) * self.unit.transformer.hidden_size
+        return super().num_vector_entries + (1 + NUM_MODULATIONS) * self.unit.transformer.hidden_size
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Count the maps of the time once an item."""
@@ -59,4 +59,4 @@ class ModulatedTransformerLayer(TransformerLayer):
 
     @property
     def _num_time_weights(self) -> int:
-        return (1 + _NUM_VALUES) * self.unit.transformer.hidden_size**2
+        return (1 + NUM_MODULATIONS) * self.unit.transformer.hidden_size**2

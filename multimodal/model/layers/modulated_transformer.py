@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from multimodal.cost.layers.modulated_transformer import NUM_MODULATIONS
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.inputs.noise_paths import NoisePath
-from multimodal.model.layers.generator_ends import position_features
+from multimodal.model.layers.generator_ends import position_features, random_path
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
 from multimodal.model.layers.transformer import TransformerKind
 from multimodal.model.stage_input import pad_rows
@@ -16,8 +17,6 @@ from multimodal.model.transformer_config import Precision
 
 NUM_TIMES = 1000
 """Times are scaled to this many steps before sines and cosines are taken (DDPM's number of steps)."""
-_NUM_VALUES = 6
-"""Shift, scale and gate of two branches."""
 
 
 class Modulation(torch.nn.Module):
@@ -36,8 +35,8 @@ class Modulation(torch.nn.Module):
             for shape in (
                 (hidden_size, hidden_size),
                 (hidden_size,),
-                (_NUM_VALUES * hidden_size, hidden_size),
-                (_NUM_VALUES * hidden_size,),
+                (NUM_MODULATIONS * hidden_size, hidden_size),
+                (NUM_MODULATIONS * hidden_size,),
             )
         )
         for parameter in self.parameters():
@@ -71,7 +70,7 @@ class ModulatedTransformerKind(TransformerKind):
         path: NoisePath = given.batch.path  # type: ignore[assignment]
         rows = _items_of_rows(path.items, layer, num_rows=hidden.shape[0])
         values = layer.modulation(path.times).index_select(0, rows)  # type: ignore[operator]
-        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values[:, None].chunk(_NUM_VALUES, dim=-1)
+        shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = values[:, None].chunk(NUM_MODULATIONS, dim=-1)
         attended, bias = layer.self_attention(  # type: ignore[operator]
             torch.addcmul(shift, layer.input_layernorm(hidden), 1 + scale),  # type: ignore[operator]
             attention_mask=None,
@@ -85,6 +84,10 @@ class ModulatedTransformerKind(TransformerKind):
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Start with zeros behind the last map, so that every layer first hands on its input (adaLN-Zero)."""
         return torch.zeros(shape) if name == "modulation.weight" else super().initial_matrix(name, shape)
+
+    def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
+        """Return a time for each item."""
+        return random_path(context, num_tokens, num_sequences), None
 
 
 def _items_of_rows(items: Tensor, layer: Module, *, num_rows: int) -> Tensor:

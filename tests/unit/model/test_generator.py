@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron.runtime.profiler import build_layer, synthetic_input
 from multimodal.model.initialization import initialize_parameters
 from multimodal.model.inputs.noise_paths import NoisePath, draw_path
 from multimodal.model.layers.generator_ends import position_features
@@ -160,6 +161,17 @@ def test_a_layer_is_modulated_by_the_time_of_its_own_item() -> None:
         expected = hidden[rows] + gate * (attended if bias is None else attended + bias)
         mapped, bias = layer.mlp(layer.pre_mlp_layernorm(expected) * (1 + mlp_scale) + mlp_shift)
         torch.testing.assert_close(found[rows], expected + mlp_gate * (mapped if bias is None else mapped + bias))
+
+
+@pytest.mark.parametrize("kind", ["generator_projector", "modulated_transformer", "generator_head"])
+def test_every_layer_of_a_flow_can_be_profiled(kind: str) -> None:
+    whole = flow_stage()
+    context = whole.context
+    stage = build_layer(context.graph, "painter", kind, groups=context.groups, options=context.options, vocab_size=32)
+    given = synthetic_input(stage, num_tokens=8, num_sequences=2)
+    output = stage(*given)
+    (output.loss_sum if isinstance(output, HeadOutput) else output.sum()).backward()
+    assert given.differentiable.grad.isfinite().all()
 
 
 def test_items_without_conditions_are_made_alike_whatever_the_llm_says() -> None:
