@@ -8,6 +8,7 @@ import pytest
 import torch.distributed as dist
 import yaml
 
+from megatron.runtime import platform
 from megatron.runtime.orchestrator.profile_layers import fake_ranks, groups_of_one
 from megatron.runtime.profiler import build_layer, time_layer, time_runtime, time_update
 from multimodal.cost.seconds.layer_curves import PackedSize
@@ -26,6 +27,11 @@ MODEL = {
         "painter": {"role": "generator", **SHAPE, "image": {"patch_size": 2, "in_channels": 1}},
     }
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cpu_platform() -> None:
+    platform.install()
 
 
 @pytest.fixture
