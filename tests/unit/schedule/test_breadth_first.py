@@ -1,12 +1,14 @@
-"""Breadth-first: round by round, as fast as interleaved 1F1B, with late gradients early."""
+"""Schedules of layer ranges dealt in turn: breadth-first, its rounds, and chains of several units that interleave."""
 
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pytest
 
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.breadth_first import build_breadth_first
+from multimodal.schedule.builders.breadth_first import build_breadth_first, pipeline_rounds, served_microbatches
+from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment, Atom
@@ -15,7 +17,7 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan, split_layers
 from multimodal.values.schedule import Lane
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import TimelineEvent
-from tests.unit.schedule.schedule_cases import SHAPE, build_case, build_graph, deal, one_unit
+from tests.unit.schedule.schedule_cases import SHAPE, PlacedCase, build_case, build_graph, deal, one_unit
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.7, 1.9
 COMPUTED = (ActionKind.FORWARD, ActionKind.BACKWARD)
@@ -67,24 +69,6 @@ def computed(lane: Lane) -> list[tuple[str, str, int, int]]:
     return [
         (action.kind.value, action.unit, action.stage, action.microbatch) for action in lane.actions if action.microbatch >= 0
     ]
-
-
-@pytest.mark.parametrize(("num_stages", "chunks", "num_microbatches"), [(1, 2, 3), (2, 3, 4), (4, 2, 5)])
-def test_order_of_torch(num_stages: int, chunks: int, num_microbatches: int) -> None:
-    """torch takes the microbatches of a range's backwards from the last to the first."""
-    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
-    table = object.__new__(schedules.ScheduleLoopedBFS)
-    vars(table).update(pp_group_size=num_stages, _stages=[None] * chunks, _n_microbatches=num_microbatches)
-    lanes = build_breadth_first(one_unit(num_stages, num_microbatches, chunks=chunks)).lanes
-    for rank, lane in enumerate(lanes):
-        operations = [operation for operation in table._calculate_single_rank_operations(rank) if operation]
-        found = [(kind, stage, microbatch) for kind, _, stage, microbatch in computed(lane)]
-        assert found == [
-            (each.computation_type.value[0], each.stage_index, each.microbatch_index)
-            if each.computation_type.value == "F"
-            else ("B", each.stage_index, num_microbatches - 1 - each.microbatch_index)
-            for each in operations
-        ]
 
 
 @pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 3), (3, 2), (4, 9)])
@@ -186,3 +170,146 @@ def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_fir
     shared = build_breadth_first(on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
     forwards = [microbatch for kind, _, _, microbatch in computed(shared) if kind == "F"]
     assert forwards == [0, 0, 1, 1, 2, 2]
+
+
+def rounds_before(case: StepShape, unit: str, *, replica: int = 0) -> list[int]:
+    before = pipeline_rounds(case).before
+    return [before[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
+
+
+def rounds_after(case: StepShape, unit: str, *, replica: int = 0) -> list[int]:
+    after = pipeline_rounds(case).after
+    return [after[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
+
+
+def encoder_and_llm(
+    vision: tuple[int, int], llm: tuple[int, int], *, colocated: bool, layouts: dict[str, dict[str, int]] | None = None
+) -> StepShape:
+    sizes = {"vision": (*vision, 1), "llm": (*llm, 1)}
+    groupings = {"vision": deal(4, vision[0]), "llm": deal(4, llm[0])}
+    return build_case(build_graph("vision"), sizes, groupings, colocated=colocated, layouts=layouts)
+
+
+def test_ranges_dealt_in_turn_are_one_round_each() -> None:
+    case = encoder_and_llm((1, 1), (1, 3), colocated=False, layouts={"llm": {"chunks": 2}})
+    assert rounds_before(case, "llm") == [1, 1, 1, 2, 2, 2]
+    assert rounds_after(case, "llm") == [1, 1, 1, 0, 0, 0]
+    assert (rounds_before(case, "vision"), rounds_after(case, "vision")) == ([0], [2])
+
+
+def test_a_v_turns_at_its_last_stage() -> None:
+    case = encoder_and_llm((1, 1), (1, 2), colocated=False, layouts={"llm": {"v_shaped": True}})
+    assert rounds_after(case, "llm") == [1, 1, 0, 0]
+
+
+def test_an_encoder_that_ends_where_the_llm_begins_shares_its_round() -> None:
+    case = encoder_and_llm((1, 1), (1, 2), colocated=True, layouts={"llm": {"chunks": 2}})
+    assert (rounds_before(case, "vision"), rounds_after(case, "vision")) == ([0], [1])
+    assert rounds_before(case, "llm") == [0, 0, 1, 1]
+
+
+def test_an_encoder_whose_other_copies_feed_the_llm_too_does_not() -> None:
+    case = encoder_and_llm((2, 1), (1, 2), colocated=True)
+    assert [rounds_after(case, "vision", replica=replica) for replica in range(2)] == [[1], [1]]
+    assert rounds_before(case, "llm") == [1, 1]
+
+
+def test_microbatches_serve_those_that_routes_lead_to_through_any_number_of_units() -> None:
+    painter = Unit("painter", Role.GENERATOR, SHAPE)
+    graph = build_graph("vision")
+    graph = ModelGraph((*graph.units, painter), (*graph.edges, ("llm", "painter")))
+    vision = (((Atom(0, 0), Atom(3, 0)), (Atom(2, 0),)),)
+    samples = (((Atom(0),), (Atom(1),), (Atom(2),), (Atom(3),)),)
+    drawn = (((Atom(3),), (Atom(1), Atom(2))),)
+    served = served_microbatches(Assignment({"vision": vision, "llm": samples, "painter": drawn}).shape(graph, Plan()))
+    assert {unit: [each.tolist() for each in span] for unit, span in served.items()} == {
+        "vision": [[0, 2], [3, 2]],
+        "llm": [[0, 1, 2, 3], [0, 1, 2, 3]],
+        "painter": [[3, 1], [3, 2]],
+    }
+
+
+LAYERS = 10
+"""Of every unit: an embedding, eight transformer layers, a projector or head."""
+
+
+def build_chain(cuts: dict[str, list[int]], *, num_lanes: int, num_microbatches: int, frozen: tuple[str, ...] = ()) -> PlacedCase:
+    """cuts: unit -> where its layers are cut; pieces go to lanes in turn, in the order of the chain."""
+    position, units = -1, {}
+    for unit, ends in cuts.items():
+        held: dict[int, list[tuple[int, int]]] = {}
+        for first, end in zip([0, *ends], [*ends, LAYERS], strict=True):
+            position += 1
+            held.setdefault(position % num_lanes, []).append((first, end))
+        units[unit] = UnitPlan((Replica(tuple(Stage((lane,), tuple(ranges)) for lane, ranges in held.items())),))
+    graph = build_graph(*(unit for unit in cuts if unit != "llm"), frozen=frozen)
+    samples = range(num_microbatches)
+    encoders = {unit.name: (tuple((Atom(sample, index),) for sample in samples),) for index, unit in enumerate(graph.encoders)}
+    assignment = Assignment({**encoders, "llm": (tuple((Atom(sample),) for sample in samples),)})
+    return PlacedCase(assignment.shape(graph, Plan(units)), assignment)
+
+
+def chain_text(case: StepShape, unit_of_position: list[tuple[str, int]], lane: int) -> list[tuple[str, int, int]]:
+    """A lane's computations as (kind, position in the chain, microbatch)."""
+    number = {key: position for position, key in enumerate(unit_of_position)}
+    return [
+        (action.kind.value, number[action.unit, action.stage], action.microbatch)
+        for action in build_interleaved_1f1b(case).lanes[lane].actions
+        if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
+    ]
+
+
+@pytest.mark.parametrize("num_microbatches", [4, 6])
+def test_a_chain_of_two_units_runs_as_one_unit_does(num_microbatches: int) -> None:
+    # Three pieces of the encoder and five of the LLM on two lanes: the LLM's lanes hold 3 and 2 chunks.
+    chain = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=num_microbatches)
+    alone = build_chain({"llm": [1, 2, 3, 4, 5, 6, 7]}, num_lanes=2, num_microbatches=num_microbatches)
+    places = [("vision", stage) for stage in range(3)] + [("llm", stage) for stage in range(5)]
+    for lane in range(2):
+        assert chain_text(chain.shape, places, lane) == chain_text(alone.shape, [("llm", stage) for stage in range(8)], lane)
+
+
+def test_one_unit_may_end_and_the_next_begin_in_one_chunk() -> None:
+    graph = build_graph("vision")
+    vision = UnitPlan((Replica((Stage((0,), ((0, 5),)), Stage((1,), ((5, 10),)))),))
+    llm = UnitPlan((Replica((Stage((1,), ((0, 3), (6, 10))), Stage((0,), ((3, 6),)))),))
+    assignment = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
+    plan = Plan({"vision": vision, "llm": llm})
+    assert chain_of_replica(assignment.shape(graph, plan), 0) == (
+        (("vision", 0),),
+        (("vision", 1), ("llm", 0)),
+        (("llm", 1),),
+        (("llm", 2),),
+    )
+    built = build_schedule(build_interleaved_1f1b, assignment.shape(graph, plan))
+    computed = [(a.kind, a.unit, a.stage) for a in built.lanes[1].actions if a.kind in (ActionKind.FORWARD, ActionKind.BACKWARD)]
+    assert computed[:2] == [(ActionKind.FORWARD, "vision", 1), (ActionKind.FORWARD, "llm", 0)]
+    assert computed[-2:] == [(ActionKind.BACKWARD, "llm", 0), (ActionKind.BACKWARD, "vision", 1)]
+
+
+def test_a_frozen_encoder_leaves_its_backwards_out() -> None:
+    chain = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4, frozen=("vision",))
+    schedule = build_schedule(build_interleaved_1f1b, chain.shape)
+    backwards = {a.stage for lane in schedule.lanes for a in lane.actions if a.unit == "vision" and a.kind is ActionKind.BACKWARD}
+    assert backwards == {2}  # the last one holds the projector, which is trained
+
+
+def test_what_is_not_one_chain_is_not_taken_for_one() -> None:
+    in_turn = build_chain({"vision": [3, 6], "llm": [2, 4, 6, 8]}, num_lanes=2, num_microbatches=4)
+    assert chain_of_replica(in_turn.shape, 0) is not None
+    one_round = build_chain({"vision": [5], "llm": [5]}, num_lanes=4, num_microbatches=4)
+    assert chain_of_replica(one_round.shape, 0) is None
+    swapped = in_turn.assignment.units["vision"][0]
+    decoupled = Assignment({**in_turn.assignment.units, "vision": ((swapped[1], swapped[0], *swapped[2:]),)})
+    assert chain_of_replica(decoupled.shape(in_turn.shape.graph, in_turn.shape.plan), 0) is None
+
+
+def test_a_replica_without_any_microbatch_only_reduces() -> None:
+    case = build_case(
+        build_graph("vision"),
+        {"vision": (2, 1, 1), "llm": (2, 1, 1)},
+        {"vision": [[[0]], []], "llm": [[[0]], []]},
+        colocated=True,
+    )
+    idle = build_schedule(build_interleaved_1f1b, case).lanes[1]
+    assert {action.kind for action in idle.actions} == {ActionKind.REDUCE_GRADIENTS}

@@ -36,7 +36,7 @@ from multimodal.values.shape import StepShape
 from tests.unit.schedule.built_schedules import cut_schedules
 from tests.unit.schedule.nccl_replay import replay
 from tests.unit.schedule.schedule_cases import build_case, build_graph, built_cases, deal
-from tests.unit.schedule.test_execute_lanes import assert_alike
+from tests.unit.schedule.test_simulate import assert_alike
 from tests.unit.schedule.uniform_costs import RandomCosts
 from tests.unit.values.work.dependencies import dependencies
 

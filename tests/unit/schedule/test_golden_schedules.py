@@ -1,17 +1,26 @@
-"""Builders and communication insertion against the text in tests/golden/schedule.
+"""Names and text of schedules, and builders and the insertion of communication against the text in tests/golden/schedule.
 
 After a change that is meant, print the new text with `schedule_to_text` and review the difference.
 """
 
+import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
-from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes.insert_communication import insert_communication
-from multimodal.schedule.text import schedule_from_text, schedule_to_text
+from multimodal.schedule.text import lanes_from_text, lanes_to_text, schedule_from_text, schedule_to_text
 from multimodal.schedule.validate import validate_schedule
-from tests.unit.schedule.schedule_cases import golden_cases
+from multimodal.values.action import Action, ActionKind, Place, action_to_text
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.errors import ScheduleError
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.schedule import Lane
+from multimodal.values.shape import StepShape
+from tests.unit.schedule.schedule_cases import build_graph, builders_for, cases, golden_cases, one_unit
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "schedule"
 
@@ -42,3 +51,146 @@ def test_communication_insertion_turns_golden_compute_text_into_golden_lowered_t
     after = insert_communication(before)
     assert schedule_to_text(after) == (GOLDEN / f"{name}.1f1b.lowered.txt").read_text()
     validate_schedule(after)
+
+
+def test_receives_are_hoisted_transitively_over_shared_lanes() -> None:
+    """The first consumer needs only the last message, but lane 1 sent another before it, and lane 0 one before that."""
+    graph = build_graph("first", "second", "third")
+    layers = ((0, 10),)
+    ranks = {"first": (0,), "second": (0, 1), "third": (1, 2), "llm": (3,)}
+    plan = Plan({unit: UnitPlan((Replica((Stage(group, layers),)),), len(group)) for unit, group in ranks.items()})
+    placed = {"first": ((Atom(2, 0),),), "second": ((Atom(1, 0),),), "third": ((Atom(0, 0),),)}
+    assignment = Assignment(
+        {
+            **{unit: (microbatches,) for unit, microbatches in placed.items()},
+            "llm": (tuple((Atom(sample),) for sample in range(3)),),
+        }
+    )
+    before = """\
+lane 0: F first/0/0/0; F second/0/0/0
+lane 1: F second/0/0/0; F third/0/0/0
+lane 2: F third/0/0/0
+lane 3: F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
+"""
+    after = """\
+lane 0: F first/0/0/0; SF first/0/0/0>llm/0/0/2; F second/0/0/0; SF second/0/0/0>llm/0/0/1
+lane 1: F second/0/0/0; SF second/0/0/0>llm/0/0/1; F third/0/0/0; SF third/0/0/0>llm/0/0/0
+lane 2: F third/0/0/0; SF third/0/0/0>llm/0/0/0
+lane 3: RF llm/0/0/2<first/0/0/0; RF llm/0/0/1<second/0/0/0; RF llm/0/0/0<third/0/0/0; F llm/0/0/0; F llm/0/0/1; F llm/0/0/2
+"""
+    lowered = insert_communication(schedule_from_text(before, assignment.shape(graph, plan, forward_only=True)))
+    assert schedule_to_text(lowered) == after
+    validate_schedule(lowered)
+
+
+TEXT = """\
+lane 0,1: F vision/0/0/3; SF vision/0/0/3>llm/1/0/2; RB vision/0/0/3<llm/1/0/2; B vision/0/0/3; RG vision/0/0
+lane 2: RF llm/1/0/2<vision/0/0/3; F llm/1/0/2; B llm/1/0/2; SB llm/1/0/2>vision/0/0/3
+lane 3:
+"""
+
+
+def test_text_round_trips() -> None:
+    lanes = lanes_from_text(TEXT)
+    assert lanes_to_text(lanes) == TEXT
+    assert lanes[0].ranks == (0, 1)
+    assert lanes[0].actions[1] == Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 3, Place("llm", 1, 0, 2))
+    assert lanes[0].actions[-1] == Action(ActionKind.REDUCE_GRADIENTS, "vision", 0, 0)
+    assert lanes[2] == Lane((3,), ())
+
+
+def test_blank_lines_and_spacing_do_not_matter() -> None:
+    loose, strict = "\nlane 0:F llm/0/0/0 ;   B llm/0/0/0\n\n", "lane 0: F llm/0/0/0; B llm/0/0/0"
+    assert lanes_from_text(loose) == lanes_from_text(strict)
+    assert lanes_from_text("") == ()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("lane 0: F llm/0/0/0\nlan 1: F llm/0/0/1", "line 2, column 1: found 'lan 1'; expected 'lane'"),
+        ("lane 0: F llm/0/0/0; F llm/0/0", "line 1, column 22: found 'F llm/0/0'; F .* has a microbatch"),
+        ("lane 0: F llm/0/0/0;", "line 1, column 21: found ''; expected an action"),
+        ("lane 0: F llm/0/0/x", "line 1, column 9: found 'F llm/0/0/x'; expected an action"),
+        ("lane 0: Q llm/0/0/0", "line 1, column 9: found 'Q'; expected one of F, B, I, W, SF, RF, SB, RB, GP, RG"),
+        ("lane 0: RG llm/0/0/0", "found 'RG llm/0/0/0'; RG .* has no microbatch"),
+        ("lane 0: SF vision/0/0/0", "SF .* has a peer; add it"),
+        ("lane 0: F vision/0/0/0>llm/0/0/0", "F .* has no peer; remove it"),
+        ("lane 0: SF vision/0/0/0<llm/0/0/0", "expected '>' before the peer of SF, found '<'"),
+    ],
+)
+def test_parse_errors_say_where_and_what(text: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        lanes_from_text(text)
+
+
+def test_a_unit_name_that_would_not_parse_back_is_refused() -> None:
+    with pytest.raises(ScheduleError, match="unit name 'my unit' cannot be written"):
+        action_to_text(Action(ActionKind.FORWARD, "my unit", 0, 0, 0))
+
+
+def test_a_schedule_that_others_have_read_travels_with_one_lane() -> None:
+    schedule = BUILDERS["1f1b"](one_unit(3, 5))
+    assert len(schedule.lanes) == 3
+    alone: Any = pickle.loads(pickle.dumps(schedule.spelled_out(1)))
+    assert alone._lanes == {1: schedule.lane(1)} and alone == schedule
+
+
+CASE = golden_cases()["two_encoders"]
+
+
+def facts(row: ScheduleRow) -> dict[str, object]:
+    """All that others read of a row, but its function and its name."""
+    return {name: value for name, value in vars(row).items() if name not in ("build", "alias_of", "parameters")}
+
+
+@pytest.mark.parametrize("name", [name for name, row in BUILDERS.items() if row.alias_of])
+def test_an_alias_is_what_it_says(name: str) -> None:
+    asked = BUILDERS[BUILDERS[name].alias_of]
+    assert facts(asked) == facts(BUILDERS[name])
+    assert asked(CASE) == BUILDERS[name](CASE)
+
+
+def test_parameters_vary_what_others_read() -> None:
+    assert BUILDERS["1f1b:ahead=1.5"].in_flight == 1.5
+    assert BUILDERS["dip:rounds=3"].num_rounds == 3
+    both = BUILDERS["optimus:keep=3,split"]
+    assert (both.in_flight, both.splits_backwards) == (3.0, True)
+    assert both is BUILDERS["optimus:keep=3,split"], "made once"
+    assert "dip:rounds=3" not in BUILDERS, "searches try what is listed"
+
+
+def test_neutral_values_change_nothing() -> None:
+    for name, plain in (("1f1b:ahead=1", "1f1b"), ("dip:rounds=1", "dip"), ("optimus:keep=100", "optimus")):
+        assert BUILDERS[name](CASE) == BUILDERS[plain](CASE)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("zigzag", "there is no schedule 'zigzag'; choose one of gpipe, "),
+        ("zigzag:rounds=2", "there is no schedule 'zigzag'"),
+        ("gpipe:rounds=2", "schedule 'gpipe:rounds=2' has no parameter 'rounds'; 'gpipe' has: none"),
+        ("dip:", "schedule 'dip:' has no parameter ''; 'dip' has: rounds=a whole number of at least 1"),
+        ("optimus:zb", "has no parameter 'zb'; 'optimus' has: keep=a factor of at least 1, split$"),
+        ("dip:rounds=0", "schedule 'dip:rounds=0': rounds takes a whole number of at least 1, found '0'"),
+        ("dip:rounds", "rounds takes a whole number of at least 1, found ''"),
+        ("dip:rounds=2,rounds=3", "is given twice the parameter 'rounds'"),
+        ("1f1b:ahead=0.5", "ahead takes a factor of at least 1 or memory, found '0.5'"),
+        ("1f1b:ahead=nan", "found 'nan'"),
+        ("zb-h1:ahead=2", "ahead takes memory, found '2'"),
+        ("optimus:split=2", "split takes no value, found '2'"),
+    ],
+)
+def test_what_is_wrong_is_refused_with_what_is_known(name: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        BUILDERS[name]
+
+
+@settings(max_examples=40)
+@given(case=cases())
+def test_a_builder_that_a_layout_does_not_allow_says_what_to_change(case: StepShape) -> None:
+    for builder in set(BUILDERS) - set(builders_for(case)):
+        message = rf"{builder} (needs .* found .* in the plan, or|runs encoders as one, .*;) choose "
+        with pytest.raises(ScheduleError, match=message):
+            BUILDERS[builder](case)

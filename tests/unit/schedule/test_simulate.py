@@ -1,18 +1,24 @@
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.step_costs import ComputeCost
+from multimodal.schedule import simulate_events
 from multimodal.schedule.bubbles import BUBBLE_KINDS
+from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule, connected_lanes
 from multimodal.schedule.draw import draw_timeline
-from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
@@ -20,11 +26,16 @@ from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.text import schedule_from_text
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import Action, ActionKind, Place, action_to_text
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError, ScheduleError
-from multimodal.values.schedule import Schedule, lane_of
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
-from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal
+from tests.unit.schedule.built_schedules import broken_schedules
+from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal, golden_cases
 from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
 
 
@@ -249,3 +260,103 @@ def test_a_timeline_is_drawn_as_png(tmp_path: Path) -> None:
     for name, timeline in {"full": timeline_of_unit_costs(lower(one_sample())), "empty": Timeline(((0,),), ())}.items():
         draw_timeline(timeline, tmp_path / f"{name}.png", title=name)
         assert (tmp_path / f"{name}.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def assert_alike(schedule: Schedule, seconds: np.ndarray | None = None) -> None:
+    """Run a schedule with the kernel and with its reference."""
+    fast = execute_lanes(schedule, seconds=seconds)
+    schedule.made.clear()
+    with mock.patch.object(simulate_events, "kernels", None):
+        slow = execute_lanes(schedule, seconds=seconds)
+    assert (fast.events, fast.positions.tolist(), done(fast)) == (slow.events, slow.positions.tolist(), done(slow))
+
+
+def done(execution: Execution) -> set[Action]:
+    """All complete actions."""
+    return {execution.schedule.work.actions[piece] for piece in np.flatnonzero(execution.is_done).tolist()}
+
+
+@settings(max_examples=100)
+@given(broken=broken_schedules())
+def test_broken_schedules_stop_where_they_stop_in_the_reference(broken: tuple[StepShape, tuple[Lane, ...], bool]) -> None:
+    case, lanes, lowered = broken
+    try:
+        schedule = Schedule.of_lanes(case, lanes, lowered=lowered)
+    except ScheduleError:
+        assume(False)
+    assert_alike(schedule)
+
+
+def test_a_send_before_its_producer_holds_up_its_lane_and_a_receive_does_not() -> None:
+    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": deal(1, 1), "llm": deal(1, 1)})
+    schedule = insert_communication(BUILDERS["1f1b"](case))
+    assert not execute_lanes(schedule).stuck
+    vision, llm = schedule.lanes
+    moved = schedule.with_lanes([lane_of(vision.ranks, (vision.actions[1], vision.actions[0], *vision.actions[2:])), llm])
+    assert vision.actions[1].kind is ActionKind.SEND_FORWARD
+    stopped = execute_lanes(moved)
+    assert stopped.stuck == {0: 0, 1: 1}
+    assert not done(stopped) & {vision.actions[0], vision.actions[1]}
+
+
+def test_work_that_is_missing_from_one_of_its_lanes_never_runs() -> None:
+    schedules = map(BUILDERS["1f1b"], golden_cases().values())
+    schedule = next(each for each in schedules if not each.work.is_in_one_lane)
+    whole = execute_lanes(schedule)
+    wide = next(action for action in schedule.work.computed if len(schedule.shape.lanes_of(*action[1:4])) > 1)
+    index = schedule.shape.lanes_of(*wide[1:4])[0]
+    lanes = list(schedule.lanes)
+    lanes[index] = lane_of(lanes[index].ranks, [action for action in lanes[index].actions if action != wide])
+    assert wide in done(whole)
+    assert wide not in done(execute_lanes(schedule.with_lanes(lanes)))
+
+
+CLUSTER = Cluster.from_dict(
+    {
+        "gpus_per_node": 8,
+        "peak_tflops": 100.0,
+        "memory_gb": 80,
+        "intra_node": {"bandwidth_gbytes_per_second": 1e12, "latency_us": 0.0},
+        "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 8},
+    }
+)
+SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
+GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+LENGTHS = [SampleLengths(sample, (ItemLengths("vision", 400, 100),), 200, 150) for sample in range(2)]
+ASSIGNMENT = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
+
+
+def plan_of(*, vision_cp: int, llm_cp: int) -> Plan:
+    """Both units on the same four ranks or one; what is not context parallel is tensor parallel."""
+    num_ranks = max(vision_cp, llm_cp)
+    units = {
+        name: {
+            "tensor_parallel_size": num_ranks // size,
+            "context_parallel_size": size,
+            "replicas": [{"stages": [{"ranks": list(range(num_ranks)), "layers": [[0, 4]]}]}],
+        }
+        for name, size in (("vision", vision_cp), ("llm", llm_cp))
+    }
+    return Plan.from_dict({"units": units})
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    return build_schedule(BUILDERS["1f1b"], ASSIGNMENT.shape(GRAPH, plan))
+
+
+@pytest.mark.parametrize(("vision_cp", "llm_cp", "num_messages"), [(1, 1, 0), (4, 4, 2), (1, 4, 2), (4, 2, 2), (2, 4, 2)])
+def test_units_on_the_same_ranks_send_what_other_shares_hold(vision_cp: int, llm_cp: int, num_messages: int) -> None:
+    (lane,) = schedule_of(plan_of(vision_cp=vision_cp, llm_cp=llm_cp)).lanes
+    kinds = Counter(action.kind for action in lane.actions)
+    messages = ("SEND_FORWARD", "RECEIVE_FORWARD", "SEND_BACKWARD", "RECEIVE_BACKWARD")
+    assert [kinds[ActionKind[kind]] for kind in messages] == [num_messages] * 4
+
+
+def test_a_simulated_step_is_so_much_shorter() -> None:
+    seconds = []
+    for size in (1, 4):
+        plan = plan_of(vision_cp=size, llm_cp=size)
+        costs = ModelCosts(ASSIGNMENT.shape(GRAPH, plan), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
+        simulation = simulate_schedule(schedule_of(plan), costs)
+        seconds.append(simulation.iteration_seconds)
+    assert seconds[0] / 4 < seconds[1] < seconds[0] / 3  # a backward repeats attention

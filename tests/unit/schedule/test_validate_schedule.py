@@ -10,8 +10,9 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.text import lanes_from_text, schedule_to_text
 from multimodal.schedule.validate import _SlotOrder, validate_schedule
-from multimodal.values.action import ACTION_TABLE, Action, Resource
+from multimodal.values.action import ACTION_TABLE, Action, Place, Resource, SegmentRange
 from multimodal.values.errors import ScheduleError
+from multimodal.values.parts.cuts import Cuts, SegmentCut
 from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
@@ -133,34 +134,33 @@ def is_valid(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
         ]
         if later:
             return False
-    return _match(step, lanes) and _finish(step, lanes, lowered=lowered) and _meet(step, lanes)
+    return _meet(step, lanes, lowered=lowered)
 
 
-def _match(step: StepShape, lanes: Sequence[Lane]) -> bool:
-    """True if every lane posts its receives from every other one in the order of the other's sends."""
-    sent: dict[tuple[int, int], list[object]] = {}
-    received: dict[tuple[int, int], list[object]] = {}
-    for lane, each in enumerate(lanes):
-        for action in (action for action in each.actions if action.peer is not None):
-            for other in step.lanes_of(*action.peer[:3]):
-                if ACTION_TABLE[action.kind].resource is Resource.SEND:
-                    sent.setdefault((lane, other), []).append((action.place, action.peer, action.covers))
-                else:
-                    received.setdefault((other, lane), []).append((action.peer, action.place, action.covers))
-    return sent == received
-
-
-def _meet(step: StepShape, lanes: Sequence[Lane]) -> bool:
-    """True if the lanes come to their ends doing one thing at a time, a message once all of its ends are there."""
-    rows = [[what for what, _ in groupby(_together(action, step) for action in lane.actions)] for lane in lanes]
-    if any(len(set(row)) < len(row) for row in rows):
+def _meet(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
+    """True if the lanes come to their ends doing one thing at a time, once all of its ends are there and its needs are done."""
+    rows = [
+        [(what, set(actions)) for what, actions in groupby(lane.actions, key=lambda each: _together(each, step))]
+        for lane in lanes
+    ]
+    done: set[Action] = set()
+    if any(len({what for what, _ in row}) < len(row) for row in rows):
         return False  # the ends of a message on one lane, with other work between them
     while any(rows):
-        heads = {row[0] for row in rows if row}
-        ready = {head for head in heads if all(row[0] == head for row in rows if head in row)}
+        heads: dict[Hashable, set[Action]] = {}
+        for what, actions in (row[0] for row in rows if row):
+            heads.setdefault(what, set()).update(actions)
+        awaited = {what for row in rows for what, _ in row[1:]}
+        ready = {
+            what
+            for what, actions in heads.items()
+            if what not in awaited
+            and done | actions >= {n for each in actions for n in dependencies(each, step, lowered=lowered)}
+        }
         if not ready:
             return False
-        rows = [row[1:] if row and row[0] in ready else row for row in rows]
+        done.update(*(heads[what] for what in ready))
+        rows = [row[1:] if row and row[0][0] in ready else row for row in rows]
     return True
 
 
@@ -173,51 +173,6 @@ def _together(action: Action, step: StepShape) -> Hashable:
         return action
     ends = (action.place, action.peer) if resource is Resource.SEND else (action.peer, action.place)
     return action.kind.value[-1], ends, action.covers
-
-
-def _finish(step: StepShape, lanes: Sequence[Lane], *, lowered: bool) -> bool:
-    """True if the lanes come to their ends when each does what it can, in any order."""
-    positions = [0] * len(lanes)
-    passed: dict[Action, int] = {}
-
-    def is_done(action: Action) -> bool:
-        posted = passed.get(action, 0) == len(step.lanes_of(*action[1:4]))
-        if posted and ACTION_TABLE[action.kind].resource is Resource.RECEIVE:
-            return all(map(is_done, dependencies(action, step, lowered=lowered)))
-        return posted
-
-    def head(lane: int) -> Action | None:
-        return lanes[lane].actions[positions[lane]] if positions[lane] < len(lanes[lane].actions) else None
-
-    def can_run(action: Action) -> bool:
-        resource = ACTION_TABLE[action.kind].resource
-        together = [action]
-        if resource is Resource.COLLECTIVE:
-            together = reduced_together(action, step)
-        if resource is Resource.RECEIVE:
-            return True
-        needs = [need for each in together for need in dependencies(each, step, lowered=lowered)]
-        waits = resource in (Resource.COMPUTE, Resource.COLLECTIVE)
-        at_head = {head(lane) for each in together for lane in step.lanes_of(*each[1:4])}
-        return all(map(is_done, needs)) and (not waits or at_head <= set(together))
-
-    moved = True
-    while moved:
-        moved = False
-        for lane in range(len(lanes)):
-            action = head(lane)
-            if action is None or not can_run(action):
-                continue
-            moved = True
-            alone = ACTION_TABLE[action.kind].resource in (Resource.SEND, Resource.RECEIVE)
-            together = [action]
-            if ACTION_TABLE[action.kind].resource is Resource.COLLECTIVE:
-                together = reduced_together(action, step)
-            for each in together:
-                for other in [lane] if alone else step.lanes_of(*each[1:4]):
-                    positions[other] += 1
-                    passed[each] = passed.get(each, 0) + 1
-    return all(position == len(lane.actions) for position, lane in zip(positions, lanes, strict=True))
 
 
 ACTION = r"[A-Z]+ \w+/\d+/\d+\S*: "
@@ -266,3 +221,47 @@ def answer(schedule: Schedule, *, before: Schedule | None = None) -> str:
     except ScheduleError as problem:
         return str(problem)
     return "valid"
+
+
+def test_a_forward_ascends_and_a_backward_descends() -> None:
+    cut = SegmentCut(10, (2, 7), (5, 7))
+    assert cut.forwards == tuple(SegmentRange(*ends) for ends in ((0, 2), (2, 7), (7, 10)))
+    assert cut.backwards == tuple(SegmentRange(*ends) for ends in ((7, 10), (5, 7), (0, 5)))
+    assert SegmentCut(10).forwards == (None,)
+
+
+@pytest.mark.parametrize("boundaries", [(0,), (10,), (3, 3), (5, 2)])
+def test_a_cut_that_is_none_is_refused(boundaries: tuple[int, ...]) -> None:
+    with pytest.raises(ScheduleError, match="expected whole numbers that ascend from 1 to 9"):
+        SegmentCut(10, boundaries)
+
+
+def test_a_place_is_cut_in_one_way_only() -> None:
+    place = Place("vision", 0, 0, 0)
+    with pytest.raises(ScheduleError, match=re.escape("vision/0/0/0: cut into segments and into input and weight gradient")):
+        Cuts(split=frozenset({place}), segments={place: SegmentCut(21, (2,))})
+
+
+RANGES = "lane 0: F vision/0/0/0{0:2}; F vision/0/0/0{2:58}; F vision/0/0/1; B vision/0/0/0{9:58}; B vision/0/0/0{0:9}; "
+RANGES_AND_LLM = RANGES + "B vision/0/0/1; RG vision/0/0\nlane 1: F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0"
+
+
+@pytest.mark.parametrize(
+    ("now", "then", "message"),
+    [
+        ("F vision/0/0/0{0:2}; ", "", "F vision/0/0/0{2:58}: missing range: nothing runs F vision/0/0/0{0:2}; add it"),
+        ("{2:58}", "{3:58}", "F vision/0/0/0{3:58}: missing range: nothing runs F vision/0/0/0{2:3}; add it"),
+        ("{0:2}", "{0:4}", "F vision/0/0/0{2:58}: ranges overlap: F vision/0/0/0{2:4} runs in it and in the range before"),
+        ("{2:58}", "{2:30}", "F vision/0/0/0{2:30}: missing range: nothing runs F vision/0/0/0{30:58}; add it"),
+        ("{0:9}", "{3:9}", "B vision/0/0/0{3:9}: missing range: nothing runs B vision/0/0/0{0:3}; add it"),
+        ("F vision/0/0/1", "F vision/0/0/0{0:2}; F vision/0/0/1", "F vision/0/0/0{0:2}: duplicate: it stands in lane 0"),
+        ("F vision/0/0/1", "F vision/0/0/0; F vision/0/0/1", "F vision/0/0/0: unknown action"),
+        ("RG vision/0/0", "RG vision/0/0{0:2}", "RG vision/0/0{0:2}: only forwards and backwards run in ranges of segments"),
+        ("{9:58}; B vision/0/0/0{0:9}", "{0:9}; B vision/0/0/0{9:58}", "B vision/0/0/0{0:9}: wrong order"),
+        ("58", "40", "F vision/0/0/0{2:40}: wrong number of segments: its ranges end at 40, but its stage has 58 segments"),
+    ],
+)
+def test_ranges_that_do_not_make_up_the_whole_are_refused(now: str, then: str, message: str) -> None:
+    check(small(), RANGES_AND_LLM)
+    with pytest.raises(ScheduleError, match=re.escape(message)):
+        check(small(), RANGES_AND_LLM.replace(now, then))

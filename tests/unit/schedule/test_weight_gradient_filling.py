@@ -1,50 +1,25 @@
-"""Weight gradients, and generators, in the bubbles of the LLM's pipeline: what a step takes, and what is kept."""
+"""Weight gradients and forwards ahead in the idle time of pipelines: what a step takes, and what is kept within memory."""
 
 import math
-from collections import Counter
 from dataclasses import dataclass
-from itertools import accumulate
 
 import pytest
 
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.room_ahead import MEMORY_SHARE
+from multimodal.schedule.builders.one_f_one_b import forward_limits
+from multimodal.schedule.builders.room_ahead import FACTORS, MEMORY_SHARE, factors_within_memory
+from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.schedule.split_in_line import split_in_line, weights_before_forwards
 from multimodal.schedule.text import schedule_to_text
-from multimodal.values.action import Action, ActionKind
-from multimodal.values.schedule import Schedule
+from multimodal.values.action import Action, ActionKind, Place
 from multimodal.values.shape import StepShape
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal
-from tests.unit.schedule.test_nested import copies, with_generator
-from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
+from tests.unit.schedule.schedule_cases import build_case, build_graph, copies, deal, with_generator
+from tests.unit.schedule.uniform_costs import UniformCosts, built, costs_of, most_kept, seconds_of
 
 HALVES = (ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
-
-
-def costs_of(**forward_seconds: float) -> GivenCosts:
-    """Seconds of each unit's forwards and of both halves of its backwards."""
-
-    def seconds(action: Action) -> float:
-        return forward_seconds[action.unit] * (2.0 if action.kind is ActionKind.BACKWARD else 1.0)
-
-    return GivenCosts(seconds=seconds)
-
-
-def seconds_of(name: str, step: StepShape, costs: GivenCosts) -> float:
-    return simulate_schedule(build_schedule(BUILDERS[name].with_costs(costs), step), costs).iteration_seconds
-
-
-def most_stored(schedule: Schedule, unit: str) -> int:
-    """The most microbatches of a unit that any of its stages has between forward and weight gradient."""
-    stored: Counter[tuple[int, int]] = Counter()
-    most = 0
-    for action in (action for lane in schedule.lanes for action in lane.actions if action.unit == unit):
-        stored[action.replica, action.stage] += {ActionKind.FORWARD: 1, ActionKind.WEIGHT_GRADIENT: -1}.get(action.kind, 0)
-        most = max(most, *stored.values())
-    return most
 
 
 @pytest.mark.parametrize("num_microbatches", [8, 16])
@@ -53,8 +28,8 @@ def test_weight_gradients_fill_what_encoders_leave(num_microbatches: int, encode
     step, costs = copies(2, num_microbatches), costs_of(llm=1.0, vision=encoder_seconds)
     busy = 3 * num_microbatches * (1 + encoder_seconds / 2)
     assert seconds_of("optimus-zb", step, costs) == busy < seconds_of("optimus", step, costs) < seconds_of("1f1b", step, costs)
-    schedule = build_schedule(BUILDERS["optimus-zb"].with_costs(costs), step)
-    assert most_stored(schedule, "llm") == 2, "as many as 1F1B keeps in the first of two stages"
+    schedule = built("optimus-zb", step, costs)
+    assert max(most_kept(schedule, "llm")) == 2, "as many as 1F1B keeps in the first of two stages"
     kinds = {(action.unit, action.kind) for lane in schedule.lanes for action in lane.actions if action.microbatch >= 0}
     assert {(unit, kind) for unit, kind in kinds if kind in HALVES} == {("llm", kind) for kind in HALVES}
     assert ("vision", ActionKind.BACKWARD) in kinds, "an encoder on the LLM's ranks can run in ranges of segments instead"
@@ -69,7 +44,7 @@ def test_weight_gradients_of_an_encoder_of_several_stages_on_the_ranks_of_the_ll
     step = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
     costs = costs_of(llm=1.0, vision=2.0)
     assert (seconds_of("optimus", step, costs), seconds_of("optimus-zb", step, costs)) == seconds
-    schedule = build_schedule(BUILDERS["optimus-zb"].with_costs(costs), step)
+    schedule = built("optimus-zb", step, costs)
     assert {action.unit for lane in schedule.lanes for action in lane.actions if action.kind in HALVES} == {"vision", "llm"}
 
 
@@ -77,7 +52,7 @@ def test_backwards_stay_whole_where_halves_gain_nothing() -> None:
     sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
     step = build_case(build_graph("vision"), sizes, {unit: deal(4, 1) for unit in sizes}, colocated=True)
     costs = costs_of(llm=1.0, vision=1.0)
-    schedules = [build_schedule(BUILDERS[name].with_costs(costs), step) for name in ("optimus", "optimus-zb")]
+    schedules = [built(name, step, costs) for name in ("optimus", "optimus-zb")]
     assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
 
 
@@ -85,7 +60,7 @@ def test_an_encoder_on_its_own_ranks_does_weight_gradients_while_it_would_wait()
     sizes = {"vision": (1, 2, 1), "llm": (1, 2, 1)}
     step = build_case(build_graph("vision"), sizes, {unit: deal(8, 1) for unit in sizes})
     costs = costs_of(llm=1.0, vision=1.0)
-    schedule = build_schedule(BUILDERS["optimus-zb"].with_costs(costs), step)
+    schedule = built("optimus-zb", step, costs)
     assert {action.unit for lane in schedule.lanes for action in lane.actions if action.kind in HALVES} == {"vision", "llm"}
     pipeline = 3 * (8 + 3)
     assert seconds_of("1f1b", step, costs) == seconds_of("optimus", step, costs) == pipeline
@@ -124,7 +99,7 @@ def test_a_lane_keeps_to_its_own_order_where_a_stage_lies_in_several() -> None:
     pairs = {(actions[first], actions[then]) for then, first in zip(*weights_before_forwards(split), strict=True)}
     expected = Action(ActionKind.WEIGHT_GRADIENT, "llm", 0, 0, 0), Action(ActionKind.FORWARD, "llm", 0, 0, 1)
     assert pairs == {expected}
-    build_schedule(BUILDERS["interleaved-zb"].with_costs(costs_of(llm=1.0, vision=1.0)), step)  # validates
+    built("interleaved-zb", step, costs_of(llm=1.0, vision=1.0))  # validates
 
 
 def unlike_ranges() -> StepShape:
@@ -151,7 +126,7 @@ class UnlikeCosts(UniformCosts):
 
 def test_weight_gradients_fill_where_lanes_wait_for_longer_ranges() -> None:
     step, costs = unlike_ranges(), UnlikeCosts(collective=0.25)
-    schedules = [build_schedule(BUILDERS[name].with_costs(costs), step) for name in ("interleaved-1f1b", "interleaved-zb")]
+    schedules = [built(name, step, costs) for name in ("interleaved-1f1b", "interleaved-zb")]
     plain, filled = (simulate_schedule(schedule, costs) for schedule in schedules)
     lanes = split_in_line(BUILDERS["interleaved-1f1b"](step), ()).lanes
     busy = max(sum(costs.compute(action).seconds for action in lane.actions) for lane in lanes)
@@ -165,29 +140,114 @@ def test_weight_gradients_fill_where_lanes_wait_for_longer_ranges() -> None:
 
 def test_weight_gradients_wait_no_longer_than_memory_allows() -> None:
     step = unlike_ranges()
-    most = max(count_kept(BUILDERS["interleaved-1f1b"](step)))
+    most = max(most_kept(BUILDERS["interleaved-1f1b"](step)))
     kept, seconds = [], []
     for num_more in (0, 1, 4, 64):
         costs = UnlikeCosts(room=10 * (most + num_more))
-        schedule = build_schedule(BUILDERS["interleaved-zb"].with_costs(costs), step)
-        kept.append(max(count_kept(schedule)) - most)
+        schedule = built("interleaved-zb", step, costs)
+        kept.append(max(most_kept(schedule)) - most)
         seconds.append(simulate_schedule(schedule, costs).iteration_seconds)
     assert kept == [0, 1, 4, 8]
     assert seconds == sorted(set(seconds), reverse=True)
 
 
-def count_kept(schedule: Schedule) -> list[int]:
-    """The most microbatches that each lane has between forward and weight gradient, those of all its ranges together."""
-    ends = ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT
-    changes = [
-        [(action.kind is ActionKind.FORWARD) - (action.kind in ends) for action in lane.actions] for lane in schedule.lanes
-    ]
-    return [max(accumulate(lane)) for lane in changes]
-
-
 def test_ranges_that_wait_for_nothing_keep_whole_backwards() -> None:
     step = build_case(build_graph(), {"llm": (1, 1, 1)}, {"llm": deal(4, 1)}, layouts={"llm": {"chunks": 2}})
-    schedules = [
-        build_schedule(BUILDERS[name].with_costs(costs_of(llm=1.0)), step) for name in ("interleaved-1f1b", "interleaved-zb")
-    ]
+    schedules = [built(name, step, costs_of(llm=1.0)) for name in ("interleaved-1f1b", "interleaved-zb")]
     assert schedule_to_text(schedules[0]) == schedule_to_text(schedules[1])
+
+
+@dataclass(frozen=True)
+class MemoryCosts(UniformCosts):
+    """Microbatch k keeps k + 1 bytes in every stage, or the same of all; weights take 100."""
+
+    room: float = 0.0
+    grows: bool = True
+
+    @property
+    def memory_bytes(self) -> float:
+        return (100 + self.room + 1e-6) / MEMORY_SHARE
+
+    def activation_bytes(self, place: Place) -> int:
+        return place.microbatch + 1 if self.grows else 1
+
+    def static_bytes(self, lane: int) -> int:
+        return 100
+
+
+def llm_step(num_microbatches: int = 8) -> StepShape:
+    return build_case(build_graph(), {"llm": (1, 4, 1)}, {"llm": deal(num_microbatches, 1)})
+
+
+@pytest.mark.parametrize(
+    ("room", "factor"),
+    [
+        # 1F1B's first stage keeps 4 of 8 microbatches with 1 to 8 bytes each; the largest 4 to 8 are 26, 30, 33, 35 and 36.
+        (25, 1.0),
+        (26, 1.0),
+        (30, 1.25),
+        (33, 1.5),
+        (35, 1.75),
+        (36, 4.0),
+    ],
+)
+def test_the_largest_microbatches_fit_beside_the_weights(room: int, factor: float) -> None:
+    step = llm_step()
+    found = factors_within_memory(step, forward_limits(step), costs=MemoryCosts(room=room))
+    assert list(found.values()) == [factor] * 4
+
+
+def test_memory_that_is_not_known_limits_nothing() -> None:
+    step = llm_step()
+    assert set(factors_within_memory(step, forward_limits(step), costs=UniformCosts()).values()) == {FACTORS[-1]}
+
+
+def test_a_lane_holds_what_all_its_stages_keep_and_its_pipeline_goes_by_it() -> None:
+    """Each replica of the LLM has two ranks, and the encoder shares the first of the first replica."""
+    case = build_case(
+        build_graph("vision"),
+        {"vision": (1, 1, 1), "llm": (2, 2, 1)},
+        {"vision": [[[0], [1], [2]]], "llm": [[[0], [1], [2]], [[3], [4], [5]]]},
+        colocated=True,
+    )
+    found = factors_within_memory(case, dict.fromkeys(case.stages, 1), costs=MemoryCosts(room=3, grows=False))
+    assert found == {
+        ("vision", 0, 0): 1.75,  # two microbatches of each would be four
+        ("llm", 0, 0): 1.75,
+        ("llm", 0, 1): 1.75,
+        ("llm", 1, 0): 4.0,  # all of them
+        ("llm", 1, 1): 4.0,
+    }
+
+
+def deferring_step(num_microbatches: int = 8) -> StepShape:
+    """Every second encoder microbatch hands one of its two samples to the LLM's next microbatch (Entrain's deferral)."""
+    samples = [[2 * index, 2 * index + 1] for index in range(num_microbatches)]
+    llm = [list(each) for each in samples]
+    for first in range(0, num_microbatches, 2):
+        llm[first + 1].append(llm[first].pop())
+    return build_case(build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 2, 1)}, {"vision": [samples], "llm": [llm]})
+
+
+@pytest.mark.parametrize("splits", [False, True])
+@pytest.mark.parametrize("builder", ["eager-1f1b-memory", "zb-memory"])
+@pytest.mark.parametrize("room", [0, 5, 7, 10])
+def test_what_is_kept_fits_where_1f1b_would(builder: str, room: int, splits: bool) -> None:
+    step, passes = deferring_step(), (split_backward,) if splits else ()
+    costs = MemoryCosts(room=room, grows=False)
+    schedule = build_schedule(BUILDERS[builder].with_costs(costs), step, passes=passes, costs=costs)
+    kept = simulate_schedule(schedule, costs).peak_memory_bytes - 100
+    assert kept <= max(room, max(forward_limits(step).values()))
+
+
+@pytest.mark.parametrize(("builder", "plain"), [("eager-1f1b-memory", "1f1b"), ("zb-memory", "zb-h1")])
+def test_without_room_it_stores_no_more_and_with_room_it_is_no_slower(builder: str, plain: str) -> None:
+    step = deferring_step(16)
+    seconds = {}
+    for name, row, room in (("plain", plain, 0), ("full", builder, 0), ("roomy", builder, 100)):
+        costs = MemoryCosts(room=room, grows=False)
+        schedule = build_schedule(BUILDERS[row].with_costs(costs), step, costs=costs)
+        seconds[name] = simulate_schedule(schedule, costs).iteration_seconds
+    assert seconds["full"] == seconds["plain"]
+    assert seconds["roomy"] <= seconds["plain"]
+    assert seconds["roomy"] < seconds["plain"] or builder != "zb-memory"

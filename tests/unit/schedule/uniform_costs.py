@@ -1,12 +1,18 @@
-"""Costs for the simulator's tests: the same for every microbatch, or random but fixed."""
+"""Costs for the simulator's tests, the same for every microbatch or random but fixed, and schedules built with them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import accumulate
 from random import Random
 
 from multimodal.cost.communication import TransferCost
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
+from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.schedule import Schedule
+from multimodal.values.shape import StepShape
 
 
 @dataclass(frozen=True)
@@ -50,6 +56,12 @@ class GivenCosts(UniformCosts):
         return ComputeCost(self.seconds(action))
 
 
+def costs_of(*, backward: float = 2.0, **forward_seconds: float) -> GivenCosts:
+    """Seconds of each unit's forwards; whole backwards take so many times as long, and either half of one half of that."""
+    factors = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: backward}
+    return GivenCosts(seconds=lambda action: forward_seconds[action.unit] * factors.get(action.kind, backward / 2))
+
+
 @dataclass(frozen=True)
 class RandomCosts(UniformCosts):
     """Everything takes a time of its own, some of them none; two links are shared."""
@@ -70,3 +82,20 @@ class RandomCosts(UniformCosts):
 
     def collective_seconds(self, action: Action) -> float:
         return self._draw(action)
+
+
+def built(name: str, step: StepShape, costs: UniformCosts) -> Schedule:
+    """The lowered, validated schedule of a builder with these costs."""
+    return build_schedule(BUILDERS[name].with_costs(costs), step)
+
+
+def seconds_of(name: str, step: StepShape, costs: UniformCosts) -> float:
+    """How long a step takes in the schedule of a builder with these costs."""
+    return simulate_schedule(built(name, step, costs), costs).iteration_seconds
+
+
+def most_kept(schedule: Schedule, unit: str | None = None) -> list[int]:
+    """Per lane the most microbatches, of one unit or of all, between forward and the end of their backward."""
+    changes = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.WEIGHT_GRADIENT: -1}
+    rows = ([changes.get(action.kind, 0) for action in lane.actions if unit in (None, action.unit)] for lane in schedule.lanes)
+    return [max(accumulate(row), default=0) for row in rows]

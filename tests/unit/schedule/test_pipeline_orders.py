@@ -1,0 +1,411 @@
+"""Orders of pipelines: the engine's limits, torch's orders, closed forms of papers, and the least that a step can take."""
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import multimodal.schedule.list_schedule as listing
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
+from multimodal.schedule.build_schedule import build_schedule
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b, forward_limits
+from multimodal.schedule.execute_lanes import execute_lanes
+from multimodal.schedule.list_schedule import Policy, list_schedule
+from multimodal.schedule.simulate import simulate_schedule
+from multimodal.schedule.text import schedule_to_text
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.action import ActionKind
+from multimodal.values.schedule import Lane
+from multimodal.values.shape import StepShape
+from multimodal.values.timeline import TimelineEvent
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, one_unit
+from tests.unit.schedule.uniform_costs import most_kept
+
+ENCODER, STAGE = ("vision", 0, 0), ("llm", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("groupings", "policy", "first_lane"),
+    [
+        # One LLM microbatch needs two encoder microbatches, of which only one may be in flight: a limit gives way to a deadlock.
+        (
+            {"vision": [[[0], [1], [2]]], "llm": [[[0, 1], [2]]]},
+            Policy(forward_limits={ENCODER: 1}),
+            "F vision/0/0/0; F vision/0/0/1; B vision/0/0/0; B vision/0/0/1; F vision/0/0/2; B vision/0/0/2; RG vision/0/0",
+        ),
+        # A limit holds where it can.
+        (
+            {"vision": [[[0], [1]]], "llm": [[[0], [1]]]},
+            Policy(forward_limits={ENCODER: 1}),
+            "F vision/0/0/0; B vision/0/0/0; F vision/0/0/1; B vision/0/0/1; RG vision/0/0",
+        ),
+        # A backward below its floor waits for forwards until none is left.
+        (
+            {"llm": [[[0], [1], [2]]]},
+            Policy(forward_floors={STAGE: 2}),
+            "F llm/0/0/0; F llm/0/0/1; B llm/0/0/0; F llm/0/0/2; B llm/0/0/1; B llm/0/0/2; RG llm/0/0",
+        ),
+        # A floor above the limit gives way.
+        (
+            {"llm": [[[0], [1]]]},
+            Policy(forward_floors={STAGE: 2}, forward_limits={STAGE: 1}),
+            "F llm/0/0/0; B llm/0/0/0; F llm/0/0/1; B llm/0/0/1; RG llm/0/0",
+        ),
+    ],
+    ids=["deadlock", "limit", "floor", "floor above limit"],
+)
+def test_limits_and_floors_hold_where_they_can(groupings, policy: Policy, first_lane: str) -> None:
+    case = build_case(build_graph(*set(groupings) - {"llm"}), dict.fromkeys(groupings, (1, 1, 1)), groupings)
+    schedule = list_schedule(case, policy)
+    validate_schedule(schedule)
+    assert schedule_to_text(schedule).splitlines()[0] == f"lane 0: {first_lane}"
+
+
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_an_action_that_waits_for_none_that_is_scheduled_is_refused(is_fast: bool) -> None:
+    run = listing.kernels.link_actions if is_fast and listing.kernels else listing.link_actions
+    needs, nothing = (np.array([0, 0, 1]), np.array([0])), np.zeros(0, np.int64)
+    with pytest.raises(IndexError, match="not scheduled"):
+        run(np.array([1]), *needs, np.zeros(1, np.uint8), np.zeros(1, np.int64), nothing, nothing)
+
+
+schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+
+SIZES = [(1, 2), (2, 1), (2, 4), (2, 5), (3, 3), (4, 2), (4, 4), (4, 12)]
+LONG = [*SIZES, (8, 3), (8, 20)]
+"""(stages, microbatches)."""
+
+
+def build_lanes(builder: str, num_stages: int, num_microbatches: int, **layout: int) -> tuple[Lane, ...]:
+    return BUILDERS[builder](one_unit(num_stages, num_microbatches, **layout)).lanes
+
+
+def ours(lane: Lane) -> list[tuple[str, int, int]]:
+    return [(action.kind.value, action.stage, action.microbatch) for action in lane.actions if action.microbatch >= 0]
+
+
+def theirs(actions: list[Any]) -> list[tuple[str, int, int]]:
+    """torch uses the same letters; None is an idle slot of its table, and its reduction has no microbatch."""
+    return [
+        (action.computation_type.value, action.stage_index, action.microbatch_index)
+        for action in actions
+        if action and action.microbatch_index is not None
+    ]
+
+
+def without_init(kind: type, **state: Any) -> Any:
+    """A torch schedule with just what its table needs: no stages, no process group."""
+    schedule = object.__new__(kind)
+    vars(schedule).update(state)
+    return schedule
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
+def test_gpipe(num_stages: int, num_microbatches: int) -> None:
+    table = without_init(
+        schedules.ScheduleGPipe, pp_group_size=num_stages, _num_stages=num_stages, _n_microbatches=num_microbatches
+    )._get_pipeline_order()
+    for rank, lane in enumerate(build_lanes("gpipe", num_stages, num_microbatches)):
+        assert ours(lane) == theirs(table[rank])
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), LONG)
+def test_1f1b(num_stages: int, num_microbatches: int) -> None:
+    """Against the function below torch 2.13's `Schedule1F1B`, whose own table is off by one on the last rank."""
+    for rank, lane in enumerate(build_lanes("1f1b", num_stages, num_microbatches)):
+        num_warmup = min(num_stages - rank - 1, num_microbatches)
+        counts = num_warmup, num_microbatches - num_warmup, num_warmup
+        table = schedules._get_1f1b_rank_ops(1, num_stages, *counts, rank, *[lambda _, stage=rank: stage] * 2)
+        assert ours(lane) == theirs(table)
+
+
+SMALL = [(stages, microbatches, chunks) for stages, microbatches in [(1, 2), (2, 1), (2, 3), (2, 6)] for chunks in (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("num_stages", "num_microbatches", "chunks"), [*SMALL, *((4, microbatches, 2) for microbatches in (2, 4, 5, 8, 10, 12))]
+)
+def test_interleaved_1f1b(num_stages: int, num_microbatches: int, chunks: int) -> None:
+    table = without_init(
+        schedules.ScheduleInterleaved1F1B,
+        pp_group_size=num_stages,
+        n_local_stages=chunks,
+        _n_microbatches=num_microbatches,
+        microbatches_per_round=num_microbatches // max(1, num_microbatches // num_stages),
+    )
+    for rank, lane in enumerate(build_lanes("interleaved-1f1b", num_stages, num_microbatches, chunks=chunks)):
+        assert ours(lane) == theirs(table._calculate_single_rank_operations(rank))
+
+
+@pytest.mark.parametrize(("num_stages", "chunks", "num_microbatches"), [(1, 2, 3), (2, 3, 4), (4, 2, 5)])
+def test_breadth_first(num_stages: int, chunks: int, num_microbatches: int) -> None:
+    """torch takes the microbatches of a range's backwards from the last to the first."""
+    state = {"pp_group_size": num_stages, "_stages": [None] * chunks, "_n_microbatches": num_microbatches}
+    table = without_init(schedules.ScheduleLoopedBFS, **state)
+    for rank, lane in enumerate(build_lanes("breadth-first", num_stages, num_microbatches, chunks=chunks)):
+        assert ours(lane) == [
+            (kind[0], stage, microbatch if kind == "F" else num_microbatches - 1 - microbatch)
+            for kind, stage, microbatch in theirs(table._calculate_single_rank_operations(rank))
+        ]
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), SIZES)
+def test_zb_v(num_stages: int, num_microbatches: int) -> None:
+    table = without_init(
+        schedules.ScheduleZBVZeroBubble, pp_group_size=num_stages, num_stages=2 * num_stages, _n_microbatches=num_microbatches
+    )
+    for rank, lane in enumerate(build_lanes("zb-v", num_stages, num_microbatches, v_shaped=True)):
+        assert ours(lane) == theirs(table._calculate_single_rank_operations(rank))
+
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+
+
+def textbook(num_stages: int, num_microbatches: int, stage: int) -> list[tuple[str, int]]:
+    """The order that torch.distributed.pipelining gives: warm-up forwards, one of each in turn, the remaining backwards."""
+    num_warmup = min(num_stages - stage - 1, num_microbatches)
+    order = [("F", microbatch) for microbatch in range(num_warmup)]
+    for microbatch in range(num_microbatches - num_warmup):
+        order += [("F", num_warmup + microbatch), ("B", microbatch)]
+    return order + [("B", microbatch) for microbatch in range(num_microbatches - num_warmup, num_microbatches)]
+
+
+def test_a_chain_of_encoder_and_llm_is_one_pipeline() -> None:
+    case = build_case(build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 3, 1)}, {"vision": deal(9, 1), "llm": deal(9, 1)})
+    assert list(forward_limits(case).values()) == [3, 2, 1, 5, 4]
+    for stage, lane in enumerate(build_one_f_one_b(case).lanes):
+        assert [(action.kind.value, action.microbatch) for action in lane.actions[:-1]] == textbook(5, 9, stage)
+
+
+FROZEN = {
+    "encoder": {"frozen": ["vision"], "frozen_projectors": ["vision"]},
+    "all but the projector": {"frozen": ["vision", "llm"]},
+    "llm": {"frozen": ["llm"]},
+    "encoder's body": {"frozen": ["vision"]},
+}
+
+
+@pytest.mark.parametrize("frozen", FROZEN)
+@pytest.mark.parametrize("builder", ["1f1b", "interleaved-1f1b", "dip"])
+def test_what_is_frozen_does_not_change_the_order_of_a_lane(frozen: str, builder: str) -> None:
+    """Stage s of S + P keeps its warm-up of S + P - s - 1 forwards and its turns, however short its backwards are."""
+    groupings = {"vision": deal(12, 1), "llm": deal(12, 1)}
+    case = build_case(build_graph("vision", **FROZEN[frozen]), {"vision": (1, 2, 1), "llm": (1, 4, 1)}, groupings)
+    lanes = BUILDERS[builder](case).lanes
+    for stage in range(2, 6) if builder == "dip" else range(6):
+        found = [(action.kind.value, action.microbatch) for action in lanes[stage].actions if action.microbatch >= 0]
+        has_backward = any(kind == "B" for kind, _ in found)
+        assert found == [step for step in textbook(6, 12, stage) if has_backward or step[0] == "F"]
+
+
+def test_a_frozen_model_of_published_stage_times_is_as_fast_as_without_a_weight_gradient_to_move() -> None:
+    """Cornstarch, Table 3: with frozen weights there is nothing to fill with, so ZB-H1 is 1F1B."""
+    table = CostTable.from_file(EXAMPLES / "costs" / "cornstarch-vlm-m.yaml")
+    case = build_table_step(table)[0]
+    seconds = {}
+    for builder in ("1f1b", "interleaved-1f1b", "encoders-colocated", "zb-h1"):
+        schedule = build_schedule(BUILDERS[builder], case)
+        simulation = simulate_schedule(schedule, TableCosts(table))
+        seconds[builder] = simulation.iteration_seconds
+    busiest = 24 * (0.02815 + 0.0513)
+    fill = 2 * 0.07504 + 3 * 0.02815 + 3 * 0.0513
+    assert list(seconds.values()) == pytest.approx([busiest + fill] * 4, rel=1e-3)
+
+
+def test_a_starved_stage_waits_for_its_turn() -> None:
+    """One encoder replica feeds two LLM replicas: their lanes are idle half of the time, and alternate all the same."""
+    groupings = {"vision": deal(12, 1), "llm": deal(12, 2)}
+    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (2, 2, 1)}, groupings)
+    lanes = build_one_f_one_b(case).lanes
+    for lane, stage in ((1, 0), (2, 1), (3, 0), (4, 1)):
+        assert [(action.kind.value, action.microbatch) for action in lanes[lane].actions[:-1]] == textbook(2, 6, stage)
+
+
+def test_one_lane_keeps_one_microbatch() -> None:
+    """There is no pipeline to keep full, so nothing is kept in flight for it."""
+    groupings = {"vision": deal(3, 1), "llm": deal(3, 1)}
+    case = build_case(build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, groupings, colocated=True)
+    (lane,) = build_one_f_one_b(case).lanes
+    assert [action.microbatch for action in lane.actions if action.microbatch >= 0] == [0] * 4 + [1] * 4 + [2] * 4
+
+
+@pytest.mark.parametrize(
+    ("vision", "llm", "limits"),
+    [
+        (deal(8, 2), deal(8, 1), [2, 2]),  # every second LLM microbatch: 1 for its own stage, 1 of the 2 in flight
+        ([[[0], [1], [2], [3]], [[4], [5], [6], [7]]], deal(8, 1), [3, 3]),  # in turns, so each serves both in flight
+        (deal(8, 1), deal(8, 2), [5]),  # two LLM replicas of two in flight each
+        ([[[0, 1, 2, 3], [4, 5, 6, 7]]], deal(8, 1), [3]),  # large microbatches: two overlap at the seam
+        ([[[7], [6], [5], [4], [3], [2], [1], [0]]], deal(8, 1), [9]),  # reversed: all are needed first
+    ],
+)
+def test_encoder_limits_follow_the_routes(vision: list[list[list[int]]], llm: list[list[list[int]]], limits: list[int]) -> None:
+    sizes = {"vision": (len(vision), 1, 1), "llm": (len(llm), 2, 1)}
+    found = forward_limits(build_case(build_graph("vision"), sizes, {"vision": vision, "llm": llm}))
+    assert [found["vision", replica, 0] for replica in range(len(vision))] == limits
+
+
+def test_a_frozen_encoder_that_shares_a_lane_stays_two_microbatches_ahead() -> None:
+    graph = build_graph("vision", frozen=["vision"], frozen_projectors=["vision"])
+    groupings = {"vision": deal(12, 1), "llm": deal(12, 1)}
+    case = build_case(graph, {"vision": (1, 1, 1), "llm": (1, 6, 1)}, groupings, colocated=True)
+    assert forward_limits(case)["vision", 0, 0] == 2
+    ahead, most = 0, 0
+    for action in build_one_f_one_b(case).lanes[0].actions:
+        if action.kind is ActionKind.FORWARD:
+            ahead += 1 if action.unit == "vision" else -1
+            most = max(most, ahead)
+    assert most == 2
+
+
+FULL_SIZES = [(1, 3), (2, 2), (2, 5), (3, 3), (3, 6), (4, 4), (4, 8), (4, 13)]
+"""(stages, microbatches)."""
+
+
+def run(case: StepShape, builder: str, seconds: Mapping[ActionKind, float]) -> tuple[TimelineEvent, ...]:
+    schedule = BUILDERS[builder](case)
+    return execute_lanes(schedule, seconds=np.array([seconds.get(each.kind, 0.0) for each in schedule.work.computed])).events
+
+
+def duration(events: tuple[TimelineEvent, ...]) -> float:
+    return max(event.end_seconds for event in events)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), FULL_SIZES)
+@pytest.mark.parametrize("builder", ["gpipe", "1f1b", "eager-1f1b", "dip", "encoders-colocated"])
+def test_one_bubble_of_p_minus_1_forwards_and_backwards(builder: str, num_stages: int, num_microbatches: int) -> None:
+    events = run(one_unit(num_stages, num_microbatches), builder, {ActionKind.FORWARD: 0.7, ActionKind.BACKWARD: 1.9})
+    assert duration(events) == pytest.approx((num_microbatches + num_stages - 1) * (0.7 + 1.9), abs=1e-9)
+
+
+@pytest.mark.parametrize(("num_stages", "chunks"), [(1, 3), (2, 2), (2, 4), (3, 2), (4, 2)])
+@pytest.mark.parametrize("builder", ["interleaved-1f1b", "breadth-first"])
+def test_interleaving_divides_the_bubble_by_the_chunks(builder: str, num_stages: int, chunks: int) -> None:
+    """The bubble (P - 1) / (v m), for any number of microbatches from P on."""
+    seconds = {ActionKind.FORWARD: 0.7 / chunks, ActionKind.BACKWARD: 1.9 / chunks}
+    for num_microbatches in range(num_stages, 3 * num_stages + 2):
+        work = num_microbatches * (0.7 + 1.9)
+        bubble_fraction = (num_stages - 1) / (chunks * num_microbatches)
+        events = run(one_unit(num_stages, num_microbatches, chunks=chunks), builder, seconds)
+        assert duration(events) == pytest.approx(work * (1 + bubble_fraction), abs=1e-9)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), FULL_SIZES)
+@pytest.mark.parametrize("seconds", [(1.0, 1.0, 1.0), (1.0, 1.3, 0.8), (2.0, 2.0, 1.0)])
+def test_zb_h1_has_a_bubble_of_p_minus_1_forwards(
+    num_stages: int, num_microbatches: int, seconds: tuple[float, float, float]
+) -> None:
+    """The formula (P - 1) (F + I - W); it holds where a weight gradient is not longer than an input gradient."""
+    kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    events = run(one_unit(num_stages, num_microbatches), "zb-h1", dict(zip(kinds, seconds, strict=True)))
+    forward, gradient, weight = seconds
+    bubble = (num_stages - 1) * (forward + gradient - weight)
+    assert duration(events) == pytest.approx(num_microbatches * sum(seconds) + bubble, abs=1e-9)
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), FULL_SIZES)
+def test_zb_h1_stores_no_more_than_the_first_stage_of_1f1b(num_stages: int, num_microbatches: int) -> None:
+    assert (
+        most_kept(BUILDERS["zb-h1"](one_unit(num_stages, num_microbatches))) == [min(num_stages, num_microbatches)] * num_stages
+    )
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(1, 1), (2, 3), (2, 8), (3, 5), (3, 11), (4, 7), (4, 9)])
+def test_zb_v_is_never_idle(num_stages: int, num_microbatches: int) -> None:
+    kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    case = one_unit(num_stages, num_microbatches, v_shaped=True)
+    events = run(case, "zb-v", dict.fromkeys(kinds, 1.0))
+    work = 2 * num_microbatches * 3
+    for lane in range(num_stages):
+        of_lane = [event for event in events if event.lane == lane]
+        assert of_lane[-1].end_seconds - of_lane[0].start_seconds == pytest.approx(work, abs=1e-9)
+        assert of_lane[0].start_seconds == lane
+    assert max(most_kept(BUILDERS["zb-v"](case))) == 2 * num_stages
+
+
+@pytest.mark.parametrize(("num_microbatches", "num_rounds", "kept"), [(8, 1, 8), (8, 2, 4), (8, 4, 2), (8, 8, 1), (7, 2, 4)])
+def test_an_encoder_keeps_the_microbatches_of_one_round_of_dip(num_microbatches: int, num_rounds: int, kept: int) -> None:
+    sizes = {"vision": (1, 1, 1), "llm": (1, 1, 1)}
+    case = build_case(build_graph("vision"), sizes, {unit: deal(num_microbatches, 1) for unit in sizes}, colocated=True)
+    assert most_kept(BUILDERS[f"dip:rounds={num_rounds}"](case)) == [kept + 1], "and the LLM one"
+
+
+NUM_MICROBATCHES = 16
+BACKWARDS = {
+    "nothing": ("full", "full"),
+    "llm": ("full", "input"),
+    "encoder": ("none", "full"),
+    "all but projector": ("last", "input"),
+}
+"""What is frozen -> backwards of encoders and LLM."""
+ENCODERS = {
+    "fast": {"vision": (0.2, 2)},
+    "slow": {"vision": (4.0, 2)},
+    "two": {"vision": (1.0, 2), "audio": (0.5, 3)},
+}
+"""Seconds of a stage's forward, and stages."""
+
+
+def stage(seconds: float, backward: str) -> dict[str, float]:
+    """An entry of a cost table."""
+    return {
+        "full": {"forward": seconds, "input_gradient": seconds, "weight_gradient": seconds},
+        "input": {"forward": seconds, "input_gradient": seconds, "weight_gradient": 0.0},
+        "last": {"forward": seconds, "backward": 0.02 * seconds},
+        "none": {"forward": seconds},
+    }[backward]
+
+
+def build_table(encoders: str, frozen: str, *, has_generator: bool, chunks: int = 1) -> Mapping[str, Any]:
+    """Encoders in front of an LLM of four stages, and perhaps a generator of two behind it."""
+    of_encoder, of_llm = BACKWARDS[frozen]
+    units: dict[str, Any] = {}
+    for name, (seconds, num_stages) in ENCODERS[encoders].items():
+        kinds = ["none"] * (num_stages - 1) + [of_encoder] if of_encoder == "last" else [of_encoder] * num_stages
+        units[name] = {"upstream": [], "stages": [stage(seconds, kind) for kind in kinds]}
+    num_ranks = sum(len(unit["stages"]) for unit in units.values())
+    ranks = [num_ranks + rank for rank in range(4)] * chunks
+    units["llm"] = {"upstream": [*units], "stages": [stage(1.0 / chunks, of_llm)] * (4 * chunks), "ranks": ranks}
+    if has_generator:
+        units["painter"] = {"upstream": ["llm"], "stages": [stage(1.5, "full")] * 2}
+    return {"num_microbatches": NUM_MICROBATCHES, "units": units}
+
+
+def simulated_seconds(table: Mapping[str, Any], builder: str) -> float:
+    """How long a step takes."""
+    costs = CostTable.from_dict(table)
+    case = build_table_step(costs)[0]
+    schedule = build_schedule(BUILDERS[builder], case)
+    return simulate_schedule(schedule, TableCosts(costs)).iteration_seconds
+
+
+def seconds_of(unit: Mapping[str, Any]) -> list[float]:
+    """Per stage one microbatch's forward and backward."""
+    return [sum(each.values()) for each in unit["stages"]]
+
+
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize(("encoders", "frozen"), itertools.product(ENCODERS, BACKWARDS))
+@pytest.mark.parametrize("builder", ["1f1b", "zb-h1"])
+def test_a_step_takes_its_busiest_stage_and_one_way_through_the_others(
+    builder: str, encoders: str, frozen: str, has_generator: bool
+) -> None:
+    table = build_table(encoders, frozen, has_generator=has_generator)
+    units = table["units"]
+    busiest = max(max(seconds_of(unit)) for unit in units.values())
+    longest_way = max(sum(seconds_of(units[name])) for name in ENCODERS[encoders])
+    longest_way += sum(sum(seconds_of(units[name])) for name in ("llm", "painter") if name in units)
+    found = simulated_seconds(table, builder)
+    assert NUM_MICROBATCHES * busiest <= found <= (NUM_MICROBATCHES - 1) * busiest + longest_way + 1e-9
+
+
+@pytest.mark.parametrize("frozen", BACKWARDS)
+@pytest.mark.parametrize("chunks", [2, 4])
+def test_an_interleaved_llm_is_no_slower_behind_encoders_that_work_evenly(frozen: str, chunks: int) -> None:
+    table = build_table("two", frozen, has_generator=False)
+    interleaved = build_table("two", frozen, has_generator=False, chunks=chunks)
+    assert simulated_seconds(interleaved, "interleaved-1f1b") <= simulated_seconds(table, "1f1b") + 1e-9
