@@ -1,12 +1,32 @@
+"""What holds for every balancer: everything is placed once, within sizes and shares; cached schedules are those built afresh."""
+
+from dataclasses import replace
+
+import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.balance import BALANCERS
-from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.balance_options import BalanceOptions, Granularity, MicrobatchCount
+from multimodal.balance.batch_work import BatchWork
 from multimodal.balance.length_cost import CostForm, LengthCost
+from multimodal.balance.placement import deal, turns_of
+from multimodal.balance.unlike_replicas import share_microbatches
+from multimodal.plan.colocated import plan_colocated
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.schedule.build_schedule import ScheduleCache, build_schedule
+from multimodal.schedule.builders import BUILDERS
+from multimodal.schedule.passes import PASSES
+from multimodal.schedule.validate import validate_schedule
+from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
+from multimodal.values.length_arrays import LengthBatch
+from multimodal.values.model_graph import ModelGraph
+from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.validate import validate_assignment
+from tests.unit.plan.planners.planning_cases import THREE, TWO, TWO_ENCODERS, random_lengths
 
 ITEMS = st.lists(st.tuples(st.sampled_from(["vision", "audio"]), st.integers(1, 40)), max_size=3)
 BATCHES = st.lists(st.tuples(st.integers(0, 50), ITEMS), min_size=1, max_size=12)
@@ -95,3 +115,168 @@ def test_wrong_samples_are_named(balance, graph, build_plan, build_sample, sampl
     plan = build_plan(vision=1, audio=1, llm=1)
     with pytest.raises(AssignmentError, match=message):
         balance(lengths, graph=graph, plan=plan, options=BalanceOptions())
+
+
+TOKENS = [10, 300, 20, 50, 200, 40, 60, 30, 80, 10, 120, 90]
+
+
+def batch_of(build_sample):
+    return [build_sample(index, each, ("vision", 4 * (index % 3) + 4)) for index, each in enumerate(TOKENS)]
+
+
+@pytest.mark.parametrize("count", [MicrobatchCount.GIVEN, MicrobatchCount.PREDICTED])
+@pytest.mark.parametrize("most", [1, 100, 150, 400, 5000])
+@pytest.mark.parametrize("name", BALANCERS)
+def test_no_microbatch_of_several_samples_has_more(graph, build_plan, build_sample, name, most, count):
+    lengths = batch_of(build_sample)
+    tokens = {
+        sample.sample_id: sample.num_text_tokens + sum(item.num_output_tokens for item in sample.items) for sample in lengths
+    }
+    options = BalanceOptions(tokens_per_microbatch=most, microbatch_count=count)
+    assigned = BALANCERS[name](lengths, graph=graph, plan=build_plan(vision=1, audio=1, llm=2), options=options)
+    microbatches = [microbatch for replica in assigned.units["llm"] for microbatch in replica]
+    assert sorted(atom.sample_id for microbatch in microbatches for atom in microbatch) == list(range(len(TOKENS)))
+    for microbatch in microbatches:
+        assert len(microbatch) == 1 or sum(tokens[atom.sample_id] for atom in microbatch) <= most
+    assert most < 5000 or len(microbatches) <= 2
+
+
+def test_in_order_a_microbatch_takes_samples_while_it_has_room(graph, build_plan, build_sample):
+    lengths = [build_sample(index, each) for index, each in enumerate(TOKENS)]
+    options = BalanceOptions(tokens_per_microbatch=320)
+    assigned = BALANCERS["none"](lengths, graph=graph, plan=build_plan(vision=1, audio=1, llm=1), options=options)
+    found = [[TOKENS[atom.sample_id] for atom in microbatch] for microbatch in assigned.units["llm"][0]]
+    assert found == [[10, 300], [20, 50, 200, 40], [60, 30, 80, 10, 120], [90]]
+
+
+def test_no_tokens_are_no_budget(graph, build_plan, build_sample):
+    with pytest.raises(AssignmentError, match="0 tokens per microbatch; there must be at least 1"):
+        options = BalanceOptions(tokens_per_microbatch=0)
+        BALANCERS["none"](batch_of(build_sample), graph=graph, plan=build_plan(vision=1, audio=1, llm=1), options=options)
+
+
+@pytest.mark.parametrize(
+    ("shares", "turns"),
+    [((1, 1, 1), [0, 1, 2]), ((3, 1), [0, 0, 0, 1]), ((1, 3), [1, 1, 0, 1]), ((2, 0, 4), [2, 0, 2, 2, 0, 2]), ((5,), [0] * 5)],
+)
+def test_turns_are_spread_evenly(shares, turns):
+    assert turns_of(shares).tolist() == turns
+
+
+def test_each_replica_of_the_llm_deals_its_microbatches_among_its_own_pipelines():
+    """Two replicas of the LLM with eight microbatches each; of the encoder's four, numbers 0 and 2 belong to the first."""
+    dealt = deal(np.arange(17), np.arange(16), num_replicas=4, shares=(3, 1))
+    assert np.diff(dealt.microbatch_starts).tolist() == [6, 6, 2, 2]
+    rows = np.split(dealt.atoms, dealt.microbatch_starts[1:-1])
+    assert [row.tolist() for row in rows] == [[0, 2, 4, 8, 10, 12], [1, 3, 5, 9, 11, 13], [6, 14], [7, 15]]
+
+
+@pytest.mark.parametrize("balance", [name for name, row in BALANCERS.items() if not row.needs_costs])
+def test_every_balancer_keeps_to_the_shares(graph, build_plan, build_sample, balance):
+    even = build_plan(vision=4, audio=1, llm=2)
+    plan = Plan({**even.units, "vision": replace(even.units["vision"], microbatch_shares=(3, 1))})
+    lengths = [build_sample(index, 10, ("vision", 8), ("audio", 4)) for index in range(32)]
+    options = BalanceOptions(micro_batch_size=2)
+    assignment = BALANCERS[balance](lengths, graph=graph, plan=plan, options=options)
+    validate_assignment(assignment, lengths, graph=graph, plan=plan)
+    items = [sum(map(len, replica)) for replica in assignment.units["vision"]]
+    assert items == [12, 12, 4, 4]
+    assert BALANCERS[balance](lengths, graph=graph, plan=even, options=options).units["llm"] == assignment.units["llm"]
+
+
+UNIT_SIZES = {"vision": UnitSizes(data_parallel_size=2), "llm": UnitSizes(pipeline_parallel_size=2, data_parallel_size=2)}
+PLANS = {
+    "own ranks": plan_disaggregated(TWO, sizes=UNIT_SIZES, world_size=6),
+    "shared ranks": plan_colocated(TWO, sizes={"llm": UnitSizes(pipeline_parallel_size=2)}, world_size=4),
+}
+SCHEDULES = ("1f1b", "gpipe", "eager-1f1b", "zb-h1", "dip", "dip-2", "breadth-first", "interleaved-1f1b")
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+@pytest.mark.parametrize("balancer", BALANCERS)
+def test_a_schedule_from_the_cache_is_the_one_built_afresh(balancer: str, data: st.DataObject) -> None:
+    plan = PLANS[data.draw(st.sampled_from(sorted(PLANS)))]
+    builder = BUILDERS[data.draw(st.sampled_from(SCHEDULES))]
+    passes = [PASSES[name] for name in data.draw(st.sampled_from([(), ("split-backward",), ("reduce-by-layer",)]))]
+    cache = ScheduleCache(TWO, plan, builder, passes)
+    options = BalanceOptions(micro_batch_size=data.draw(st.integers(1, 2)), vocab_size=512)
+    for seed in data.draw(st.lists(st.integers(0, 99), min_size=2, max_size=3)):
+        lengths = random_lengths(TWO, count=12, seed=seed)
+        assignment = BALANCERS[balancer](lengths, graph=TWO, plan=plan, options=options)
+        afresh = build_schedule(builder, Assignment.from_dict(assignment.to_dict()).shape(TWO, plan), passes=passes)
+        for _ in range(2):
+            found = cache.schedule(assignment)
+            assert found == afresh
+            validate_schedule(found)
+
+
+WHOLE = [name for name, row in BALANCERS.items() if row.keeps_samples_whole and not row.needs_costs]
+
+
+def build_plan(graph: ModelGraph, num_replicas: int, shares: tuple[int, ...] = ()) -> Plan:
+    """Every unit on a rank for each of its replicas."""
+
+    def replicas(unit: str) -> tuple[Replica, ...]:
+        return tuple(Replica((Stage((rank,), ((0, len(graph.unit(unit).layers)),)),)) for rank in range(num_replicas))
+
+    llm = graph.backbone.name
+    return Plan({name: UnitPlan(replicas(name), microbatch_shares=shares if name == llm else ()) for name in graph.unit_names})
+
+
+@pytest.mark.parametrize("graph", [TWO, THREE, TWO_ENCODERS])
+@pytest.mark.parametrize("name", WHOLE)
+def test_every_sample_is_placed_once_with_its_items(graph, name):
+    lengths = random_lengths(graph, count=40)
+    found = BALANCERS[name](lengths, graph=graph, plan=build_plan(graph, 3, (5, 3, 2)), options=BalanceOptions())
+    backbone = graph.backbone.name
+    replica_of = {atom.sample_id: replica for replica, own in enumerate(found.units[backbone]) for each in own for atom in each}
+    assert sorted(replica_of) == [sample.sample_id for sample in lengths]
+    assert [len(own) for own in found.units[backbone]] == [20, 12, 8]
+    for unit in graph.encoders:
+        placed = [
+            (atom.sample_id, replica) for replica, own in enumerate(found.units[unit.name]) for each in own for atom in each
+        ]
+        items = sum(item.unit == unit.name for sample in lengths for item in sample.items)
+        assert len(placed) == items and all(replica_of[sample] == replica for sample, replica in placed)
+
+
+def test_work_goes_with_the_shares():
+    lengths = random_lengths(TWO, count=400)
+    balancer = next(BALANCERS[name] for name in WHOLE if name != "none")
+    options = BalanceOptions(num_microbatches=20)
+    found = balancer(lengths, graph=TWO, plan=build_plan(TWO, 3, (30, 20, 10)), options=options)
+    assert [len(own) for own in found.units["llm"]] == [30, 20, 10]
+    work = BatchWork(TWO, LengthBatch.of(lengths), options)
+    flops = dict(zip(work.arrays.sample_ids.tolist(), work.whole_sample_flops().tolist(), strict=True))
+    loads = [sum(flops[atom.sample_id] for each in own for atom in each) for own in found.units["llm"]]
+    for load, share in zip(loads, (30, 20, 10), strict=True):
+        assert load / sum(loads) == pytest.approx(share / 60, rel=0.01)
+
+
+def test_replicas_that_differ_share_by_their_ranks():
+    """An LLM of one rank, and of three in two stages; encoders on two others of their own take what comes, one after another."""
+    num_layers = len(TWO.unit("llm").layers)
+    deep = Replica((Stage((1, 2), ((0, 2),), 2), Stage((3, 4), ((2, num_layers),), 2)))
+    llm = UnitPlan((Replica((Stage((0,), ((0, num_layers),)),)), deep))
+    vision = UnitPlan(tuple(Replica((Stage((rank,), ((0, len(TWO.unit("vision").layers)),)),)) for rank in (5, 6, 7)))
+    lengths = random_lengths(TWO, count=20)
+    found = BALANCERS["none"](lengths, graph=TWO, plan=Plan({"vision": vision, "llm": llm}), options=BalanceOptions())
+    assert [len(own) for own in found.units["llm"]] == [4, 16]
+    counts = [len(own) for own in found.units["vision"]]
+    assert max(counts) - min(counts) <= 1
+
+
+@given(count=st.integers(0, 100), shares=st.lists(st.integers(1, 50), min_size=1, max_size=6))
+def test_microbatches_are_dealt_in_proportion(count: int, shares: list[int]):
+    counts = share_microbatches(count, shares)
+    assert sum(counts) == count and min(counts) >= (count >= len(shares))
+    quotas = [count * share / sum(shares) for share in shares]
+    if min(quotas) >= 1:
+        assert all(abs(found - quota) < 1 for found, quota in zip(counts, quotas, strict=True))
+
+
+def test_what_cannot_be_placed_is_refused():
+    other = next(row for row in BALANCERS.values() if not row.keeps_samples_whole)
+    with pytest.raises(AssignmentError, match="keeps samples whole"):
+        other(random_lengths(TWO, count=4), graph=TWO, plan=build_plan(TWO, 2, (1, 2)), options=BalanceOptions())

@@ -1,11 +1,31 @@
-import pytest
+"""Placement of encoders and generators: examples, and arrays against the same rules atom by atom."""
 
-from multimodal.balance.placement import drop_idle_samples, place_generators
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace, PlacedAtoms
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from multimodal.balance.algorithms.cut_evenly import cut_evenly
+from multimodal.balance.algorithms.post_balance import post_balance
+from multimodal.balance.balance_options import BalanceOptions, Granularity
+from multimodal.balance.batch_work import BatchWork, list_items
+from multimodal.balance.length_cost import CostForm, LengthCost
+from multimodal.balance.placement import Groups, drop_idle_samples, follow_llm, place_every_unit, place_generators
+from multimodal.cost.flops import unit_flops
+from multimodal.cost.unit_load import item_load, sample_load
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.arrays.rows import flat_rows, row_starts
+from multimodal.values.assignment import Assignment, Atom, Microbatch, MicrobatchPlace, PlacedAtoms
 from multimodal.values.errors import AssignmentError
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from multimodal.values.plan import Plan
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths, index_by_sample
 from multimodal.values.validate import validate_assignment
+from tests.unit.plan.planners.planning_cases import THREE, TWO_ENCODERS, random_lengths
 
 SHAPE = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8}
 GRAPH = ModelGraph.from_dict(
@@ -69,3 +89,117 @@ def test_nothing_changes_without_generators() -> None:
     graph = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE}}})
     assignment = Assignment({"llm": LLM})
     assert drop_idle_samples(assignment, graph=graph, lengths=LENGTHS) is assignment
+
+
+Case = tuple[ModelGraph, Plan, list[SampleLengths], list[list[list[int]]], BalanceOptions]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Case:
+    """A model, a plan, samples, and any microbatches of them over the replicas of the LLM."""
+    graph = draw(st.sampled_from((THREE, TWO_ENCODERS)))
+    sizes = {name: UnitSizes(data_parallel_size=draw(st.integers(1, 3))) for name in graph.unit_names}
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=sum(size.num_ranks or 0 for size in sizes.values()))
+    lengths = list(random_lengths(graph, count=draw(st.integers(1, 9)), seed=draw(st.integers(0, 99))))
+    replicas: list[list[list[int]]] = [[] for _ in plan.units["llm"].replicas]
+    for sample in draw(st.permutations(range(len(lengths)))):
+        replica = replicas[draw(st.integers(0, len(replicas) - 1))]
+        if not replica or draw(st.booleans()):
+            replica.append([])
+        replica[-1].append(sample)
+    encoders = [unit.name for unit in graph.encoders]
+    costs = {name: LengthCost(draw(st.sampled_from(CostForm)), 0.01) for name in encoders if draw(st.booleans())}
+    most = {name: draw(st.integers(1, 3)) for name in encoders if draw(st.booleans())}
+    granularity = draw(st.sampled_from(Granularity))
+    options = BalanceOptions(unit_costs=costs, encoder_micro_batch_sizes=most, granularity=granularity, vocab_size=512)
+    return graph, plan, draw(st.permutations(lengths)), replicas, options
+
+
+def amount_of(graph: ModelGraph, sample: SampleLengths, atom: Atom, unit: str, options: BalanceOptions) -> float:
+    """Tokens or FLOPs of one atom."""
+    item = sample.items[atom.item_index] if atom.item_index >= 0 else None
+    load = item_load(item.num_tokens, item.num_output_tokens) if item else sample_load(graph.unit(unit), sample)
+    return load.num_tokens if unit in options.unit_costs else unit_flops(graph, unit, vocab_size=512).of(load)
+
+
+def by_time(replicas: Sequence[Sequence[Microbatch]]) -> list[Microbatch]:
+    rounds = range(max(map(len, replicas), default=0))
+    return [replica[index] if index < len(replica) else () for index in rounds for replica in replicas]
+
+
+def dealt(microbatches: Sequence[Microbatch], num_replicas: int) -> tuple[tuple[Microbatch, ...], ...]:
+    return tuple(tuple(filter(None, microbatches[replica::num_replicas])) for replica in range(num_replicas))
+
+
+def plain_assignment(case: Case, *, balances: bool) -> Assignment:
+    """Place encoders and generators beside the LLM, or balance encoders, atom by atom."""
+    graph, plan, lengths, replicas, options = case
+    by_sample = index_by_sample(lengths)
+    llm = tuple(tuple(tuple(map(Atom, microbatch)) for microbatch in replica) for replica in replicas)
+    needed = by_time(llm)
+    units = {"llm": llm}
+    for unit in graph.generators:
+        units[unit.name] = dealt(needed, plan.units[unit.name].data_parallel_size)
+    for unit in (unit.name for unit in graph.encoders):
+        num_replicas, size = plan.units[unit].data_parallel_size, options.encoder_micro_batch_sizes.get(unit)
+        items = [list_items(microbatch, unit=unit, lengths_by_sample=by_sample) for microbatch in needed]
+        flat = [atom for microbatch in items for atom in microbatch]
+        amounts = {atom: amount_of(graph, by_sample[atom.sample_id], atom, unit, options) for atom in flat}
+        if not balances:
+            cut = items if size is None else [tuple(flat[first : first + size]) for first in range(0, len(flat), size)]
+            units[unit] = dealt(cut, num_replicas)
+            continue
+        together: dict[object, list[Atom]] = {}
+        for atom in sorted(flat):
+            together.setdefault(atom if options.granularity is Granularity.ITEM else atom.sample_id, []).append(atom)
+        scale = 1.0
+        if unit not in options.unit_costs:
+            flops = unit_flops(graph, unit, vocab_size=512)
+            scale = 1024 / (flops.of(item_load(1, 0)._replace(num_squared=0, num_sequences=0)))
+        of_groups = [round(scale * sum(amounts[atom] for atom in group)) for group in together.values()]
+        cost = options.unit_costs.get(unit, LengthCost())
+        bin_of_group = post_balance(of_groups, num_bins=num_replicas, cost=cost) if flat else np.zeros(0)
+        groups, count = list(together.values()), -(-sum(map(bool, items)) // num_replicas)
+        made = []
+        for replica in range(num_replicas):
+            members = np.flatnonzero(bin_of_group == replica)
+            atoms = sorted((atom for index in members for atom in groups[index]), key=flat.index)
+            of_atoms = [1 if size else round(scale * amounts[atom]) for atom in atoms]
+            most = -(-len(atoms) // size) if size else count
+            starts, _ = cut_evenly(np.array(of_atoms, np.int64), np.array([0, len(atoms)]), np.array([most]))
+            made.append(tuple(tuple(atoms[first:last]) for first, last in pairwise(starts)))
+        units[unit] = tuple(made)
+    return Assignment({unit: units[unit] for unit in (*(each.name for each in graph.encoders), *units)})
+
+
+@pytest.mark.parametrize(("place", "balances"), [(follow_llm, False), (place_every_unit, True)])
+@settings(max_examples=60)
+@given(case=batches())
+def test_units_are_placed_as_atom_by_atom(place, balances: bool, case: Case) -> None:
+    graph, plan, lengths, replicas, options = case
+    atom_starts, atoms = flat_rows([microbatch for replica in replicas for microbatch in replica])
+    groups = Groups(atoms, atom_starts, row_starts(list(map(len, replicas))))
+    found = place(groups, BatchWork(graph, lengths, options), plan=plan)
+    assert found == plain_assignment(case, balances=balances)
+    validate_assignment(found, lengths, graph=graph, plan=plan)
+
+
+@settings(max_examples=30)
+@given(case=batches())
+def test_work_is_counted_as_atom_by_atom(case: Case) -> None:
+    graph, _, lengths, _, options = case
+    work = BatchWork(graph, lengths, options)
+    in_order = sorted(lengths, key=lambda sample: sample.sample_id)
+    whole = [0.0] * len(lengths)
+    for unit in (*graph.encoders, graph.backbone, *graph.generators):
+        flops = unit_flops(graph, unit.name, vocab_size=512)
+        for number, sample in enumerate(in_order):
+            atoms = [Atom(sample.sample_id)]
+            if unit in graph.encoders:
+                atoms = list(list_items(atoms, unit=unit.name, lengths_by_sample={sample.sample_id: sample}))
+            loads = [
+                item_load(*sample.items[atom.item_index][1:3]) if atom.item_index >= 0 else sample_load(unit, sample)
+                for atom in atoms
+            ]
+            whole[number] += sum((sum(map(flops.forward.of, loads)), sum(map(flops.backward.of, loads))))
+    assert work.whole_sample_flops().tolist() == pytest.approx(whole, rel=1e-15)

@@ -1,4 +1,4 @@
-"""Seconds of layers: closed forms of the analytic model, and what a profile changes."""
+"""Seconds of layers: closed forms, what a profile changes, collectives beside products, and packed sequences."""
 
 from dataclasses import replace
 
@@ -6,15 +6,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.runtime.orchestrator.profile_layers import packed_sizes, sizes_between
+from multimodal.cost.assigned_loads import AssignedLoads
+from multimodal.cost.cluster import NodeLink
 from multimodal.cost.communication import collective_seconds
+from multimodal.cost.layers.collectives import (
+    GATHERED_AT_ONCE_BYTES,
+    LayerCollectives,
+    count_groups_at_once,
+    held_key_bytes,
+)
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.cost.seconds.layer_costs import NO_SECONDS, LayerCosts
-from multimodal.cost.seconds.layer_curves import LayerCurves, Quadratic
+from multimodal.cost.seconds.layer_curves import LayerCurves, PackedSize, Quadratic
 from multimodal.cost.seconds.layer_profile import LayerProfile
-from multimodal.cost.unit_load import UnitLoad, item_load
+from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
+from multimodal.plan.colocated import plan_colocated
+from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.errors import ConfigError
-from tests.unit.cost.cost_cases import cluster_of, graph_of
+from multimodal.values.sample_lengths import ItemLengths, SampleLengths
+from tests.unit.cost.cost_cases import EVEN_CLUSTER, cluster_of, graph_of
 
 CLUSTER, GRAPH = cluster_of(), graph_of()
 PLAIN = LayerCosts(GRAPH, CLUSTER, 512)
@@ -152,3 +164,120 @@ def test_sizes_that_were_not_profiled_share_the_work_of_the_nearest() -> None:
 def test_profiles_of_other_models_are_refused() -> None:
     with pytest.raises(ConfigError, match="'transformer' of unit 'audio', which the model lacks .* profile this model"):
         LayerCosts(GRAPH, CLUSTER, 512, LayerProfile("", "", {("audio", LAYER, 1, 1): CURVES}))
+
+
+def test_all_but_one_part_of_a_collective_runs_beside_the_products():
+    collectives = LayerCollectives(tensor=Quadratic(0.0, 0.08))  # 8 s for 100 tokens
+
+    def waiting(products: float, num_parts: int) -> float:
+        return collectives.exposed_tensor(100, 10_000, products_seconds=products, num_parts=num_parts)
+
+    assert waiting(20.0, 1) == pytest.approx(8.0)
+    assert waiting(20.0, 4) == pytest.approx(2.0), "one of four parts"
+    assert waiting(4.0, 4) == pytest.approx(2.0 + 4.0 * 3 / 4), "products are too short for the other three"
+    assert waiting(0.0, 4) == pytest.approx(8.0)
+
+
+@given(moving=st.floats(0.0, 10.0), computing=st.floats(0.0, 10.0), num_parts=st.integers(1, 12))
+def test_waiting_is_that_of_parts_that_travel_one_after_another(moving, computing, num_parts):
+    arrived = done = 0.0
+    for _ in range(num_parts):  # DistTrain, Figure 13
+        arrived += moving / num_parts
+        done = max(arrived, done) + computing / num_parts
+    collectives = LayerCollectives(tensor=Quadratic(0.0, moving / 100))
+    found = collectives.exposed_tensor(100, 10_000, products_seconds=computing, num_parts=num_parts)
+    assert found == pytest.approx(done - computing, abs=1e-9)
+
+
+def test_every_part_pays_the_latency():
+    collectives = LayerCollectives(tensor=Quadratic(0.5, 0.08))
+    assert collectives.exposed_tensor(100, 10_000, products_seconds=20.0, num_parts=4) == pytest.approx((8.0 + 4 * 0.5) / 4)
+    assert collectives.exposed_tensor(100, 10_000, products_seconds=0.0, num_parts=4) == pytest.approx(8.0 + 4 * 0.5)
+
+
+def test_overlap_shortens_waiting_and_nothing_else():
+    cluster = replace(CLUSTER, intra_node=NodeLink(100.0, latency_us=0.0))
+    plain, found = (
+        LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=parts).seconds(
+            "llm", LAYER, LOAD, tensor_parallel_size=2, recompute="full"
+        )
+        for parts in (1, 4)
+    )
+    assert found.forward_waiting < plain.forward_waiting
+    assert found.forward - found.forward_waiting == pytest.approx(plain.forward - plain.forward_waiting)
+    assert found.input_gradient_waiting == pytest.approx(2 * found.forward_waiting)
+    assert found.weight_gradient == plain.weight_gradient
+
+
+def test_products_cut_into_parts_pay_their_constant_for_each():
+    cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
+    whole, cut = (
+        LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=parts).seconds("llm", LAYER, LOAD, tensor_parallel_size=2)
+        for parts in (1, 4)
+    )
+    constants = 3 * 4 * 0.5e9 / 50e12
+    assert cut.forward - cut.forward_waiting == pytest.approx(whole.forward - whole.forward_waiting + constants)
+    assert cut.weight_gradient == whole.weight_gradient
+
+
+def test_a_forward_that_is_repeated_is_cut_again():
+    cluster = replace(CLUSTER, half_efficiency_gflop=0.5)
+    cut = LayerCosts(GRAPH, cluster, 512, num_overlapped_parts=4)
+    plain, repeated = (cut.seconds("llm", LAYER, LOAD, tensor_parallel_size=2, recompute=each) for each in (None, "full"))
+    assert repeated.input_gradient - plain.input_gradient == pytest.approx(plain.forward)
+
+
+@pytest.mark.parametrize(
+    ("num_groups", "share_of_the_most", "at_once"),
+    [(8, 0.0, 8), (8, 0.125, 8), (8, 0.126, 4), (6, 0.25, 3), (5, 0.3, 1), (4, 3.0, 1)],
+)
+def test_small_groups_of_heads_are_gathered_together(num_groups: int, share_of_the_most: float, at_once: int) -> None:
+    bytes_per_group = share_of_the_most * GATHERED_AT_ONCE_BYTES
+    assert count_groups_at_once(num_groups, bytes_per_group=bytes_per_group) == at_once
+    assert held_key_bytes(num_groups, bytes_per_group=bytes_per_group) == min(2 * at_once, num_groups) * bytes_per_group
+    assert held_key_bytes(num_groups, bytes_per_group=bytes_per_group) <= 2 * max(GATHERED_AT_ONCE_BYTES, bytes_per_group)
+
+
+PACKED_GRAPH = graph_of()
+PACKED_CURVES = LayerCurves(
+    Quadratic(1.0, 0.1, 0.01, 4.0), Quadratic(2.0, 0.2, 0.02, 5.0), Quadratic(3.0, 0.3), Quadratic(0.5, 0.0, 0.01, 0.25)
+)
+COSTS = LayerCosts(PACKED_GRAPH, EVEN_CLUSTER, 512, LayerProfile("CPU", "float32", {("llm", "transformer", 1, 1): PACKED_CURVES}))
+
+
+def test_sequences_add_up_over_items_and_samples() -> None:
+    items = (ItemLengths("vision", 10, 5), ItemLengths("vision", 20, 10))
+    samples = [SampleLengths(0, items, 7, 3), SampleLengths(1, (), 9, 9)]
+    assert sample_load(PACKED_GRAPH.unit("vision"), samples[0]) == UnitLoad(30, 500, 15, 2)
+    assert sample_load(PACKED_GRAPH.unit("vision"), samples[1]) == UnitLoad()
+    assert sample_load(PACKED_GRAPH.unit("llm"), samples[0]).num_sequences == 1
+    atoms = {"vision": (((Atom(0, 0), Atom(0, 1)), ()),), "llm": (((Atom(0), Atom(1)),),)}
+    assignment = Assignment(atoms)
+    plan = plan_colocated(PACKED_GRAPH, sizes={}, world_size=1)
+    loads = AssignedLoads(assignment.shape(PACKED_GRAPH, plan), assignment, samples)
+    assert [load.all.num_sequences for load in loads.computed("llm")] == [2]
+    assert [load.all.num_sequences for load in loads.computed("vision")] == [2, 0]
+
+
+def test_every_packed_sequence_costs_what_was_measured() -> None:
+    whole, packed = item_load(100, 0), add_loads([item_load(50, 0)] * 2)
+    one, two = (COSTS.seconds("llm", "transformer", load) for load in (whole, packed))
+    assert two.forward - one.forward == pytest.approx(4.0 - 0.01 * 5000)
+    assert two.input_gradient - one.input_gradient == pytest.approx(5.0 - 0.02 * 5000)
+    assert two.weight_gradient == one.weight_gradient
+    repeated = [COSTS.seconds("llm", "transformer", packed, recompute=recompute) for recompute in ("selective", "full")]
+    assert repeated[0].input_gradient - two.input_gradient == pytest.approx(0.5 + 0.01 * 5000 + 2 * 0.25)
+    assert repeated[1].input_gradient - two.input_gradient == pytest.approx(two.forward)
+
+
+def test_more_ranks_share_tokens_but_not_the_calls_for_each_sequence() -> None:
+    found = COSTS.curves("llm", "transformer", tensor_parallel_size=2, context_parallel_size=1).forward
+    assert found == Quadratic(1.0, 0.05, 0.005, 4.0)
+
+
+def test_profiled_sizes_are_packed_evenly() -> None:
+    assert packed_sizes([16, 100], (1, 8)) == (PackedSize(16), PackedSize(100), PackedSize(96, 8))
+    assert packed_sizes([32], (8,)) == (PackedSize(32, 8),) and PackedSize(32, 8).num_squared == 8 * 4**2
+    held_out = sizes_between([64, 256, 1024], (1, 4, 16))
+    assert held_out == tuple(PackedSize(tokens, count) for tokens in (128, 512) for count in (1, 2, 8))
+    assert not set(held_out) & set(packed_sizes([64, 256, 1024], (1, 4, 16)))

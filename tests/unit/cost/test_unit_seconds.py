@@ -1,6 +1,7 @@
-"""Costs of all pieces at once against those of one after the other, added up anew from their samples and layers."""
+"""Costs of all pieces at once against those of one after the other, and of segments against those of the whole."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -8,20 +9,24 @@ import pytest
 from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.communication import exchange_cost, message_cost
-from multimodal.cost.layers.layer import ActivationCase
-from multimodal.cost.layers.registry import LAYER_KINDS
+from multimodal.cost.layers.layer import ActivationCase, Exchange
+from multimodal.cost.layers.registry import LAYER_KINDS, count_segments, describe_layer
 from multimodal.cost.model_costs import ModelCosts
+from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, sample_load
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.split_backward import split_backward
-from multimodal.values.action import Action, ActionKind, Resource
+from multimodal.values.action import Action, ActionKind, Place, Resource, SegmentRange
 from multimodal.values.assignment import Atom, MicrobatchPlace
+from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import Role
+from multimodal.values.parts.cuts import Cuts, SegmentCut
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork, step_work
+from tests.unit.cost.test_model_costs import COSTS, GRAPH
 from tests.unit.plan.planners.planning_cases import CLUSTER, THREE, TWO, frozen, random_lengths
 
 KINDS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -167,3 +172,139 @@ def test_places_keep_what_they_keep_one_by_one(recompute, size) -> None:
     forwards = forwards[work.pieces.index_of_stage[work.computed_stages[forwards]] > 0]  # those of the first stage receive, too
     found = costs.kept_bytes(work, forwards)
     assert len(found) and found.tolist() == [round(singly.kept_bytes(work.action(piece))) for piece in forwards.tolist()]
+
+
+LOCAL = RunOptions(transformer_impl="local")
+OPTIONS = [
+    replace(LOCAL, recompute=recompute, sequence_parallel=sp) for recompute in (None, "selective", "full") for sp in (False, True)
+]
+FORWARD, BACKWARD = ActionKind.FORWARD, ActionKind.BACKWARD
+FULL, PASSING = BackwardNeed.FULL, BackwardNeed.INPUT_GRADIENT
+
+
+@pytest.mark.parametrize("options", [*OPTIONS, replace(LOCAL, zero_stage=3), replace(LOCAL, num_overlapped_parts=4)])
+@pytest.mark.parametrize("place", [("vision", 0, 0, 1), ("llm", 0, 0, 0), ("llm", 0, 1, 1)])
+def test_the_ranges_of_a_computation_cost_the_whole(options: RunOptions, place: tuple[str, int, int, int]) -> None:
+    costs = replace(COSTS, options=options)
+    num_segments = costs.stages.num_segments(place[:3])
+    assert num_segments == count_segments(GRAPH.unit(place[0]), costs.shape.plan.virtual_stage(*place[:3]).layers)
+    cut = Cuts(segments={Place(*place): SegmentCut(num_segments, (3, 5, num_segments - 1), (3, 4))})
+    cut_shape = costs.shape.with_cuts(cut)
+    for kind, ranges in ((FORWARD, cut.forwards(Place(*place))), (BACKWARD, cut.backwards(Place(*place)))):
+        whole = costs.compute(Action(kind, *place))
+        parts = [costs.compute(Action(kind, *place, covers=covers)) for covers in ranges]
+        assert all(part.seconds > 0 for part in parts)
+        assert sum(part.seconds for part in parts) == pytest.approx(whole.seconds, rel=1e-12)
+        assert sum(part.tensor_parallel_seconds for part in parts) == pytest.approx(whole.tensor_parallel_seconds, abs=1e-15)
+        work = step_work(cut_shape)
+        pieces = [work.computed_numbers[Action(kind, *place, covers=covers)] for covers in ranges]
+        found = costs.of_pieces(work, np.array(pieces))
+        assert found.seconds.tolist() == pytest.approx([part.seconds for part in parts], rel=1e-9)
+        assert found.tensor_parallel_seconds.tolist() == pytest.approx(
+            [part.tensor_parallel_seconds for part in parts], abs=1e-15
+        )
+
+
+def test_a_segment_costs_what_it_multiplies_and_waits_for_its_own_collective() -> None:
+    costs = replace(COSTS, options=LOCAL)
+    one = [
+        costs.compute(Action(FORWARD, "llm", 0, 0, 0, covers=SegmentRange(first, end))) for first, end in pairwise(range(1, 9))
+    ]
+    waits = [cost.tensor_parallel_seconds for cost in one]
+    assert waits == pytest.approx([waits[0], 0.0, 0.0, waits[0], waits[0], 0.0, waits[0]]) and waits[0] > 0
+    norm, qkv, _, projection, _, up, down = (cost.seconds - cost.tensor_parallel_seconds for cost in one)
+    ratios = (norm, qkv / projection, up / projection, down / projection)
+    assert ratios == pytest.approx((0.0, 3.0, 4.0, 4.0), rel=1e-9, abs=1e-15), "no elementwise work is counted"
+
+
+@pytest.mark.parametrize("kind", ["patch_embedding", "token_embedding", "transformer", "projector", "head"])
+def test_segments_have_the_weights_and_the_traffic_of_their_layer(kind: str) -> None:
+    unit = GRAPH.unit("vision" if kind in ("patch_embedding", "projector") else "llm")
+    layer = describe_layer(GRAPH, unit, kind, vocab_size=512)
+    work = layer.segment_work(2)
+    assert len(work) == len(layer.segments) and sum(each.attends for each in work) == 1
+    assert sum(each.num_weights for each in work) == layer.num_weights
+    assert tuple(map(sum, zip(*(each.traffic for each in work), strict=True))) == layer.traffic(2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "need", "options", "waits"),
+    [
+        (FORWARD, FULL, {"sequence_parallel": False}, "3s 6s"),
+        (FORWARD, FULL, {}, "0g 3s 4g 6s"),
+        (BACKWARD, FULL, {"sequence_parallel": False}, "5s 1s"),
+        (BACKWARD, FULL, {}, "6g 5a 5s 4g 1a 1s"),
+        (BACKWARD, PASSING, {}, "6g 5s 4g 1s"),
+        (BACKWARD, FULL, {"recompute": "full"}, "6g 6g 6s 6g 5a 5s 4g 1a 1s"),
+        (BACKWARD, FULL, {"recompute": "full", "sequence_parallel": False}, "6s 5s 1s"),
+        (BACKWARD, FULL, {"recompute": "selective", "sequence_parallel": False}, "5s 1s"),
+        (BACKWARD, BackwardNeed.NONE, {}, ""),
+        (ActionKind.INPUT_GRADIENT, FULL, {"sequence_parallel": False}, "5s 1s"),
+        (ActionKind.WEIGHT_GRADIENT, FULL, {}, ""),
+    ],
+)
+def test_waits_are_numbered_as_a_transformer_layer_comes_to_them(kind, need, options, waits) -> None:
+    letters = {Exchange.GATHER: "g", Exchange.GATHER_AGAIN: "a", Exchange.SUM: "s"}
+    found = computation_waits(kind, (("transformer", need),), options=replace(LOCAL, **options))
+    assert " ".join(f"{wait.segment}{letters[wait.exchange]}" for wait in found) == waits
+
+
+@pytest.mark.parametrize(
+    ("kind", "covers", "options", "waits"),
+    [
+        (FORWARD, (1, 5), {}, "1g 4s!"),
+        (FORWARD, (2, 4), {}, ""),
+        (FORWARD, (8, 15), {}, "8g 11s 12g 14s"),
+        (BACKWARD, (5, 15), {}, "14g 13s 12g 9s 8g 6s 5g!"),
+        (BACKWARD, (8, 9), {}, "8g!"),
+        (BACKWARD, (5, 8), {}, "6s 5g!"),
+        (BACKWARD, (5, 8), {"sequence_parallel": False}, "6s"),
+        (BACKWARD, (8, 9), {"recompute": "full"}, "8g 8s 8g 8g!"),
+        (BACKWARD, (14, 15), {"recompute": "full"}, "14g 14s 14g 14g"),
+    ],
+)
+def test_a_range_waits_for_its_collectives_and_for_the_one_behind_it_while_others_may_run(kind, covers, options, waits) -> None:
+    """Rows of products are kept, not gathered again; at the stage's end nothing lies behind."""
+    letters = {Exchange.GATHER: "g", Exchange.SUM: "s"}
+    layers = (("token_embedding", FULL), ("transformer", FULL), ("transformer", FULL))
+    found = computation_waits(kind, layers, options=replace(LOCAL, **options), covers=SegmentRange(*covers))
+    assert " ".join(f"{wait.segment}{letters[wait.exchange]}{'!' * wait.is_at_end}" for wait in found) == waits
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [FORWARD, BACKWARD, ActionKind.INPUT_GRADIENT])
+def test_the_waits_of_a_computation_are_all_that_it_waits(options: RunOptions, kind: ActionKind) -> None:
+    costs = replace(COSTS, options=options)
+    action = Action(kind, "llm", 0, 1, 1)
+    cost, waits = costs.compute(action), computation_waits(kind, costs.stages.in_order(action[1:4]), options=options)
+    assert len(cost.waits) == len(waits) and sum(cost.waits) == pytest.approx(cost.tensor_parallel_seconds)
+    assert [seconds > 0 for seconds in cost.waits] == [wait.is_long and wait.layer == 0 for wait in waits], (
+        "the head's are not counted"
+    )
+    work = step_work(costs.shape)
+    if kind is not ActionKind.INPUT_GRADIENT:
+        pieces = np.array([work.computed_numbers[each] for each in (action, Action(FORWARD, "vision", 0, 0, 0), action)])
+        starts, seconds = costs.waits(work, pieces)
+        assert np.diff(starts).tolist() == [len(waits), 0, len(waits)]
+        assert seconds.tolist() == pytest.approx([*cost.waits, *cost.waits])
+
+
+def test_what_tells_nobody_of_its_waits_has_none() -> None:
+    cost = replace(COSTS, options=replace(LOCAL, num_overlapped_parts=4)).compute(Action(FORWARD, "llm", 0, 0, 0))
+    assert cost.waits == () and cost.tensor_parallel_seconds > 0
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_stage_in_ranges_keeps_the_results_of_its_sums_and_rows_that_it_does_not_gather_again(options: RunOptions) -> None:
+    costs, place = replace(COSTS, options=options), Place("llm", 0, 0, 0)
+    cut_shape = costs.shape.with_cuts(Cuts(segments={place: SegmentCut(costs.stages.num_segments(place[:3]), (), (3,))}))
+    kept = []
+    for shape in (costs.shape, cut_shape):
+        work = step_work(shape)
+        forwards = [work.computed_numbers[Action(FORWARD, *each_place)] for each_place in (place, place._replace(microbatch=1))]
+        kept.append(costs.kept_bytes(work, np.array(forwards)))
+    num_layers = [kind for kind, _ in costs.stages.in_order(place[:3])].count("transformer")
+    num_tokens = costs.loads.kept("llm").whole.num_tokens[0] + costs.loads.kept("llm").cut.num_tokens[0]
+    rows = num_tokens * GRAPH.unit("llm").transformer.hidden_size * costs.cluster.bytes_per_element
+    expected = 0 if options.recompute == "full" else 2 * num_layers * rows
+    assert (kept[1] - kept[0]).tolist() == pytest.approx([expected, 0], abs=1)

@@ -1,0 +1,356 @@
+"""What single balancers place, and how uneven it is."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
+from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
+from multimodal.balance.disttrain import _light_outside
+from multimodal.balance.length_cost import CostForm, LengthCost
+from multimodal.balance.measure_balance import NodeTraffic, measure_traffic, moved_volume
+from multimodal.plan.disaggregated import plan_disaggregated
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.unit_layout import even_layout
+from multimodal.plan.unit_sizes import UnitSizes
+from multimodal.values.assignment import Assignment, Atom
+from multimodal.values.errors import AssignmentError
+from multimodal.values.validate import validate_assignment
+from tests.unit.plan.planners.planning_cases import THREE, TWO, random_lengths
+
+
+def _batch(build_sample):
+    return [
+        build_sample(7, 5, ("vision", 8)),
+        build_sample(3, 5, ("audio", 4), ("vision", 8), ("vision", 4)),
+        build_sample(5, 5),
+        build_sample(1, 5),
+        build_sample(2, 5, ("vision", 16)),
+    ]
+
+
+def test_microbatches_are_dealt_round_robin(graph, build_plan, build_sample):
+    assignment = BALANCERS["none"](
+        _batch(build_sample),
+        graph=graph,
+        plan=build_plan(vision=2, audio=1, llm=2),
+        options=BalanceOptions(micro_batch_size=2, encoder_micro_batch_sizes={}),
+    )
+    assert assignment.units["llm"] == (((Atom(7), Atom(3)), (Atom(2),)), ((Atom(5), Atom(1)),))
+    # The LLM's microbatch 1 has no images, so the second vision replica idles.
+    assert assignment.units["vision"] == (((Atom(7, 0), Atom(3, 1), Atom(3, 2)), (Atom(2, 0),)), ())
+    assert assignment.units["audio"] == (((Atom(3, 0),),),)
+
+
+def test_an_encoder_may_have_its_own_microbatch_size(graph, build_plan, build_sample):
+    assignment = BALANCERS["none"](
+        _batch(build_sample),
+        graph=graph,
+        plan=build_plan(vision=2, audio=1, llm=3),
+        options=BalanceOptions(micro_batch_size=1, encoder_micro_batch_sizes={"vision": 3}),
+    )
+    assert assignment.units["llm"] == (((Atom(7),), (Atom(1),)), ((Atom(3),), (Atom(2),)), ((Atom(5),),))
+    assert assignment.units["vision"] == (((Atom(7, 0), Atom(3, 1), Atom(3, 2)),), ((Atom(2, 0),),))
+
+
+def test_replicas_beyond_the_last_microbatch_stay_idle(graph, build_plan, build_sample):
+    assignment = BALANCERS["none"](
+        [build_sample(0, 5)],
+        graph=graph,
+        plan=build_plan(vision=1, audio=1, llm=3),
+        options=BalanceOptions(micro_batch_size=4, encoder_micro_batch_sizes={}),
+    )
+    assert assignment.units == {"vision": ((),), "audio": ((),), "llm": (((Atom(0),),), (), ())}
+
+
+TOKENS = {name: LengthCost() for name in ("vision", "audio", "llm")}
+
+
+def test_tokens_are_balanced_over_replicas_and_microbatches(graph, build_plan, build_sample):
+    texts = [10, 60, 20, 30, 20, 20]
+    assignment = BALANCERS["orchmllm"](
+        [build_sample(index, tokens) for index, tokens in enumerate(texts)],
+        graph=graph,
+        plan=build_plan(vision=1, audio=1, llm=2),
+        options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS),
+    )
+    # 60 + 20 against 30 + 20 + 20 + 10, and both in two microbatches: the latter as 30 + 10 against 20 + 20.
+    assert assignment.units["llm"] == (((Atom(1),), (Atom(5),)), ((Atom(0), Atom(3)), (Atom(2), Atom(4))))
+
+
+def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_plan, build_sample):
+    lengths = [
+        build_sample(0, 4, ("vision", 8), ("vision", 8), ("vision", 16)),
+        build_sample(1, 90, ("vision", 24)),
+        build_sample(2, 50, ("vision", 4)),
+    ]
+    assignment = BALANCERS["orchmllm"](
+        lengths,
+        graph=graph,
+        plan=build_plan(vision=2, audio=1, llm=1),
+        options=BalanceOptions(micro_batch_size=1, unit_costs=TOKENS, encoder_micro_batch_sizes={"vision": 1}),
+    )
+    assert assignment.units["llm"] == (((Atom(1),), (Atom(2),), (Atom(0),)),)
+    # 24 + 8 against 16 + 8 + 4; sample 1 is needed first, sample 0 last.
+    assert assignment.units["vision"] == (
+        ((Atom(1, 0),), (Atom(0, 1),)),
+        ((Atom(2, 0),), (Atom(0, 0),), (Atom(0, 2),)),
+    )
+
+
+def test_by_default_encoders_have_as_many_microbatches_as_the_llm(graph, build_plan, build_sample):
+    assignment = BALANCERS["orchmllm"](
+        [build_sample(index, 10, ("vision", 8), ("vision", 8)) for index in range(8)],
+        graph=graph,
+        plan=build_plan(vision=2, audio=1, llm=1),
+        options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS),
+    )
+    assert [len(replica) for replica in assignment.units["llm"]] == [4]
+    assert [[len(microbatch) for microbatch in replica] for replica in assignment.units["vision"]] == [[4, 4], [4, 4]]
+
+
+OPTIONS = BalanceOptions(micro_batch_size=3, vocab_size=4096)
+LENGTHS = random_lengths(TWO, count=48)
+PLAN = Candidate({unit.name: even_layout(unit, 1, 4, 1) for unit in TWO.units}, groups=(TWO.unit_names,)).build_plan(TWO)
+
+
+def replica_flops(assignment: Assignment) -> list[float]:
+    work = BatchWork(TWO, LENGTHS, OPTIONS)
+    flops = [0.0] * 4
+    for unit, placed in assignment.placed.items():
+        replicas = placed.replica_of_microbatch.tolist()
+        for replica, of_microbatch in zip(replicas, work.microbatch_work(unit, placed).tolist(), strict=True):
+            flops[replica] += of_microbatch
+    return flops
+
+
+def assigned(name: str) -> Assignment:
+    return BALANCERS[name](LENGTHS, graph=TWO, plan=PLAN, options=OPTIONS)
+
+
+def test_replicas_get_equal_work_of_all_units() -> None:
+    found = assigned("whole-sample")
+    validate_assignment(found, LENGTHS, graph=TWO, plan=PLAN)
+    work = replica_flops(found)
+    assert max(work) / min(work) < 1.02
+    assert max(work) < max(replica_flops(assigned("llm-only"))) < max(replica_flops(assigned("none")))
+
+
+def test_items_stay_with_their_samples() -> None:
+    found = assigned("whole-sample")
+    routes = [route for group in found.routes(TWO).from_source.values() for route in group]
+    assert routes and all(route.source.replica == route.target.replica for route in routes)
+
+
+def test_encoders_stay_beside_the_llm_where_replicas_have_unequally_many_microbatches(graph, build_plan, build_sample):
+    tokens = [900, 100, 90, 80, 70, 60, 50, 40, 30, 20, 10]
+    lengths = [build_sample(index, each, ("vision", 4 * each)) for index, each in enumerate(tokens)]
+    plan = build_plan(vision=3, audio=1, llm=3)
+    options = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, LengthCost()))
+    assigned = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=options)
+    assert len({len(replica) for replica in assigned.units["llm"]}) > 1
+    for encoded, run in zip(assigned.units["vision"], assigned.units["llm"], strict=True):
+        assert {atom.sample_id for microbatch in encoded for atom in microbatch} == {
+            atom.sample_id for microbatch in run for atom in microbatch
+        }
+
+
+SKEWED = [900, 40, 40, 40, 40, 40, 40, 40]
+"""One sample holds most of the encoder's work: K_eff is 1."""
+
+
+def count_microbatches(graph, build_plan, build_sample, **options):
+    lengths = [build_sample(index, 50, ("vision", 4 * each)) for index, each in enumerate(SKEWED)]
+    plan = build_plan(vision=1, audio=1, llm=1)
+    given = BalanceOptions(num_microbatches=4, unit_costs=dict.fromkeys(graph.unit_names, LengthCost()), **options)
+    return BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=given)
+
+
+class CountingPredictor:
+    """Says that steps take longer the further their number of microbatches is from a favourite."""
+
+    def __init__(self, favourite):
+        self.favourite, self.seen = favourite, []
+
+    def predict_each(self, assignments, lengths):
+        counts = [len(assignment.units["llm"][0]) for assignment in assignments]
+        self.seen += counts
+        return [SimpleNamespace(seconds=abs(count - self.favourite), least_seconds=0.0) for count in counts]
+
+
+def test_the_number_of_microbatches_is_as_given_effective_or_predicted(graph, build_plan, build_sample):
+    def found(**options):
+        return len(count_microbatches(graph, build_plan, build_sample, **options).units["llm"][0])
+
+    assert found() == 4
+    assert found(microbatch_count=MicrobatchCount.EFFECTIVE) == 1
+    assert found(microbatch_count=MicrobatchCount.PREDICTED) == 4
+    for favourite in (1, 2, 4):
+        predictor = CountingPredictor(favourite)
+        assert found(microbatch_count=MicrobatchCount.PREDICTED, predictor=predictor) == favourite
+        assert predictor.seen == [4, 2, 1]
+    unasked = CountingPredictor(1)
+    assert (found(predictor=unasked), unasked.seen) == (4, [])
+
+
+def test_merged_encoders_are_balanced_by_the_sum_of_their_work(graph, build_plan, build_sample):
+    """Three large pictures and three small sounds, in two microbatches: even for each encoder, or for both together."""
+    tokens, kinds = [200, 600, 600, 200, 300, 600], ["audio", "vision", "vision", "audio", "audio", "vision"]
+    lengths = [build_sample(index, 10, (kind, each)) for index, (kind, each) in enumerate(zip(kinds, tokens, strict=True))]
+    plan = build_plan(vision=1, audio=1, llm=1)
+
+    def sums(**options):
+        assigned = BALANCERS["entrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(num_microbatches=2, **options))
+        found = [0, 0]
+        for microbatches in (assigned.units["vision"][0], assigned.units["audio"][0]):
+            for index, microbatch in enumerate(microbatches):
+                found[index] += sum(tokens[atom.sample_id] for atom in microbatch)
+        return sorted(found)
+
+    assert sums() == [900, 1600]
+    assert sums(merges_encoders=True) == [1200, 1300]
+
+
+def balanced(graph, lengths) -> Assignment:
+    sizes = {unit: UnitSizes(data_parallel_size=2, pipeline_parallel_size=2) for unit in graph.unit_names}
+    plan = plan_disaggregated(graph, sizes=sizes, world_size=4 * len(graph.units))
+    return BALANCERS["disttrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=2, vocab_size=512))
+
+
+def test_a_generator_without_work_is_no_stage_of_the_pipeline() -> None:
+    for seed in range(6):
+        lengths = random_lengths(TWO, count=24, seed=seed)
+        assert balanced(THREE, lengths).placed["llm"] == balanced(TWO, lengths).placed["llm"]
+
+
+class Favouring:
+    """Predicts that the n-th assignment takes shortest."""
+
+    def __init__(self, favourite):
+        self.favourite, self.seen = favourite, []
+
+    def predict_each(self, assignments, lengths):
+        self.seen = list(assignments)
+        return [SimpleNamespace(seconds=float(number != self.favourite), least_seconds=0.0) for number in range(len(assignments))]
+
+
+@pytest.mark.parametrize("num_ranges", [1, 2])
+def test_the_order_is_chosen_by_the_predicted_step(num_ranges) -> None:
+    """All candidates hold the same microbatches; one more where the LLM has virtual stages; the given order is the last."""
+    lengths = random_lengths(TWO, count=40, seed=3)
+    sizes = {unit: UnitSizes(data_parallel_size=2, pipeline_parallel_size=2) for unit in TWO.unit_names}
+    sizes["llm"] = replace(sizes["llm"], virtual_pipeline_size=num_ranges)
+    plan = plan_disaggregated(TWO, sizes=sizes, world_size=8)
+    seen = {}
+    for favourite in range(4):
+        predictor = Favouring(favourite)
+        options = BalanceOptions(micro_batch_size=2, vocab_size=512, predictor=predictor)
+        found = BALANCERS["disttrain"](lengths, graph=TWO, plan=plan, options=options)
+        assert found == predictor.seen[favourite]
+        seen = predictor.seen
+    assert len(seen) == 3 + num_ranges
+    held = [[sorted(replica) for replica in assignment.units["llm"]] for assignment in seen]
+    assert all(each == held[0] for each in held)
+    firsts = [[microbatch[0].sample_id for microbatch in replica] for replica in seen[-1].units["llm"]]
+    assert all(each == sorted(each) for each in firsts)
+
+
+def test_heavy_microbatches_stand_in_the_middle() -> None:
+    sizes = np.array([5.0, 1.0, 4.0, 2.0, 3.0, 9.0])
+    assert sizes[np.asarray(_light_outside(sizes, slice(0, 5)))].tolist() == [1.0, 3.0, 5.0, 4.0, 2.0]
+    assert np.asarray(_light_outside(sizes, slice(4, 6))).tolist() == [0, 1]
+
+
+def test_samples_without_any_work_keep_their_order(graph, build_plan, build_sample):
+    plan = build_plan(vision=1, audio=1, llm=1)
+    lengths = [build_sample(index, 0) for index in range(4)]
+    assignment = BALANCERS["disttrain"](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
+    assert assignment.placed["llm"].sample_ids.tolist() == [0, 1, 2, 3]
+
+
+UNIT_TOKENS = {"llm": LengthCost(), "vision": LengthCost(CostForm.PADDED)}
+
+
+def llm(*replicas):
+    return tuple(tuple(tuple(Atom(sample) for sample in microbatch) for microbatch in replica) for replica in replicas)
+
+
+def test_the_costliest_is_held_against_the_mean(graph, build_sample):
+    lengths = [build_sample(index, tokens) for index, tokens in enumerate((10, 20, 30, 60))]
+    work = BatchWork(graph, lengths, BalanceOptions(unit_costs=UNIT_TOKENS))
+    found = unit_imbalance(Assignment({"llm": llm([[0, 1], [2]], [[3]])}), work, unit="llm")
+    assert found[:2] == (1.0, 1.5) and found.microbatch_std == pytest.approx(200**0.5 / 40)
+
+
+def test_one_item_longer_than_the_mean_is_what_no_balancer_can_mend(graph, build_sample):
+    lengths = [build_sample(index, tokens) for index, tokens in enumerate((10, 20, 30, 60))]
+    work = BatchWork(graph, lengths, BalanceOptions(unit_costs=UNIT_TOKENS))
+    even = unit_imbalance(Assignment({"llm": llm([[0, 1], [2]], [[3]])}), work, unit="llm")
+    assert (even.replica_of_longest, even.microbatch_of_longest) == (1.0, 1.5)
+    spread = unit_imbalance(Assignment({"llm": llm([[0, 3]], [[1]], [[2]], [])}), work, unit="llm")
+    assert (spread.replica_of_longest, spread.microbatch_of_longest) == (2.0, 1.5)
+    assert spread.replica == pytest.approx(70 / 30)
+
+
+def test_the_longest_is_a_sample_where_samples_stay_whole_and_else_an_item(graph, build_sample):
+    lengths = [build_sample(0, 1, ("audio", 40), ("audio", 50)), build_sample(1, 1, ("audio", 30)), build_sample(2, 1)]
+    work = BatchWork(graph, lengths, BalanceOptions(unit_costs={"audio": LengthCost()}))
+    first, second, third = Atom(0, 0), Atom(0, 1), Atom(1, 0)
+    whole = unit_imbalance(Assignment({"audio": (((first, second),), ((third,),))}), work, unit="audio")
+    assert whole.replica == whole.replica_of_longest == 1.5
+    spread = unit_imbalance(Assignment({"audio": (((first,), (third,)), ((second,),))}), work, unit="audio")
+    assert (spread.replica, spread.replica_of_longest) == (pytest.approx(70 / 60), 1.0)
+    assert spread.microbatch == spread.microbatch_of_longest == 1.25
+
+
+def test_an_idle_replica_counts_and_a_unit_without_work_is_balanced(graph, build_sample):
+    work = BatchWork(graph, [build_sample(0, 10)], BalanceOptions(unit_costs=UNIT_TOKENS))
+    placed = Assignment({"llm": llm([[0]], []), "vision": ((), ())})
+    assert unit_imbalance(placed, work, unit="llm")[:4] == (2.0, 1.0, 0.0, 2.0)
+    assert unit_imbalance(placed, work, unit="vision") == Imbalance(1.0, 1.0, 0.0)
+
+
+def test_a_padded_microbatch_costs_its_longest_item_each(graph, build_sample):
+    work = BatchWork(
+        graph, [build_sample(0, 1, ("vision", 4), ("vision", 16), ("vision", 16))], BalanceOptions(unit_costs=UNIT_TOKENS)
+    )
+    items = [Atom(0, index) for index in range(3)]
+    placed = Assignment({"vision": (((items[0], items[1]),), ((items[2],),))})
+    assert unit_imbalance(placed, work, unit="vision").replica == pytest.approx(32 / 24)
+
+
+def test_traffic_counts_what_other_nodes_loaded(graph, build_sample):
+    lengths = [build_sample(index, 10) for index in range(4)]
+    work = BatchWork(graph, lengths, BalanceOptions(unit_costs=UNIT_TOKENS))
+    loaded = Assignment({"llm": llm([[0]], [[1]], [[2]], [[3]])})
+    swapped = Assignment({"llm": llm([[2]], [[3]], [[0]], [[1]])})
+    volume = moved_volume(loaded, swapped, work, unit="llm", bytes_per_token=4)
+    assert volume.toarray().tolist() == [[0, 0, 40, 0], [0, 0, 0, 40], [40, 0, 0, 0], [0, 40, 0, 0]]
+    assert measure_traffic(volume, ranks_per_node=2) == NodeTraffic(before=40, after=0)
+
+
+@pytest.mark.parametrize(
+    ("form", "cost"),
+    [
+        (CostForm.LINEAR, 3 + 5 + 1),
+        (CostForm.LINEAR_QUADRATIC, 9 + 0.5 * (9 + 25 + 1)),
+        (CostForm.PADDED, 3 * 5),
+        (CostForm.PADDED_ATTENTION, 9 + 0.5 * 3 * 25),
+    ],
+)
+def test_each_form_costs_what_the_paper_says(form, cost):
+    assert LengthCost(form, 0.5).row_costs(np.array([0, 3, 3, 4]), np.array([3, 5, 1, 0])).tolist() == [cost, 0, 0]
+
+
+def test_a_form_is_found_by_its_name():
+    assert LengthCost("padded-attention").form is CostForm.PADDED_ATTENTION
+    assert [str(form) for form in CostForm] == ["linear", "linear+quadratic", "padded", "padded-attention"]
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_is_refused(weight):
+    with pytest.raises(AssignmentError, match=f"quadratic weight {weight}; give a finite number that is not negative"):
+        LengthCost(CostForm.LINEAR_QUADRATIC, weight)

@@ -1,0 +1,288 @@
+"""Clusters, cost tables and lists of layers: what they give, and what is refused with its place."""
+
+from pathlib import Path
+
+import pytest
+
+from multimodal.cost.cluster import Cluster
+from multimodal.cost.communication import collective_seconds, message_cost
+from multimodal.cost.cost_table import CostTable, TableCosts, build_table_step
+from multimodal.cost.layers.registry import read_model
+from multimodal.values.action import Action, ActionKind, Place
+from multimodal.values.backward_need import BackwardNeed, layers_backward_need
+from multimodal.values.errors import ConfigError, ModelError
+from multimodal.values.model_graph import ModelGraph, Role
+from tests.unit.cost.cost_cases import CLUSTER, LINKS, cluster_of
+
+FOLDER = Path(__file__).parents[3] / "examples" / "clusters"
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_cluster_file_is_read(path: Path) -> None:
+    cluster = Cluster.from_file(path)
+    assert 0 < cluster.efficiency <= 1 and cluster.half_efficiency_gflop > 0
+    assert cluster.memory_bandwidth_gbytes_per_second is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "int8"}, "dtype: expected one of bfloat16, float32, float64, found 'int8'"),
+        ({"dtype": ["bfloat16"]}, r"dtype: expected one of bfloat16, float32, float64, found \['bfloat16'\]"),
+        ({"efficiency": True}, "efficiency: expected a positive number, found True"),
+        ({"memory_gb": "80"}, "memory_gb: expected a positive number, found '80'; write it without quotes"),
+        ({"memory_gb": 10**400}, "memory_gb: expected a number of at most"),
+        ({"gpus_per_node": 8.0}, "gpus_per_node: expected a positive integer, found 8.0"),
+        ({"gpus_per_node": 0}, "a positive integer, found 0"),
+        ({"gpus_per_node": 10**9}, "gpus_per_node: expected an integer of at most 65,536"),
+        ({"intra_node": 3}, "intra_node: expected a mapping with bandwidth_gbytes_per_second, latency_us, found 3"),
+        ({"intra_node": {**LINKS["intra_node"], "latency_ms": 1}}, "did you mean 'latency_us'"),
+        ({"attention_efficiency": 1.5}, "attention_efficiency: a share of the peak cannot exceed 1"),
+        ({"half_efficiency_gflop": -1.0}, "half_efficiency_gflop: expected a number of at least 0"),
+        (
+            {"inter_node": {**LINKS["inter_node"], "collective_efficiency": 1.2}},
+            "collective_efficiency: a share of the bandwidth",
+        ),
+        (
+            {"inter_node": {**LINKS["inter_node"], "collective_efficiency": 0}},
+            "collective_efficiency: expected a positive number",
+        ),
+        ({"peak_tflops": None}, "peak_tflops: expected a positive number, found None"),
+        ({"device": "H100"}, "exactly one of 'device' and 'peak_tflops'"),
+        ({"gpus": 8}, "unknown key 'gpus'"),
+        ({"efficiency": 2.0}, "cannot exceed 1"),
+        ({"intra_node": {"latency_us": 1}}, "intra_node: 'bandwidth_gbytes_per_second' is missing"),
+        ({"inter_node": {**LINKS["inter_node"], "nics_per_node": 8}}, "8 cards for 4 accelerators"),
+    ],
+)
+def test_wrong_clusters_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Cluster.from_dict({**CLUSTER, **change})
+
+
+def test_an_error_in_a_cluster_file_names_its_line(tmp_path: Path) -> None:
+    text = (FOLDER / "h100.yaml").read_text()
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text.replace("nics_per_node: ", "nics_per_node: -"))
+    line = next(number for number, line in enumerate(text.splitlines(), start=1) if "nics_per_node" in line)
+    with pytest.raises(ConfigError, match=rf"cluster\.yaml, line {line}: cluster, inter_node(, nics_per_node)?: "):
+        Cluster.from_file(path)
+
+
+def test_a_device_brings_the_peak_of_its_dtype() -> None:
+    described = {key: value for key, value in CLUSTER.items() if key != "peak_tflops"}
+    cluster = Cluster.from_dict({**described, "device": "A100", "dtype": "float32"})
+    assert (cluster.peak_tflops, cluster.bytes_per_element) == (19.5, 4)
+    assert Cluster.from_dict({**described, "device": "H100"}).peak_tflops == 989.0
+    with pytest.raises(ConfigError, match="unknown device 'Abacus'"):
+        Cluster.from_dict({**described, "device": "Abacus"})
+
+
+def test_collectives_over_nodes_reach_their_share_of_the_network_and_messages_all_of_it():
+    network = {**LINKS["inter_node"], "nics_per_node": 1}
+    networks = network, {**network, "collective_efficiency": 0.5}
+    plain, shared = (cluster_of(gpus_per_node=1, inter_node=each) for each in networks)
+    latency = 3 * 5e-6
+    whole, part = (collective_seconds(8e9, ranks=range(4), cluster=cluster) - latency for cluster in (plain, shared))
+    assert part == pytest.approx(2 * whole)
+    assert message_cost(1e9, source_ranks=(0,), target_ranks=(1,), cluster=shared) == message_cost(
+        1e9, source_ranks=(0,), target_ranks=(1,), cluster=plain
+    )
+
+
+FROZEN, TRAINED = {"forward": 1.0}, {"forward": 1.0, "backward": 2.0}
+PASSED_ON = {"forward": 1.0, "input_gradient": 1.0, "weight_gradient": 0.0}
+
+
+def table_of(units, **more):
+    return CostTable.from_dict({"num_microbatches": 2, "units": units, **more})
+
+
+def needs_of(units):
+    model, _ = build_table_step(table_of(units))
+    return {
+        name: [
+            layers_backward_need(model.graph, name, model.plan.virtual_stage(name, 0, stage).layers)
+            for stage in range(len(entry["stages"]))
+        ]
+        for name, entry in units.items()
+    }
+
+
+def test_each_stage_gets_a_lane_and_each_microbatch_a_sample():
+    model, assignment = build_table_step(
+        table_of({"vision": {"stages": [TRAINED] * 2}, "llm": {"upstream": ["vision"], "stages": [TRAINED] * 3}})
+    )
+    assert model.plan.lanes == ((0,), (1,), (2,), (3,), (4,))
+    assert [model.plan.lanes_of_stage("llm", 0, stage) for stage in range(3)] == [(2,), (3,), (4,)]
+    assert [assignment.num_microbatches(unit, 0) for unit in model.graph.unit_names] == [2, 2]
+
+
+def test_ranks_place_virtual_stages_and_colocated_units():
+    units = {
+        "vision": {"stages": [TRAINED] * 2},
+        "llm": {"upstream": ["vision"], "stages": [TRAINED] * 4, "ranks": [0, 1, 1, 0]},
+    }
+    plan = build_table_step(table_of(units))[0].plan
+    assert plan.lanes == ((0,), (1,))
+    assert [plan.lanes_of_stage("llm", 0, stage) for stage in range(4)] == [(0,), (1,), (1,), (0,)]
+
+
+@pytest.mark.parametrize(
+    ("upstream", "roles"),
+    [
+        ({"a": []}, {"a": "backbone"}),
+        ({"a": [], "b": ["a"]}, {"a": "encoder", "b": "backbone"}),
+        ({"a": [], "b": [], "c": ["a", "b"]}, {"a": "encoder", "b": "encoder", "c": "backbone"}),
+        ({"a": [], "b": ["a"], "c": ["b"]}, {"a": "encoder", "b": "backbone", "c": "generator"}),
+        ({"c": ["b"], "b": ["a"], "a": []}, {"a": "encoder", "b": "backbone", "c": "generator"}),
+        ({"a": [], "b": ["a"], "c": ["a"]}, {"a": "backbone", "b": "generator", "c": "generator"}),
+    ],
+)
+def test_roles_follow_from_the_place(upstream, roles):
+    graph = build_table_step(table_of({name: {"upstream": up, "stages": [TRAINED]} for name, up in upstream.items()}))[0].graph
+    assert {unit.name: unit.role for unit in graph.units} == {name: Role(role) for name, role in roles.items()}
+
+
+def test_gradients_exist_where_the_table_lists_them():
+    full, weight, passed, none = BackwardNeed.FULL, BackwardNeed.WEIGHT_GRADIENT, BackwardNeed.INPUT_GRADIENT, BackwardNeed.NONE
+    behind = {"upstream": ["vision"]}
+    frozen = {"vision": {"stages": [FROZEN] * 2}, "llm": {**behind, "stages": [TRAINED] * 2}}
+    assert needs_of(frozen) == {"vision": [none, none], "llm": [weight, full]}
+    projector = {"vision": {"stages": [FROZEN, TRAINED]}, "llm": {**behind, "stages": [PASSED_ON] * 2}}
+    assert needs_of(projector) == {"vision": [none, weight], "llm": [passed, passed]}
+    inference = {"vision": {"stages": [FROZEN]}, "llm": {**behind, "stages": [FROZEN] * 2}}
+    assert needs_of(inference) == {"vision": [none], "llm": [none, none]}
+
+
+def test_costs_are_the_tables():
+    stage = {"forward": [0.5, 0.25], "backward": [1.0, 3.0]}
+    table = table_of(
+        {"vision": {"stages": [FROZEN, stage]}, "llm": {"upstream": ["vision"], "stages": [PASSED_ON]}}, send_seconds=0.1
+    )
+    costs = TableCosts(table)
+    assert [costs.compute(Action(kind, "vision", 0, 1, 1)).seconds for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)] == [
+        0.25,
+        3.0,
+    ]
+    assert costs.compute(Action(ActionKind.INPUT_GRADIENT, "vision", 0, 1, 1)).seconds == 1.5
+    assert costs.compute(Action(ActionKind.WEIGHT_GRADIENT, "llm", 0, 0, 1)).seconds == 0.0
+    forward = Action(ActionKind.SEND_FORWARD, "vision", 0, 0, 1, Place("vision", 0, 1, 1))
+    backward = Action(ActionKind.SEND_BACKWARD, "vision", 0, 1, 1, Place("vision", 0, 0, 1))
+    assert costs.transfer(forward).latency_seconds == 0.1
+    assert costs.transfer(backward).latency_seconds == 0.0  # nobody would send it
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_microbatches": 0}, "positive integer, found 0"),
+        ({"num_microbatches": 10**9}, "num_microbatches: expected an integer of at most 100,000"),
+        ({"num_microbatches": True}, "num_microbatches: expected a positive integer, found True"),
+        ({"send_seconds": "fast"}, "send_seconds: expected a number of at least 0, found 'fast'"),
+        ({"units": {}}, "units: expected each unit's name with its upstream and stages, found {}"),
+    ],
+)
+def test_wrong_tables_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        CostTable.from_dict({"num_microbatches": 2, "units": {"a": {"stages": [FROZEN]}}, **change})
+    with pytest.raises(ConfigError, match="'num_microbatches' is missing"):
+        CostTable.from_dict({"units": {}})
+
+
+@pytest.mark.parametrize(
+    ("unit", "message"),
+    [
+        ({"stages": [FROZEN], "ranks": [True]}, r"ranks\[0\]: expected an integer"),
+        ({"stages": [FROZEN], "ranks": [10**12]}, r"ranks\[0\]: .* of at most"),
+        ({"stages": [FROZEN], "ranks": [0, 1]}, "1 stages but 2 ranks"),
+        ({"stages": [FROZEN], "ranks": [3]}, "leave gaps"),
+        ({"stages": {}}, "stages: expected a list with at least one stage, found {}"),
+        ({"stages": []}, "at least one stage"),
+        ({"stages": [{"forward": [1.0]}]}, "unit 'a', stage 0, forward: .* 2 microbatches"),
+        ({"stages": [{"forward": -1}]}, "a number of at least 0, found -1"),
+        ({"stages": [{"forward": 1, "bakward": 1}]}, "unknown key 'bakward'"),
+        ({"stages": [{"backward": 1}]}, "'forward' is missing"),
+        ({"stages": [{"forward": 1, "backward": 1, "input_gradient": 1}]}, "not both"),
+        ({"stages": [{"forward": 1, "input_gradient": 1}]}, "weight_gradient is missing"),
+        ({"stages": [FROZEN], "upstream": ["c"]}, "names 'c', which is no unit"),
+        ({"stages": [FROZEN], "upstream": ["b", "b"]}, r"unit 'a', upstream\[1\]: names 'b' again; keep one"),
+        ({"stages": [FROZEN], "upstream": ["a"]}, "units a wait for each other in a circle"),
+    ],
+)
+def test_wrong_units_are_refused(unit, message):
+    with pytest.raises(ConfigError, match=message):
+        table_of({"b": {"stages": [FROZEN], "ranks": [0]}, "a": unit})
+
+
+@pytest.mark.parametrize(
+    ("units", "message"),
+    [
+        (
+            {"a": {"stages": [TRAINED]}, "b": {"upstream": ["a"], "stages": [TRAINED, FROZEN]}},
+            "unit 'b', stage 1: lists no backward, but unit 'a' upstream has one",
+        ),
+        ({"a": {"stages": [TRAINED, FROZEN]}}, "unit 'a', stage 1: lists no backward, but stage 0 has one"),
+        (
+            {name: {"upstream": up, "stages": [TRAINED]} for name, up in {"a": [], "b": ["a"], "c": ["b"], "d": ["c"]}.items()},
+            "one unit must be the backbone",
+        ),
+    ],
+)
+def test_tables_of_no_model_are_refused(units, message):
+    with pytest.raises(ConfigError, match=message):
+        build_table_step(table_of(units))
+
+
+TEXT = """\
+units:
+  vision: {role: encoder, num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 32}
+  llm:
+    {role: backbone, num_layers: 2, hidden_size: 16, num_attention_heads: 2, ffn_hidden_size: 32}
+"""
+
+
+def read(folder: Path, layers: str, *, unit: str = "llm") -> ModelGraph:
+    head, found, rest = TEXT.partition(f"  {unit}:")
+    (folder / "model.yaml").write_text(
+        head + found + rest.replace("ffn_hidden_size: 32", f"ffn_hidden_size: 32, layers: {layers}", 1)
+    )
+    return read_model(folder / "model.yaml")
+
+
+def test_listed_layers_are_those_of_the_unit(tmp_path: Path) -> None:
+    graph = read(tmp_path, "[token_embedding, transformer, transformer, head]")
+    assert graph.backbone.layers == ("token_embedding", "transformer", "transformer", "head")
+    assert graph.to_dict()["units"]["llm"]["layers"] == list(graph.backbone.layers)
+    assert "layers" not in graph.to_dict()["units"]["vision"]
+    assert ModelGraph.from_dict(graph.to_dict()) == graph
+
+
+@pytest.mark.parametrize(
+    ("layers", "problem"),
+    [
+        ("[token_embedding, transformer, head]", "layers lists 3 layers, expected num_layers + 2 = 4"),
+        ("[]", "layers lists 0 layers, expected num_layers + 2 = 4"),
+        ("[token_embedding, transformer, mamba, head]", "layers[2]: 'mamba' is no kind of layer that a backbone has between"),
+        ("[token_embedding, transformer, head, head]", "layers[2]: 'head' is no kind of layer that a backbone has between"),
+        ("[patch_embedding, transformer, transformer, head]", "'patch_embedding' is no kind of layer that a backbone has first"),
+        ("[token_embedding, transformer, transformer, projector]", "has last; use one of head"),
+        ("[audio_embedding, transformer, transformer, head]", "'audio_embedding' is no kind of layer that a backbone has first"),
+        ("transformer", "expected a list"),
+        ("[token_embedding, 1, transformer, head]", "layers[1]: expected text"),
+    ],
+)
+def test_a_wrong_list_is_refused_with_its_line(tmp_path: Path, layers: str, problem: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        read(tmp_path, layers)
+    assert problem in str(caught.value) and "model.yaml, line 4: unit 'llm'" in str(caught.value)
+
+
+@pytest.mark.parametrize(("items", "wrong"), [("audio", "patch_embedding"), ("image", "audio_embedding")])
+def test_an_embedding_of_other_items_is_refused(tmp_path: Path, items: str, wrong: str) -> None:
+    described = TEXT.replace(
+        "role: encoder", f"role: encoder, {items}: {{}}, layers: [{wrong}, transformer, transformer, projector]"
+    )
+    (tmp_path / "model.yaml").write_text(described)
+    with pytest.raises(ModelError, match=rf"line 2: unit 'vision', layers\[0\]: '{wrong}' is no kind of layer"):
+        read_model(tmp_path / "model.yaml")
