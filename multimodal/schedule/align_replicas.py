@@ -105,7 +105,9 @@ class _Alignment:
             self._complete(action)
             self.queue.extend(lanes)
             return
-        join = self._join(action)
+        num_passes = len(self.shape.cuts.subsets(action.microbatch_place)) if action.kind is ActionKind.FORWARD else 1
+        kind = action.kind if self.units is None else kind_of_exchange(action)
+        join = Join(kind, action.unit, action.stage, num_passes)
         replicas = self.arrived.setdefault(join, {})
         replicas[action.replica] = action
         if len(replicas) == self.plan.units[action.unit].data_parallel_size:
@@ -149,12 +151,6 @@ class _Alignment:
                 self.waiters.setdefault(missing[0], {}).update(dict.fromkeys(lanes))
                 return True
         return False
-
-    def _join(self, action: Action) -> Join:
-        place = action.microbatch_place
-        num_passes = len(self.shape.cuts.subsets(place)) if action.kind is ActionKind.FORWARD else 1
-        kind = action.kind if self.units is None else kind_of_exchange(action)
-        return Join(kind, action.unit, action.stage, num_passes)
 
     def _head(self, lane: int) -> Action | None:
         actions = self.lanes[lane]

@@ -102,23 +102,19 @@ def _draw_event(
         look["edgecolor"] = _FRAME_COLOR
     height, line_width = (0.5, 0.3) if is_inside else (0.8, 0.6)
     axes.barh(event.lane, seconds, left=start, height=height, linewidth=line_width, **look)
-    points = _number_points(str(event.action.microbatch), seconds / seconds_per_inch)
+    label = str(event.action.microbatch)  # the width of a digit is 0.64 of its type size
+    points = min(_LARGEST_NUMBER_POINTS, 72 * seconds / seconds_per_inch / (0.64 * len(label) + 0.3))
     if ACTION_TABLE[kind].resource is Resource.COMPUTE and points >= _SMALLEST_NUMBER_POINTS:
         axes.text(
             start + seconds / 2,
             event.lane,
-            str(event.action.microbatch),
+            label,
             ha="center",
             va="center_baseline",
             fontsize=points,
             color="#222222" if kind is ActionKind.FORWARD else "white",
             clip_on=True,
         )
-
-
-def _number_points(label: str, width_inches: float) -> float:
-    """Return the type size at which a number fits into its box; the width of a digit is 0.64 of its size."""
-    return min(_LARGEST_NUMBER_POINTS, 72 * width_inches / (0.64 * len(label) + 0.3))
 
 
 def _look(kind: ActionKind, unit_index: int) -> dict[str, Any]:

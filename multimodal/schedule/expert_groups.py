@@ -4,7 +4,7 @@ import numpy as np
 
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.schedule.align_replicas import align_replicas, exchanges_tokens, kind_of_exchange
-from multimodal.values.action import Action, ActionKind
+from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
 from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
@@ -23,7 +23,14 @@ def check_expert_groups(schedule: Schedule) -> None:
     for unit in units:
         plan = schedule.shape.plan.units[unit]
         for stage in range(plan.num_virtual_stages):
-            orders = [_order(schedule, unit, replica, stage) for replica in range(plan.data_parallel_size)]
+            orders = [
+                [
+                    (kind_of_exchange(action), action[4:])
+                    for action in schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]].actions
+                    if action[1:4] == (unit, replica, stage) and exchanges_tokens(action)
+                ]
+                for replica in range(plan.data_parallel_size)
+            ]
             for replica, order in enumerate(orders):
                 if order != orders[0]:
                     raise ScheduleError(_problem(unit, f"stage {stage} of replicas 0 and {replica} computes in different orders"))
@@ -41,7 +48,12 @@ def computed_together(work: StepWork) -> Integers | None:
         return None
     joined = np.arange(work.num_pieces(lowered=True))
     stages, pieces = work.computed_stages, work.pieces
-    has_experts = np.array([_has_experts(work, *stage) for stage in work.stages])
+    kinds_of_stages = (
+        work.graph.unit(unit).layers[layers.start : layers.stop]
+        for unit, replica, index in work.stages
+        for layers in [work.plan.virtual_stage(unit, replica, index).layers]
+    )
+    has_experts = np.array([any(LAYER_KINDS[k].exchanges_tokens for k in each if k in LAYER_KINDS) for each in kinds_of_stages])
     sizes = np.array([work.plan.units[name].expert_parallel_size for name in pieces.units])[pieces.unit_of_stage[stages]]
     chosen = np.flatnonzero(has_experts[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
     kinds = np.where(work.kinds == _INPUT_GRADIENT, _BACKWARD, work.kinds).astype(np.int64)
@@ -54,24 +66,8 @@ def computed_together(work: StepWork) -> Integers | None:
     return joined
 
 
-def _has_experts(work: StepWork, unit: str, replica: int, index: int) -> bool:
-    layers = work.plan.virtual_stage(unit, replica, index).layers
-    kinds = work.graph.unit(unit).layers[layers.start : layers.stop]
-    return any(kind in LAYER_KINDS and LAYER_KINDS[kind].exchanges_tokens for kind in kinds)
-
-
 def _problem(unit: str, found: str) -> str:
     return (
         f"unit '{unit}': {found}, and replicas that share experts exchange tokens in every layer; use --schedule 1f1b, or "
         "--expert-model-parallel-size 1"
     )
-
-
-def _order(schedule: Schedule, unit: str, replica: int, stage: int) -> list[Action]:
-    """Return the computations of one stage of one replica, as if it were replica 0."""
-    lane = schedule.lanes[schedule.shape.plan.lanes_of_stage(unit, replica, stage)[0]]
-    return [
-        action._replace(kind=kind_of_exchange(action), replica=0)
-        for action in lane.actions
-        if action[1:4] == (unit, replica, stage) and exchanges_tokens(action)
-    ]

@@ -1,7 +1,7 @@
 """The engine of the builders: a deterministic list scheduler on a discrete clock."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import group_rows, order_by, row_numbers, row_starts
-from multimodal.values.parts.cuts import Cuts, StageKey, StageSplit
+from multimodal.values.parts.cuts import StageKey, StageSplit
 from multimodal.values.schedule import NO_WAIT, Schedule, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
@@ -79,10 +79,15 @@ def forwards_first(work: StepWork) -> Integers:
     return phases
 
 
-def split_all(shape: StepShape) -> StepShape:
-    """Return the step with every backward cut into an input gradient and, if weights are trained, a weight gradient."""
-    counts = {stage: shape.num_microbatches(*stage[:2]) for stage in shape.stages if shape.backward_need(*stage).has_backward}
-    return shape.with_cuts(Cuts(split=StageSplit({stage: count for stage, count in counts.items() if count})))
+def split_units(shape: StepShape, units: Collection[str]) -> StepShape:
+    """Return the step with these units' backwards cut into input gradients and, if weights are trained, weight gradients."""
+    counts = {
+        stage: shape.num_microbatches(*stage[:2])
+        for stage in shape.stages
+        if stage[0] in units and shape.backward_need(*stage).has_backward
+    }
+    split = StageSplit({stage: count for stage, count in counts.items() if count})
+    return shape.with_cuts(replace(shape.cuts, split=split))
 
 
 def place_reductions(schedule: Schedule) -> Schedule:

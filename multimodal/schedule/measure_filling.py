@@ -48,7 +48,9 @@ def measure_filling(builder: Builder, shape: StepShape, costs: StepCosts, *, pas
 
     alone = simulate(coarse, _WithoutEncoders(costs, encoders))
     filled = simulate(ordered, costs)
-    encoding = _lane_seconds(filled, encoders)
+    work, pieces = step_work(filled.compiled.schedule.shape), filled.compiled.computed.pieces
+    of_pieces = filled.compiled.computed_seconds * np.diff(work.lanes_of(pieces)[0])
+    encoding = float(of_pieces[of_units(work, pieces, encoders)].sum())
     if not encoding:
         return None
 
@@ -70,14 +72,6 @@ def order_coarsely(schedule: Schedule) -> Schedule:
     order = kept[np.lexsort((kept, phases[kept], lanes))]
     rows = np.split(pieces[order], np.cumsum(np.bincount(lanes, minlength=schedule.num_lanes))[:-1])
     return place_reductions(Schedule.of_numbers(schedule.shape, rows))
-
-
-def _lane_seconds(found: Simulation, units: frozenset[str]) -> float:
-    """Return the seconds that computations of these units take in all lanes."""
-    compiled = found.compiled
-    work, pieces = step_work(compiled.schedule.shape), compiled.computed.pieces
-    seconds = compiled.computed_seconds * np.diff(work.lanes_of(pieces)[0])
-    return float(seconds[of_units(work, pieces, units)].sum())
 
 
 def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> NDArray[np.bool_]:

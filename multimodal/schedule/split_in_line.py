@@ -1,7 +1,6 @@
 """Splits weight gradients from whole backwards in a schedule, and finds the work that must wait for them."""
 
 from collections.abc import Collection
-from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -10,9 +9,9 @@ from numpy.typing import NDArray
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.encoder_ranges import Parts
+from multimodal.schedule.list_schedule import split_units
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
-from multimodal.values.parts.cuts import StageSplit
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, row_starts, step_work
@@ -34,14 +33,8 @@ def split_in_line(schedule: Schedule, units: Collection[str]) -> Schedule:
 
     schedule: of an uncut step, in the compute dialect, all in line. Collectives are left out.
     """
-    shape, work = schedule.shape, schedule.work
-    counts = {
-        stage: shape.num_microbatches(*stage[:2])
-        for stage in shape.stages
-        if stage[0] in units and shape.backward_need(*stage).has_backward
-    }
-    split = shape.with_cuts(replace(shape.cuts, split=StageSplit({stage: count for stage, count in counts.items() if count > 0})))
-    parts = Parts.of(work, step_work(split))
+    split = split_units(schedule.shape, units)
+    parts = Parts.of(schedule.work, step_work(split))
     kept = parts.first[schedule.pieces] >= 0
     pieces, lanes = schedule.pieces[kept], schedule.lane_of_slot[kept]
     num_in_lane = np.bincount(np.repeat(lanes, parts.counts[pieces]), minlength=schedule.num_lanes)

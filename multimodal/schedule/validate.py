@@ -75,8 +75,6 @@ class _SlotOrder:
         return pieces * self.schedule.num_lanes + lanes
 
     def check_missing(self) -> None:
-        if self._all_stand_in_their_lane():
-            return
         pieces = np.arange(self.work.num_pieces(lowered=self.schedule.lowered))
         starts, lanes = self.work.lanes_of(pieces)
         pieces = np.repeat(pieces, np.diff(starts))
@@ -85,12 +83,6 @@ class _SlotOrder:
             piece, lane = int(pieces[missing[0]]), int(lanes[missing[0]])
             problem = f"missing: lane {lane} must do it and does not; add it there"
             raise self._error(piece, problem, {lane: int(self.schedule.lane_starts[lane + 1])})
-
-    def _all_stand_in_their_lane(self) -> bool:
-        if not self.work.is_in_one_lane or (self.slot_of_piece < 0).any():
-            return False
-        lanes = self.work.lane_rows[1][self.work.stage_numbers[: len(self.slot_of_piece)]]
-        return np.array_equal(self.schedule.lane_of_slot[self.slot_of_piece], lanes)
 
     def check_segments(self) -> None:
         """Check that places cut into ranges of segments have as many segments as their stages' layers."""
@@ -111,8 +103,6 @@ class _SlotOrder:
     def check_needs(self) -> None:
         """Check that an action's needs never come after it in the same lane; a receive's may, since it only posts."""
         schedule = self.schedule
-        if self.work.is_in_one_lane and self._needs_stand_before():
-            return
         slots = np.flatnonzero(self.work.resources[schedule.pieces] != _RECEIVE)
         starts, needed = take_rows(*self.work.needs_in(lowered=schedule.lowered), schedule.pieces[slots])
         slots = np.repeat(slots, np.diff(starts))
@@ -123,16 +113,6 @@ class _SlotOrder:
             need = action_to_text(self.work.actions[int(needed[first])])
             problem = f"wrong order: in lane {lane} it stands before {need}, which it needs; swap them"
             raise self._error(int(schedule.pieces[slot]), problem, {lane: slot})
-
-    def _needs_stand_before(self) -> bool:
-        """Return True if no piece comes before one that it needs in the same lane, if each piece has one lane."""
-        starts, needed = self.work.needs_in(lowered=self.schedule.lowered)
-        resources = self.work.resources[: len(starts) - 1]
-        own_slots = np.where(resources == _RECEIVE, len(self.schedule.pieces), self.slot_of_piece)  # a receive only posts
-        slots, lanes = self.slot_of_piece[needed], np.append(self.schedule.lane_of_slot, -1)
-        owners = np.repeat(own_slots, np.diff(starts))
-        late = slots > owners
-        return not (lanes[owners[late]] == lanes[slots[late]]).any()
 
     def check_fillers(self) -> None:
         """Check that every filler is a computation before a carrier that does not need it."""

@@ -11,7 +11,7 @@ import numpy as np
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.room_ahead import build_within_memory
-from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
+from multimodal.schedule.list_schedule import Policy, list_schedule, split_units
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Plan
 from multimodal.values.schedule import Schedule
@@ -69,7 +69,7 @@ def _build(
         storage_limits={stage: scaled(stage, limit) for stage, limit in stored.items()},
         forwards_go_first=bool(stored) and in_flight == limits,
     )
-    return list_schedule(split_all(shape) if stored else shape, policy)
+    return list_schedule(split_units(shape, shape.graph.unit_names) if stored else shape, policy)
 
 
 def forward_limits(shape: StepShape) -> dict[StageKey, int]:

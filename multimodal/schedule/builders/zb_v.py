@@ -10,7 +10,7 @@ from multimodal.schedule.builders.one_f_one_b import (
     storage_limits,
 )
 from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
-from multimodal.schedule.list_schedule import Policy, list_schedule, split_all
+from multimodal.schedule.list_schedule import Policy, list_schedule, split_units
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import StageKey
@@ -46,7 +46,7 @@ def build_zb_v(shape: StepShape) -> Schedule:
     groups: dict[StageKey, StageKey] = {}
     for unit in shaped:
         _share_memory(unit, shape, spans, limits, storage, groups)
-    split = split_all(shape)
+    split = split_units(shape, graph.unit_names)
     last_units = [unit for unit in shaped if not graph.downstream(unit)]
     orders = [
         order

@@ -57,7 +57,8 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
     ends = {event.action: event.end_seconds for lane in times for event in lane}
     replaced: dict[Action, list[Action]] = {}
     added: dict[int, list[Action]] = defaultdict(list)
-    backwards = [action for action in starts if _is_cut(action, num_subsets)]
+    whole = (action for action in starts if action.kind in _BACKWARDS and action.covers is None)
+    backwards = [action for action in whole if action.microbatch_place in num_subsets]
     for backward in sorted(backwards, key=lambda action: -action.stage):
         subsets = [backward._replace(covers=SampleSubset(index)) for index in range(num_subsets[backward.microbatch_place])]
         num_early = 0 if backward.kind is ActionKind.WEIGHT_GRADIENT else len(subsets) - 1
@@ -77,7 +78,3 @@ def _cut(schedule: Schedule, num_subsets: dict[MicrobatchPlace, int]) -> Schedul
         for lane in schedule.lanes
     ]
     return sort_lanes(lanes, shape, starts.__getitem__, added)
-
-
-def _is_cut(action: Action, num_subsets: dict[MicrobatchPlace, int]) -> bool:
-    return action.kind in _BACKWARDS and action.covers is None and action.microbatch_place in num_subsets

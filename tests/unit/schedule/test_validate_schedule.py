@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.text import lanes_from_text, schedule_to_text
-from multimodal.schedule.validate import _SlotOrder, validate_schedule
+from multimodal.schedule.validate import validate_schedule
 from multimodal.values.action import ACTION_TABLE, Action, Place, Resource, SegmentRange
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.cuts import Cuts, SegmentCut
@@ -206,11 +206,7 @@ def test_what_the_validator_sees_at_a_glance_changes_none_of_its_answers(
     except ScheduleError:
         assume(False)
     before = insert_communication(BUILDERS["gpipe"](case))  # some other schedule, which must not be taken for this one's
-    with (
-        patch.object(_SlotOrder, "_all_stand_in_their_lane", return_value=False),
-        patch.object(_SlotOrder, "_needs_stand_before", return_value=False),
-        patch("multimodal.schedule.validate._messages_wait_for_nothing", return_value=False),
-    ):
+    with patch("multimodal.schedule.validate._messages_wait_for_nothing", return_value=False):
         expected = answer(schedule)
     assert answer(schedule) == answer(schedule, before=before) == expected
 
