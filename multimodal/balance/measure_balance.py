@@ -14,7 +14,7 @@ from multimodal.balance import BalancerRow
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.in_order import balance_in_order
-from multimodal.balance.rearrange_nodes import rearrange_nodes
+from multimodal.balance.rearrange_nodes import NodeBytes, rearrange_nodes
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
@@ -22,21 +22,12 @@ from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.validate import validate_assignment
 
 
-class NodeTraffic(NamedTuple):
-    """Most bytes that any rank sends to other nodes."""
-
-    before: int
-    """Bytes if new batch j goes to replica j."""
-    after: int
-    """Bytes after node-wise rearrangement."""
-
-
 class UnitMeasure(NamedTuple):
     """Measures of one unit in one batch."""
 
     before: Imbalance
     after: Imbalance
-    traffic: NodeTraffic
+    traffic: NodeBytes
 
 
 @dataclass
@@ -115,7 +106,7 @@ def moved_volume(before: Assignment, after: Assignment, work: BatchWork, *, unit
     return csr_matrix(entries, shape=(made.num_replicas, made.num_replicas))
 
 
-def measure_traffic(volume: csr_matrix, *, ranks_per_node: int) -> NodeTraffic:
-    """Compare the bytes between nodes without and with node-wise rearrangement (OrchMLLM, Alg. 3)."""
+def measure_traffic(volume: csr_matrix, *, ranks_per_node: int) -> NodeBytes:
+    """Compare the most bytes that a rank sends to other nodes without and with node-wise rearrangement (OrchMLLM, Alg. 3)."""
     arranged = rearrange_nodes(volume, ranks_per_node=ranks_per_node)
-    return NodeTraffic(int(arranged.bytes_before.max()), int(arranged.bytes_after.max()))
+    return NodeBytes(int(arranged.bytes_before.max()), int(arranged.bytes_after.max()))

@@ -223,7 +223,10 @@ def build_table_step(table: CostTable) -> tuple[StepShape, Assignment]:
     graph = ModelGraph(tuple(units), edges)
     plan = Plan({unit.name: _build_unit_plan(unit, table.units[unit.name].ranks) for unit in units})
     validate_plan(plan, graph=graph, world_size=plan.num_ranks)
-    assignment = _build_assignment(graph, num_microbatches=table.num_microbatches)
+    items = {unit.name: index for index, unit in enumerate(graph.encoders)}
+    samples = range(table.num_microbatches)
+    placed = {name: (tuple((Atom(sample, items.get(name, -1)),) for sample in samples),) for name in graph.unit_names}
+    assignment = Assignment(placed)
     return assignment.shape(graph, plan), assignment
 
 
@@ -275,10 +278,3 @@ def _build_unit_plan(unit: Unit, ranks: tuple[int, ...]) -> UnitPlan:
     for rank, layers in zip(ranks, ranges, strict=True):
         ranges_of_rank[rank].append(layers)
     return UnitPlan((Replica(tuple(Stage((rank,), tuple(layers)) for rank, layers in ranges_of_rank.items())),))
-
-
-def _build_assignment(graph: ModelGraph, *, num_microbatches: int) -> Assignment:
-    items = {unit.name: index for index, unit in enumerate(graph.encoders)}
-    return Assignment(
-        {name: (tuple((Atom(sample, items.get(name, -1)),) for sample in range(num_microbatches)),) for name in graph.unit_names}
-    )

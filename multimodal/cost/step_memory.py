@@ -10,7 +10,7 @@ from multimodal.cost.layers.layer import ActivationCase, Implementation, Recompu
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.cost.memoize import memoized
 from multimodal.cost.run_options import RunOptions
-from multimodal.cost.stage_layers import LayerCounts, StageKey, StageLayers
+from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.token_shares import RankLoad
 from multimodal.cost.unit_load import Floats, UnitLoad, add_loads
 from multimodal.values.action import Place
@@ -86,11 +86,13 @@ class StepMemory:
         for stage, replica in np.ndindex(len(found), plan.data_parallel_size):
             if stage >= plan.num_stages_of(replica):
                 continue
-            counts, own = self.layers.counts((unit, replica, stage)), slice(*placed.microbatch_starts[replica : replica + 2])
-            size, width = self.layers.tensor_size((unit, replica, stage)), self._width_before((unit, replica, stage))
-            like = tuple(counts.items()), size, stage == 0, width
+            key, own = (unit, replica, stage), slice(*placed.microbatch_starts[replica : replica + 2])
+            counts = self.layers.counts(key)
+            like = tuple(counts.items()), self.layers.tensor_size(key), stage == 0, self._width_before(key)
             if like not in of_layers:
-                of_layers[like] = self._stage_bytes(unit, counts, kept, tensor_size=size, is_first=stage == 0, width=width)
+                layers = sum(count * self._rank_bytes(key, *each, kept, self.options.recompute) for each, count in counts.items())
+                received = self._received_bytes(key, add_loads(kept))
+                of_layers[like] = layers + received + np.zeros(np.shape(kept.whole.num_tokens))
             found[stage, own] = of_layers[like][own]
         return np.round(found).astype(np.int64)
 
@@ -125,17 +127,6 @@ class StepMemory:
             return self.layers.graph.backbone.transformer.hidden_size
         return self.layers.graph.width_behind(stage[0], max(0, first - 1))
 
-    def _stage_bytes(
-        self, unit: str, counts: LayerCounts, kept: RankLoad, *, tensor_size: int, is_first: bool, width: int
-    ) -> Floats:
-        """Return the bytes that each microbatch keeps in a stage of these layers; width: input channels of the stage."""
-        layers = sum(
-            count * self._rank_bytes(unit, layer, need, kept, self.options.recompute, tensor_size=tensor_size)
-            for (layer, need), count in counts.items()
-        )
-        received = self._received_bytes(unit, counts, add_loads(kept), tensor_size=tensor_size, is_first=is_first, width=width)
-        return layers + received + np.zeros(np.shape(kept.whole.num_tokens))
-
     def static_bytes(self, rank: int) -> int:
         """Return the bytes of a rank's weights, gradients and optimizer state, of the work on one layer, and of messages."""
         held = self.layers.of_rank[rank]
@@ -163,34 +154,30 @@ class StepMemory:
         )
         return peak / self.layers.tensor_size(stage)
 
-    def _rank_bytes(
-        self, unit: str, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None, *, tensor_size: int
-    ) -> float:
+    def _rank_bytes(self, stage: StageKey, layer: str, need: BackwardNeed, kept: RankLoad, recompute: Recompute | None) -> float:
         """Return the bytes that a layer keeps for a load; for a load whose numbers are arrays, as an array."""
-        sizes, described = self.layers.plan.units[unit], self.layers.describe(unit, layer)
-        total = 0.0
+        described, tensor_size, total = self.layers.describe(stage[0], layer), self.layers.tensor_size(stage), 0.0
         for load, is_spread in ((kept.whole, False), (kept.cut, True)):
-            case = ActivationCase(need, self.bytes_per_element, self._implementation(unit), recompute, is_spread)
+            case = ActivationCase(need, self.bytes_per_element, self._implementation(stage[0]), recompute, is_spread)
             total = total + described.activation_bytes(load, case).all_ranks(
                 tensor_parallel_size=tensor_size, sequence_parallel=self.options.sequence_parallel
             )
-        return total / (tensor_size * sizes.context_parallel_size)
+        return total / (tensor_size * self.layers.plan.units[stage[0]].context_parallel_size)
 
     def _implementation(self, unit: str) -> Implementation:
         return "local" if self.layers.graph.unit(unit).needs_local_layers else self.options.transformer_impl
 
-    def _received_bytes(
-        self, unit: str, counts: LayerCounts, load: UnitLoad, *, tensor_size: int, is_first: bool, width: int
-    ) -> float | Floats:
+    def _received_bytes(self, stage: StageKey, load: UnitLoad) -> float | Floats:
         """Return the bytes of received hidden states or encoder outputs for which a gradient is sent back."""
-        if not any(need.sends_gradient for _, need in counts):
+        unit, _, index = stage
+        if not any(need.sends_gradient for _, need in self.layers.counts(stage)):
             return 0.0
-        sizes, num_channels = self.layers.plan.units[unit], width
-        if is_first:
-            return self.bytes_per_element * width * self.loads.num_received_rows(unit) / sizes.context_parallel_size
+        sizes, num_channels = self.layers.plan.units[unit], self._width_before(stage)
+        if index == 0:
+            return self.bytes_per_element * num_channels * self.loads.num_received_rows(unit) / sizes.context_parallel_size
         if self.bytes_per_element >= 4 or self._implementation(unit) == "transformer_engine":
             num_channels -= self.layers.graph.unit(unit).transformer.hidden_size  # the first norm keeps the same tensor
-        num_ranks = sizes.context_parallel_size * (tensor_size if self.options.sequence_parallel else 1)
+        num_ranks = sizes.context_parallel_size * (self.layers.tensor_size(stage) if self.options.sequence_parallel else 1)
         return self.bytes_per_element * num_channels * load.num_tokens / num_ranks
 
     def _message_bytes(self, stage: StageKey) -> float:
@@ -248,10 +235,7 @@ class StepMemory:
         if self.options.recompute == "full":
             kept = self.loads.fullest(unit, stage[1])
             repeated = [(layer, need) for layer, need in counts if LAYER_KINDS[layer].recomputes]
-            size = self.layers.tensor_size(stage)
-            working = max(
-                (self._rank_bytes(unit, layer, need, kept, None, tensor_size=size) for layer, need in repeated), default=0.0
-            )
+            working = max((self._rank_bytes(stage, layer, need, kept, None) for layer, need in repeated), default=0.0)
         working += self.gathered_bytes(stage)
         if sizes.context_parallel_size > 1:
             shape = self.layers.graph.unit(unit).transformer

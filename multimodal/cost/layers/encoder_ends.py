@@ -15,7 +15,7 @@ from multimodal.cost.layers.layer import (
 )
 from multimodal.cost.seconds.layer_curves import Counts
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import ImageInput, Role, Unit
+from multimodal.values.model_graph import Role, Unit
 
 
 class PatchEmbeddingLayer(Layer):
@@ -41,9 +41,14 @@ class PatchEmbeddingLayer(Layer):
 
     @property
     def num_vector_entries(self) -> int:
-        """The bias and the norm, if there are any."""
+        """Learned positions, the bias and the norm, if there are any."""
         has_bias = self.unit.image is None or self.unit.image.has_patch_bias
-        return self.unit.transformer.hidden_size * has_bias + self.norm_vector_entries() * self._has_norm
+        return self.unit.transformer.hidden_size * (self._num_learned + has_bias) + self.norm_vector_entries() * self._has_norm
+
+    @property
+    def _num_learned(self) -> int:
+        """Hidden states that are parameters."""
+        return 0
 
     @property
     def _has_norm(self) -> bool:
@@ -70,16 +75,10 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
         return unit.image is not None and unit.image.image_size is not None
 
     @property
-    def num_vector_entries(self) -> int:
-        """Positions, class token, registers, bias and norm: all parameters that are not part of a product."""
-        image, hidden = self._image, self.unit.transformer.hidden_size
-        vectors = image.num_positions + image.num_class_tokens + image.has_patch_bias
-        return hidden * vectors + self.norm_vector_entries() * image.has_pre_norm
-
-    @property
-    def _image(self) -> ImageInput:
+    def _num_learned(self) -> int:
+        """Positions, class token and registers."""
         assert self.unit.image is not None, f"unit '{self.unit.name}' has no image"
-        return self.unit.image
+        return self.unit.image.num_positions + self.unit.image.num_class_tokens
 
 
 class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
@@ -91,10 +90,10 @@ class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
         return unit.image is not None and unit.image.position_grid is not None and unit.image.image_size is None
 
     @property
-    def num_vector_entries(self) -> int:
-        """Positions and the bias."""
+    def _num_learned(self) -> int:
+        """The square of positions."""
         assert self.unit.image is not None and self.unit.image.position_grid is not None
-        return super().num_vector_entries + self.unit.image.position_grid**2 * self.unit.transformer.hidden_size
+        return self.unit.image.position_grid**2
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
         """Four positions are read, weighted and added, one after the other."""

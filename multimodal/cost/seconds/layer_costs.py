@@ -1,6 +1,5 @@
 """Seconds of a model's layers on a cluster, for planners, simulator and emulation alike."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,7 +77,8 @@ class LayerCosts:
         is_array = isinstance(load.num_tokens, np.ndarray)
         if not is_array and not load.num_tokens:
             return NO_SECONDS
-        prepared = self._prepare(unit, kind, tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks)
+        shared = _Sharing(tensor_parallel_size, context_parallel_size, recompute, ranks, expert_ranks)
+        prepared = self._prepare(unit, kind, shared)
         counted = counted_tokens(load, counts=prepared.counts)
         forward = prepared.curves.forward.at(*counted)
         input_gradient = prepared.curves.input_gradient.at(*counted)
@@ -103,28 +103,23 @@ class LayerCosts:
 
     def expert_products(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> float:
         """Return the seconds of the experts' products in a forward; either gradient takes as long. Arguments as in `seconds`."""
-        share, prepared = self._describe(unit, kind).expert_share, self._of(unit, kind, shared)
+        share, prepared = self._describe(unit, kind).expert_share, self._prepare(unit, kind, _Sharing(**shared))
         counted = counted_tokens(load, counts=prepared.counts)
         products = prepared.curves.forward.at(*counted) - prepared.curves.attention.at(*counted)
         return (load.num_tokens > 0) * share * products
 
     def parts(self, unit: str, kind: str, load: UnitLoad, **shared: Any) -> PassParts:
         """Return the parts of a layer's seconds; arguments as in `seconds`."""
-        prepared, is_busy = self._of(unit, kind, shared), load.num_tokens > 0
+        prepared, is_busy = self._prepare(unit, kind, _Sharing(**shared)), load.num_tokens > 0
         waiting = is_busy * prepared.waiting_for_tensor_ranks(load)
         attention = is_busy * prepared.curves.attention.at(*counted_tokens(load, counts=prepared.counts))
         recomputes = self._describe(unit, kind).recomputes
         repeats_all, repeats_attention = prepared.recompute == "full" and recomputes, bool(prepared.recompute) and recomputes
         return PassParts(attention, waiting, waiting * (2 if prepared.recompute == "full" else 1), repeats_attention, repeats_all)
 
-    def _of(self, unit: str, kind: str, shared: Mapping[str, Any]) -> "_Prepared":
-        tensor_size, context_size = shared["tensor_parallel_size"], shared["context_parallel_size"]
-        recompute, expert_ranks = shared["recompute"], shared.get("expert_ranks", ())
-        return self._prepare(unit, kind, tensor_size, context_size, recompute, shared["ranks"], expert_ranks)
-
     def collectives(self, unit: str, kind: str, **shared: Any) -> LayerCollectives:
         """Return a layer's collectives; arguments as in `seconds`. Ranks with equal collectives take equal seconds."""
-        return self._of(unit, kind, shared).collectives
+        return self._prepare(unit, kind, _Sharing(**shared)).collectives
 
     @memoized
     def curves(self, unit: str, kind: str, *, tensor_parallel_size: int, context_parallel_size: int) -> LayerCurves:
@@ -137,24 +132,13 @@ class LayerCosts:
         return describe_layer(self.graph, self.graph.unit(unit), kind, vocab_size=self.vocab_size)
 
     @memoized
-    def _prepare(
-        self,
-        unit: str,
-        kind: str,
-        tensor_parallel_size: int,
-        context_parallel_size: int,
-        recompute: Recompute | None,
-        ranks: tuple[int, ...] | None,
-        expert_ranks: tuple[int, ...],
-    ) -> "_Prepared":
+    def _prepare(self, unit: str, kind: str, shared: "_Sharing") -> "_Prepared":
         """Look up, once, the values that are the same for all loads of a layer."""
-        layer = self._describe(unit, kind)
-        curves = self.curves(unit, kind, tensor_parallel_size=tensor_parallel_size, context_parallel_size=context_parallel_size)
-        neighbours = range(tensor_parallel_size * context_parallel_size)
-        collectives = layer.collectives(
-            tensor_parallel_size=tensor_parallel_size, ranks=neighbours if ranks is None else ranks, cluster=self.cluster
-        )
-        exchange = layer.expert_exchange(context_parallel_size=context_parallel_size, ranks=expert_ranks, cluster=self.cluster)
+        layer, (tensor_size, context_size, recompute, ranks, expert_ranks) = self._describe(unit, kind), shared
+        curves = self.curves(unit, kind, tensor_parallel_size=tensor_size, context_parallel_size=context_size)
+        own_ranks = range(tensor_size * context_size) if ranks is None else ranks
+        collectives = layer.collectives(tensor_parallel_size=tensor_size, ranks=own_ranks, cluster=self.cluster)
+        exchange = layer.expert_exchange(context_parallel_size=context_size, ranks=expert_ranks, cluster=self.cluster)
         collectives = collectives._replace(experts=exchange)
         repeated: list[Curve] = []
         if recompute and layer.recomputes:
@@ -173,6 +157,16 @@ class LayerCosts:
             cutting,
             2 * cutting if recompute == "full" else cutting,
         )
+
+
+class _Sharing(NamedTuple):
+    """How ranks share a layer: the arguments of `LayerCosts.seconds`."""
+
+    tensor_parallel_size: int
+    context_parallel_size: int
+    recompute: Recompute | None
+    ranks: tuple[int, ...] | None
+    expert_ranks: tuple[int, ...] = ()
 
 
 class _Prepared(NamedTuple):

@@ -113,7 +113,9 @@ class LayerProfile:
         curves: dict[ProfileKey, LayerCurves] = {}
         for unit, kinds in units.items():
             for kind, entry in _entries(unit, kinds):
-                key = unit, kind, *_sizes(entry)
+                given = entry.mapping()
+                sizes = [given[name].read(int, minimum=1, maximum=MOST_RANKS) if name in given else 1 for name in _SIZES]
+                key = unit, kind, sizes[0], sizes[1]
                 if key in curves:
                     entry.fail(f"tp {key[2]}, cp {key[3]} is listed twice; leave one out")
                 parts = entry.mapping(known=(*LayerCurves._fields, *_SIZES), required=_REQUIRED_CURVES)
@@ -141,12 +143,6 @@ def _entries(unit: str, kinds: Plain) -> Iterator[tuple[str, Plain]]:
         expected = "a list with one mapping of curves per tensor parallel size"
         for entry in entries.entries(called=f"{entries.where}, entry", expected=expected):
             yield name, entry
-
-
-def _sizes(entry: Plain) -> tuple[int, int]:
-    sizes = entry.mapping()
-    tensor, context = (sizes[name].read(int, minimum=1, maximum=MOST_RANKS) if name in sizes else 1 for name in _SIZES)
-    return tensor, context
 
 
 def _curve_from_plain(value: Plain) -> Curve:

@@ -8,7 +8,7 @@ from operator import add
 import numpy as np
 
 from multimodal.schedule.builders.one_f_one_b import Depths, forward_floors, microbatch_spans, stage_limits
-from multimodal.schedule.builders.unit_order import Order, chunk_stages, num_chunks, ordered_pieces
+from multimodal.schedule.builders.unit_order import Order, num_chunks, ordered_pieces, stages_that_share
 from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.arrays.rows import Integers, integers
@@ -134,21 +134,12 @@ def _depth(num_stages: int, chunks: int, num_microbatches: int) -> int:
 def _limit_stages(
     name: str, shape: StepShape, spans: dict[StageKey, int], limits: dict[StageKey, int], groups: dict[StageKey, StageKey]
 ) -> None:
-    """Let the chunks of one stage share a limit: the warm-up, one more, and the microbatches that downstream units need in each.
-
-    Chunks without a backward keep their own limits.
-    """
-    unit = shape.plan.units[name]
-    for replica, each in enumerate(unit.replicas):
-        for stage_index, held in enumerate(chunk_stages(each) if is_dealt(each) else ()):
-            stages = [(name, replica, stage) for stage in held]
-            stages = [stage for stage in stages if shape.backward_need(*stage).has_backward]
-            if len(stages) < 2:
-                continue
-            num_microbatches = shape.num_microbatches(name, replica)
-            num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), num_microbatches)
-            limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)
-            groups.update(dict.fromkeys(stages, stages[0]))
+    """Let a stage's chunks share a limit: the warm-up, one more, and the microbatches that downstream units need in each."""
+    for stages, each, stage_index in stages_that_share(name, shape, has_order=is_dealt):
+        num_microbatches = shape.num_microbatches(*stages[0][:2])
+        num_warmup = _num_warmup(stage_index, len(each.stages), len(stages), num_microbatches)
+        limits[stages[0]] = num_warmup + 1 + sum(spans[stage] for stage in stages)
+        groups.update(dict.fromkeys(stages, stages[0]))
 
 
 def _orders(name: str, shape: StepShape) -> list[Integers]:

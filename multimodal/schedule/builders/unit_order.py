@@ -1,12 +1,14 @@
 """The order of a unit's actions in each of its stages, from a closed form over chunks and microbatches."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from multimodal.values.action import ActionKind
+from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica
+from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
 
 
@@ -46,6 +48,21 @@ def chunk_stages(replica: Replica) -> tuple[tuple[int, ...], ...]:
     for stage in replica.virtual_stages:
         held[stage.stage_index].append(stage.index)
     return tuple(map(tuple, held))
+
+
+def stages_that_share(
+    name: str, shape: StepShape, *, has_order: Callable[[Replica], bool]
+) -> Iterator[tuple[list[StageKey], Replica, int]]:
+    """Yield the layer ranges of each physical stage that have a backward, if several have, with its replica and its index.
+
+    They share a limit in flight; ranges without a backward keep nothing, and have limits of their own. has_order: see
+    `ordered_pieces`.
+    """
+    for replica, each in enumerate(shape.plan.units[name].replicas):
+        for stage_index, held in enumerate(chunk_stages(each) if has_order(each) else ()):
+            stages = [(name, replica, stage) for stage in held if shape.backward_need(name, replica, stage).has_backward]
+            if len(stages) > 1:
+                yield stages, each, stage_index
 
 
 def ordered_pieces(

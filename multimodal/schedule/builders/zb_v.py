@@ -9,7 +9,7 @@ from multimodal.schedule.builders.one_f_one_b import (
     stage_limits,
     storage_limits,
 )
-from multimodal.schedule.builders.unit_order import Order, Step, chunk_stages, num_chunks, order_of, ordered_pieces
+from multimodal.schedule.builders.unit_order import Order, Step, num_chunks, order_of, ordered_pieces, stages_that_share
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_units
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
@@ -45,7 +45,9 @@ def build_zb_v(shape: StepShape) -> Schedule:
     storage = storage_limits(shape, limits)
     groups: dict[StageKey, StageKey] = {}
     for unit in shaped:
-        _share_memory(unit, shape, spans, limits, storage, groups)
+        for stages, each, _ in stages_that_share(unit, shape, has_order=is_folded):  # the memory of 2 P chunks
+            limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
+            groups.update(dict.fromkeys(stages, stages[0]))
     split = split_units(shape, graph.unit_names)
     last_units = [unit for unit in shaped if not graph.downstream(unit)]
     orders = [
@@ -110,28 +112,6 @@ class _Order:
         for kind, chunk in pattern * times:
             self.steps.append(Step(kind, chunk, self.count(kind, chunk)))
             self.counts[kind, chunk] = self.count(kind, chunk) + 1
-
-
-def _share_memory(
-    name: str,
-    shape: StepShape,
-    spans: dict[StageKey, int],
-    limits: dict[StageKey, int],
-    storage: dict[StageKey, int],
-    groups: dict[StageKey, StageKey],
-) -> None:
-    """Let both chunks of a stage share the memory of 2 P chunks, and the microbatches that downstream units need in each.
-
-    A chunk without a backward keeps nothing, so its stage's chunks have limits of their own.
-    """
-    unit = shape.plan.units[name]
-    for replica, each in enumerate(unit.replicas):
-        for held in chunk_stages(each) if is_folded(each) else ():
-            stages = [(name, replica, stage) for stage in held]
-            if not all(shape.backward_need(*stage).has_backward for stage in stages):
-                continue
-            limits[stages[0]] = storage[stages[0]] = 2 * len(each.stages) + sum(spans[stage] for stage in stages)
-            groups.update(dict.fromkeys(stages, stages[0]))
 
 
 @lru_cache(maxsize=256)

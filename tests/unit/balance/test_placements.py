@@ -11,7 +11,7 @@ from multimodal.balance.balance_options import BalanceOptions, MicrobatchCount
 from multimodal.balance.batch_work import BatchWork, Imbalance, unit_imbalance
 from multimodal.balance.disttrain import _light_outside
 from multimodal.balance.length_cost import CostForm, LengthCost
-from multimodal.balance.measure_balance import NodeTraffic, measure_traffic, moved_volume
+from multimodal.balance.measure_balance import NodeBytes, measure_traffic, moved_volume
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import even_layout
@@ -329,7 +329,7 @@ def test_traffic_counts_what_other_nodes_loaded(graph, build_sample):
     swapped = Assignment({"llm": llm([[2]], [[3]], [[0]], [[1]])})
     volume = moved_volume(loaded, swapped, work, unit="llm", bytes_per_token=4)
     assert volume.toarray().tolist() == [[0, 0, 40, 0], [0, 0, 0, 40], [40, 0, 0, 0], [0, 40, 0, 0]]
-    assert measure_traffic(volume, ranks_per_node=2) == NodeTraffic(before=40, after=0)
+    assert measure_traffic(volume, ranks_per_node=2) == NodeBytes(before=40, after=0)
 
 
 @pytest.mark.parametrize(
