@@ -2,6 +2,8 @@
 
 import pytest
 
+from multimodal.balance import BALANCERS
+from multimodal.balance.balance_options import BalanceOptions
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
@@ -39,3 +41,14 @@ def build_sample():
         return SampleLengths(sample_id, lengths, num_text_tokens, num_text_tokens)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def place(graph, build_plan):
+    """Return a function that balances samples over replicas of one rank each: one per unit if not said otherwise."""
+
+    def placed(name, lengths, *, vision=1, audio=1, llm=1, **options):
+        plan = build_plan(vision=vision, audio=audio, llm=llm)
+        return BALANCERS[name](lengths, graph=graph, plan=plan, options=BalanceOptions(**options))
+
+    return placed

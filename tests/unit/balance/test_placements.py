@@ -32,66 +32,49 @@ def _batch(build_sample):
     ]
 
 
-def test_microbatches_are_dealt_round_robin(graph, build_plan, build_sample):
-    assignment = BALANCERS["none"](
-        _batch(build_sample),
-        graph=graph,
-        plan=build_plan(vision=2, audio=1, llm=2),
-        options=BalanceOptions(micro_batch_size=2, encoder_micro_batch_sizes={}),
-    )
+def test_microbatches_are_dealt_round_robin(place, build_sample):
+    assignment = place("none", _batch(build_sample), vision=2, llm=2, micro_batch_size=2)
     assert assignment.units["llm"] == (((Atom(7), Atom(3)), (Atom(2),)), ((Atom(5), Atom(1)),))
     # The LLM's microbatch 1 has no images, so the second vision replica idles.
     assert assignment.units["vision"] == (((Atom(7, 0), Atom(3, 1), Atom(3, 2)), (Atom(2, 0),)), ())
     assert assignment.units["audio"] == (((Atom(3, 0),),),)
 
 
-def test_an_encoder_may_have_its_own_microbatch_size(graph, build_plan, build_sample):
-    assignment = BALANCERS["none"](
-        _batch(build_sample),
-        graph=graph,
-        plan=build_plan(vision=2, audio=1, llm=3),
-        options=BalanceOptions(micro_batch_size=1, encoder_micro_batch_sizes={"vision": 3}),
-    )
+def test_an_encoder_may_have_its_own_microbatch_size(place, build_sample):
+    assignment = place("none", _batch(build_sample), vision=2, llm=3, micro_batch_size=1, encoder_micro_batch_sizes={"vision": 3})
     assert assignment.units["llm"] == (((Atom(7),), (Atom(1),)), ((Atom(3),), (Atom(2),)), ((Atom(5),),))
     assert assignment.units["vision"] == (((Atom(7, 0), Atom(3, 1), Atom(3, 2)),), ((Atom(2, 0),),))
 
 
-def test_replicas_beyond_the_last_microbatch_stay_idle(graph, build_plan, build_sample):
-    assignment = BALANCERS["none"](
-        [build_sample(0, 5)],
-        graph=graph,
-        plan=build_plan(vision=1, audio=1, llm=3),
-        options=BalanceOptions(micro_batch_size=4, encoder_micro_batch_sizes={}),
-    )
+def test_replicas_beyond_the_last_microbatch_stay_idle(place, build_sample):
+    assignment = place("none", [build_sample(0, 5)], llm=3, micro_batch_size=4)
     assert assignment.units == {"vision": ((),), "audio": ((),), "llm": (((Atom(0),),), (), ())}
 
 
 TOKENS = {name: LengthCost() for name in ("vision", "audio", "llm")}
 
 
-def test_tokens_are_balanced_over_replicas_and_microbatches(graph, build_plan, build_sample):
+def test_tokens_are_balanced_over_replicas_and_microbatches(place, build_sample):
     texts = [10, 60, 20, 30, 20, 20]
-    assignment = BALANCERS["orchmllm"](
+    assignment = place(
+        "orchmllm",
         [build_sample(index, tokens) for index, tokens in enumerate(texts)],
-        graph=graph,
-        plan=build_plan(vision=1, audio=1, llm=2),
-        options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS),
+        llm=2,
+        micro_batch_size=2,
+        unit_costs=TOKENS,
     )
     # 60 + 20 against 30 + 20 + 20 + 10, and both in two microbatches: the latter as 30 + 10 against 20 + 20.
     assert assignment.units["llm"] == (((Atom(1),), (Atom(5),)), ((Atom(0), Atom(3)), (Atom(2), Atom(4))))
 
 
-def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_plan, build_sample):
+def test_items_leave_their_sample_and_come_in_the_order_of_need(place, build_sample):
     lengths = [
         build_sample(0, 4, ("vision", 8), ("vision", 8), ("vision", 16)),
         build_sample(1, 90, ("vision", 24)),
         build_sample(2, 50, ("vision", 4)),
     ]
-    assignment = BALANCERS["orchmllm"](
-        lengths,
-        graph=graph,
-        plan=build_plan(vision=2, audio=1, llm=1),
-        options=BalanceOptions(micro_batch_size=1, unit_costs=TOKENS, encoder_micro_batch_sizes={"vision": 1}),
+    assignment = place(
+        "orchmllm", lengths, vision=2, micro_batch_size=1, unit_costs=TOKENS, encoder_micro_batch_sizes={"vision": 1}
     )
     assert assignment.units["llm"] == (((Atom(1),), (Atom(2),), (Atom(0),)),)
     # 24 + 8 against 16 + 8 + 4; sample 1 is needed first, sample 0 last.
@@ -101,12 +84,13 @@ def test_items_leave_their_sample_and_come_in_the_order_of_need(graph, build_pla
     )
 
 
-def test_by_default_encoders_have_as_many_microbatches_as_the_llm(graph, build_plan, build_sample):
-    assignment = BALANCERS["orchmllm"](
+def test_by_default_encoders_have_as_many_microbatches_as_the_llm(place, build_sample):
+    assignment = place(
+        "orchmllm",
         [build_sample(index, 10, ("vision", 8), ("vision", 8)) for index in range(8)],
-        graph=graph,
-        plan=build_plan(vision=2, audio=1, llm=1),
-        options=BalanceOptions(micro_batch_size=2, unit_costs=TOKENS),
+        vision=2,
+        micro_batch_size=2,
+        unit_costs=TOKENS,
     )
     assert [len(replica) for replica in assignment.units["llm"]] == [4]
     assert [[len(microbatch) for microbatch in replica] for replica in assignment.units["vision"]] == [[4, 4], [4, 4]]

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from multimodal.balance.placement import even_out_replicas
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.run_options import RunOptions
 from multimodal.plan.unit_grid import build_unit_plan
@@ -32,6 +31,7 @@ from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import StepWork
 from tests.distributed.schedule_rewrites import CutMicrobatches
+from tests.unit.cost.cost_cases import cluster_of
 from tests.unit.schedule.schedule_cases import PlacedCase, all_alike, build_case, build_graph, cases, deal, placed_case
 
 LLM = build_graph()
@@ -212,11 +212,8 @@ def test_replicas_that_wait_for_each_other_in_a_circle_are_refused() -> None:
         check_expert_groups(schedule)
 
 
-LINKS = {
-    "intra_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 0.0},
-    "inter_node": {"bandwidth_gbytes_per_second": 100.0, "latency_us": 0.0, "nics_per_node": 1},
-}
-CLUSTER = Cluster.from_dict({"gpus_per_node": 8, "peak_tflops": 1.0, "memory_gb": 80, "efficiency": 0.5, **LINKS})
+LINK = {"bandwidth_gbytes_per_second": 100.0, "latency_us": 0.0}
+CLUSTER = cluster_of(gpus_per_node=8, peak_tflops=1.0, intra_node=LINK, inter_node={**LINK, "nics_per_node": 1})
 LENGTHS = [[400, 100], [200, 300]]
 """Of two replicas' microbatches, one sample each."""
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from multimodal.cost.cluster import Cluster
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule import simulate_events
@@ -28,12 +27,12 @@ from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError, ScheduleError
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
+from tests.unit.cost.cost_cases import cluster_of, graph_of
 from tests.unit.schedule.built_schedules import broken_schedules
 from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal, golden_cases
 from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
@@ -311,17 +310,8 @@ def test_work_that_is_missing_from_one_of_its_lanes_never_runs() -> None:
     assert wide not in done(execute_lanes(schedule.with_lanes(lanes)))
 
 
-CLUSTER = Cluster.from_dict(
-    {
-        "gpus_per_node": 8,
-        "peak_tflops": 100.0,
-        "memory_gb": 80,
-        "intra_node": {"bandwidth_gbytes_per_second": 1e12, "latency_us": 0.0},
-        "inter_node": {"bandwidth_gbytes_per_second": 10.0, "latency_us": 5.0, "nics_per_node": 8},
-    }
-)
-SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
-GRAPH = ModelGraph.from_dict({"units": {"vision": {"role": "encoder", **SHAPE}, "llm": {"role": "backbone", **SHAPE}}})
+CLUSTER = cluster_of(gpus_per_node=8, intra_node={"bandwidth_gbytes_per_second": 1e12, "latency_us": 0.0})
+GRAPH = graph_of()
 LENGTHS = [SampleLengths(sample, (ItemLengths("vision", 400, 100),), 200, 150) for sample in range(2)]
 ASSIGNMENT = Assignment({"vision": (((Atom(0, 0),), (Atom(1, 0),)),), "llm": (((Atom(0),), (Atom(1),)),)})
 

@@ -7,14 +7,14 @@ from hypothesis import given, settings
 
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.text import lanes_from_text
-from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Resource, action_to_text
+from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
 from multimodal.values.assignment import Assignment
 from multimodal.values.parts.cuts import Cuts, StageSplit
 from multimodal.values.schedule import Schedule, read_cuts
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import RESOURCE_NUMBERS, step_work
 from tests.unit.schedule.built_schedules import cut_schedules, rewritten_schedules
-from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, placed_golden_cases
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, placed_golden_cases, reduced_together
 from tests.unit.values.work.dependencies import dependencies
 
 
@@ -54,23 +54,7 @@ def check_numbers(schedule: Schedule) -> None:
         if is_collective:
             together = [work.actions[member] for member in rows(*members)[collective]]
             assert action in together and number in rows(*members)[collective]
-            assert sorted(together) == takers_of(action, step)
-
-
-def takers_of(action: Action, step: StepShape) -> list[Action]:
-    """The collectives of all replicas that are one with an action: of the stage, or where replicas differ, of the layers."""
-    unit = step.plan.units[action.unit]
-    if not unit.is_unlike:
-        return [action._replace(replica=replica) for replica in range(unit.data_parallel_size)]
-    if not isinstance(action.covers, LayerRange):
-        return [action]
-    layers = step.plan.virtual_stage(*action[1:4]).layers[action.covers.first : action.covers.end]
-    found = []
-    for replica, each in enumerate(unit.replicas):
-        (stage,) = (stage for stage in each.virtual_stages if layers.start in stage.layers)
-        first = layers.start - stage.layers.start
-        found.append(Action(action.kind, action.unit, replica, stage.index, covers=LayerRange(first, first + len(layers))))
-    return sorted(found)
+            assert sorted(together) == sorted(reduced_together(action, step))
 
 
 def test_work_is_numbered_once_for_equal_shapes() -> None:
