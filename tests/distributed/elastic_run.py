@@ -16,7 +16,7 @@ from typing import Any
 from megatron.runtime.recovery.ledger import Ledger, open_ledger
 from multimodal.cost.layers.registry import read_model
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
-from tests.distributed.launch import REPOSITORY, forking_context
+from tests.distributed.launch import REPOSITORY, Forked
 from tests.distributed.small_run import working_flags, write_working_files
 from tools.launch import free_port
 
@@ -90,48 +90,20 @@ def _start_program(command: Sequence[str], environment: Mapping[str, str], *, ou
         )
 
 
-class _Forked:
-    """A supervisor and the keeper of its store, forked from a process that has imported what they need."""
+class _Forked(Forked):
+    """A supervisor, and with it the keeper of its store, which goes when it is killed."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, output: Path) -> None:
         """command: the supervisor's flags, the program and its flags."""
-        context = forking_context()
         flags = [word for flag in ("--nodes", "--port", "--token") for word in (flag, command[command.index(flag) + 1])]
-        self._keeper: Any = context.Process(target=_keep_store, args=((*flags, "--keeps-store"),))
-        self._supervisor: Any = context.Process(target=_supervise, args=(command, environment, str(output)))
-        for process in (self._keeper, self._supervisor):
-            process.start()
-
-    def poll(self) -> int | None:
-        """Return the exit code, once there is one."""
-        code: int | None = self._supervisor.exitcode
-        return code
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end; returns the exit code."""
-        self._supervisor.join(timeout)
-        code = self.poll()
-        if code is None:
-            raise subprocess.TimeoutExpired("supervisor", timeout or 0.0)
-        return code
+        self._keeper = Forked("keeper of the store", (*flags, "--keeps-store"))
+        super().__init__("supervisor", command, environment, output=output)
 
     def kill(self) -> None:
         """End both, and the ranks with them."""
-        self._supervisor.kill()
+        super().kill()
         self._keeper.kill()
-        self._keeper.join()
-
-
-def _keep_store(argv: Sequence[str]) -> None:
-    from tests.distributed.launched_supervisor import keep_store  # only in the forked process: it imports torch
-
-    keep_store(argv)
-
-
-def _supervise(argv: Sequence[str], environment: Mapping[str, str], output: str) -> None:
-    from tests.distributed.launched_supervisor import supervise
-
-    supervise(argv, environment, output)
+        self._keeper.wait()
 
 
 class ElasticRun:

@@ -1,4 +1,4 @@
-"""Runs pretrain_mllm.py as a launcher would: one process per rank, all of which must end by themselves."""
+"""Runs pretrain_mllm.py as a launcher would: one process per rank, all of which must end by themselves; and other programs."""
 
 import json
 import multiprocessing
@@ -75,7 +75,7 @@ def launch(
         for rank in range(num_ranks)
     ]
     ranks = [
-        _Rank(tuple(str(flag) for flag in (*words, *(flags_of_rank or {}).get(rank, ()))), own, str(folder))
+        _Rank(tuple(str(flag) for flag in (*words, *(flags_of_rank or {}).get(rank, ()))), own, folder)
         for rank, own in enumerate(environments)
     ]
     run = _run_programs if is_new_program else _run_forks
@@ -108,7 +108,7 @@ def train(flags: Mapping[str, object], *, num_ranks: int, **how: Any) -> tuple[l
 class _Rank(NamedTuple):
     flags: tuple[str, ...]
     environment: Mapping[str, str]
-    folder: str
+    folder: Path
 
 
 def _run_programs(
@@ -137,40 +137,77 @@ def _run_programs(
 def _run_forks(
     ranks: Sequence[_Rank], deadline: float, meanwhile: Callable[[Sequence[int]], None]
 ) -> tuple[list[int], list[str]]:
-    context = forking_context()
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [Path(folder) / str(rank) for rank in range(len(ranks))]
-        processes: list[Any] = [
-            context.Process(target=_run_rank, args=(*rank, str(output))) for rank, output in zip(ranks, outputs, strict=True)
+        processes = [
+            Forked("pretrain_mllm.py", rank.flags, rank.environment, folder=rank.folder, output=Path(folder) / str(index))
+            for index, rank in enumerate(ranks)
         ]
-        for process in processes:
-            process.start()
         try:
             meanwhile([process.pid for process in processes])
-            for process in processes:
-                process.join(max(1.0, deadline - time.monotonic()))
-                if process.exitcode is None:
-                    said = "".join(map(_said, outputs))
-                    raise subprocess.TimeoutExpired(["pretrain_mllm.py", *ranks[0].flags, "\n", said], deadline)
+            codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+        except subprocess.TimeoutExpired as late:
+            raise subprocess.TimeoutExpired(f"{late.cmd}:\n{''.join(each.said for each in processes)}", deadline) from None
         finally:
             for process in processes:
                 process.kill()
-                process.join()
-        return [process.exitcode for process in processes], [*map(_said, outputs)]
+                process.wait()
+        return codes, [process.said for process in processes]
 
 
-def _said(output: Path) -> str:
-    return output.read_text() if output.exists() else ""
+class Forked:
+    """A program of `forked_programs.py`, in a process forked from one that has imported torch and megatron-core."""
+
+    def __init__(
+        self,
+        program: str,
+        argv: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        folder: Path = REPOSITORY,
+        output: Path = Path(os.devnull),
+    ) -> None:
+        self.program, self.argv, self.output = program, argv, output
+        given = (program, [*argv], {**(environment or {})}, str(folder), str(output))
+        self._process: Any = forking_context().Process(target=_run_program, args=given)
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+        found: int = self._process.pid
+        return found
+
+    @property
+    def said(self) -> str:
+        """What it has printed so far."""
+        return self.output.read_text() if self.output.exists() else ""
+
+    def poll(self) -> int | None:
+        """Return the exit code, once there is one."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end; returns the exit code. Raises TimeoutExpired."""
+        self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired([self.program, *self.argv], timeout or 0.0)
+        return code
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._process.kill()
 
 
 def forking_context() -> ForkServerContext:
     """Return what starts processes from one that has imported torch and megatron-core."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.launched_rank", "tests.distributed.launched_supervisor"])
+    context.set_forkserver_preload(["tests.distributed.forked_programs"])
     return context
 
 
-def _run_rank(flags: Sequence[str], environment: Mapping[str, str], folder: str, output: str) -> None:
-    from tests.distributed.launched_rank import run_rank  # only in the forked process: it imports torch
+def _run_program(*given: Any) -> None:
+    from tests.distributed.forked_programs import run  # only in the forked process: it imports torch
 
-    run_rank(flags, environment, folder, output)
+    run(*given)

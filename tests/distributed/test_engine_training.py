@@ -38,36 +38,30 @@ for line in sys.argv[2:]:
 """Runs with several command lines, one after another."""
 
 
-def train(model: Path, *flags: str) -> list[list[float]]:
-    """Train two steps of the digits on one rank, or as many as flags say, for each flags; returns the losses that are printed."""
+def test_runs_go_on_from_checkpoints_with_adapters_and_with_experts_in_fp8(tmp_path: Path) -> None:
+    """On one rank, two steps of the digits each, or as many as flags say; all in one process, which imports everything once."""
+    document = yaml.safe_load(DIGITS.read_text())
+    document["units"]["llm"]["experts"] = {"num_experts": 4}
+    experts = tmp_path / "model.yaml"
+    experts.write_text(yaml.safe_dump(document, sort_keys=False))
+    flags = (
+        f"--model {DIGITS} --train-iters 2 --save {tmp_path}/saved --lr-decay-iters 4",
+        f"--model {DIGITS} --load {tmp_path}/saved --train-iters 4 --lr-decay-iters 4",
+        f"--model {DIGITS} --train-iters 4 --lr-decay-iters 4",
+        f"--model {DIGITS} --train-iters 2 --lora-rank 4",
+        f"--model {experts} --train-iters 2 --fp8-format hybrid",
+    )
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    shared = f"--model {model} --transformer-impl transformer_engine {LINE}"
-    lines = [f"{shared} {'' if '--train-iters' in each else '--train-iters 2'} {each}" for each in flags]
-    command = [sys.executable, "-c", PROGRAM, ENGINE, *lines]
+    command = [sys.executable, "-c", PROGRAM, ENGINE, *(f"--transformer-impl transformer_engine {LINE} {each}" for each in flags)]
     found = subprocess.run(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
     assert found.returncode == 0 and found.stdout.count("layers of Transformer Engine") >= len(flags), found.stdout
-    runs = found.stdout.split("run\n")[1:]
-    return [[float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", said, re.MULTILINE)] for said in runs]
-
-
-def test_experts_in_fp8(tmp_path: Path) -> None:
-    document = yaml.safe_load(DIGITS.read_text())
-    document["units"]["llm"]["experts"] = {"num_experts": 4}
-    model = tmp_path / "model.yaml"
-    model.write_text(yaml.safe_dump(document, sort_keys=False))
-    ((first, second),) = train(model, "--fp8-format hybrid")
-    assert second < first
-
-
-def test_a_run_that_is_resumed_goes_on_as_one_that_was_not_and_adapters_start_as_none(tmp_path: Path) -> None:
-    before, after, whole, adapted = train(
-        DIGITS,
-        f"--save {tmp_path}/saved --lr-decay-iters 4",
-        f"--load {tmp_path}/saved --train-iters 4 --lr-decay-iters 4",
-        "--train-iters 4 --lr-decay-iters 4",
-        "--lora-rank 4",
-    )
+    losses = [
+        [float(loss) for loss in re.findall(r"^step .*  loss ([\d.]+)  ", said, re.MULTILINE)]
+        for said in found.stdout.split("run\n")[1:]
+    ]
+    before, after, whole, adapted, (first, second) = losses
     assert before + after == whole
-    assert adapted[0] == before[0]
+    assert adapted[0] == before[0], "adapters start as none"
+    assert second < first

@@ -75,8 +75,11 @@ KINDS = {
     "vit-22b-gpt-175b": "",
 }
 """Recipe -> the family whose model of two or three layers it trains; empty: a model file, from the beginning."""
+LIKE_OTHERS = ("llava-1.5-7b-full", "qwen2.5-vl-7b-projector", "qwen2.5-vl-7b-full")
+"""Recipes whose family another one trains, and whose way of training another family."""
 
 
+@pytest.mark.deep(when=lambda name: name in LIKE_OTHERS)
 @pytest.mark.parametrize("name", make_recipes.RECIPES)
 def test_a_recipe_trains_a_small_model_of_its_kind(name: str, tmp_path: Path) -> None:
     """Two steps with all its flags but those of its plan, which other sizes replace."""

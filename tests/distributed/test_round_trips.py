@@ -77,7 +77,7 @@ SAME: dict[str, TrainingCase] = {
 }
 
 
-@pytest.mark.deep(when=lambda name: name == "pipelines, bfloat16")
+@pytest.mark.deep(when=lambda name: name in ("pipelines, bfloat16", "reduced by layer"))
 @pytest.mark.parametrize("name", SAME)
 def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, name: str) -> None:
     case = SAME[name]
@@ -136,7 +136,11 @@ CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
     "gathered by the schedule": (case_of(TIED, STAGES), {"passes": (gather_parameters,)}),
 }
 """What a case is trained with, instead, from the same start and from each other's checkpoints."""
-IN_OTHERS = ("generator: pipelines to tensor parallel", "tied: pipelines to tensor parallel", "weights shared, context parallel")
+IN_OTHERS = (
+    *("generator: pipelines to tensor parallel", "tied: pipelines to tensor parallel", "weights shared, context parallel"),
+    *("three replicas beside three stages", "eight ranks to one", "reduced by layer"),
+)
+"""Rows of which others show everything; that of reductions, beside `SAME` here, in test_reduce_by_layer.py."""
 
 
 def assert_resumed(ranks: RankPool, folder: Path, before: TrainingCase, saved: list[RankReport], after: TrainingCase) -> None:

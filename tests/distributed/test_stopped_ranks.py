@@ -147,6 +147,7 @@ def test_the_others_say_that_a_rank_is_gone(tmp_path: Path, killed: int) -> None
     assert "Traceback" not in ended.output
 
 
+@pytest.mark.deep(when=lambda frozen: frozen == 1)  # the first rank has the store, too, which the others lose with it
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_nobody_outlives_a_frozen_rank(tmp_path: Path, frozen: int) -> None:
     def freeze(processes: Sequence[int], folder: Path) -> None:

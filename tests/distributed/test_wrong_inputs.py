@@ -181,8 +181,7 @@ def test_all_ranks_end_with_one_message_that_names_the_place_and_the_fix(wrong: 
 
 def test_the_run_that_is_made_wrong_works(tmp_path: Path) -> None:
     write_working_files(tmp_path)
-    given = [item for pair in working_flags(tmp_path).items() for item in pair]
-    launched = launch(given, num_ranks=NUM_RANKS, is_new_program=True)
+    launched = launch(working_flags(tmp_path), num_ranks=NUM_RANKS)
     assert launched.exit_codes == (0,) * NUM_RANKS, launched.output
 
 

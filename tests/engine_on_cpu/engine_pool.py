@@ -37,19 +37,17 @@ def _serve(pipe: Any, folder: Path, size: int) -> None:
     from tests.engine_on_cpu.install import install
 
     install(folder)
-    from tests.distributed.rank_pool import RankPool
+    from tests.distributed.rank_pool import RankError, RankPool
 
-    pool = RankPool(size)
+    pool: RankPool | None = None
     while True:
         try:
-            function, args, world_size = pipe.recv()
+            function, args, world_size = pipe.recv()  # which imports the function's module: here, once, before ranks are forked
+            pool = pool or RankPool(size)
+            pipe.send(pool.run(function, *args, world_size=world_size))
         except EOFError:
             break
-        except Exception:
-            pipe.send(traceback.format_exc())
-            continue
-        try:
-            pipe.send(pool.run(function, *args, world_size=world_size))
         except Exception as problem:
-            pipe.send(str(problem))
-    pool.close()
+            pipe.send(str(problem) if isinstance(problem, RankError) else traceback.format_exc())
+    if pool is not None:
+        pool.close()
