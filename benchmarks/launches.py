@@ -103,7 +103,7 @@ def count_launches(num_layers: int, flags: list[str], answer: Any) -> None:
         return report
 
     image = {"patch_size": 4, "merge_size": 2, "in_channels": 1, "min_pixels": 256, "max_pixels": 2560}
-    units = {"vision": {"role": "encoder", "image": image}, "llm": {"role": "backbone"}}
+    units: dict[str, dict[str, Any]] = {"vision": {"role": "encoder", "image": image}, "llm": {"role": "backbone"}}
     units = {name: SHAPE | {"num_layers": num_layers} | unit for name, unit in units.items()}
     model = {"units": units, "edges": [["vision", "llm"]]}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as patches:

@@ -1,16 +1,14 @@
-"""Draws the answers of a model trained by examples/digits_generator to validation questions, beside right answers.
+"""Asks a model trained by examples/digits_generator for numbers and has a classifier read what it draws.
 
-python examples/digits_generator/draw_answers.py --load CHECKPOINTS [--output FILE.png] [--seed N]
+python examples/digits_generator/draw_answers.py --load CHECKPOINTS [--num N] [--guidance-scale G] [--output FILE.png]
 
-Rows: one right answer (the same digits in other handwriting would be right, too), the mean of all training glyphs of those digits
-(the best answer by squared error), and the model's answer. Runs on this process alone, under any plan that the checkpoint was
-saved with.
+The classifier is scikit-learn's support vector machine, trained on the handwritten digits that the model was trained on, too; of
+those that nobody was trained on it reads all but two of 300. The picture has a row of real handwriting above what the model drew.
 """
 
 import argparse
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -22,113 +20,74 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 import numpy.typing as npt
-import torch
-import torch.distributed as dist
-from torch.distributed import FileStore  # type: ignore[attr-defined]
+from sklearn.svm import SVC
 
-from examples.digits.handwritten_digits import DigitsToDrawSource, glyph_pool, load_handwritten_digits
-from megatron.runtime import platform
-from megatron.runtime.checkpoint.checkpoint import load_checkpoint
-from megatron.runtime.feed.step_inputs import load_inputs
-from megatron.runtime.session import Session, SessionOptions
-from megatron.runtime.step.step import Step
-from multimodal.data.tokenizer import ByteTokenizer
-from multimodal.model.transformer_config import BuildOptions
-from multimodal.values.assignment import Assignment, Atom, MicrobatchPlace
-from multimodal.values.model_graph import ImageInput, ModelGraph
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from examples.digits.handwritten_digits import MAX_DIGITS_TO_DRAW, QUESTION, glyph_pool, load_handwritten_digits
+from megatron.runtime.generation.drawing import draw_image
+from megatron.runtime.generation.whole_model import open_model
 
-ROOT = Path(__file__).resolve().parents[2]
-NUM_SAMPLES = 8
-VOCABULARY_MULTIPLE = 128
-"""The default of --make-vocab-size-divisible-by."""
+SIDE = 8
+"""Pixels of a digit."""
 Picture = npt.NDArray[np.floating]
 
 
 def main() -> None:
-    """Parse the command line, load, draw."""
+    """Parse the command line, draw, read, and show the first ones."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--load", type=Path, required=True, metavar="DIR", help="folder that holds the checkpoints")
+    parser.add_argument("--num", type=int, default=60, metavar="N", help="numbers of one to three digits to ask for (60)")
+    parser.add_argument("--num-steps", type=int, default=30, metavar="N", help="steps from noise to a drawing (30)")
+    parser.add_argument("--guidance-scale", type=float, default=2.0, metavar="G", help="weight of the question (2)")
+    parser.add_argument("--seed", type=int, default=1234, help="of numbers and noise (1234)")
     parser.add_argument("--output", type=Path, default=Path("digits_drawn.png"), help="(digits_drawn.png)")
-    parser.add_argument("--seed", type=int, default=1234)
     arguments = parser.parse_args()
-    graph = ModelGraph.from_file(ROOT / "examples" / "digits_generator" / "model.yaml")
-    (painter,) = graph.generators
-    assert painter.image is not None
-    source = DigitsToDrawSource(
-        NUM_SAMPLES,
-        seed=arguments.seed,
-        split="valid",
-        unit=painter.name,
-        image=painter.image,
-        tokenizer=ByteTokenizer(),
-        seq_length=128,
+    random = np.random.default_rng(arguments.seed)
+    numbers = ["".join(map(str, random.integers(10, size=1 + index % MAX_DIGITS_TO_DRAW))) for index in range(arguments.num)]
+    options = {"num_steps": arguments.num_steps, "guidance_scale": arguments.guidance_scale}
+    with open_model(arguments.load) as model:
+        drawn = [
+            np.asarray(
+                draw_image(model, QUESTION + number, size=(SIDE * len(number), SIDE), seed=arguments.seed + index, **options),
+                dtype=np.float64,
+            )
+            / 255
+            for index, number in enumerate(numbers)
+        ]
+    read = read_digits(drawn)
+    num_right = sum(text == number for text, number in zip(read, numbers, strict=True))
+    digits_right = np.mean([one == other for one, other in zip("".join(read), "".join(numbers), strict=True)])
+    print(f"{num_right} of {len(numbers)} numbers are read as asked for ({digits_right:.1%} of their digits; by chance 10%)")
+    shown = slice(0, 9)
+    draw_rows(
+        [f"draw {number}" for number in numbers[shown]],
+        {"real": [real_number(number, random) for number in numbers[shown]], "the model": drawn[shown]},
+        output=arguments.output,
     )
-    platform.install()
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=FileStore(str(Path(folder) / "store"), 1), rank=0, world_size=1)
-        drawn = draw_answers(load_model(graph, arguments.load), graph, source)
-        dist.destroy_process_group()
-    wanted = [
-        join_patches(source.item(index, 0).patches.astype(np.float32), source.item_grid(index, 0), painter.image)
-        for index in range(len(source))
-    ]
-    means = [mean_answer(source.question(index)) for index in range(len(source))]
-    questions = ["".join(map(str, source.question(index))) for index in range(len(source))]
-    draw_rows(questions, {"an answer": wanted, "their mean": means, "the model": drawn}, output=arguments.output)
 
 
-def whole_plan(graph: ModelGraph) -> Plan:
-    """Return a plan with every unit whole on this process."""
-    return Plan({unit.name: UnitPlan((Replica((Stage((0,), ((0, len(unit.layers)),)),)),)) for unit in graph.units})
-
-
-def load_model(graph: ModelGraph, folder: Path) -> Session:
-    """Return the model with the newest checkpoint's parameters; raises CheckpointError."""
-    vocab_size = -(-ByteTokenizer().vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
-    session = Session(SessionOptions(graph, BuildOptions(), vocab_size), plan=whole_plan(graph))
-    load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
-    return session
-
-
-@torch.no_grad()
-def draw_answers(session: Session, graph: ModelGraph, source: DigitsToDrawSource) -> list[Picture]:
-    """Return the generator's image for each question, given the LLM's hidden states."""
-    (painter,), backbone = graph.generators, graph.backbone.name
-    samples = ((tuple(Atom(index) for index in range(len(source))),),)
-    assignment = Assignment({**{unit.name: ((),) for unit in graph.encoders}, backbone: samples, painter.name: samples})
-    step = Step(session.schedules(forward_only=True).schedule(assignment), assignment, lengths={}, inputs={})
-    inputs, _ = load_inputs(source, step, rank=0, source_index={index: index for index in range(len(source))})
-    llm, generator = (session.stages[name, 0].eval() for name in (backbone, painter.name))
-    conditions = llm(None, inputs[MicrobatchPlace(backbone, 0, 0)][0]).conditions
-    (batch,) = inputs[MicrobatchPlace(painter.name, 0, 0)]
-    patches = generator(None, batch, conditions).predicted.split(batch.lengths)
-    assert painter.image is not None
-    return [join_patches(image.numpy(), source.item_grid(index, 0), painter.image) for index, image in enumerate(patches)]
-
-
-def join_patches(patches: Picture, grid: tuple[int, int], image: ImageInput) -> Picture:
-    """Return the first channel as [height, width], from 0 (paper) to 1; merge_size is 1."""
-    size = image.patch_size
-    cut = patches.reshape(*grid, image.in_channels, size, size)[:, :, 0]
-    return (cut.transpose(0, 2, 1, 3).reshape(grid[0] * size, grid[1] * size) + 1) / 2
-
-
-def mean_answer(digits: tuple[int, ...]) -> Picture:
-    """Return the mean of the training glyphs of each digit, side by side."""
+def read_digits(pictures: list[Picture]) -> list[str]:
+    """Return what the classifier reads in pictures of [8, 8 x digits]."""
     glyphs, pool = load_handwritten_digits(), glyph_pool("train")
-    return np.hstack([glyphs.ink[pool[glyphs.digits[pool] == digit]].mean(axis=0) for digit in digits])
+    classifier = SVC(gamma="scale").fit(glyphs.ink[pool].reshape(len(pool), -1), glyphs.digits[pool])
+    cut = [[part.ravel() for part in np.split(picture, picture.shape[1] // SIDE, 1)] for picture in pictures]
+    return ["".join(map(str, classifier.predict(parts))) for parts in cut]
 
 
-def draw_rows(questions: list[str], rows: dict[str, list[Picture]], *, output: Path) -> None:
-    """Draw one column per question."""
-    figure, grid = plt.subplots(len(rows), len(questions), figsize=(9, 2.9), dpi=110, squeeze=False)
+def real_number(number: str, random: np.random.Generator) -> Picture:
+    """Return held-out handwriting of a number."""
+    glyphs, pool = load_handwritten_digits(), glyph_pool("valid")
+    return np.hstack([glyphs.ink[random.choice(pool[glyphs.digits[pool] == int(digit)])] for digit in number])
+
+
+def draw_rows(titles: list[str], rows: dict[str, list[Picture]], *, output: Path) -> None:
+    """Draw one column per title."""
+    figure, grid = plt.subplots(len(rows), len(titles), figsize=(9, 2.0), dpi=110, squeeze=False)
     for row, (name, pictures) in enumerate(rows.items()):
-        for axes, picture, question in zip(grid[row], pictures, questions, strict=True):
+        for axes, picture, title in zip(grid[row], pictures, titles, strict=True):
             axes.imshow(picture, cmap="gray_r", vmin=0, vmax=1, interpolation="nearest")
             axes.set(xticks=[], yticks=[])
             if row == 0:
-                axes.set_title(f"draw {question}", fontsize=9)
+                axes.set_title(title, fontsize=9)
         grid[row][0].set_ylabel(name, fontsize=9)
     figure.tight_layout()
     figure.savefig(output)

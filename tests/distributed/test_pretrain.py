@@ -10,6 +10,8 @@ import pytest
 from PIL import Image
 from scipy.io import wavfile
 
+from megatron.runtime.generation.drawing import draw_image
+from megatron.runtime.generation.whole_model import open_model
 from multimodal.plan.planners.templates.template_plan import plan_instances
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
@@ -20,10 +22,11 @@ LAYERS = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hid
 SETTINGS = ("--eval-iters", 0, "--no-progress-bar", "--num-workers", 0)
 
 
-def train(log: Path, *flags: object, num_ranks: int, example: str = "digits") -> list[dict[str, Any]]:
+def train(log: Path, *flags: object, num_ranks: int, example: str = "digits", evaluates: bool = False) -> list[dict[str, Any]]:
     """Train an example; returns the log's entries."""
     config = ("--config", REPOSITORY / "examples" / example / "config.yaml")
-    launched = launch([*config, *SETTINGS, "--log-json", log, *flags], num_ranks=num_ranks)
+    settings = ("--eval-iters", 1, *SETTINGS[2:]) if evaluates else SETTINGS
+    launched = launch([*config, *settings, "--log-json", log, *flags], num_ranks=num_ranks)
     assert launched.exit_codes == (0,) * num_ranks, launched.output
     return [json.loads(line) for line in log.read_text().splitlines()]
 
@@ -221,13 +224,25 @@ def test_replicas_of_templates_train_as_one_process_and_save_for_any_plan(
 
 
 def test_a_generator_trains_alike_whatever_its_sizes(tmp_path: Path) -> None:
-    """Other replicas and tensor parallel sizes, sequence parallelism, microbatches, and a split backward."""
+    """Other replicas and tensor parallel sizes, sequence parallelism, microbatches, a split backward; it shows what it draws."""
     common = ("--dtype", "float64", "--train-iters", 3, "--llm-pp", 1)
-    alone = train(tmp_path / "one.jsonl", *common, "--colocate-units", num_ranks=1, example="digits_generator")
+    Image.new("L", (16, 8)).save(tmp_path / "place.png")
+    image = {"type": "image", "role": "assistant", "path": "place.png"}
+    asked = {"id": "47", "segments": [{"type": "text", "role": "user", "text": "draw 47"}, image]}
+    (tmp_path / "prompts.jsonl").write_text(json.dumps(asked))
+    shows = ("--sample-prompts", tmp_path / "prompts.jsonl", "--sample-guidance-scale", 2)
+    places = ("--save", tmp_path / "saved", "--report-dir", tmp_path)
+    log = train(tmp_path / "one.jsonl", *common, *shows, *places, num_ranks=1, example="digits_generator", evaluates=True)
+    *alone, _, drawn = log
+    (answer,) = drawn["samples"]
+    assert (answer["asked"], answer["answer"]) == ("draw 47", "an image of 16x8 pixels")
+    with open_model(tmp_path / "saved") as model:
+        expected = draw_image(model, "draw 47", size=(16, 8), guidance_scale=2)
+    assert np.array_equal(np.asarray(Image.open(tmp_path / answer["image"])), np.asarray(expected))
     assert all(0 < entry["generator_loss"] < entry["loss"] for entry in alone)
     assert alone[2]["generator_loss"] < alone[0]["generator_loss"]
     sizes = ("--vision-dp", 2, "--llm-dp", 1, "--painter-tp", 2, "--painter-dp", 1)
-    how = ("--sequence-parallel", "--schedule", "zb-h1", "--micro-batch-size", 3)
+    how = ("--no-colocate-units", "--sequence-parallel", "--schedule", "zb-h1", "--micro-batch-size", 3)
     apart = train(tmp_path / "apart.jsonl", *common, *sizes, *how, num_ranks=5, example="digits_generator")
     for key in ("loss", "generator_loss", "grad_norm"):
         found, expected = ([entry[key] for entry in entries] for entries in (apart, alone))

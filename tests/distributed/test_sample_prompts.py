@@ -53,4 +53,4 @@ def test_a_file_without_answers_is_an_error_at_the_start_and_a_lost_checkpoint_o
     done = launch({**flags, "--sample-prompts": prompts}, num_ranks=2)
     assert all(done.exit_codes) and f"--sample-prompts {prompts}: {prompts}, line 1: the assistant" in done.output, done.output
     with pytest.raises(DataError, match="no complete checkpoint"):
-        answer_prompts(tmp_path, prompts, max_new_tokens=1, timeout=timedelta(minutes=5))
+        answer_prompts(tmp_path, prompts, max_new_tokens=1, guidance_scale=1.0, timeout=timedelta(minutes=5))

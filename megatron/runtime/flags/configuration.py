@@ -365,10 +365,12 @@ class EvaluationConfig:
     eval_blank_images: bool = False
     """Also evaluate with blank images, to see whether the model uses them."""
     sample_prompts: Path | None = field(default=None, metadata={**INPUT_PATH, "metavar": "FILE"})
-    """Questions, in a form of --data-path with the expected answers, that the model answers with every evaluation; the answers go
-    to the log and to all reports. Weights are handed over in --save, to a process on the CPU beside rank 0."""
+    """Questions, in a form of --data-path with the expected answers, that the model answers with every evaluation, in words or by
+    an image, into the log and all reports. Weights are handed over in --save, to a process on the CPU beside rank 0."""
     sample_max_new_tokens: int = field(default=64, metadata=A_COUNT)
     """--sample-prompts: the longest answer."""
+    sample_guidance_scale: float = field(default=1.0, metadata=AT_LEAST_ZERO)
+    """--sample-prompts: weight of the prompt in the images that a generator answers with."""
 
     @property
     def valid_sets(self) -> Mapping[str, str]:

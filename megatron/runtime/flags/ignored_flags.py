@@ -149,7 +149,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
             "sample_prompts": "its folder hands the weights over to what answers; add --save DIR",
         },
     ),
-    *_without("sample_prompts", {"sample_max_new_tokens": "nothing is asked; add --sample-prompts FILE"}),
+    *_without("sample_prompts", {"sample_max_new_tokens sample_guidance_scale": "nothing is asked; add --sample-prompts FILE"}),
     *_without(
         "load",
         {

@@ -34,6 +34,7 @@ from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.errors import ConfigError, DataError
 from multimodal.values.model_graph import ModelGraph
+from multimodal.values.sample_lengths import SampleLengths
 
 _UNBOUNDED = 2**20
 """Most tokens of a question: none is cut."""
@@ -67,6 +68,10 @@ class Answering:
     def __len__(self) -> int:
         """Count the samples."""
         return len(self._source)
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Return the lengths of a sample."""
+        return self._source.lengths(index)
 
     def question(self, index: int) -> Question:
         """Return the tokens before and in the last answer of a sample; raises DataError if nothing in it is an answer."""

@@ -74,6 +74,12 @@ def generator_of(graph: ModelGraph) -> Unit:
     return found[0]
 
 
+def makes_image(answering: Answering, index: int) -> bool:
+    """Return whether a sample's assistant answers with an image."""
+    drawn = {unit.name for unit in answering.graph.generators if unit.image is not None}
+    return any(item.unit in drawn for item in answering.lengths(index).items)
+
+
 @torch.no_grad()
 def draw_sample(
     answering: Answering, index: int, *, num_steps: int = 50, guidance_scale: float = 1.0, seed: int = 0

@@ -4,6 +4,8 @@ It opens the weights that the ranks have just written, on the CPU of rank 0's no
 memory stay as they are.
 """
 
+import base64
+import io
 import json
 import os
 import subprocess
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron.runtime.generation.answering import open_answering
+from megatron.runtime.generation.drawing import draw_sample, makes_image
 from megatron.runtime.generation.whole_model import open_model
 from multimodal.values.errors import BraidError, DataError
 
@@ -24,15 +27,23 @@ class SampleAnswer(NamedTuple):
     asked: str
     answer: str
     expected: str
+    image: str = ""
+    """The answer of a generator: a PNG file in base64; `answer` then says its size."""
 
 
-def answer_prompts(checkpoint: Path, prompts: Path, *, max_new_tokens: int, timeout: timedelta) -> list[SampleAnswer]:
-    """Return the likeliest answers of a checkpoint to the questions of a file; raises DataError if they are not there in time."""
+def answer_prompts(
+    checkpoint: Path, prompts: Path, *, max_new_tokens: int, guidance_scale: float, timeout: timedelta
+) -> list[SampleAnswer]:
+    """Return the likeliest answers of a checkpoint to the questions of a file; raises DataError if they are not there in time.
+
+    guidance_scale: of images (`draw_sample`).
+    """
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     environ["OMP_NUM_THREADS"] = str(os.cpu_count() or 1)  # the other ranks wait
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "answers.json"
-        command = [sys.executable, "-m", __name__, str(checkpoint), str(prompts), str(max_new_tokens), str(output)]
+        options = (str(max_new_tokens), str(guidance_scale))
+        command = [sys.executable, "-m", __name__, str(checkpoint), str(prompts), *options, str(output)]
         try:
             ended = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=timeout.total_seconds())
         except subprocess.TimeoutExpired as problem:
@@ -43,22 +54,32 @@ def answer_prompts(checkpoint: Path, prompts: Path, *, max_new_tokens: int, time
         return [SampleAnswer(*answer) for answer in json.loads(output.read_text())]
 
 
-def _answer(checkpoint: Path, prompts: Path, *, max_new_tokens: int, output: Path) -> None:
+def _answer(checkpoint: Path, prompts: Path, *, max_new_tokens: int, guidance_scale: float, output: Path) -> None:
     with open_model(checkpoint, is_hugging_face=False) as (session, model):
         answering = open_answering(session, model, prompts)
-        answers = [
-            SampleAnswer(
-                answering.asked(index).strip(),
-                answering.answer(index, max_new_tokens=max_new_tokens),
-                answering.expected(index),
-            )
-            for index in range(len(answering))
-        ]
+        answers = []
+        for index in range(len(answering)):
+            asked = answering.asked(index).strip()
+            if makes_image(answering, index):
+                image, file = draw_sample(answering, index, guidance_scale=guidance_scale), io.BytesIO()
+                image.save(file, "PNG")
+                size = f"an image of {image.width}x{image.height} pixels"
+                answers.append(SampleAnswer(asked, size, "", base64.b64encode(file.getvalue()).decode()))
+            else:
+                said = answering.answer(index, max_new_tokens=max_new_tokens)
+                answers.append(SampleAnswer(asked, said, answering.expected(index)))
     output.write_text(json.dumps(answers))
 
 
 if __name__ == "__main__":
+    checkpoint, prompts, max_new_tokens, guidance_scale, output = sys.argv[1:]
     try:
-        _answer(Path(sys.argv[1]), Path(sys.argv[2]), max_new_tokens=int(sys.argv[3]), output=Path(sys.argv[4]))
+        _answer(
+            Path(checkpoint),
+            Path(prompts),
+            max_new_tokens=int(max_new_tokens),
+            guidance_scale=float(guidance_scale),
+            output=Path(output),
+        )
     except BraidError as problem:
         sys.exit(str(problem))

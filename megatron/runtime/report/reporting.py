@@ -3,7 +3,9 @@
 A file that cannot be written is an error before training, and a warning during it: a full disk costs reports, not steps.
 """
 
+import base64
 import errno
+import io
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,6 +14,8 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
+import numpy as np
+from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -202,25 +206,47 @@ class ConsoleReporter(Reporter):
         self._add_scalars({f"{tag}/{key}": value for key, value in numbers.items()}, number)
 
     def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
-        """Report answers, each beside the expected one, to all places."""
-        num_right = sum(each.answer == each.expected for each in answers)
-        self.say(f"step {number}: samples: {num_right} of {len(answers)} answers are the expected ones")
-        for each in answers:
-            self.say(
-                f"  {each.asked}\n    -> {each.answer}"
-                + ("" if each.answer == each.expected else f"    (expected: {each.expected})")
-            )
-        self._log({"step": number, "samples": [each._asdict() for each in answers]})
+        """Report answers, each beside the expected one, to all places; images also as files in the report's folder."""
+        files = [self._write_image(each, f"step_{number:08d}_{index}.png") for index, each in enumerate(answers)]
+        in_words = [each for each in answers if not each.image]
+        num_right = sum(each.answer == each.expected for each in in_words)
+        counts = [f"{num_right} of {len(in_words)} answers are the expected ones"] * bool(in_words)
+        counts += [f"{len(answers) - len(in_words)} images"] * (len(answers) > len(in_words))
+        self.say(f"step {number}: samples: {', '.join(counts)}")
+        entries = []
+        for each, file in zip(answers, files, strict=True):
+            told = f": {file}" * bool(file) if each.image else f"    (expected: {each.expected})" * (each.answer != each.expected)
+            self.say(f"  {each.asked}\n    -> {each.answer}{told}")
+            entry = {name: value for name, value in each._asdict().items() if name != "image"}
+            entries.append(entry | ({"image": file} if file else {}))
+        self._log({"step": number, "samples": entries})
+        images = {f"samples/{index}": _decoded(each.image) for index, each in enumerate(answers) if each.image}
         if (tensorboard := self._tensorboard) is not None:
             told = "\n\n".join(f"{each.asked}\n\n**{each.answer}** (expected: {each.expected})" for each in answers)
-            self._write(
-                f"--tensorboard-dir {self._logging.tensorboard_dir}", lambda: tensorboard.add_text("samples", told, number)
-            )
+
+            def add() -> None:
+                tensorboard.add_text("samples", told, number)
+                for tag, image in images.items():
+                    tensorboard.add_image(tag, np.asarray(image.convert("RGB")), number, dataformats="HWC")
+
+            self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", add)
         if (wandb := self._wandb) is not None:
             import wandb as package  # type: ignore[import-not-found,unused-ignore]
 
-            table = package.Table(columns=list(SampleAnswer._fields), data=[list(each) for each in answers])
-            self._write("--wandb-project", lambda: wandb.log({"samples": table}, step=number))
+            table = package.Table(columns=list(SampleAnswer._fields[:3]), data=[list(each[:3]) for each in answers])
+            shown = {tag: package.Image(image) for tag, image in images.items()}
+            self._write("--wandb-project", lambda: wandb.log({"samples": table, **shown}, step=number))
+
+    def _write_image(self, answer: SampleAnswer, name: str) -> str:
+        """Write an answer's image, if it has one, into the report's folder; returns its place there, or an empty one."""
+        if not answer.image or (folder := self._logging.report_dir) is None:
+            return ""
+
+        def write() -> None:
+            (folder / "samples").mkdir(exist_ok=True)
+            (folder / "samples" / name).write_bytes(base64.b64decode(answer.image))
+
+        return f"samples/{name}" if self._write(f"--report-dir {folder}", write) else ""
 
     def timeline(self, number: int, timeline: Timeline) -> None:
         """Write the timeline for ui.perfetto.dev and tools/trace.py, and as a picture."""
@@ -273,6 +299,10 @@ class ConsoleReporter(Reporter):
                 self.say(f"warning: {place}: cannot be written ({problem.strerror or problem}); training goes on without it")
             return False
         return True
+
+
+def _decoded(png: str) -> Image.Image:
+    return Image.open(io.BytesIO(base64.b64decode(png)))
 
 
 def _shown_loss(report: StepReport | EvaluationReport) -> str:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _STYLE = (
     "body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em;color:#222}"
     "img{max-width:100%}pre{white-space:pre-wrap;background:#f6f6f6;padding:1em}"
-    "table{border-collapse:collapse}"
+    "table{border-collapse:collapse}td img{min-height:4em;image-rendering:pixelated}"
     "td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;border-bottom:1px solid #ddd}"
 )
 _COLOURS = ("#1f4e8c", "#a85a17", "#256c43", "#66418a")
@@ -70,7 +70,11 @@ class RunPage:
         evaluated = [
             [str(each["step"]), each["evaluation"], *(_shown(each.get(name)) for name in _RESULTS)] for each in self._evaluations
         ]
-        answers = [[each["asked"], each["answer"], each["expected"]] for each in self._samples.get("samples", ())]
+        answers: list[list[str | bytes]] = []
+        for each in self._samples.get("samples", ()):
+            image = folder / each["image"] if "image" in each else None
+            answer = image.read_bytes() if image is not None and image.is_file() else each["answer"]
+            answers.append([each["asked"], answer, each["expected"]])
         settings = [[name, str(value)] for name, value in self._settings.items()]
         parts = {
             "Loss": _picture(loss),
@@ -149,10 +153,12 @@ def _picture(png: bytes) -> str:
     return f'<img alt="" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
 
 
-def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table; empty without rows."""
+def _table(names: Sequence[str], rows: Sequence[Sequence[str | bytes]]) -> str:
+    """Return a table of texts and PNG files; empty without rows."""
+    all_rows: list[tuple[str, Sequence[str | bytes]]] = [("th", names), *(("td", row) for row in rows)]
     lines = [
-        "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row) for tag, row in (("th", names), *(("td", row) for row in rows))
+        "".join(f"<{tag}>{escape(cell) if isinstance(cell, str) else _picture(cell)}</{tag}>" for cell in row)
+        for tag, row in all_rows
     ]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>" if rows else ""
 

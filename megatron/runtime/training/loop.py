@@ -242,8 +242,15 @@ def _answer_prompts(run: Run, reporter: Reporter, number: int, prompts: Path) ->
     if run.world.rank != 0:
         return
     try:
-        longest = run.config.evaluation.sample_max_new_tokens
-        reporter.samples(number, answer_prompts(folder, prompts, max_new_tokens=longest, timeout=run.world.timeout / 2))
+        flags = run.config.evaluation
+        answers = answer_prompts(
+            folder,
+            prompts,
+            max_new_tokens=flags.sample_max_new_tokens,
+            guidance_scale=flags.sample_guidance_scale,
+            timeout=run.world.timeout / 2,
+        )
+        reporter.samples(number, answers)
     except DataError as problem:
         reporter.say(f"warning: --sample-prompts {prompts}: no answers ({problem}); training goes on without them")
     finally:

@@ -1,5 +1,7 @@
 """What the person and the files are told, and what happens when they cannot be."""
 
+import base64
+import io
 import json
 import math
 import re
@@ -9,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.sample_prompts import SampleAnswer
@@ -27,6 +30,15 @@ BALANCE = BalanceReport(
     assign_wait_ms=3.0,
 )
 Run = Callable[..., list[str]]
+
+
+def _pixel() -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (1, 1)).save(file, "PNG")
+    return file.getvalue()
+
+
+PIXEL = _pixel()
 
 
 @pytest.fixture
@@ -176,19 +188,25 @@ def test_tensorboard_may_run_out_of_room(run: Run, tmp_path: Path) -> None:
 
 
 def test_answers_go_to_the_log_and_to_all_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """And a resumed run keeps those of steps that are done."""
-    logging = LoggingConfig(log_json=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board")
-    answers = [SampleAnswer("how many", "two", "two"), SampleAnswer("which", "a cat", "a dog")]
+    """Images as files beside the page; and a resumed run keeps those of steps that are done."""
+    logging = LoggingConfig(log_json=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board", report_dir=tmp_path)
+    drawn = SampleAnswer("draw one", "an image of 1x1 pixels", "", base64.b64encode(PIXEL).decode())
+    answers = [SampleAnswer("how many", "two", "two"), SampleAnswer("which", "a cat", "a dog"), drawn]
     with closing(ConsoleReporter(logging, train_iters=4, first_step=0)) as reporter:
         reporter.samples(2, answers)
     assert capsys.readouterr().out.splitlines() == [
-        "step 2: samples: 1 of 2 answers are the expected ones",
+        "step 2: samples: 1 of 2 answers are the expected ones, 1 images",
         *("  how many", "    -> two", "  which", "    -> a cat    (expected: a dog)"),
+        *("  draw one", "    -> an image of 1x1 pixels: samples/step_00000002_2.png"),
     ]
-    assert b"a cat" in b"".join(path.read_bytes() for path in (tmp_path / "board").iterdir())
+    assert (tmp_path / "samples" / "step_00000002_2.png").read_bytes() == PIXEL
+    board = b"".join(path.read_bytes() for path in (tmp_path / "board").iterdir())
+    assert b"a cat" in board and b"samples/2" in board
     with closing(ConsoleReporter(logging, train_iters=4, first_step=2)):
         (entry,) = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
-    assert entry == {"step": 2, "samples": [each._asdict() for each in answers]}
+    names = [{"image": "samples/step_00000002_2.png"} if each.image else {} for each in answers]
+    words = [{"asked": each.asked, "answer": each.answer, "expected": each.expected} for each in answers]
+    assert entry == {"step": 2, "samples": [one | other for one, other in zip(words, names, strict=True)]}
 
 
 def test_a_resumed_log_gives_the_whole_loss_curve(run: Run, tmp_path: Path) -> None:
@@ -211,7 +229,8 @@ def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
         reporter.begin("vision: dp 2 <x pp 1>")
         reporter.step(1, STEP, BALANCE, num_consumed_samples=8)
         reporter.evaluation(1, "charts", EvaluationReport(1.25, 0.0, 0.5, math.nan))
-        reporter.samples(1, [SampleAnswer("how <many>", "two", "three")])
+        drawn = SampleAnswer("draw", "an image of 1x1 pixels", "", base64.b64encode(PIXEL).decode())
+        reporter.samples(1, [SampleAnswer("how <many>", "two", "three"), drawn])
         reporter.timeline(1, Timeline((), ()))
     with closing(ConsoleReporter(logging, train_iters=9, first_step=1)) as reporter:
         reporter.begin("llm: dp 4")
@@ -220,7 +239,7 @@ def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
     assert re.findall("<h2>(.*?)</h2>", page) == [
         *("Loss", "Throughput", "Balance", "Timeline of the last measured step", "Evaluations", "Answers after step 1", "Plan")
     ]
-    assert page.count('src="data:image/png;base64,') == 4 and not re.search('(src|href)="(?!data:)|url[(]', page)
+    assert page.count('src="data:image/png;base64,') == 5 and not re.search('(src|href)="(?!data:)|url[(]', page)
     assert (
         "<title>Braid: 2 steps, loss 1.0000</title>" in page and "<td>charts</td><td>1.2500</td><td>0.5000</td><td></td>" in page
     )
