@@ -15,7 +15,7 @@ from multimodal.cost.layers.layer import (
 )
 from multimodal.cost.seconds.layer_curves import Counts
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role, Unit
+from multimodal.values.model_graph import Role
 
 
 class PatchEmbeddingLayer(Layer):
@@ -24,15 +24,13 @@ class PatchEmbeddingLayer(Layer):
     segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"
     roles = (Role.ENCODER,)
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit takes images, and they have no class token and no learned positions."""
-        return (
+    fits = staticmethod(
+        lambda unit: (
             unit.audio is None
             and unit.join is None
             and (unit.image is None or (unit.image.class_token is None and unit.image.position_grid is None))
         )
+    )
 
     @property
     def num_weights(self) -> int:
@@ -69,10 +67,7 @@ class PatchEmbeddingLayer(Layer):
 class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
     """Patches and class tokens of images of one size, with learned positions and perhaps a norm."""
 
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit's images have one size."""
-        return unit.image is not None and unit.image.image_size is not None
+    fits = staticmethod(lambda unit: unit.image is not None and unit.image.image_size is not None)
 
     @property
     def _num_learned(self) -> int:
@@ -84,10 +79,9 @@ class LearnedPatchEmbeddingLayer(PatchEmbeddingLayer):
 class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
     """Patches of images of any size; their positions are interpolated from a square of learned ones."""
 
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit has a square of positions."""
-        return unit.image is not None and unit.image.position_grid is not None and unit.image.image_size is None
+    fits = staticmethod(
+        lambda unit: unit.image is not None and unit.image.position_grid is not None and unit.image.image_size is None
+    )
 
     @property
     def _num_learned(self) -> int:
@@ -104,13 +98,10 @@ class StretchedPatchEmbeddingLayer(PatchEmbeddingLayer):
 class AudioEmbeddingLayer(PatchEmbeddingLayer):
     """Turns a spectrogram into hidden states, and adds positions."""
 
+    fits = staticmethod(lambda unit: unit.audio is not None)
+
     num_products = 2
     is_deep = True
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit takes sound."""
-        return unit.audio is not None
 
     @property
     def num_weights(self) -> int:
@@ -156,12 +147,8 @@ class JoinedTokensLayer(Layer):
     segments = (Segment("all", backward=(Exchange.GATHER,)),)
     position = "first"
     roles = (Role.ENCODER,)
+    fits = staticmethod(lambda unit: unit.join is not None)
     num_products = 0
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if encoders feed the unit."""
-        return unit.join is not None
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Nothing is counted: the indices of rows take a few bytes."""
@@ -174,13 +161,9 @@ class ProjectorLayer(Layer):
     segments = (Segment("all", forward=(Exchange.GATHER, Exchange.SUM), backward=(Exchange.SUM,)),)
     position = "last"
     roles = (Role.ENCODER,)
+    fits = staticmethod(lambda unit: unit.has_projector and not unit.has_linear_projector and unit.queries is None)
     num_products = 2
     counts: ClassVar[Counts] = "leaving"
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit's projector has two products."""
-        return unit.has_projector and not unit.has_linear_projector and unit.queries is None
 
     @property
     def linear_layers(self) -> Mapping[str, LinearShape]:
@@ -246,13 +229,10 @@ class ProjectorLayer(Layer):
 class LinearProjectorLayer(ProjectorLayer):
     """One product, with all weights on every tensor parallel rank."""
 
+    fits = staticmethod(lambda unit: unit.has_linear_projector)
+
     segments = (Segment("all", forward=(Exchange.GATHER,)),)
     num_products = 1
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit's projector has one product."""
-        return unit.has_linear_projector
 
     @property
     def num_weights(self) -> int:
@@ -272,12 +252,9 @@ class LinearProjectorLayer(ProjectorLayer):
 class MergedTokensLayer(LinearProjectorLayer):
     """No product: tokens leave the encoder merged."""
 
-    num_products = 0
+    fits = staticmethod(lambda unit: not unit.has_projector)
 
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit has no projector."""
-        return not unit.has_projector
+    num_products = 0
 
     @property
     def num_weights(self) -> int:

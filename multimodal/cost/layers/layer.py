@@ -147,6 +147,8 @@ class Layer(ABC):
     """Allowed position in a unit's list of layers."""
     roles: ClassVar[tuple[Role, ...]] = tuple(Role)
     """Roles of the units that may have it."""
+    fits: ClassVar["staticmethod[[Unit], bool]"] = staticmethod(lambda unit: True)
+    """True if such a unit may have the layer, provided that position and role are right."""
     num_products: ClassVar[int] = 1
     """Matrix products with weights in a forward."""
     counts: ClassVar[Counts] = "inside"
@@ -161,11 +163,6 @@ class Layer(ABC):
     """True if replicas that share experts compute the layer together: tokens go to the ranks of their experts and back."""
     is_deep: ClassVar[bool] = False
     """True if training the layer's weights takes nearly all of its input gradient. Other layers are about one matrix deep."""
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if such a unit may have the layer, provided that position and role are right."""
-        return True
 
     @classmethod
     def segments_in(cls, unit: Unit | None) -> tuple[Segment, ...]:

@@ -3,7 +3,7 @@
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Exchange, LayerFlops, Segment, SegmentWork
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role, Unit
+from multimodal.values.model_graph import Role
 
 NUM_MODULATIONS = 6
 """Shift, scale and gate of two branches."""
@@ -13,6 +13,7 @@ class ModulatedTransformerLayer(TransformerLayer):
     """Runs as a whole; the maps of the time are products of one row an item, every tensor parallel rank's own."""
 
     roles = (Role.GENERATOR,)
+    fits = staticmethod(lambda unit: unit.flow is not None)
     segments = (
         Segment(
             "all",
@@ -21,11 +22,6 @@ class ModulatedTransformerLayer(TransformerLayer):
             behind=Exchange.SUM,
         ),
     )
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit learns a flow."""
-        return unit.flow is not None
 
     @property
     def num_weights(self) -> int:

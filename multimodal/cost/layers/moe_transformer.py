@@ -17,7 +17,7 @@ from multimodal.cost.layers.layer import (
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.seconds.layer_curves import Quadratic
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role, Unit
+from multimodal.values.model_graph import Role
 from multimodal.values.units.transformer import Experts
 
 _EXCHANGES = 2
@@ -28,6 +28,7 @@ class MoeTransformerLayer(TransformerLayer):
     """A layer with experts. Tokens are assumed to be spread evenly over the experts, since the router's choices are not known."""
 
     roles = (Role.BACKBONE,)
+    fits = staticmethod(lambda unit: unit.transformer.experts is not None)
     exchanges_tokens = True
     segments = (
         Segment(
@@ -37,11 +38,6 @@ class MoeTransformerLayer(TransformerLayer):
             behind=Exchange.SUM,
         ),
     )
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit has experts."""
-        return unit.transformer.experts is not None
 
     @property
     def num_weights(self) -> int:

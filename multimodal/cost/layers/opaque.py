@@ -6,7 +6,7 @@ from multimodal.cost.layers.encoder_ends import AudioEmbeddingLayer, PatchEmbedd
 from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, Layer, LayerFlops, LayerTraffic
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role, Unit
+from multimodal.values.model_graph import Role
 from multimodal.values.units.items import Waveform
 
 
@@ -50,13 +50,9 @@ class OpaqueLayer(Layer):
 
     position = "first"
     roles = (Role.ENCODER,)
+    fits = staticmethod(lambda unit: unit.module is not None)
     num_products = 4
     is_deep = True
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if a module is described."""
-        return unit.module is not None
 
     @property
     def num_weights(self) -> int:

@@ -21,14 +21,11 @@ from multimodal.values.units.transformer import Transformer
 class QueryProjectorLayer(ProjectorLayer):
     """In every layer: keys and values of all tokens, attention of the queries to them, and the queries' own products."""
 
+    fits = staticmethod(lambda unit: unit.queries is not None)
+
     segments = (Segment("all", forward=(Exchange.GATHER, *2 * (Exchange.SUM,)), backward=3 * (Exchange.SUM,)),)
     counts = "inside"
     is_deep = True
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit has queries."""
-        return unit.queries is not None
 
     @classmethod
     def segments_in(cls, unit: Unit | None) -> tuple[Segment, ...]:

@@ -8,19 +8,15 @@ from multimodal.cost.layers.layer import ActivationBytes, ActivationCase, LayerF
 from multimodal.cost.layers.moe_transformer import MoeTransformerLayer
 from multimodal.cost.layers.transformer import TransformerLayer
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.values.model_graph import Role, Unit
+from multimodal.values.model_graph import Role
 
 
 class WindowedTransformerLayer(TransformerLayer):
     """Attention is linear in tokens: each token attends to those of its window."""
 
     roles = (Role.ENCODER,)
+    fits = staticmethod(lambda unit: unit.has_windows)
     attends = False
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit's items have windows."""
-        return unit.has_windows
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Count every window as full."""
@@ -50,12 +46,8 @@ class SlidingTransformerLayer(TransformerLayer):
     """Attention is linear in tokens: each attends to the last ones before it."""
 
     roles = (Role.BACKBONE,)
+    fits = staticmethod(lambda unit: unit.transformer.sliding_window is not None)
     attends = False
-
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit has a window."""
-        return unit.transformer.sliding_window is not None
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Count every token's window as full."""
@@ -66,7 +58,4 @@ class SlidingTransformerLayer(TransformerLayer):
 class SlidingMoeTransformerLayer(SlidingTransformerLayer, MoeTransformerLayer):
     """The same with experts in place of the MLP."""
 
-    @classmethod
-    def fits(cls, unit: Unit) -> bool:
-        """True if the unit has a window, and experts."""
-        return SlidingTransformerLayer.fits(unit) and MoeTransformerLayer.fits(unit)
+    fits = staticmethod(lambda unit: SlidingTransformerLayer.fits(unit) and MoeTransformerLayer.fits(unit))
