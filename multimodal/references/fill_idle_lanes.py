@@ -110,9 +110,13 @@ class _Run(EventRun[int]):
         holder = self.holders[piece]
         return holder < 0 or self.num_kept[holder] < self.limits[holder]
 
-    def _begin_filler(self, *, must_fit: bool = True, needs_room: bool = True) -> bool:
+    def _fillers(self) -> dict[int, int]:
+        """Return the next filler of each queue, with the queue."""
         positions = enumerate(zip(self.queues, self.queue_heads, strict=True))
-        heads = {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
+        return {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
+
+    def _begin_filler(self, *, must_fit: bool = True, needs_room: bool = True) -> bool:
+        heads = self._fillers()
         for piece in sorted(heads, key=self._urgency):
             has_room = not needs_room or self._has_room(piece)
             if self._is_ready(piece) and has_room and (not must_fit or self._fits(piece)):
@@ -157,20 +161,17 @@ class _Run(EventRun[int]):
 
     def _next_inside(self, carrier: int, wait: int, left: dict[int, int]) -> int:
         """Return the queue with the most urgent head that can run in the rest of a carrier's wait, in its lanes."""
-        positions = enumerate(zip(self.queues, self.queue_heads, strict=True))
-        heads = {rows[head]: queue for queue, (rows, head) in positions if head < len(rows)}
+        heads = self._fillers()
         fitting = [
             piece
             for piece in heads
             if self.goes_inside[piece]
-            and all(self._is_short_enough(piece, left.get(lane, 0)) for lane in self.lanes[piece])
+            and all(left.get(lane, 0) > 0 for lane in self.lanes[piece])
+            and all((100 - self.tolerance) * self.inside_durations[piece] <= 100 * left[lane] for lane in self.lanes[piece])
             and self._has_room(piece)
             and self._can_go_inside(piece, carrier, wait)
         ]
         return heads[min(fitting, key=self._urgency)] if fitting else _NONE
-
-    def _is_short_enough(self, piece: int, left: int) -> bool:
-        return left > 0 and (100 - self.tolerance) * self.inside_durations[piece] <= 100 * left
 
     def _can_go_inside(self, piece: int, carrier: int, wait: int) -> bool:
         """Return True if all its needs are met, or run before it inside the same piece in the same lanes.

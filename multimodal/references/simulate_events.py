@@ -81,19 +81,16 @@ class _Run(EventRun[float]):
         return False
 
     def end(self, number: int) -> None:
-        if number < len(self.kinds):
-            self._finish(number, self.now)
-        else:
+        if number >= len(self.kinds):
             self._fill(number - len(self.kinds), self.now)
-
-    def _finish(self, node: int, now: float) -> None:
-        for follower in self.followers[node]:
+            return
+        for follower in self.followers[number]:
             self.num_unmet[follower] -= 1
             if self.num_unmet[follower] == 0:
-                self._meet(follower, now)
-        if self.kinds[node] == NodeKind.COMPUTE:
-            for lane in self.lanes[node]:
-                self._leave(lane, node, now)
+                self._meet(follower, self.now)
+        if self.kinds[number] == NodeKind.COMPUTE:
+            for lane in self.lanes[number]:
+                self._leave(lane, number, self.now)
 
     def _meet(self, node: int, now: float) -> None:
         self._start_if_ready(node, now)

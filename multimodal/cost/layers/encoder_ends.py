@@ -31,6 +31,7 @@ class PatchEmbeddingLayer(Layer):
             and (unit.image is None or (unit.image.class_token is None and unit.image.position_grid is None))
         )
     )
+    is_built_in = staticmethod(lambda unit: unit.image is not None)
 
     @property
     def num_weights(self) -> int:
@@ -51,11 +52,6 @@ class PatchEmbeddingLayer(Layer):
     @property
     def _has_norm(self) -> bool:
         return self.unit.image is not None and self.unit.image.has_pre_norm
-
-    @property
-    def can_be_built(self) -> bool:
-        """True if an image is described."""
-        return self.unit.image is not None
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """The patches, for the weight gradient, and the norm's input."""
@@ -102,6 +98,10 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
 
     num_products = 2
     is_deep = True
+    # At Whisper's rate, if no other layer adds positions.
+    is_built_in = staticmethod(
+        lambda unit: unit.audio is not None and unit.audio.tokens_per_second == 50 and not unit.transformer.has_rotary_positions
+    )
 
     @property
     def num_weights(self) -> int:
@@ -114,12 +114,6 @@ class AudioEmbeddingLayer(PatchEmbeddingLayer):
         """The bias of each convolution, and learned positions."""
         num_positions = self.unit.audio.num_positions if self.unit.audio is not None else 0
         return (2 + num_positions) * self.unit.transformer.hidden_size
-
-    @property
-    def can_be_built(self) -> bool:
-        """True if sound at Whisper's rate is described, and no other layer adds positions."""
-        audio = self.unit.audio
-        return audio is not None and audio.tokens_per_second == 50 and not self.unit.transformer.has_rotary_positions
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """The first convolution is computed at the three places that the second needs for a token."""
@@ -162,6 +156,7 @@ class ProjectorLayer(Layer):
     position = "last"
     roles = (Role.ENCODER,)
     fits = staticmethod(lambda unit: unit.has_projector and not unit.has_linear_projector and unit.queries is None)
+    is_built_in = staticmethod(lambda unit: unit.is_described)  # which says how tokens are merged
     num_products = 2
     counts: ClassVar[Counts] = "leaving"
 
@@ -182,11 +177,6 @@ class ProjectorLayer(Layer):
         """The norm and both biases."""
         more = self._num_more * self._merged_norm_entries
         return self._norm_entries + more + (1 + self._num_more) * (self.unit.projector_inner_size + self._output_size)
-
-    @property
-    def can_be_built(self) -> bool:
-        """True if items are described, which say how tokens are merged."""
-        return self.unit.is_described
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """Norm and both products; tokens are gathered before the first one, so only the inner width is divided."""

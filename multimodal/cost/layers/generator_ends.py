@@ -50,6 +50,7 @@ class GeneratorHeadLayer(Layer):
     segments = (Segment("all", forward=(Exchange.GATHER,)),)
     position = "last"
     roles = (Role.GENERATOR,)
+    is_built_in = staticmethod(lambda unit: unit.image is not None)
     counts = "leaving"
 
     @property
@@ -61,11 +62,6 @@ class GeneratorHeadLayer(Layer):
     def num_vector_entries(self) -> int:
         """The norm and the bias."""
         return self.norm_vector_entries() + (self.input_values if self.unit.image is not None else 0)
-
-    @property
-    def can_be_built(self) -> bool:
-        """True if an image is described."""
-        return self.unit.image is not None
 
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """The norm's bytes of all tokens; the generated values of all patches and, for the weight gradient, their inputs."""

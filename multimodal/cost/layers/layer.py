@@ -149,6 +149,8 @@ class Layer(ABC):
     """Roles of the units that may have it."""
     fits: ClassVar["staticmethod[[Unit], bool]"] = staticmethod(lambda unit: True)
     """True if such a unit may have the layer, provided that position and role are right."""
+    is_built_in: ClassVar["staticmethod[[Unit], bool]"] = staticmethod(lambda unit: True)
+    """True if such a unit is described as far as multimodal/model needs it to build the layer."""
     num_products: ClassVar[int] = 1
     """Matrix products with weights in a forward."""
     counts: ClassVar[Counts] = "inside"
@@ -243,7 +245,7 @@ class Layer(ABC):
     @property
     def can_be_built(self) -> bool:
         """True if multimodal/model builds the layer; other kinds are only planned and simulated."""
-        return True
+        return self.is_built_in(self.unit)
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """FLOPs of a forward over a load."""

@@ -16,19 +16,19 @@ class _WaveformLayer(PatchEmbeddingLayer):
     @property
     def num_weights(self) -> int:
         """Weights of all convolutions, the first of which has one input channel, and of the product."""
-        return sum(self._weights) + self._channels * self.unit.transformer.hidden_size
+        return sum(self._weights) + self._waveform.channels * self.unit.transformer.hidden_size
 
     @property
     def num_vector_entries(self) -> int:
         """One bias or norm for each convolution."""
-        return len(self._weights) * self._channels
+        return len(self._weights) * self._waveform.channels
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """A convolution computes as many outputs for a token as the product of the later convolutions' strides."""
         steps = self._waveform.steps
         times = (math.prod(steps[index + 1 :]) for index in range(len(steps)))
         convolutions = sum(weights * count for weights, count in zip(self._weights, times, strict=True))
-        return LayerFlops(2.0 * load.num_tokens * (convolutions + self._channels * self.unit.transformer.hidden_size))
+        return LayerFlops(2.0 * load.num_tokens * (convolutions + self._waveform.channels * self.unit.transformer.hidden_size))
 
     @property
     def _waveform(self) -> Waveform:
@@ -36,13 +36,9 @@ class _WaveformLayer(PatchEmbeddingLayer):
         return self.unit.audio.waveform
 
     @property
-    def _channels(self) -> int:
-        return self._waveform.channels
-
-    @property
     def _weights(self) -> list[int]:
-        sizes = (1, *[self._channels] * len(self._waveform.widths))
-        return [size * width * self._channels for size, width in zip(sizes, self._waveform.widths, strict=False)]
+        sizes = (1, *[self._waveform.channels] * len(self._waveform.widths))
+        return [size * width * self._waveform.channels for size, width in zip(sizes, self._waveform.widths, strict=False)]
 
 
 class OpaqueLayer(Layer):
@@ -57,22 +53,25 @@ class OpaqueLayer(Layer):
     @property
     def num_weights(self) -> int:
         """Weights of the embedding of patches or sound, and of all layers."""
-        return self._embedding.num_weights + self._num_layers * self._layer.num_weights
+        return self._embedding.num_weights + self.unit.transformer.num_layers * self._layer.num_weights
 
     @property
     def num_vector_entries(self) -> int:
         """Sum over the embedding and all layers."""
-        return self._embedding.num_vector_entries + self._num_layers * self._layer.num_vector_entries
+        return self._embedding.num_vector_entries + self.unit.transformer.num_layers * self._layer.num_vector_entries
 
     def forward_flops(self, load: UnitLoad) -> LayerFlops:
         """Sum over the layers. Images have one size, so attention is linear in tokens, too."""
         image, load = self.unit.image, self._padded(load)
         embedding, layer = self._embedding.forward_flops(load), self._layer.forward_flops(load)
         if image is None:
-            return LayerFlops(embedding.linear + self._num_layers * layer.linear, self._num_layers * layer.attention)
+            return LayerFlops(
+                embedding.linear + self.unit.transformer.num_layers * layer.linear,
+                self.unit.transformer.num_layers * layer.attention,
+            )
         shape = self.unit.transformer
         attention = 4.0 * shape.num_attention_heads * shape.head_channels * image.grid_size**2 * load.num_tokens
-        return LayerFlops(embedding.linear + self._num_layers * (layer.linear + attention))
+        return LayerFlops(embedding.linear + self.unit.transformer.num_layers * (layer.linear + attention))
 
     def _padded(self, load: UnitLoad) -> UnitLoad:
         """Return the load that is computed: modules that take spectrograms take them in a single length."""
@@ -85,15 +84,11 @@ class OpaqueLayer(Layer):
     def saved_bytes(self, load: UnitLoad, case: ActivationCase) -> ActivationBytes:
         """The bytes of torch's layers without recomputation."""
         kept = self._layer.saved_bytes(self._padded(load), case._replace(implementation="local", recompute=None))
-        return ActivationBytes(*(self._num_layers * part for part in kept))
+        return ActivationBytes(*(self.unit.transformer.num_layers * part for part in kept))
 
     def traffic(self, bytes_per_element: int) -> LayerTraffic:
         """Sum over the layers."""
-        return LayerTraffic(*(self._num_layers * part for part in self._layer.traffic(bytes_per_element)))
-
-    @property
-    def _num_layers(self) -> int:
-        return self.unit.transformer.num_layers
+        return LayerTraffic(*(self.unit.transformer.num_layers * part for part in self._layer.traffic(bytes_per_element)))
 
     @property
     def _layer(self) -> Layer:
