@@ -1,6 +1,7 @@
 """The plan changes between two steps of the same processes, and training goes on as if nothing had happened."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -12,12 +13,13 @@ import torch.distributed as dist
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.gradients import unit_optimizer
 from megatron.runtime.state.handover import hold_state, take_over
-from megatron.runtime.state.held_tensors import model_tensors, optimizer_tensors
+from megatron.runtime.state.held_tensors import HeldTensor, average_key, model_tensors, optimizer_tensors
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.values.errors import CheckpointError, PlanError
 from multimodal.values.plan import Plan
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import (
+    AVERAGE_DECAY,
     RankParameters,
     Training,
     TrainingCase,
@@ -157,6 +159,59 @@ def test_sharded_optimizer_state_comes_back_bit_for_bit(ranks: RankPool, dtype: 
     llm = plan.units["llm"].ranks
     unsharded = run(ranks, there_and_back, TrainingCase(TIED, plan, torch.float64), other)
     assert all(found[rank][0] < 0.7 * unsharded[rank][0] for rank in llm), "each of two replicas keeps about half"
+
+
+Pieces = dict[str, list[tuple[tuple[int, ...], np.ndarray]]]
+"""Key of a tensor -> a rank's pieces of it: their offsets and values."""
+
+
+def train_and_average(case: TrainingCase, plans: list[Plan], folder: Path) -> tuple[list[Pieces], Pieces]:
+    """Train a step under each plan, and resume the last; returns the generator's weights before and after each, and averages."""
+    training = Training(case)
+    weights = [pieces_of(model_tensors(training.session.state))]
+    for number, plan in enumerate(plans):
+        training.session.change_plan(plan)
+        training.train_step(number)
+        training.session.complete_parameters()
+        weights.append(pieces_of(model_tensors(training.session.state)))
+    training.save(folder, step=len(plans))
+    training.session.close()
+    resumed = Training(replace(case, plan=plans[0]))
+    resumed.load(folder)
+    return weights, pieces_of(optimizer_tensors(resumed.session.state))
+
+
+def pieces_of(tensors: list[HeldTensor]) -> Pieces:
+    return {
+        held.key: [(piece.offsets, piece.values.detach().double().numpy()) for piece in held.pieces]
+        for held in tensors
+        if held.key.startswith(("model.painter.", "ema."))
+    }
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_averages_of_a_generator_s_weights_do_not_know_the_plan(ranks: RankPool, dtype: torch.dtype, tmp_path: Path) -> None:
+    """They are those of the formula, through changes of the plan and a checkpoint."""
+    plans = plans_of(DRAWING, (DRAWING_WIDE, DRAWING_DEEP, DRAWING_WIDE))
+    alone = build_plan(DRAWING, **ONE_RANK)
+    ((weights, _),) = run(ranks, train_and_average, TrainingCase(DRAWING, alone, dtype), [alone] * 3, tmp_path / "alone")
+    found = run(ranks, train_and_average, TrainingCase(DRAWING, plans[0], dtype), plans, tmp_path / "plans")
+    tolerance = 1e-9 if dtype == torch.float64 else 1e-4
+    for key in weights[0]:
+        average, *later = (joined(each[key]) for each in weights)
+        for now in later:
+            average = AVERAGE_DECAY * average + (1 - AVERAGE_DECAY) * now
+        kept = joined([piece for _, averages in found for piece in averages.get(average_key(key), [])])
+        assert kept.shape == average.shape and np.abs(kept - average).max() < tolerance < np.abs(average - now).max(), key
+
+
+def joined(pieces: list[tuple[tuple[int, ...], np.ndarray]]) -> np.ndarray:
+    """Return the tensor that these pieces make up."""
+    ends = [[first + size for first, size in zip(offsets, values.shape, strict=True)] for offsets, values in pieces]
+    whole = np.full(np.max(ends, axis=0), np.nan)
+    for (offsets, values), stops in zip(pieces, ends, strict=True):
+        whole[tuple(map(slice, offsets, stops))] = values
+    return whole
 
 
 def try_wrong_plans(case: TrainingCase, wrong: Plan) -> tuple[str, str, list[float]]:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from megatron.runtime.feed.step_planner import StepOptions, plan_step
-from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
+from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import LossSums, Step
 from megatron.runtime.step.token_placement import ContextSharing
@@ -130,6 +130,10 @@ def build_plan(graph: ModelGraph, *, colocated: bool = False, experts: int = 1, 
     return plan_disaggregated(graph, sizes=sizes, world_size=sum(counts))
 
 
+AVERAGE_DECAY = 0.75
+"""Of the average of every generator's weights."""
+
+
 @dataclass(frozen=True)
 class TrainingCase:
     """What is trained, and how."""
@@ -161,6 +165,9 @@ class Training:
             seed=case.seed,
             timeout=TIMEOUT,
             optimizer=optimizer,
+            rates={
+                unit.name: UnitRates(*[Rates(0.01, 0.0, 0.1, average_decay=AVERAGE_DECAY)] * 2) for unit in case.graph.generators
+            },
             passes=case.passes,
             reduces_by_layer=reduce_by_layer in case.passes,
             shards_weights=case.shards_weights,

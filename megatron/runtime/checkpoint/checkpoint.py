@@ -38,7 +38,14 @@ from megatron.runtime.checkpoint.storage import (
     write_tensors,
 )
 from megatron.runtime.session import Session
-from megatron.runtime.state.held_tensors import HeldTensor, adopt_group_steps, make_room, model_tensors, optimizer_tensors
+from megatron.runtime.state.held_tensors import (
+    HeldTensor,
+    adopt_group_steps,
+    average_key,
+    make_room,
+    model_tensors,
+    optimizer_tensors,
+)
 from multimodal.model.adapter import is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError
 
@@ -80,7 +87,7 @@ def save_checkpoint(
     background: writes it while training continues, once its previous save is done; this function then returns when the state is
     copied, and `check` and `finish` of the background save raise errors.
 
-    has_optimizer: False: save the weights alone.
+    has_optimizer: False: save the weights, and their averages if there are any, alone.
 
     Raises CheckpointError on every rank if it fails on any; earlier checkpoints are then untouched.
     """
@@ -98,7 +105,8 @@ def save_checkpoint(
         files={},
         index_crc32=0,
     )
-    tensors = model_tensors(session.state) + (optimizer_tensors(session.state) if has_optimizer else [])
+    steps = optimizer_tensors(session.state)
+    tensors = model_tensors(session.state) + [each for each in steps if has_optimizer or each.key == average_key(each.key)]
     keeping = partial(prune_checkpoints, folder, step=step, keep_last=keep_last, retain_interval=retain_interval)
     write = partial(_write, folder, manifest, prune=keeping, check_right=check_right)
     if background is None:
@@ -150,6 +158,7 @@ def load_checkpoint(
     load_optimizer: bool,
     load_rng: bool,
     check_run: Callable[[Path, Mapping[str, Any]], None] | None = None,
+    takes_averages: bool = False,
 ) -> LoadedCheckpoint:
     """Fill parameters, and on wish optimizers and random generators, from the newest complete checkpoint in `folder`; collective.
 
@@ -158,6 +167,8 @@ def load_checkpoint(
     value that is read is compared with its checksum.
 
     check_run: called on rank 0 with the checkpoint and its run_state, before anything is loaded; may raise CheckpointError.
+
+    takes_averages: fill parameters with their averages over the steps, where the checkpoint has any.
 
     Raises CheckpointError on every rank if nothing is there, a file is damaged, or it is of another model or (with
     `load_optimizer`) precision.
@@ -188,6 +199,8 @@ def load_checkpoint(
         return index
 
     index = on_this_rank(read, what=what)
+    averages = {tensor.key: average_key(tensor.key) for tensor in model} if takes_averages else {}
+    model = [replace(each, key=key) if (key := averages.get(each.key, "")) in index else each for each in model]
     on_this_rank(lambda: read_tensors(path, model, index=index), what=what)
     session.reload_optimizers()
     fresh_units: list[set[str]] = []

@@ -286,6 +286,8 @@ class OptimizerSettings:
     """Largest global gradient norm, over all units; 0 does not clip."""
     projector_lr: float | None = field(default=None, metadata={"above": 0})
     """Highest learning rate of all projectors, whose decay and warm-up are like those of --lr; by default --lr."""
+    generator_ema_decay: float | None = field(default=None, metadata={"minimum": 0, "below": 1})
+    """Keep an exponential moving average of the weights of generators with this decay, such as 0.999, to draw with."""
     unit_rates: Mapping[str, float] = field(default_factory=dict, metadata=PER_UNIT)
     """`<unit>.<one of UNIT_RATES>` -> its value; those that are not named are as in other units."""
 

@@ -116,6 +116,8 @@ def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
             yield f"{shown_flag(key)} would be ignored: what it is for in unit '{name}' is frozen; leave it out"
     if config.optimizer.projector_lr is not None and not (graph.encoders or graph.generators):
         yield "--projector-lr would be ignored: the model has no projector; leave it out"
+    if config.optimizer.generator_ema_decay is not None and not graph.generators:
+        yield "--generator-ema-decay would be ignored: the model has no generator; leave it out"
     for unit in graph.units:
         if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
             yield (

@@ -120,6 +120,8 @@ def open_model(
 ) -> Iterator[OpenedModel]:
     """Yield the whole model of a run's checkpoints, or of a folder of Hugging Face, with its weights, for forwards only.
 
+    Of generators whose run keeps averages of their weights (--generator-ema-decay) it has these.
+
     is_hugging_face: None: if it holds a config.json. dtype: None: the one that it has where it is read. Raises CheckpointError or
     ModelError, and ConfigError in a process that is a rank already.
     """
@@ -133,7 +135,7 @@ def open_model(
         if is_hugging_face:
             load_hugging_face(folder, session=session)
         else:
-            load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False)
+            load_checkpoint(folder, session=session, load_optimizer=False, load_rng=False, takes_averages=True)
         for stage in session.stages.values():
             stage.eval()
         yield session, model

@@ -23,6 +23,9 @@ from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_layer import WeightPiece
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
 
+AVERAGE = "ema"
+"""The name of an average in the state of an optimizer, and in checkpoints."""
+
 
 class Rates(NamedTuple):
     """A parameter's highest and lowest learning rate, its weight decay, and its warm-up."""
@@ -32,6 +35,8 @@ class Rates(NamedTuple):
     weight_decay: float
     lr_warmup_steps: int | None = None
     """None: the scheduler's."""
+    average_decay: float | None = None
+    """Decay of an exponential moving average of the weights, which the optimizer keeps beside its moments; None: no average."""
 
 
 class UnitRates(NamedTuple):
@@ -141,6 +146,7 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
             "end_wd": own.weight_decay,
             "max_lr": own.lr,
             "min_lr": own.min_lr,
+            "average_decay": own.average_decay,
             **({} if own.lr_warmup_steps is None else {"lr_warmup_steps": own.lr_warmup_steps}),
             **shared,
         }
@@ -154,7 +160,32 @@ def _build_adam(stepped: Sequence[tuple[Tensor, Tensor]], *, config: OptimizerCo
         eps=config.adam_eps,
         **({} if USING_PYTORCH_OPTIMIZER else {"adam_w_mode": True}),
     )
+    if any(own.average_decay is not None for own in rates):
+        _keep_averages(adam)
     return adam
+
+
+def _keep_averages(adam: torch.optim.Optimizer) -> None:
+    """Update averages of weights in every step; they start as the weights before it, in the optimizer's own precision."""
+    starts: dict[Tensor, Tensor] = {}
+
+    def averaged() -> Iterator[tuple[Tensor, float]]:
+        for group in adam.param_groups:
+            if group["average_decay"] is not None:
+                yield from ((main, group["average_decay"]) for main in group["params"])
+
+    def before_step(*_: Any) -> None:
+        starts.update({main: main.detach().clone() for main, _ in averaged() if AVERAGE not in adam.state.get(main, {})})
+
+    def after_step(*_: Any) -> None:
+        for main, decay in averaged():
+            state = adam.state[main]
+            if main in starts:
+                state[AVERAGE] = starts.pop(main)
+            state[AVERAGE].lerp_(main.detach(), 1 - decay)
+
+    adam.register_step_pre_hook(before_step)
+    adam.register_step_post_hook(after_step)
 
 
 def _init_state(optimizer: torch.optim.Optimizer, config: OptimizerConfig | None = None) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.gradients.sharded_unit import ShardedUnit
-from megatron.runtime.gradients.unit_optimizer import OptimizerKey, ShardedOptimizer
+from megatron.runtime.gradients.unit_optimizer import AVERAGE, OptimizerKey, ShardedOptimizer
 from multimodal.model.adapter import Adapter, is_adapter
 from multimodal.model.layers.registry import sharding_of
 from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape
@@ -205,18 +205,24 @@ def _held_weights(state: TrainedState, adapters: Mapping[str, Adapter]) -> Itera
 
 
 def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:
-    """Return moments, step counts and float32 main parameters of this rank's optimizers; the pieces are views of them."""
+    """Return moments, averages, step counts and float32 main parameters of this rank's optimizers; the pieces are views."""
     held = []
     for parameter, part in _optimizer_parts(state):
         if part.main.dtype != parameter.value.dtype:
             held.append(parameter.hold("main", part.main.detach().view(-1), part.elements))
         if part.state:
-            held += [parameter.hold(moment, part.state[moment].view(-1), part.elements) for moment in _MOMENTS]
+            kinds = [*_MOMENTS, *[AVERAGE] * (AVERAGE in part.state)]
+            held += [parameter.hold(kind, part.state[kind].view(-1), part.elements) for kind in kinds]
             is_own = "step" in part.state  # else the optimizer counts per group, and gets the count by `adopt_group_steps`
             count = part.state["step"].view(1) if is_own else torch.tensor([float(part.group.get("step", 0))])
             pieces = (Piece((0,), count),)
             held.append(HeldTensor(parameter.key("step"), (1,), torch.float32, pieces, parameter.is_copy))
     return held
+
+
+def average_key(key: str) -> str:
+    """Return the key of the average over the steps of the weight with this key, or of the same average."""
+    return f"{AVERAGE}.{key.partition('.')[2]}"
 
 
 def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
@@ -233,6 +239,8 @@ def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:
             part.state.update({moment: torch.zeros_like(part.main.detach()) for moment in _MOMENTS})
             if USING_PYTORCH_OPTIMIZER:
                 part.state["step"] = torch.zeros((), dtype=torch.float32)
+            if part.group["average_decay"] is not None and parameter.key(AVERAGE) in saved:
+                part.state[AVERAGE] = torch.zeros_like(part.main.detach())
     return fresh_units
 
 

@@ -48,7 +48,7 @@ from multimodal.plan.disaggregated import describe_placement
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import passes_named
 from multimodal.values.errors import CheckpointError, ConfigError, DataError, ModelError
-from multimodal.values.model_graph import ModelGraph
+from multimodal.values.model_graph import ModelGraph, Role, Unit
 from multimodal.values.plan import Plan
 
 logger = logging.getLogger(__name__)
@@ -265,7 +265,7 @@ def _session_options(
             clip_grad=settings.clip_grad,
             dtype=dtype,
         ),
-        rates={name: UnitRates(*_rates(settings, name)) for name in graph.unit_names},
+        rates={unit.name: UnitRates(*_rates(settings, unit)) for unit in graph.units},
         builder=BUILDERS[config.training.schedule],
         passes=passes,
         reduces_by_layer=any(row.reduces_by_layer for row in passes),
@@ -275,12 +275,13 @@ def _session_options(
     )
 
 
-def _rates(settings: OptimizerSettings, unit: str) -> Iterator[Rates]:
+def _rates(settings: OptimizerSettings, unit: Unit) -> Iterator[Rates]:
     """Yield those of a unit's module, then of its projector."""
+    average_decay = settings.generator_ema_decay if unit.role is Role.GENERATOR else None
     for part in ("", "projector_"):
-        lr, weight_decay = (settings.rate(unit, f"{part}{name}") for name in ("lr", "weight_decay"))
-        warmup = settings.unit_rates.get(f"{unit}.{part}lr_warmup_iters")
-        yield Rates(lr, settings.min_lr * lr / settings.lr, weight_decay, None if warmup is None else int(warmup))
+        lr, weight_decay = (settings.rate(unit.name, f"{part}{name}") for name in ("lr", "weight_decay"))
+        warmup = settings.unit_rates.get(f"{unit.name}.{part}lr_warmup_iters")
+        yield Rates(lr, settings.min_lr * lr / settings.lr, weight_decay, None if warmup is None else int(warmup), average_decay)
 
 
 def _build_options(config: RunConfig) -> BuildOptions:
