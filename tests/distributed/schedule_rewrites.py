@@ -21,6 +21,16 @@ _NUM_CARRIERS = 3
 
 
 @dataclass(frozen=True)
+class Rewritten:
+    """What other rewrites made of a schedule: slow ones, which every rank would have to make again."""
+
+    lanes: tuple[Lane, ...]
+
+    def __call__(self, schedule: Schedule) -> Schedule:
+        return schedule.with_lanes(self.lanes)
+
+
+@dataclass(frozen=True)
 class SplitStages:
     """Split the backwards of random stages; weight gradients run right after, or at the end of the lane."""
 

@@ -105,95 +105,74 @@ def test_nothing_there(ranks: RankPool, tmp_path: Path) -> None:
     assert "no complete checkpoint there (no folder step_<number>)" in the_only(run(ranks, load_error, CASE, tmp_path))
 
 
-def truncate(checkpoint: Path) -> str:
-    file = checkpoint / "rank_00000.bin"
-    size_bytes = file.stat().st_size
-    os.truncate(file, size_bytes // 2)
-    return f"rank_00000.bin has {size_bytes // 2} bytes instead of {size_bytes}"
+def edit(file: str, change: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(checkpoint: Path) -> None:
+        path = checkpoint / file
+        path.write_bytes(change(path.read_bytes()))
+
+    return damage
 
 
-def remove_file(checkpoint: Path) -> str:
-    (checkpoint / "rank_00001.bin").unlink()
-    return "rank_00001.bin is missing"
+def take_from_another_step(file: str) -> Callable[[Path], None]:
+    return lambda checkpoint: shutil.copy(checkpoint.parent / "step_00000001" / file, checkpoint)
 
 
-def cut_manifest(checkpoint: Path) -> str:
-    os.truncate(checkpoint / "braid.json", 100)
-    return "braid.json cannot be used"
+def change_random_state(**state: Any) -> Callable[[Path], None]:
+    """No state: all of it is left out."""
+
+    def damage(checkpoint: Path) -> None:
+        path, manifest = read_newest(checkpoint.parent)
+        write_manifest(path, replace(manifest, random_state={**manifest.random_state, **state} if state else {}))
+
+    return damage
 
 
-@pytest.mark.parametrize("damage", [truncate, remove_file, cut_manifest])
-def test_a_damaged_checkpoint_names_the_file_and_the_one_before_it(ranks: RankPool, tmp_path: Path, damage: Any) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1, 2])
-    newest = tmp_path / "step_00000002"
-    found = damage(newest)
-    message = the_only(run(ranks, load_error, CASE, tmp_path))
-    assert message.startswith(f"{newest} is damaged: {found}")
-    assert message.endswith(f"move {newest} away, and the one before it, {tmp_path / 'step_00000001'}, is loaded")
-    newest.rename(tmp_path / "damaged")
-    assert run(ranks, load, CASE, tmp_path) == [(1, {1.0})] * 2
+def flip_a_bit(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 4]) + content[middle + 1 :]
 
 
-def test_the_only_checkpoint_is_damaged(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1])
-    truncate(tmp_path / "step_00000001")
-    message = the_only(run(ranks, load_error, CASE, tmp_path))
-    assert "it is the only one there; restore it from a copy, or start anew without --load" in message
+ANOTHERS, NO_STATE = "rank_00001.bin does not hold what was written (the checksum of ", "its random_state cannot be restored"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (
+        edit("rank_00000.bin", lambda content: content[: len(content) // 2]),
+        "rank_00000.bin has {half} bytes instead of {size}",
+    ),
+    "a file removed": (lambda checkpoint: (checkpoint / "rank_00001.bin").unlink(), "rank_00001.bin is missing"),
+    "a manifest cut": (edit("braid.json", lambda content: content[:100]), "braid.json cannot be used"),
+    "a bit flipped": (edit("rank_00001.bin", flip_a_bit), ANOTHERS),
+    "a shard of another step": (take_from_another_step("rank_00001.bin"), ANOTHERS),
+    "the index of another step": (take_from_another_step("tensors.json"), "tensors.json "),
+    "the manifest of another step": (
+        take_from_another_step("braid.json"),
+        "braid.json is of step 1, which the folder's name does not say",
+    ),
+    "no random state": (change_random_state(), NO_STATE),
+    "numbers that are no random state": (change_random_state(python=[3, [1], None]), NO_STATE),
+    "a text that is no random state": (change_random_state(python="import os"), NO_STATE),
+    "bytes that are no random state": (change_random_state(torch="AAAA"), NO_STATE),
+}
+"""What happens to a checkpoint, and what is said of it."""
 
 
-def flip_a_bit(checkpoint: Path) -> str:
-    file = checkpoint / "rank_00001.bin"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 4
-    file.write_bytes(content)
-    return "rank_00001.bin does not hold what was written (the checksum of "
-
-
-def take_a_shard_of_another_step(checkpoint: Path) -> str:
-    shutil.copy(checkpoint.parent / "step_00000001" / "rank_00001.bin", checkpoint)
-    return "rank_00001.bin does not hold what was written (the checksum of "
-
-
-def take_the_index_of_another_step(checkpoint: Path) -> str:
-    shutil.copy(checkpoint.parent / "step_00000001" / "tensors.json", checkpoint)
-    return "tensors.json "
-
-
-def take_the_manifest_of_another_step(checkpoint: Path) -> str:
-    shutil.copy(checkpoint.parent / "step_00000001" / "braid.json", checkpoint)
-    return "braid.json is of step 1, which the folder's name does not say"
-
-
-DAMAGES = [flip_a_bit, take_a_shard_of_another_step, take_the_index_of_another_step, take_the_manifest_of_another_step]
-
-
-def test_what_has_the_right_size_and_was_not_written_there(ranks: RankPool, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_names_the_file_and_the_one_before_it(ranks: RankPool, tmp_path: Path) -> None:
     run(ranks, save_steps, CASE, tmp_path, [1, 2])
     newest, copy = tmp_path / "step_00000002", tmp_path / "copy"
     shutil.copytree(newest, copy)
-    for damage in DAMAGES:
-        found = damage(newest)
+    size = (newest / "rank_00000.bin").stat().st_size
+    for name, (damage, found) in DAMAGES.items():
+        damage(newest)
         message = the_only(run(ranks, load_error, CASE, tmp_path))
-        assert message.startswith(f"{newest} is damaged: {found}")
-        assert message.endswith(f"and the one before it, {tmp_path / 'step_00000001'}, is loaded")
+        assert message.startswith(f"{newest} is damaged: {found.format(half=size // 2, size=size)}"), (name, message)
+        assert message.endswith(f"move {newest} away, and the one before it, {tmp_path / 'step_00000001'}, is loaded"), name
         shutil.rmtree(newest)
         shutil.copytree(copy, newest)
     assert run(ranks, load, CASE, tmp_path) == [(2, {2.0})] * 2
-
-
-@pytest.mark.parametrize("state", [{}, {"python": [3, [1], None]}, {"python": "import os"}, {"torch": "AAAA"}])
-def test_a_random_state_that_is_none(ranks: RankPool, tmp_path: Path, state: dict[str, Any]) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1])
-    path, manifest = read_newest(tmp_path)
-    write_manifest(path, replace(manifest, random_state={**manifest.random_state, **state} if state else {}))
-    assert f"{path} is damaged: its random_state cannot be restored" in the_only(run(ranks, load_error, CASE, tmp_path))
-
-
-def test_messages_do_not_pass_control_characters_on(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1])
-    path, manifest = read_newest(tmp_path)
-    write_manifest(path, replace(manifest, dtype="\x1b[2J\n"))
-    assert "it was trained with --dtype \\x1b[2J\\n, this run has float32" in the_only(run(ranks, load_error, CASE, tmp_path))
+    newest.rename(tmp_path / "damaged")
+    assert run(ranks, load, CASE, tmp_path) == [(1, {1.0})] * 2
+    DAMAGES["truncated"][0](tmp_path / "step_00000001")
+    message = the_only(run(ranks, load_error, CASE, tmp_path))
+    assert "it is the only one there; restore it from a copy, or start anew without --load" in message
 
 
 class Planted:
@@ -238,37 +217,42 @@ def test_an_older_checkpoint_loads_by_its_own_folder(ranks: RankPool, tmp_path: 
     assert run(ranks, load, CASE, tmp_path / "step_00000001") == [(1, {1.0})] * 2
 
 
-@pytest.mark.parametrize(
-    ("other", "words"),
-    [
-        (build_graph(hidden_size=32), "model.units.llm.hidden_size is 16 in the checkpoint and 32 in this run"),
-        (build_graph(tied=True), "model.units.llm.untie_embeddings_and_output_weights is True in the checkpoint and False"),
-        (replace(GRAPH, units=GRAPH.units[1:], edges=()), "model.units.vision is only in the checkpoint"),
-    ],
-)
-def test_another_model(ranks: RankPool, tmp_path: Path, other: Any, words: str) -> None:
+ANOTHER_MODEL = "pass the model file that it was trained with, or another folder to --load"
+ON_ONE_RANK = Plan({"llm": UnitPlan((Replica((Stage((0,), ((0, len(GRAPH.backbone.layers)),)),)),))})
+OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "width": (
+        {"graph": build_graph(hidden_size=32)},
+        ("model.units.llm.hidden_size is 16 in the checkpoint and 32 in this run", ANOTHER_MODEL),
+    ),
+    "tied embeddings": (
+        {"graph": build_graph(tied=True)},
+        ("model.units.llm.untie_embeddings_and_output_weights is True in the checkpoint and False", ANOTHER_MODEL),
+    ),
+    "units": (
+        {"graph": replace(GRAPH, units=GRAPH.units[1:], edges=()), "plan": ON_ONE_RANK},
+        ("model.units.vision is only in the checkpoint", ANOTHER_MODEL),
+    ),
+    "vocabulary": (
+        {"vocab_size": 40},
+        ("model.llm.layers.0.word_embeddings.weight has shape [36, 16] but this run needs [40, 16]",),
+    ),
+    "precision": (
+        {"dtype": torch.bfloat16},
+        ("it was trained with --dtype float32, this run has bfloat16", "--no-load-optim"),
+    ),
+}
+"""What a run has otherwise than the checkpoint, and what is said of it."""
+
+
+def test_a_checkpoint_of_another_run(ranks: RankPool, tmp_path: Path) -> None:
     run(ranks, save_steps, CASE, tmp_path, [1])
-    plan = CASE.plan if len(other.units) == 2 else Plan({"llm": llm_on_one_rank()})
-    message = the_only(run(ranks, load_error, TrainingCase(other, plan), tmp_path))
-    assert words in message
-    assert "pass the model file that it was trained with, or another folder to --load" in message
-
-
-def llm_on_one_rank() -> UnitPlan:
-    return UnitPlan((Replica((Stage((0,), ((0, len(GRAPH.backbone.layers)),)),)),))
-
-
-def test_another_vocabulary(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1])
-    message = the_only(run(ranks, load_error, replace(CASE, vocab_size=40), tmp_path))
-    assert "model.llm.layers.0.word_embeddings.weight has shape [36, 16] but this run needs [40, 16]" in message
-
-
-def test_another_precision(ranks: RankPool, tmp_path: Path) -> None:
-    run(ranks, save_steps, CASE, tmp_path, [1])
-    message = the_only(run(ranks, load_error, replace(CASE, dtype=torch.bfloat16), tmp_path))
-    assert "it was trained with --dtype float32, this run has bfloat16" in message
-    assert "--no-load-optim" in message
+    for name, (changes, words) in OTHERS.items():
+        message = the_only(run(ranks, load_error, replace(CASE, **changes), tmp_path))
+        assert all(each in message for each in words), (name, message)
+    path, manifest = read_newest(tmp_path)
+    write_manifest(path, replace(manifest, dtype="\x1b[2J\n"))
+    message = the_only(run(ranks, load_error, CASE, tmp_path))
+    assert "it was trained with --dtype \\x1b[2J\\n, this run has float32" in message, "control characters are not passed on"
 
 
 @pytest.mark.parametrize("case", [CASE, BACKGROUND], ids=["at once", "in the background"])

@@ -89,6 +89,7 @@ WRONG: dict[Callable[[Path, Path], None], str] = {
 }
 
 
+@pytest.mark.deep  # test_wrong_inputs.py and test_mutations.py spoil data of all forms
 @pytest.mark.parametrize("spoil", WRONG, ids=lambda spoil: spoil.__name__)
 def test_what_is_wrong_with_data_ends_every_rank(spoil: Callable[[Path, Path], None], tmp_path: Path) -> None:
     model, data = write_inputs(tmp_path, "llava")

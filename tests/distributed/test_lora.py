@@ -75,7 +75,8 @@ SPLIT = TrainingCase(TRAINED, build_plan(TRAINED, vision=(1, 1, 1), llm=(2, 1, 1
 SHARED = TrainingCase(TRAINED, build_plan(TRAINED, vision=(1, 1, 2), llm=(1, 1, 2), colocated=True), shards_weights=True)
 
 
-@pytest.mark.parametrize(("first", "second"), [(SPLIT, SHARED), (SHARED, SPLIT)])
+@pytest.mark.deep(when=lambda first: first is SHARED)
+@pytest.mark.parametrize(("first", "second"), [(SPLIT, SHARED), (SHARED, SPLIT)], ids=["split", "shared"])
 def test_adapters_alone_are_trained_and_go_on_under_another_plan(
     ranks: RankPool, tmp_path: Path, first: TrainingCase, second: TrainingCase
 ) -> None:

@@ -138,7 +138,8 @@ CHANGES: dict[str, tuple[TrainingCase, dict[str, Any]]] = {
 """What a case is trained with, instead, from the same start and from each other's checkpoints."""
 IN_OTHERS = (
     *("generator: pipelines to tensor parallel", "tied: pipelines to tensor parallel", "weights shared, context parallel"),
-    *("three replicas beside three stages", "eight ranks to one", "reduced by layer"),
+    *("three replicas beside three stages", "eight ranks to one", "experts to one rank", "reduced by layer"),
+    "weights shared, frozen encoder",
 )
 """Rows of which others show everything; that of reductions, beside `SAME` here, in test_reduce_by_layer.py."""
 
