@@ -96,8 +96,7 @@ def _light_outside(sizes: npt.NDArray[np.float64], own: slice) -> npt.ArrayLike:
 def _with_chunks(seconds: npt.NDArray[np.float64], is_llm: npt.NDArray[np.bool_], num_chunks: int) -> npt.NDArray[np.float64]:
     """Return the seconds of virtual stages: even parts of the LLM's; other units' seconds are all in the first chunk."""
     shares = np.where(is_llm, 1 / num_chunks, np.arange(num_chunks)[:, None] == 0)
-    chunks: npt.NDArray[np.float64] = np.concatenate([seconds * share[:, None] for share in shares], axis=1)
-    return chunks
+    return np.concatenate([seconds * share[:, None] for share in shares], axis=1)
 
 
 def _roles(work: BatchWork, plan: Plan) -> Iterator[tuple[Role, list[str], int]]:

@@ -100,8 +100,7 @@ def _on_busiest_rank(plan: Plan, unit: str, seconds: Floats) -> Floats:
     stages = [stage.stage_index for stage in plan.units[unit].replicas[0].virtual_stages]
     found = np.zeros((max(stages) + 1, seconds.shape[1]))
     np.add.at(found, stages, seconds)
-    busiest: Floats = found.max(axis=0)
-    return busiest
+    return found.max(axis=0)
 
 
 def _busiest(plan: Plan, unit: str, busy: Floats) -> Floats:
@@ -137,8 +136,7 @@ def _parts(totals: Floats, busy: Floats) -> Floats:
     """[num_owners, m] each pipeline's share of an LLM replica's total: up to one level for all with a share."""
     ascending = np.sort(busy, axis=1)
     levels = (totals[:, None] + np.cumsum(ascending, axis=1)) / np.arange(1, busy.shape[1] + 1)
-    parts: Floats = np.maximum(0.0, levels.min(axis=1, keepdims=True) - busy)
-    return parts
+    return np.maximum(0.0, levels.min(axis=1, keepdims=True) - busy)
 
 
 def _turns(owners: Integers, order: Integers, num_owners: int) -> Integers:

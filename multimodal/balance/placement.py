@@ -137,8 +137,7 @@ def turns_of(shares: tuple[int, ...]) -> Integers:
     """
     owners = np.repeat(np.arange(len(shares)), shares)
     numbers = np.arange(len(owners)) - np.repeat(row_starts(shares)[:-1], shares) + 1
-    turns: Integers = owners[np.lexsort((owners, numbers / np.array(shares)[owners]))]
-    return turns
+    return owners[np.lexsort((owners, numbers / np.array(shares)[owners]))]
 
 
 def follow_samples(

@@ -216,8 +216,7 @@ class UnitRoutes:
 
     def find(self, sources: Integers, targets: Integers, *, unit: str) -> Integers:
         """Return the routes between these microbatches, numbered in their units."""
-        found: Integers = np.searchsorted(self.keys, sources * self.num_targets + self.first_target[unit] + targets)
-        return found
+        return np.searchsorted(self.keys, sources * self.num_targets + self.first_target[unit] + targets)
 
 
 def _rows(load: UnitLoad, chosen: slice = slice(None)) -> list[UnitLoad]:

@@ -160,8 +160,7 @@ def _per_microbatch(value: Plain, num_microbatches: int) -> tuple[float, ...]:
 
 
 def _seconds(value: Plain) -> float:
-    seconds: float = value.read(float, minimum=0, maximum=1e9)
-    return seconds
+    return value.read(float, minimum=0, maximum=1e9)
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,7 @@ class StepMemory:
             for stage in range(plan.num_stages_of(replica)):
                 per_replica[stage, replica if plan.is_unlike else slice(None)] = self._cut_rows((unit, replica, stage))
         kept = per_replica[:, replicas] * np.atleast_1d(num_rows) * (2 * hidden_size * self.bytes_per_element)
-        found: Integers = np.round(kept).astype(np.int64)
-        return found
+        return np.round(kept).astype(np.int64)
 
     def _cut_rows(self, stage: StageKey) -> float:
         """Return the rows that a stage keeps per token if it runs in ranges of segments."""

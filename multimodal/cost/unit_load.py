@@ -114,8 +114,7 @@ def atom_numbers(unit: Unit, lengths: LengthArrays, placed: AtomColumns) -> Inte
         return samples
     items, stride = lengths.items_of(unit.name), lengths.index_of_item.max(initial=0) + 1
     keys = lengths.sample_of_item[items] * stride + lengths.index_of_item[items]
-    numbers: Integers = np.searchsorted(keys, samples * stride + placed.item_indices)
-    return numbers
+    return np.searchsorted(keys, samples * stride + placed.item_indices)
 
 
 def add_loads(loads: Iterable[UnitLoad]) -> UnitLoad:

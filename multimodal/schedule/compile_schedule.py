@@ -216,8 +216,7 @@ class _Nodes(NamedTuple):
 
 def _are_entries(schedule: Schedule) -> Bools:
     """Return which slots take their turn in a lane: all but receives, which only post, and work inside others."""
-    is_entry: Bools = (schedule.work.resources[schedule.pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
-    return is_entry
+    return (schedule.work.resources[schedule.pieces] != _RECEIVE) & (schedule.modes != SlotMode.INSIDE)
 
 
 def _number_nodes(schedule: Schedule, lane_order: Integers, inside: InsideSlots | None) -> _Nodes:
@@ -329,8 +328,7 @@ def connected_lanes(shape: StepShape) -> list[Integers]:
 def _first_seen(values: Integers) -> Integers:
     """Return the distinct values in the order in which they first occur."""
     different, first = np.unique(values, return_index=True)
-    in_order: Integers = different[np.argsort(first)]
-    return in_order
+    return different[np.argsort(first)]
 
 
 def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> Bytes:
@@ -342,8 +340,7 @@ def _fillers(schedule: Schedule, entries: Integers, node_of_piece: Integers) -> 
     num_lanes = np.bincount(node_of_piece[pieces[is_own]], minlength=len(node_of_piece))
     shares = np.zeros(schedule.num_lanes, bool)
     shares[lanes[is_own & (num_lanes[node_of_piece[pieces]] > 1)]] = True
-    fills: Bytes = ((schedule.modes[entries] == SlotMode.FILLS_WAIT) & ~shares[lanes]).astype(np.uint8)
-    return fills
+    return ((schedule.modes[entries] == SlotMode.FILLS_WAIT) & ~shares[lanes]).astype(np.uint8)
 
 
 def _computed_pieces(schedule: Schedule, nodes: _Nodes, inside: InsideSlots | None) -> ComputedPieces:

@@ -208,8 +208,7 @@ class _Filling:
         counterpart[self._pieces_of(source)] = self._pieces_of(target)
 
         def moved(pieces: Integers) -> Integers:
-            found: Integers = counterpart[pieces]  # -1 (no carrier) reads the last entry
-            return found
+            return counterpart[pieces]  # -1 (no carrier) reads the last entry
 
         return [lane._replace(pieces=moved(lane.pieces), carriers=moved(lane.carriers)) for lane in placed]
 

@@ -55,8 +55,7 @@ class InsideSlots:
     @cached_property
     def carriers(self) -> Integers:
         """The piece of work that carries each; the piece itself if there is no carrier, so that it never runs."""
-        found: Integers = np.where(self.carrier_slots < 0, self.pieces, self.schedule.pieces[self.carrier_slots])
-        return found
+        return np.where(self.carrier_slots < 0, self.pieces, self.schedule.pieces[self.carrier_slots])
 
     @cached_property
     def waits(self) -> Integers:
@@ -135,8 +134,7 @@ def time_carriers(
 
 
 def _row_sums(starts: Integers, values: Floats) -> Floats:
-    sums: Floats = np.bincount(row_numbers(starts), values, len(starts) - 1).astype(np.float64)
-    return sums
+    return np.bincount(row_numbers(starts), values, len(starts) - 1).astype(np.float64)
 
 
 def _before_in_group(groups: Integers, values: Floats) -> Floats:

@@ -75,8 +75,7 @@ def list_schedule(shape: StepShape, policy: Policy) -> Schedule:
 
 def forwards_first(work: StepWork) -> Integers:
     """Return the phases of a schedule whose lanes run all forwards before any backward, [num_computed]."""
-    phases: Integers = (work.kinds != _FORWARD).astype(np.int64)
-    return phases
+    return (work.kinds != _FORWARD).astype(np.int64)
 
 
 def split_units(shape: StepShape, units: Collection[str]) -> StepShape:
@@ -132,8 +131,7 @@ def _early_slots(schedule: Schedule, lanes: Integers, reductions: Integers) -> I
         ends_in[inside.slots] = inside.carrier_slots
     last[work.stage_lanes(work.computed_stages[schedule.pieces], schedule.lane_of_slot)] = ends_in
     own = last[work.stage_lanes(work.computed_stages[reductions], lanes)]
-    behind: Integers = np.maximum.accumulate(np.where(own < 0, schedule.lane_starts[lanes + 1] - 1, own))
-    return behind
+    return np.maximum.accumulate(np.where(own < 0, schedule.lane_starts[lanes + 1] - 1, own))
 
 
 def _with_reductions(schedule: Schedule, lanes: Integers, reductions: Integers, *, behind: Integers) -> Schedule:

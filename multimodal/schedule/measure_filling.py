@@ -76,8 +76,7 @@ def order_coarsely(schedule: Schedule) -> Schedule:
 
 def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> NDArray[np.bool_]:
     """Return which of these computations belong to the units."""
-    found: NDArray[np.bool_] = np.array([unit in units for unit, _, _ in work.stages], bool)[work.computed_stages[pieces]]
-    return found
+    return np.array([unit in units for unit, _, _ in work.stages], bool)[work.computed_stages[pieces]]
 
 
 @dataclass(frozen=True)

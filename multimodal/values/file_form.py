@@ -108,8 +108,7 @@ def line_of(path: str | Path, place: Sequence[str | int]) -> int | None:
 
 def _compose(path: Path, text: str) -> yaml.Node | None:
     """Compose the nodes of a YAML or JSON text, which know their lines; tabs are allowed in JSON though not in YAML."""
-    node: yaml.Node | None = yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=Document)
-    return node
+    return yaml.compose(text.replace("\t", " ") if path.suffix == ".json" else text, Loader=Document)
 
 
 def _describe(path: Path, text: str, problem: Exception) -> str:

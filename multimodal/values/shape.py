@@ -67,8 +67,7 @@ class StepShape:
         """Return the pairs of a source replica and a target replica that routes connect, each once."""
         counts = (self.counts[unit] for unit in (source, target))
         ends = (each.replica_of_microbatch[ends] for each, ends in zip(counts, self.routes.of_edge(source, target), strict=True))
-        pairs: list[list[int]] = np.unique(np.column_stack(tuple(ends)), axis=0).tolist()
-        return pairs
+        return np.unique(np.column_stack(tuple(ends)), axis=0).tolist()
 
     @cached_property
     def _need_of_layers(self) -> Callable[[str, range], BackwardNeed]:

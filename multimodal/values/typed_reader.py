@@ -112,8 +112,7 @@ class Plain:
         """Build a dataclass from the value, which is a mapping; given: fields whose values do not come from the mapping."""
         keys = _keys(kind, given)
         known, required = tuple(keys), [key for key, is_required in keys.items() if is_required]
-        built: T = _assemble(kind, self.mapping(known=known, required=required), given)
-        return built
+        return _assemble(kind, self.mapping(known=known, required=required), given)
 
 
 def check_fields(value: Any, *, at: Plain) -> None:

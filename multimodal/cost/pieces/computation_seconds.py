@@ -110,8 +110,7 @@ class ComputationSeconds:
         for stage, where in self.stages.alike(unit):
             has_backward[where] = self.loads.shape.backward_need(*stage).has_backward
         has_backward = has_backward[:, placed.replica_of_microbatch]
-        found: Floats = np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
-        return found
+        return np.where(has_backward, seconds[:, 0] + seconds[:, 1], seconds[:, 0])
 
     @memoized
     def of_unit(self, unit: str, *, of_subsets: bool) -> Floats:
@@ -200,8 +199,7 @@ class ComputationSeconds:
         placed = self.loads.assignment.placed[unit]
         slowest = np.zeros((*seconds.shape[:2], int(placed.counts.max(initial=0))))
         np.maximum.at(slowest.T, placed.index_in_replica, seconds.T)
-        late: Floats = slowest[:, :, placed.index_in_replica] - seconds
-        return late
+        return slowest[:, :, placed.index_in_replica] - seconds
 
     def _compute_together(self, unit: str, found: Floats, rows: UnitLoad | Sequence[ComputedLoad], *, of_subsets: bool) -> None:
         """Prolong, in place, computations in stages with experts to those of the slowest of the replicas that share the experts.

@@ -158,5 +158,4 @@ def _curve_from_plain(value: Plain) -> Curve:
 
 
 def _numbers(value: Plain) -> tuple[float, ...]:
-    numbers: tuple[float, ...] = value.read(tuple[float, ...], minimum=0, maximum=1e12)
-    return numbers
+    return value.read(tuple[float, ...], minimum=0, maximum=1e12)

@@ -77,13 +77,11 @@ def _phases(work: StepWork, *, routes: RouteEnds, num_rounds: int) -> Integers:
     numbers = work.pieces.numbers_in_unit + first[work.pieces.unit_of_stage[work.computed_stages]]
     numbers[work.microbatches < 0] = 0
     phases_of = [np.concatenate([of_unit[unit] for unit in graph.unit_names] + [[0]]) for of_unit in (forward, backward)]
-    found: Integers = np.where(work.kinds == _FORWARD, phases_of[0][numbers], phases_of[1][numbers]).astype(np.int64)
-    return found
+    return np.where(work.kinds == _FORWARD, phases_of[0][numbers], phases_of[1][numbers]).astype(np.int64)
 
 
 def _rising(phases: Integers, counted: MicrobatchCounts, *, is_reversed: bool = False) -> Integers:
     """Return the running maximum of the phases of each replica's microbatches; is_reversed: from the last to the first."""
     replicas = counted.replica_of_microbatch
     apart = (counted.num_replicas - replicas[::-1] if is_reversed else replicas) * (1 + 2 * int(np.abs(phases).max(initial=0)))
-    rising: Integers = np.maximum.accumulate(phases + apart) - apart
-    return rising
+    return np.maximum.accumulate(phases + apart) - apart

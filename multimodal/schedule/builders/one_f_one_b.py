@@ -163,5 +163,4 @@ def _spans(shape: StepShape, unit: str, depth: int) -> list[int]:
     ahead = np.minimum(np.arange(num_steps) + depth - 1, num_steps)
     num_started = np.maximum.accumulate(last_needed_at, axis=1)[:, ahead]
     num_done = np.cumsum(num_done_at, axis=1)[:, :num_steps] - num_done_at[:, :num_steps]
-    found: list[int] = (num_started - num_done).max(axis=1, initial=0).tolist()
-    return found
+    return (num_started - num_done).max(axis=1, initial=0).tolist()

@@ -78,5 +78,4 @@ def linked_groups(links: tuple[ArrayLike, ArrayLike], size: int, *, is_directed:
     from scipy.sparse.csgraph import connected_components
 
     entries = coo_matrix((np.ones(len(np.atleast_1d(links[0])), np.int8), links), shape=(size, size))
-    groups: Integers = connected_components(entries, connection="strong" if is_directed else "weak")[1].astype(np.int64)
-    return groups
+    return connected_components(entries, connection="strong" if is_directed else "weak")[1].astype(np.int64)

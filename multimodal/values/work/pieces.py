@@ -60,8 +60,7 @@ class UnitPieces:
     @cached_property
     def is_there(self) -> Bools:
         """[num_stages, num_microbatches] True where the microbatch's replica has the stage."""
-        found: Bools = np.arange(len(self.has_backward))[:, None] <= self.last_stages
-        return found
+        return np.arange(len(self.has_backward))[:, None] <= self.last_stages
 
     @cached_property
     def last_stages(self) -> Integers:
@@ -71,15 +70,13 @@ class UnitPieces:
     @cached_property
     def outputs(self) -> Integers:
         """[num_microbatches] the piece that completes the unit's output."""
-        found: Integers = self.last_forward[self.last_stages, np.arange(self.counted.num_microbatches)]
-        return found
+        return self.last_forward[self.last_stages, np.arange(self.counted.num_microbatches)]
 
     @cached_property
     def width(self) -> Integers:
         """[num_stages, num_microbatches] pieces of the backward of one subset or range of segments."""
         replicas = self.counted.replica_of_microbatch
-        widths: Integers = self.has_backward[:, replicas] * (1 + (self.is_split & self.trains[:, replicas]).astype(np.int64))
-        return widths
+        return self.has_backward[:, replicas] * (1 + (self.is_split & self.trains[:, replicas]).astype(np.int64))
 
     @cached_property
     def _of_backwards(self) -> Integers:
@@ -97,8 +94,7 @@ class UnitPieces:
         """[num_stages, num_replicas] pieces of forwards."""
         if self.is_cut:
             return self._of_replica(self.num_forwards * self.is_there)
-        found: Integers = self.counted.counts * (np.arange(len(self.has_backward))[:, None] < self.num_stages)
-        return found
+        return self.counted.counts * (np.arange(len(self.has_backward))[:, None] < self.num_stages)
 
     def _of_replica(self, sizes: Integers) -> Integers:
         """Add up [num_stages, num_microbatches] pieces: [num_stages, num_replicas]."""
@@ -121,8 +117,7 @@ class UnitPieces:
     def forward(self) -> Integers:
         """[num_stages, num_microbatches] the number of a forward's first piece; the others follow it."""
         before = self._before(self.num_forwards) if self.is_cut else self.counted.index_in_replica
-        found: Integers = self._first[:, self.counted.replica_of_microbatch] + before
-        return found
+        return self._first[:, self.counted.replica_of_microbatch] + before
 
     @cached_property
     def last_forward(self) -> Integers:
@@ -133,8 +128,7 @@ class UnitPieces:
     def backward(self) -> Integers:
         """[num_stages, num_microbatches] the number of the first piece of a backward, where there is one."""
         first = (self._first + self._forwards_of_replica)[:, self.counted.replica_of_microbatch]
-        found: Integers = first + self._before(self._of_backwards)
-        return found
+        return first + self._before(self._of_backwards)
 
     @cached_property
     def input_gradient(self) -> Integers:
@@ -145,8 +139,7 @@ class UnitPieces:
     def collective(self) -> Integers:
         """[num_stages, num_replicas] the number of the first collective, where there is one."""
         of_collectives = self.trains * (self.num_gathers + self.num_reductions)
-        found: Integers = self._first + self.sizes - of_collectives
-        return found
+        return self._first + self.sizes - of_collectives
 
     @property
     def num_pieces(self) -> int:
@@ -188,14 +181,12 @@ class Gradients:
     @property
     def is_first(self) -> Bools:
         """False for ranges of segments that run after another range of the same backward, True for all others."""
-        found: Bools = (self.num_ranges == 1) | (self.parts == 0)
-        return found
+        return (self.num_ranges == 1) | (self.parts == 0)
 
     @property
     def is_last(self) -> Bools:
         """False for ranges of segments that run before another range of the same backward, True for all others."""
-        found: Bools = (self.num_ranges == 1) | (self.parts == self.num_ranges - 1)
-        return found
+        return (self.num_ranges == 1) | (self.parts == self.num_ranges - 1)
 
     def where(self, chosen: Bools) -> "Gradients":
         """Return some of them."""
@@ -279,8 +270,7 @@ class Pieces:
     def numbers_in_unit(self) -> Integers:
         """[num_pieces] the number of each piece's microbatch within its unit; meaningless for collectives."""
         before = [np.tile(unit.counted.microbatch_starts[:-1], len(unit.sizes)) for unit in self.units.values()]
-        found: Integers = np.concatenate(before)[self.stages] + self.microbatches
-        return found
+        return np.concatenate(before)[self.stages] + self.microbatches
 
     def find(self, unit: str, *, kinds: Integers, replicas: Integers, stages: Integers, microbatches: Integers) -> Integers:
         """Return the pieces of whole microbatches, in the given order; -1 where there is none."""
@@ -292,8 +282,7 @@ class Pieces:
         is_whole = (grid.num_subsets[numbers] == 0) & (grid.num_backwards[stages, numbers] == 1)
         is_there = np.where(is_forward, grid.num_forwards[stages, numbers] == 1, (widths > 0) & is_whole & is_half)
         pieces = np.where(is_forward, grid.forward[stages, numbers], grid.backward[stages, numbers] + is_weight)
-        found: Integers = np.where(is_there, pieces, -1)
-        return found
+        return np.where(is_there, pieces, -1)
 
     @cached_property
     def stage_keys(self) -> tuple[StageKey, ...]:

@@ -103,8 +103,7 @@ class StepWork:
     def first_lanes(self) -> Integers:
         """[num_stages] the first lane of each stage; meaningless for stages that a replica does not have."""
         starts, lanes = self.lane_rows
-        found: Integers = np.append(lanes, 0)[starts[:-1]]
-        return found
+        return np.append(lanes, 0)[starts[:-1]]
 
     @cached_property
     def is_in_one_lane(self) -> bool:
@@ -118,8 +117,7 @@ class StepWork:
             return stages
         keys = row_numbers(starts) * (int(of_stages.max()) + 1) + of_stages
         by_key = np.argsort(keys)
-        found: Integers = by_key[np.searchsorted(keys[by_key], stages * (int(of_stages.max()) + 1) + lanes)]
-        return found
+        return by_key[np.searchsorted(keys[by_key], stages * (int(of_stages.max()) + 1) + lanes)]
 
     @cached_property
     def places(self) -> Integers:
