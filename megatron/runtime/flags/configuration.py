@@ -463,7 +463,8 @@ class LoggingConfig:
     use_pytorch_profiler: bool = False
     """--profile: by torch's profiler, into --report-dir as profile_rank_N.json, for chrome://tracing or Perfetto."""
     wandb_project: str | None = field(default=None, metadata={"metavar": "NAME"})
-    """Project of Weights & Biases that gets the numbers of every step; needs the package wandb."""
+    """Project of Weights & Biases that gets the numbers of every step, those of a run that is resumed from --save in the same run
+    there; needs the package wandb."""
     wandb_exp_name: str | None = field(default=None, metadata={"metavar": "NAME"})
     """--wandb-project: name of the run there."""
     wandb_entity: str | None = field(default=None, metadata={"metavar": "NAME"})

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -115,14 +117,24 @@ class ConsoleReporter(Reporter):
     """Reports to the terminal and to the files that the flags name."""
 
     def __init__(
-        self, logging: LoggingConfig, *, train_iters: int, first_step: int, run_config: Mapping[str, Any] | None = None
+        self,
+        logging: LoggingConfig,
+        *,
+        train_iters: int,
+        first_step: int,
+        run_config: Mapping[str, Any] | None = None,
+        save_folder: Path | None = None,
     ) -> None:
-        """first_step: steps that were done before this run, 0 for a new one; run_config: shown in Weights & Biases.
+        """Open all places.
+
+        first_step: steps that were done before this run, 0 for a new one; run_config: shown in Weights & Biases; save_folder: of
+        the checkpoints, where the name of the run in Weights & Biases is kept, so that a resumed run goes on in it.
 
         Raises ConfigError if a file cannot be written.
         """
         self._logging, self._train_iters = logging, train_iters
         self._console = Console()
+        self._warned_of: set[str] = set()
         check_places(logging)
         self._json_log = JsonLog(logging.log_json, keep_until=first_step) if logging.log_json else None
         self._page = RunPage(run_config or {})
@@ -143,8 +155,13 @@ class ConsoleReporter(Reporter):
 
             names = {"project": logging.wandb_project, "name": logging.wandb_exp_name, "entity": logging.wandb_entity}
             folder = None if logging.wandb_save_dir is None else str(logging.wandb_save_dir)
+            kept = None if save_folder is None else save_folder / "wandb_id"
+            if kept is not None and first_step and kept.is_file():
+                names |= {"id": kept.read_text().strip(), "resume": "allow"}
             self._wandb = wandb.init(**names, dir=folder, config=dict(run_config or {}))
-        self._warned_of: set[str] = set()
+            if kept is not None:
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                self._write(f"--save {save_folder}", partial(kept.write_text, self._wandb.id))
         self._balance = BalanceMean()
         self._bar: Progress | None = None
         if logging.progress_bar and self._console.is_terminal:
@@ -289,7 +306,7 @@ class ConsoleReporter(Reporter):
             with suppress(OSError):
                 tensorboard.close()
 
-    def _write(self, place: str, write: Callable[[], None]) -> bool:
+    def _write(self, place: str, write: Callable[[], object]) -> bool:
         """Write, if that must not end training when it fails; returns True on success, and warns of each place once."""
         try:
             write()

@@ -263,7 +263,13 @@ def build_reporter(run: Run, *, done_steps: int) -> Reporter:
         return Reporter()
     settings = {name: str(value) for group in GROUPS for name, value in vars(getattr(run.config, group)).items()}
     train_iters = run.config.training.train_iters
-    return ConsoleReporter(run.config.logging, train_iters=train_iters, first_step=done_steps, run_config=settings)
+    return ConsoleReporter(
+        run.config.logging,
+        train_iters=train_iters,
+        first_step=done_steps,
+        run_config=settings,
+        save_folder=run.config.checkpoint.save,
+    )
 
 
 def _is_multiple(number: int, interval: int | None) -> bool:

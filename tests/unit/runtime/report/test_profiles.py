@@ -119,3 +119,18 @@ def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyP
     assert started == {"project": "braid", "name": "first", "entity": None, "dir": "there", "config": {"lr": "0.1"}}
     assert step == 1 and numbers["train/loss"] == STEP.loss and numbers["train/tflops_per_device"] == 12.5
     assert finished == "finish"
+
+
+def test_a_resumed_run_goes_on_in_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A new one in the same folder does not."""
+    seen: list[tuple[str | None, str | None]] = []
+
+    def init(**given: Any) -> Any:
+        seen.append((given.get("id"), given.get("resume")))
+        return SimpleNamespace(id=f"run{len(seen)}", log=lambda *_, **__: None, finish=lambda: None)
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    for first_step in (0, 2, 0):
+        logging = LoggingConfig(wandb_project="braid")
+        ConsoleReporter(logging, train_iters=4, first_step=first_step, save_folder=tmp_path / "saved").close()
+    assert seen == [(None, None), ("run1", "allow"), (None, None)]
