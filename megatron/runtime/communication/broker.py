@@ -103,6 +103,10 @@ class MessageKey(NamedTuple):
     covers: Coverage = None
     """The sample subset whose gradient it is, between stages of one unit; None: the whole microbatch."""
 
+    def answered(self, covers: Coverage = None) -> "MessageKey":
+        """Return the message that brings the gradient of what this one brought."""
+        return MessageKey("backward", self.target, self.source, covers)
+
 
 @dataclass(frozen=True)
 class Link:

@@ -64,7 +64,7 @@ class Executor(RankResources):
             num_correct += sum(found)
             for sample_id, flag in zip(step.target_samples[place], found, strict=True):
                 flags[sample_id] = flags[sample_id] and flag
-        group = self._groups[self.graph.backbone.name].cp
+        group = self.groups[self.graph.backbone.name].cp
         if flags and group.size() > 1:  # a sample is correct if it is on all ranks that share it; the first of them reports it
             whole = torch.tensor(list(flags.values()), dtype=torch.uint8, device=self.device)
             dist.all_reduce(whole, op=dist.ReduceOp.MIN, group=group)
@@ -75,7 +75,7 @@ class Executor(RankResources):
         loss_sums = {
             unit: float(torch.stack(found).double().sum())
             for unit, found in running.loss_sums.items()
-            if self._groups[unit].tp.rank() == 0
+            if self.groups[unit].tp.rank() == 0
         }
         backbone = self.graph.backbone.name
         num_correct, correct_samples = self._count_correct(running) if backbone in loss_sums else (0, {})

@@ -104,17 +104,14 @@ class LaneRun(ABC):
 
     def post_receive(self, action: Action) -> None:
         """Start a receive action; the consumer of the message waits for it."""
-        assert action.peer is not None
-        key = MessageKey(_DIRECTION_OF_RECEIVE[action.kind], action.peer, action.place, action.covers)
+        key = _message_of(action)
         size_bytes = self.broker.post_receive(key, self.link(key))
         self.store.put(("posted", key), size_bytes, size_bytes=0)
         self.store.grow(size_bytes)
 
     def send(self, action: Action) -> None:
         """Run a send action."""
-        assert action.peer is not None
-        direction = "forward" if action.kind is ActionKind.SEND_FORWARD else "backward"
-        key = MessageKey(direction, action.place, action.peer, action.covers)
+        key = _message_of(action)
         with self.clock.span(action):
             self.broker.send(key, self.link(key), self.store.take(key))
 
@@ -175,4 +172,10 @@ HANDLERS: Mapping[ActionKind, Callable[[LaneRun, Action], None]] = {
 }
 """The handler of every kind of action."""
 
-_DIRECTION_OF_RECEIVE = {ActionKind.RECEIVE_FORWARD: "forward", ActionKind.RECEIVE_BACKWARD: "backward"}
+
+def _message_of(action: Action) -> MessageKey:
+    """Return the message of which an action is one end."""
+    assert action.peer is not None
+    direction = "forward" if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD) else "backward"
+    is_sent = ACTION_TABLE[action.kind].resource is Resource.SEND
+    return MessageKey(direction, *((action.place, action.peer) if is_sent else (action.peer, action.place)), action.covers)

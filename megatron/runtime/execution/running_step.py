@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megatron.runtime.execution.activation_store import SavedTensors, size_of
 from megatron.runtime.execution.segment_pass import SegmentPass
-from megatron.runtime.execution.step_messages import RankResources, Received, StepMessages
+from megatron.runtime.execution.step_messages import Inputs, RankResources, StepMessages
 from megatron.runtime.step.step import Step
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput, stack_items
@@ -30,13 +30,12 @@ class OpenSubset:
     """The edge of the output into the graph, without the tensor, so that it can be freed; None as above."""
     output_shape: torch.Size | None
     """None if the stage hands nothing on."""
-    hidden: Tensor | None
-    items: Received
+    inputs: Inputs
     queue: WeightGradientQueue | None
     """The queue to which the backward defers weight gradients; None if it is not split."""
 
 
-OpenSegments = tuple[SegmentPass, Received]
+OpenSegments = tuple[SegmentPass, Inputs]
 """A microbatch that is passing through a stage in ranges of segments."""
 
 
@@ -63,20 +62,19 @@ class RunningStep(StepMessages):
             self._forward_segments(action)
             return
         need = self._need(action)
-        has_backward = need.has_backward
-        hidden, items, batches = self._collect(action)
-        hiddens: list[Tensor | None] = [hidden] * len(batches)
-        if hidden is not None and len(batches) > 1:  # sample subsets have separate graphs, and so leaves of their own
+        inputs, batches = self._collect(action)
+        of_subsets = [inputs] * len(batches)
+        if None in inputs and len(batches) > 1:  # sample subsets have separate graphs, and so leaves of their own
             sizes = [self.stage(action.place).num_rows(batch.num_tokens) for batch in batches]
-            hiddens = [rows.detach() for rows in hidden.split(sizes)]
-        with self.clock.span(action), self._filling_waits(action), torch.set_grad_enabled(has_backward):
+            of_subsets = [{None: rows.detach()} for rows in inputs[None].split(sizes)]
+        with self.clock.span(action), self._filling_waits(action), torch.set_grad_enabled(need.has_backward):
             outputs = []
-            for subset, batch, rows in zip(self.step.cuts.subsets(action.microbatch_place), batches, hiddens, strict=True):
-                if rows is not None:
-                    rows.requires_grad_(has_backward and need.sends_gradient)
-                outputs.append(self._run_subset(action._replace(covers=subset), batch, rows, items))
+            for subset, batch, own in zip(self.step.cuts.subsets(action.microbatch_place), batches, of_subsets, strict=True):
+                if None in own:
+                    own[None].requires_grad_(need.has_backward and need.sends_gradient)
+                outputs.append(self._run_subset(action._replace(covers=subset), batch, own))
             if all(output is not None for output in outputs):
-                self.publish_outputs(action, [output for output in outputs if output is not None])
+                self.publish_outputs(action.place, [output for output in outputs if output is not None])
 
     def backward(self, action: Action) -> None:
         """Compute gradients from a stage's loss and output gradient to its input, including weight gradients."""
@@ -123,7 +121,7 @@ class RunningStep(StepMessages):
             self._start_collective_behind(running)
             is_last = covered.end == running.num_segments
             if is_last and (output := running.take_output()) is not None:
-                self.publish_outputs(action, [output])
+                self.publish_outputs(action.place, [output])
         if not is_last or running.has_backward:
             self.store.put(("open", action.place, -1), opened, size_bytes=running.size_bytes)
 
@@ -131,7 +129,7 @@ class RunningStep(StepMessages):
         """Run the backward of a range of segments; the first one to run collects the gradient, the last one hands it back."""
         covered, whole = self._segments_of(action), action._replace(covers=None)
         opened: OpenSegments = self.store.take(("open", action.place, -1))
-        running, items = opened
+        running, inputs = opened
         if covered.end == running.num_segments:
             shape = running.output_shape
             running.start_backward(None if shape is None else self.collect_output_gradient(whole, shape))
@@ -139,7 +137,7 @@ class RunningStep(StepMessages):
             running.backward(covered.first)
             self._start_collective_behind(running)
         if covered.first == 0:
-            self.publish_input_gradients(whole, running.hidden, items)
+            self.publish_input_gradients(whole, inputs)
         else:
             self.store.put(("open", action.place, -1), opened, size_bytes=running.size_bytes)
 
@@ -157,22 +155,21 @@ class RunningStep(StepMessages):
 
     def _open_segments(self, action: Action) -> OpenSegments:
         need, cut, stage = self._need(action), self.step.cuts.segments[action.place], self.stage(action.place)
-        has_backward = need.has_backward
-        hidden, items, (batch,) = self._collect(action)
-        if hidden is not None:
-            hidden.requires_grad_(has_backward and need.sends_gradient)
-        with torch.set_grad_enabled(has_backward):
-            embeddings = stack_items(tensor for _, tensor in items)
+        inputs, (batch,) = self._collect(action)
+        if None in inputs:
+            inputs[None].requires_grad_(need.has_backward and need.sends_gradient)
+        with torch.set_grad_enabled(need.has_backward):
+            embeddings = stack_items(tensor for route, tensor in inputs.items() if route is not None)
         running = SegmentPass(
             stage,
             stage.prepare(batch, embeddings),
             bounds=(*cut.forward, *cut.backward),
-            hidden=hidden,
+            hidden=inputs.get(None),
             close=lambda output: self._close(action, output),
-            has_backward=has_backward,
+            has_backward=need.has_backward,
             parameter_storages=self.executor.parameter_storages if self.executor.device.type == "cpu" else None,
         )
-        return running, items
+        return running, inputs
 
     def _close(self, action: Action, output: Tensor | HeadOutput) -> tuple[Tensor | None, Tensor | None]:
         """Return the loss of a stage's output, as a share of the global loss, and the tensor that is handed on."""
@@ -185,14 +182,15 @@ class RunningStep(StepMessages):
         count = self.step.loss_divisor if is_backbone else self.step.num_generated_values[action.unit]
         return output.loss_sum / count, output.conditions
 
-    def _collect(self, action: Action) -> tuple[Tensor | None, Received, tuple[PackedInput, ...]]:
-        """Take all inputs of a forward: hidden states, upstream outputs, and the inputs of its sample subsets."""
-        hidden, items = self.collect_inputs(action)
+    def _collect(self, action: Action) -> tuple[Inputs, tuple[PackedInput, ...]]:
+        """Take all inputs of a forward: hidden states, upstream outputs, and the data of its sample subsets."""
+        inputs = self.collect_inputs(action.place)
         self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
         has_backward = self._need(action).has_backward
-        for route, tensor in items:
-            tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
-        return hidden, items, self.inputs.of(action.microbatch_place)
+        for route, tensor in inputs.items():
+            if route is not None:
+                tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
+        return inputs, self.inputs.of(action.microbatch_place)
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
         """Let work inside a computation run in its waits for tensor parallel collectives."""
@@ -208,10 +206,10 @@ class RunningStep(StepMessages):
         sharded = self.executor.sharded.get((action.unit, action.stage))
         return nullcontext() if sharded is None else sharded.collectives(action.kind)
 
-    def _run_subset(self, action: Action, batch: PackedInput, hidden: Tensor | None, items: Received) -> Tensor | None:
+    def _run_subset(self, action: Action, batch: PackedInput, inputs: Inputs) -> Tensor | None:
         """Run one sample subset; returns the tensor that the stage hands on, or None if it only has a loss."""
         has_backward = self._need(action).has_backward
-        embeddings = stack_items(tensor for _, tensor in items)
+        hidden, embeddings = inputs.get(None), stack_items(tensor for route, tensor in inputs.items() if route is not None)
         counts_memory = has_backward and self.executor.device.type == "cpu"
         saved = SavedTensors(self.executor.parameter_storages) if counts_memory else None
         is_deferred = action.place in self.step.cuts.split or self.stage(action.place).delays_weight_gradients
@@ -220,16 +218,15 @@ class RunningStep(StepMessages):
             output = self.stage(action.place)(hidden, batch, embeddings)
             loss, given = self._close(action, output)
         if has_backward:
-            for tensor in (hidden, *(tensor for _, tensor in items if action.subset <= 0)):
-                if saved is not None and tensor is not None:
+            for route, tensor in inputs.items():
+                if saved is not None and (route is None or action.subset <= 0):
                     saved.add(tensor)
             size_bytes = saved.size_bytes if saved is not None else size_of(hidden)
             opened = OpenSubset(
                 loss=loss if loss is not None and loss.requires_grad else None,
                 output=get_gradient_edge(given) if given is not None and given.requires_grad else None,
                 output_shape=None if given is None else given.shape,
-                hidden=hidden,
-                items=items,
+                inputs=inputs,
                 queue=queue,
             )
             self.store.put(("open", action.place, action.subset), opened, size_bytes=size_bytes)
@@ -243,8 +240,8 @@ class RunningStep(StepMessages):
             if roots:
                 torch.autograd.backward(*zip(*roots, strict=True))  # type: ignore[arg-type]
             # Without an item for a first stage with adapters, no gradient passes the first adapter.
-            is_short = opened.hidden is None and not opened.items and self.step.graph.unit(action.unit).lora is not None
+            is_short = not opened.inputs and self.step.graph.unit(action.unit).lora is not None
             if not self.is_filling and (not roots or is_short):
                 self.fill_waits_left()
-        self.publish_input_gradients(action, opened.hidden, opened.items)
+        self.publish_input_gradients(action, opened.inputs)
         return opened.queue

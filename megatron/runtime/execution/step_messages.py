@@ -3,11 +3,10 @@
 Activations go forward and gradients go back, wherever the other end runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from numpy.typing import NDArray
 from torch import Tensor
@@ -22,12 +21,12 @@ from megatron.runtime.gradients.sharded_unit import ShardedUnit
 from megatron.runtime.step.step import Step
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.action import Action, Coverage, Place, SampleSubset
-from multimodal.values.assignment import MicrobatchPlace, Route
+from multimodal.values.assignment import Route
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan
+from multimodal.values.plan import Plan, VirtualStage
 
-Received = tuple[tuple[Route, Tensor], ...]
-"""Tensors that other units hand to a microbatch, by route."""
+Inputs = Mapping[Route | None, Tensor]
+"""What a forward takes: in a unit's first stage tensors of other units, by route; else, under None, the stage's hidden states."""
 _FAR_APART = 2**40
 """More than the number of rows of a sample subset."""
 
@@ -51,7 +50,7 @@ class RankResources:
         gradients: Mapping[str, UnitGradients | ShardedUnit],
     ) -> None:
         self.graph, self.plan, self.rank, self.stages, self.device = graph, plan, rank, stages, device
-        self.broker, self.gradients, self.lane = broker, gradients, plan.lane_of_rank[rank]
+        self.broker, self.gradients, self.groups, self.lane = broker, gradients, groups, plan.lane_of_rank[rank]
         self.sharded = {
             (name, index): stage
             for name, unit in gradients.items()
@@ -63,25 +62,10 @@ class RankResources:
         self.parameter_storages = frozenset(
             storage_identity(parameter) for stage in stages.values() for parameter in stage.parameters()
         )
-        self._groups = groups
-
-    def ranks_of(self, place: Place) -> tuple[int, ...]:
-        """Ranks of a virtual stage."""
-        return self.plan.virtual_stage(place.unit, place.replica, place.stage).ranks
 
     def any_stage(self, unit: str) -> UnitStage:
         """Return any stage of this rank in a unit (they share their configuration)."""
         return next(stage for (name, _), stage in self.stages.items() if name == unit)
-
-    def tensor_parallel_group(self, unit: str) -> dist.ProcessGroup:
-        """This rank's tensor parallel group in a unit."""
-        group: dist.ProcessGroup = self._groups[unit].tp
-        return group
-
-    def context_parallel_rank(self, unit: str) -> int:
-        """The index of this rank's share of the tokens in a unit."""
-        rank: int = self._groups[unit].cp.rank()
-        return rank
 
 
 class StepMessages(LaneRun):
@@ -98,88 +82,85 @@ class StepMessages(LaneRun):
 
     def complete(self, key: MessageKey) -> Tensor:
         """Return the tensor that a message brought to this rank and its tensor parallel peers."""
-        return self.broker.complete(key, self.executor.tensor_parallel_group(key.target.unit))
+        return self.broker.complete(key, self.executor.groups[key.target.unit].tp)
 
     def link(self, key: MessageKey) -> Link:
         """Return the ranks and the shape of a message."""
         upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
-        ranks = self.executor.ranks_of(key.source), self.executor.ranks_of(key.target)
-        if upstream.unit == downstream.unit and len(ranks[0]) != len(ranks[1]):
-            return self._resized_link(key, *ranks)
+        source_ranks, target_ranks = (self._virtual_stage(each).ranks for each in (key.source, key.target))
+        width = self._width_behind(upstream)
+        if upstream.unit == downstream.unit and len(source_ranks) != len(target_ranks):
+            return self._resized_link(key, width=width)
         if upstream.unit == downstream.unit:
-            shape = self._hidden_shape(downstream, key.covers, width=self._width_behind(upstream))
-            return Link(*ranks, shape, is_replicated=False)
+            shape = self._hidden_shape(downstream, key.covers, width=width)
+            return Link(source_ranks, target_ranks, shape, is_replicated=False)
         source, target = upstream.microbatch_place, downstream.microbatch_place
         (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
-        width = self._width_behind(upstream)
         rows = self.inputs.row_shares(route)
         rows = rows.reversed if rows is not None and key.direction == "backward" else rows
-        return Link(*ranks, (self.step.num_rows_of_route(route), width), is_replicated=True, rows=rows)
+        return Link(source_ranks, target_ranks, (self.step.num_rows_of_route(route), width), is_replicated=True, rows=rows)
 
-    def collect_inputs(self, action: Action) -> tuple[Tensor | None, Received]:
-        """Take the inputs of a forward: the hidden states of the stage before, or in a unit's first stage upstream outputs."""
-        place = action.place
-        if action.stage > 0:
-            return self.collect(MessageKey("forward", place._replace(stage=action.stage - 1), place)), ()
-        routes = self.step.routes.to_target.get(place.microbatch_place, ())
-        return None, tuple(
-            (route, self.collect(MessageKey("forward", self._last_place(route.source), place))) for route in routes
-        )
+    def inputs_of(self, place: Place) -> Sequence[tuple[Route | None, MessageKey]]:
+        """Return the messages that a forward takes: those of its routes or, under None, that of the stage before."""
+        if place.stage > 0:
+            return [(None, MessageKey("forward", place._replace(stage=place.stage - 1), place))]
+        keys = []
+        for route in self.step.routes.to_target.get(place.microbatch_place, ()):
+            source = route.source
+            last = self.executor.plan.units[source.unit].num_stages_of(source.replica) - 1
+            keys.append((route, MessageKey("forward", Place(source.unit, source.replica, last, source.microbatch), place)))
+        return keys
 
-    def publish_outputs(self, action: Action, outputs: list[Tensor]) -> None:
-        """Hand on a forward's outputs (one per sample subset): all to the next stage, or to each consumer its rows."""
-        place = action.place
+    def outputs_of(self, place: Place) -> Sequence[tuple[Route | None, MessageKey]]:
+        """Return the messages that a forward gives: to the consumers of its routes or, under None, to the next stage."""
         if not self.stage(place).is_last:
-            whole = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-            self.publish(MessageKey("forward", place, place._replace(stage=action.stage + 1)), whole)
-            return
-        for route in self.step.routes.from_source.get(place.microbatch_place, ()):
-            output = outputs[self.step.part_of(route)]
-            rows = output.index_select(0, self.inputs.output_rows(route))
-            self.publish(MessageKey("forward", place, _first_place(route.target)), rows)
+            return [(None, MessageKey("forward", place, place._replace(stage=place.stage + 1)))]
+        routes = self.step.routes.from_source.get(place.microbatch_place, ())
+        ends = ((route, route.target) for route in routes)
+        return [(route, MessageKey("forward", place, Place(end.unit, end.replica, 0, end.microbatch))) for route, end in ends]
+
+    def collect_inputs(self, place: Place) -> Inputs:
+        """Take the inputs of a forward."""
+        return {route: self.collect(key) for route, key in self.inputs_of(place)}
+
+    def publish_outputs(self, place: Place, outputs: Sequence[Tensor]) -> None:
+        """Hand on a forward's outputs (one per sample subset): all to the next stage, or to each consumer its rows."""
+        for route, key in self.outputs_of(place):
+            if route is None:
+                self.publish(key, outputs[0] if len(outputs) == 1 else torch.cat(list(outputs)))
+            else:
+                self.publish(key, outputs[self.step.part_of(route)].index_select(0, self.inputs.output_rows(route)))
 
     def collect_output_gradient(self, action: Action, shape: torch.Size) -> Tensor:
         """Take the gradient of a forward's output (of one sample subset: `action.subset`)."""
-        place = action.place
-        if not self.stage(place).is_last:
-            return self.collect(MessageKey("backward", place._replace(stage=action.stage + 1), place, action.covers))
         gradient: Tensor | None = None
-        for route in self.step.routes.from_source.get(place.microbatch_place, ()):
-            if action.subset not in (-1, self.step.part_of(route)):
-                continue
-            found = self.collect(MessageKey("backward", _first_place(route.target), place))
-            gradient = found.new_zeros(shape) if gradient is None else gradient
-            gradient.index_add_(0, self.inputs.output_rows(route), found)
-        assert gradient is not None, f"{place} feeds nobody"
+        for route, key in self.outputs_of(action.place):
+            if route is None:
+                return self.collect(key.answered(action.covers))
+            if action.subset in (-1, self.step.part_of(route)):
+                found = self.collect(key.answered())
+                gradient = found.new_zeros(shape) if gradient is None else gradient
+                gradient.index_add_(0, self.inputs.output_rows(route), found)
+        assert gradient is not None, f"{action.place} feeds nobody"
         return gradient
 
-    def publish_input_gradients(self, action: Action, hidden: Tensor | None, items: Received) -> None:
+    def publish_input_gradients(self, action: Action, inputs: Inputs) -> None:
         """Hand back the gradients of a forward's inputs."""
-        if hidden is not None and hidden.requires_grad:
-            before = action.place._replace(stage=action.stage - 1)
-            self.publish(MessageKey("backward", action.place, before, action.covers), _gradient_of(hidden))
-        for route, tensor in items:
-            if tensor.requires_grad:
-                self.publish(MessageKey("backward", action.place, self._last_place(route.source)), _gradient_of(tensor))
+        for route, key in self.inputs_of(action.place):
+            if (tensor := inputs[route]).requires_grad:
+                self.publish(key.answered(action.covers if route is None else None), _gradient_of(tensor))
 
-    def _last_place(self, source: MicrobatchPlace) -> Place:
-        """Return the place of a microbatch in its unit's last stage."""
-        last = self.executor.plan.units[source.unit].num_stages_of(source.replica) - 1
-        return Place(source.unit, source.replica, last, source.microbatch)
-
-    def _resized_link(self, key: MessageKey, source_ranks: tuple[int, ...], target_ranks: tuple[int, ...]) -> Link:
+    def _resized_link(self, key: MessageKey, *, width: int) -> Link:
         """Return the link of hidden states between stages of different tensor parallel sizes, for one context parallel rank.
 
         Under sequence parallelism each rank has its own rows, and stages pad to different numbers: rows that one end lacks are
         zero.
         """
-        unit, context_rank = key.source.unit, self.executor.context_parallel_rank(key.source.unit)
-        plan = self.executor.plan.units[unit]
-        source, target = (
-            plan.tensor_parallel_groups(plan.replicas[each.replica].virtual_stages[each.stage])[context_rank]
-            for each in (key.source, key.target)
+        unit = key.source.unit
+        groups = (
+            self.executor.plan.units[unit].tensor_parallel_groups(self._virtual_stage(each)) for each in (key.source, key.target)
         )
-        width = self._width_behind(min(key.source, key.target, key=lambda place: place.stage))
+        source, target = (of_stage[self._context_rank(unit)] for of_stage in groups)
         if not self.executor.any_stage(unit).options.sequence_parallel:
             rows = self._hidden_shape(key.source, key.covers, width=width)[0]
             return Link(source, target, (rows, 1, width), is_replicated=True)
@@ -187,9 +168,17 @@ class StepMessages(LaneRun):
         shares = RowShares(given=given, taken=taken)
         return Link(source, target, (sum(map(len, given)), 1, width), is_replicated=True, rows=shares)
 
+    def _virtual_stage(self, place: Place) -> VirtualStage:
+        return self.executor.plan.virtual_stage(place.unit, place.replica, place.stage)
+
+    def _context_rank(self, unit: str) -> int:
+        """Return the index of this rank's share of the tokens in a unit."""
+        rank: int = self.executor.groups[unit].cp.rank()
+        return rank
+
     def _rows_by_rank(self, place: Place, covers: Coverage, *, size: int) -> tuple[NDArray[np.int64], ...]:
         """Return the rows of each tensor parallel rank of a stage of this size; sample subsets have distant row numbers."""
-        rank, context = self.executor.context_parallel_rank(place.unit), self.executor.any_stage(place.unit).context.input_context
+        rank, context = self._context_rank(place.unit), self.executor.any_stage(place.unit).context.input_context
         num_tokens = self.step.placement.num_tokens(place.microbatch_place, rank=rank)
         of_subsets = [
             (index, context._replace(tensor_parallel_size=size).num_padded_rows(count) // size)
@@ -203,20 +192,15 @@ class StepMessages(LaneRun):
 
     def _width_behind(self, place: Place) -> int:
         """Return the channels of a virtual stage's output."""
-        layers = self.executor.plan.virtual_stage(place.unit, place.replica, place.stage).layers
-        return self.step.graph.width_behind(place.unit, layers.stop - 1)
+        return self.step.graph.width_behind(place.unit, self._virtual_stage(place).layers.stop - 1)
 
     def _hidden_shape(self, place: Place, covers: Coverage, *, width: int) -> tuple[int, ...]:
         """Return the shape of hidden states of this rank's tokens, of one sample subset or all."""
-        rank = self.executor.context_parallel_rank(place.unit)
+        rank = self._context_rank(place.unit)
         num_tokens = self.step.placement.num_tokens(place.microbatch_place, rank=rank)
         num_rows = map(self.executor.any_stage(place.unit).num_rows, num_tokens)
         rows = sum(num for index, num in enumerate(num_rows) if covers in (None, SampleSubset(index)))
         return rows, 1, width
-
-
-def _first_place(target: MicrobatchPlace) -> Place:
-    return Place(target.unit, target.replica, 0, target.microbatch)
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:

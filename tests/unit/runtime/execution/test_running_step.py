@@ -31,7 +31,7 @@ def running_step(log: list[Any]) -> RunningStep:
     executor: Any = SimpleNamespace(
         broker=FakeBroker(log),
         clock=StepClock(lane=0),
-        tensor_parallel_group=lambda unit: SimpleNamespace(size=lambda: 1),
+        groups={"llm": SimpleNamespace(tp=None)},
         device=torch.device("cpu"),
         rank=1,
     )
