@@ -83,24 +83,6 @@ def test_a_model_gives_the_costs(lengths, capsys):
     assert "replicas max/mean" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"replicas": "vision=4,llm=4"}, "--replicas names vision, llm; give a number for each of vision, audio, llm"),
-        ({"replicas": "vision=0"}, "expected a positive integer, found '0'"),
-        ({"units": "llm,llm"}, "expected different names"),
-        ({"unit-costs": "llm=cubic"}, "'cubic' is no cost"),
-        ({"unit-costs": "llm=padded:-1"}, "quadratic weight -1.0"),
-        ({"lengths": "nowhere.csv"}, "nowhere.csv: no such file"),
-        ({"balance": "magic"}, "invalid choice: 'magic'"),
-    ],
-)
-def test_wrong_input_is_one_line(lengths, capsys, changes, message):
-    assert main(base(lengths, **changes)) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
 def test_encoders_that_encoders_feed_are_balanced_and_move_no_data(tmp_path, lengths, capsys):
     shape = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
     units = {

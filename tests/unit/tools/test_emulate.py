@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.errors import ConfigError
 from tests.sanity.repository import ROOT
-from tools.emulate import build_run, main
+from tools.emulate import build_run
 
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 MODEL = {"units": {"llm": {"role": "backbone", **SHAPE}}}
@@ -34,15 +33,3 @@ def test_computations_wait_as_long_as_the_profile_says(model_flags: list[str]) -
     assert run.schedule.shape.plan.num_ranks == 2
     seconds = run.costs.compute(Action(ActionKind.BACKWARD, "llm", 0, 0, 0)).seconds
     assert seconds == pytest.approx(1.25, rel=0.01)  # one transformer layer, and word embeddings
-
-
-def test_a_table_and_a_model_exclude_each_other(model_flags: list[str], capsys: pytest.CaptureFixture) -> None:
-    assert main([*model_flags, "--costs", "costs.yaml"]) == 2
-    assert "--model would be ignored beside --costs" in capsys.readouterr().err
-
-
-def test_what_is_missing_is_named(model_flags: list[str], capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(ConfigError, match="--cluster is missing"):
-        build_run(model_flags[:2], "1f1b", "", num_iterations=1)
-    assert main(["--schedule", "1f1b"]) == 2
-    assert "is missing; give --model, --cluster and --plan, or --costs alone" in capsys.readouterr().err

@@ -140,25 +140,6 @@ def test_what_nobody_sets_is_named(tmp_path: Path) -> None:
     assert read_command([str(script)]).unset == ("argument 1", "LOAD_NAME")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["none.sh"], "no such file; give the script"),
-        (["--", "--train-iters", "4"], "--num-layers and --hidden-size are not there"),
-        (["--", *GPT.split(), "--hybrid-layer-pattern", "M*"], "Braid has no state space layers"),
-        (["--", *GPT.split(), "--num-layers", "many"], "--decoder-num-layers many: expected a number"),
-        (["--", "run_text_generation.py", "--num-layers", "4"], "answers, and does not train"),
-        (
-            ["--", *VLM.split(), "--vision-model-type", "x", "--language-model-type", "y"],
-            "no such model here; known are llama3_8b",
-        ),
-    ],
-)
-def test_what_cannot_be_converted(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
-    assert main(words) == 2
-    assert message in capsys.readouterr().err
-
-
 def test_a_script_that_starts_much_and_kills_is_read(tmp_path: Path) -> None:
     script = tmp_path / "train.sh"
     script.write_text(

@@ -22,19 +22,3 @@ def test_the_first_samples_of_a_run_are_written_and_read_back(tmp_path: Path, ca
         sample.items and 0 < sample.num_target_tokens < sample.num_text_tokens for sample in samples
     )
     assert gzip.decompress(table.read_bytes()).decode("utf-8-sig").splitlines()[0] == "items,text_tokens,target_tokens"
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--config", str(DIGITS / "config.yaml")], "lengths.py: ConfigError: the following arguments are required: --output"),
-        (["--output", "x.csv"], "lengths.py: ConfigError: missing --model"),
-        (
-            ["--output", "/nowhere/x.csv", "--config", str(DIGITS / "config.yaml")],
-            "lengths.py: DataError: /nowhere/x.csv: cannot",
-        ),
-    ],
-)
-def test_what_is_wrong_is_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(flags) == 2
-    assert message in capsys.readouterr().err

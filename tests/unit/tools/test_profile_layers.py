@@ -119,17 +119,3 @@ def test_points_pass_through_what_was_measured(model: str, tmp_path: Path, capsy
     points = json.loads(output.read_text())["units"]["llm"]["transformer"][0]["forward"]
     assert points["tokens"] == [8, 16, 32]
     assert [curve.at(size, size**2) for size in points["tokens"]] == pytest.approx(points["seconds"])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--unit", "ear"], "ModelError: the model has no unit 'ear'"),
-        (["--sizes", "8,16"], "ConfigError: --sizes 8,16: a quadratic needs at least three sizes"),
-        (["--tp", "3"], "ConfigError: --tp 3 does not divide unit 'vision'"),
-        (["--repetitions", "0"], "argument --repetitions: expected a positive integer, found '0'"),
-    ],
-)
-def test_wrong_flags_are_refused(model: str, tmp_path: Path, capsys: pytest.CaptureFixture, flags: list, message: str) -> None:
-    assert main(["--model", model, "--output", str(tmp_path / "costs.yaml"), *flags]) == 2
-    assert message in capsys.readouterr().err

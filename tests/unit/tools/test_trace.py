@@ -57,17 +57,3 @@ def test_diff_reads_timelines_and_traces(files, tmp_path, capsys):
         "first_seconds": 1.0,
         "second_seconds": 1.5,
     }
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [(None, "no such file"), ("{}", "is no timeline"), ("[1]", "is no timeline"), ("nonsense", "is no timeline")],
-)
-def test_other_files_are_refused_with_one_line(files, tmp_path, capsys, text, message):
-    other = tmp_path / "other.json"
-    if text is not None:
-        other.write_text(text)
-    assert main(["diff", files[0], str(other)]) == 2
-    shown = capsys.readouterr().err
-    assert message in shown
-    assert shown.count("\n") == 1

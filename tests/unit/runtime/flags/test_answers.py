@@ -12,7 +12,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from megatron.runtime.flags.unit_flags import shown_flag
 from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import BraidError
 from tests.sanity.repository import ROOT
+from tests.unit.plan.planners.templates.test_plan_nodes import GRAPH, ONE_NODE
 from tests.unit.runtime.flags.conftest import BACKBONE, BASE, ENCODER, UNITS, write_hugging_face
 
 GOLDEN = ROOT / "tests" / "golden" / "flags.txt"
@@ -55,6 +56,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "language": BACKBONE,
     },
     "language with scaled positions": {"language": {**BACKBONE, "rotary_dynamic_scaling": [2.0, 64]}},
+    "chain of 3 + 4 layers": GRAPH.to_dict()["units"],
     "digits": yaml.safe_load((ROOT / "examples" / "digits" / "model.yaml").read_text())["units"],
 }
 MACHINES = {
@@ -72,6 +74,9 @@ _OF_BASE = {"model", "data_path", "lr", "train_iters", "global_batch_size"}
 def answers(text: str) -> Iterator[str]:
     """Yield the lines of the golden text, with the answers that are given now, in an empty working folder."""
     write_hugging_face(Path("hf"))
+    ONE_NODE.to_file("templates.yaml")
+    replace(ONE_NODE, recompute_granularity="full").to_file("recomputing.yaml")
+    Path("plan.yaml").write_text("units: {}\n")
     for line in text.splitlines():
         if line.startswith("== "):
             model, world_size, machine = re.findall("== (.*): (.*) processes, (.*)", line)[0]

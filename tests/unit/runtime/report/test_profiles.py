@@ -13,14 +13,12 @@ import pytest
 import torch
 
 from megatron.runtime.execution.step_clock import StepClock
-from megatron.runtime.flags import device_rules
 from megatron.runtime.flags.arguments import parse_arguments
 from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.report.reporting import ConsoleReporter
 from megatron.runtime.report.step_profile import StepProfile
 from megatron.runtime.report.stragglers import Stragglers
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.errors import ConfigError
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.unit.runtime.report.test_reporting import BALANCE, STEP
 
@@ -76,23 +74,6 @@ def test_nsight_is_told_when_to_start_and_stop(monkeypatch: pytest.MonkeyPatch) 
     logging = LoggingConfig(profile=True, profile_step_start=2, profile_step_end=3)
     assert run_steps(StepProfile(logging, rank=0, name_actions=naming(clock)), clock, 4) == [False, True, False, False]
     assert calls == ["start", "stop"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--profile", "there is no CUDA device; add --use-pytorch-profiler"),
-        ("--profile --use-pytorch-profiler", "--use-pytorch-profiler has no place to write to; add --report-dir DIR"),
-        ("--profile --profile-step-start 12", "--profile-step-start 12 is not before --profile-step-end 12"),
-        ("--profile-ranks 0", "--profile-ranks would be ignored: nothing is profiled"),
-        ("--wandb-project p", "the package wandb is not installed"),
-        ("--wandb-exp-name p", "--wandb-exp-name would be ignored: Weights & Biases gets nothing"),
-    ],
-)
-def test_what_could_not_be_done_is_refused(monkeypatch: pytest.MonkeyPatch, flags: str, message: str) -> None:
-    monkeypatch.setattr(device_rules, "_has_cuda", lambda: False)
-    with pytest.raises(ConfigError, match=message):
-        parse(flags)
 
 
 def test_stragglers_are_compared_with_ranks_that_hold_the_same_layers() -> None:
