@@ -16,10 +16,12 @@ from megatron.runtime.state.handover import hold_state, take_over
 from megatron.runtime.state.held_tensors import HeldTensor, average_key, model_tensors, optimizer_tensors
 from megatron.runtime.training.trainer import Trainer, build_scheduler
 from multimodal.values.errors import CheckpointError, PlanError
+from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.training_case import (
     AVERAGE_DECAY,
+    EXPERTS,
     RankParameters,
     Training,
     TrainingCase,
@@ -39,11 +41,23 @@ COLOCATED = {"vision": (2, 1, 3), "llm": (1, 3, 2), "colocated": True}
 UNLIKE = build_unlike_plan()
 DRAWING_WIDE = {"vision": (1, 1, 2), "llm": (2, 1, 1), "painter": (1, 1, 2)}
 DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 3, 1), "painter": (2, 1, 1)}
-CHANGES = {
+SHARING = "experts: of two replicas, of stages, of four, of one, of two that are cut"
+EXPERT_SIZES = [
+    {"vision": vision, "llm": llm, "experts": experts}
+    for vision, llm, experts in (
+        ((1, 1, 2), (1, 1, 4), 2),
+        ((2, 1, 1), (1, 2, 2), 2),
+        ((1, 1, 2), (1, 1, 4), 4),
+        ((1, 1, 2), (1, 1, 4), 1),
+        ((1, 1, 2), (2, 1, 2), 2),
+    )
+]
+CHANGES: dict[str, tuple[ModelGraph, tuple[dict[str, Any] | Plan, ...]]] = {
     "tied: there and back over a pipeline": (TIED, (WIDE, DEEP, WIDE)),
     "tied: context parallel, shared ranks, own ranks": (TIED, (SPREAD, COLOCATED, DEEP)),
     "tied: replicas that differ, and back": (TIED, (WIDE, UNLIKE, DEEP)),
     "with a generator": (DRAWING, (DRAWING_WIDE, DRAWING_DEEP, DRAWING_WIDE)),
+    SHARING: (EXPERTS, tuple(EXPERT_SIZES)),
 }
 STEPS_A_PLAN = 2
 SETTINGS = OptimizerSettings(lr=0.01, lr_warmup_iters=5, weight_decay=0.1, clip_grad=1.0)
@@ -62,7 +76,7 @@ class Report:
     parameters: RankParameters
 
 
-def plans_of(graph: Any, sizes: tuple[dict[str, Any] | Plan, ...]) -> list[Plan]:
+def plans_of(graph: ModelGraph, sizes: tuple[dict[str, Any] | Plan, ...]) -> list[Plan]:
     return [each if isinstance(each, Plan) else build_plan(graph, **each) for each in sizes]
 
 
@@ -84,7 +98,9 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
 
 
 @pytest.mark.deep(
-    when=lambda name, dtype, shards_weights: dtype == torch.float32 or (name.endswith("over a pipeline") and not shards_weights)
+    when=lambda name, dtype, shards_weights: (
+        (dtype == torch.float32) != (name == SHARING) or (name.endswith("over a pipeline") and not shards_weights)
+    )
 )
 @pytest.mark.parametrize(
     ("name", "dtype", "shards_weights"),
@@ -92,6 +108,7 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
         *((name, torch.float64, False) for name in CHANGES),
         ("tied: there and back over a pipeline", torch.float64, True),
         ("tied: replicas that differ, and back", torch.float32, False),
+        (SHARING, torch.float32, False),
     ],
     ids=str,
 )
@@ -108,6 +125,8 @@ def test_training_goes_on_as_if_nothing_had_happened(
     tolerance = 1e-9 if dtype == torch.float64 else 2e-5
     assert np.allclose(found[0].losses, expected.losses, rtol=tolerance, atol=0)
     assert np.allclose(found[0].norms, expected.norms, rtol=10 * tolerance, atol=0)
+    assert np.allclose(found[0].balances, expected.balances, rtol=tolerance, atol=0)
+    assert (min(expected.balances) > 0.9) == (name == SHARING)
     whole = join_parameters(plans[-1], [report.parameters for report in found])
     for key, values in join_parameters(reference.plan, [expected.parameters]).items():
         assert np.allclose(whole[key], values, rtol=tolerance, atol=1e-9 if dtype == torch.float64 else 1e-4), key

@@ -318,6 +318,7 @@ def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list
     assert losses(entries)[2] < losses(entries)[0]
 
 
+@pytest.mark.deep  # replicas of templates are resumed by one process
 def test_resuming_under_another_plan_changes_next_to_nothing(
     tmp_path: Path, whole_run: list[dict[str, Any]], stopped_run: Path
 ) -> None:

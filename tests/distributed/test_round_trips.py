@@ -15,10 +15,11 @@ from multimodal.cost.step_memory import default_zero_stage
 from multimodal.plan.checkpoint_size import checkpoint_size
 from multimodal.schedule.passes.gather_parameters import gather_parameters
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
-from multimodal.values.model_graph import Experts, ModelGraph
+from multimodal.values.model_graph import ModelGraph
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_state_copies import ALIKE, CUT
 from tests.distributed.training_case import (
+    EXPERTS,
     RankReport,
     TrainingCase,
     build_graph,
@@ -27,13 +28,11 @@ from tests.distributed.training_case import (
     resume,
     run,
     train_and_save,
-    with_experts,
 )
 
 GRAPH, TIED, DRAWING = build_graph(), build_graph(tied=True), build_graph(with_generator=True)
 EDGES = build_graph(with_generator=True, with_edges=True)
 FROZEN, PROJECTOR = build_graph(tied=True, frozen=("vision",)), build_graph(frozen=("vision", "llm"))
-EXPERTS = with_experts(TIED, Experts(4, ffn_hidden_size=12, aux_loss_coeff=0.1))
 ONE_RANK = {"vision": (1, 1, 1), "llm": (1, 1, 1), "colocated": True}
 WIDE = {"vision": (2, 1, 1), "llm": (2, 1, 3)}
 DEEP = {"vision": (1, 2, 1), "llm": (1, 3, 2)}

@@ -95,11 +95,14 @@ def build_graph(
     return ModelGraph((vision, second, joint, llm, painter), (*inner, ("joint", "llm"), ("llm", "painter"), ("joint", "painter")))
 
 
-def with_experts(graph: ModelGraph, experts: Experts) -> ModelGraph:
-    """The same with experts in the LLM."""
-    llm = graph.backbone
+def _with_experts(graph: ModelGraph) -> ModelGraph:
+    experts, llm = Experts(4, ffn_hidden_size=12, aux_loss_coeff=0.1), graph.backbone
     shared = replace(llm, transformer=replace(llm.transformer, experts=experts))
     return replace(graph, units=tuple(shared if unit is llm else unit for unit in graph.units))
+
+
+EXPERTS = _with_experts(build_graph(tied=True))
+"""An LLM with experts behind an encoder."""
 
 
 def build_unlike_plan() -> Plan:
