@@ -21,46 +21,37 @@ class RecordedEnding(Ending):
         self.problems.append(problem)
 
 
-@pytest.fixture
-def ending() -> RecordedEnding:
-    """Of a process that goes on."""
-    return RecordedEnding()
-
-
-def test_sigterm_before_training_ends_at_once(ending: RecordedEnding) -> None:
-    StopRequests(ending).take(signal.SIGTERM)
-    assert [(str(problem), problem.exit_code) for problem in ending.problems] == [("ended by SIGTERM before training", 143)]
-
-
-def test_sigterm_while_training_asks_to_stop(ending: RecordedEnding) -> None:
+@pytest.mark.parametrize(
+    ("is_training", "signals", "ends", "reason"),
+    [
+        (False, {0: signal.SIGTERM}, ("ended by SIGTERM before training", 143), StopReason.NONE),
+        (True, {}, None, StopReason.NONE),
+        (True, {0: signal.SIGTERM, 1: signal.SIGTERM}, None, StopReason.SIGTERM),  # the same, from srun and from torchrun
+        (True, {0: signal.SIGTERM, 60: signal.SIGTERM}, ("ended by SIGTERM while training", 143), StopReason.SIGTERM),
+        (True, {0: signal.SIGINT}, ("ended by SIGINT while training", 130), StopReason.NONE),
+    ],
+)
+def test_what_signals_end_and_what_they_ask_for(
+    is_training: bool,
+    signals: dict[int, signal.Signals],
+    ends: tuple[str, int] | None,
+    reason: StopReason,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """signals: by the second in which they come; ends: what ends the process at once, and its exit code."""
+    ending, now = RecordedEnding(), time.monotonic()
     requests = StopRequests(ending)
-    requests.begin_training()
-    assert requests.reason(exit_duration_minutes=None) is StopReason.NONE
-    requests.take(signal.SIGTERM)
-    requests.take(signal.SIGTERM)  # the same, from srun and from torchrun
-    assert requests.reason(exit_duration_minutes=None) is StopReason.SIGTERM
-    assert not ending.problems
+    if is_training:
+        requests.begin_training()
+    for second, number in signals.items():
+        monkeypatch.setattr(time, "monotonic", lambda second=second: now + second)
+        requests.take(number)
+    assert [(str(problem), problem.exit_code) for problem in ending.problems] == ([ends] if ends else [])
+    assert requests.reason(exit_duration_minutes=None) is reason
 
 
-def test_a_later_sigterm_ends_at_once(ending: RecordedEnding, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = StopRequests(ending)
-    requests.begin_training()
-    requests.take(signal.SIGTERM)
-    now = time.monotonic()
-    monkeypatch.setattr(time, "monotonic", lambda: now + 60.0)
-    requests.take(signal.SIGTERM)
-    assert [problem.exit_code for problem in ending.problems] == [143]
-
-
-def test_ctrl_c_always_ends_at_once(ending: RecordedEnding) -> None:
-    requests = StopRequests(ending)
-    requests.begin_training()
-    requests.take(signal.SIGINT)
-    assert [(str(problem), problem.exit_code) for problem in ending.problems] == [("ended by SIGINT while training", 130)]
-
-
-def test_a_time_limit_is_reached(ending: RecordedEnding, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests, now = StopRequests(ending), time.monotonic()
+def test_a_time_limit_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, now = StopRequests(RecordedEnding()), time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now + 119.0)
     assert requests.reason(exit_duration_minutes=2) is StopReason.NONE
     monkeypatch.setattr(time, "monotonic", lambda: now + 121.0)

@@ -236,47 +236,26 @@ def forge(run: Run) -> None:
     Ledger(run.store, b"a stranger's guess").tell("finished", exit_code=0)
 
 
-def say_nothing_sensible(run: Run) -> None:
-    index = run.store.add("recovery/events", 1) - 1
-    run.store.set(f"recovery/event/{index}", b"\xff{no JSON")
+def write_event(run: Run, content: bytes) -> None:
+    run.store.set(f"recovery/event/{run.store.add('recovery/events', 1) - 1}", content)
 
 
-def tell_an_old_event_again(run: Run) -> None:
-    """Repeat that node 1 has started, which would mean that its ranks so far are lost."""
-    index = run.store.add("recovery/events", 1) - 1
-    run.store.set(f"recovery/event/{index}", run.store.get("recovery/event/1"))
+DISTURBANCES: dict[str, Callable[[Run], object]] = {
+    "a stranger's end of the run": forge,
+    "nothing sensible": lambda run: write_event(run, b"\xff{no JSON"),
+    "node 1 starts, once more": lambda run: write_event(run, run.store.get("recovery/event/1")),
+    "something written where the next event belongs": lambda run: run.store.set(
+        f"recovery/event/{run.store.add('recovery/events', 0)}", "finished"
+    ),
+    "a number that is taken by a rank that dies then": lambda run: run.store.add("recovery/events", 1),
+    "a stranger's failure": lambda run: run.store.set("recovery/flag/failed", "0"),
+    "a death that lacks its incarnation": lambda run: run.ledger.tell("died", node=0),
+    "something unknown": lambda run: run.ledger.tell("frobnicated"),
+}
 
 
-def write_ahead(run: Run) -> None:
-    """Write where the next event belongs."""
-    run.store.set(f"recovery/event/{run.store.add('recovery/events', 0)}", "finished")
-
-
-def take_a_number(run: Run) -> None:
-    """Take an event's number and write nothing, as a rank does that dies in between."""
-    run.store.add("recovery/events", 1)
-
-
-def fail(run: Run) -> None:
-    run.store.set("recovery/flag/failed", "0")
-
-
-def tell_of_no_node(run: Run) -> None:
-    run.ledger.tell("died", node=0)
-
-
-def tell_something_unknown(run: Run) -> None:
-    run.ledger.tell("frobnicated")
-
-
-@pytest.mark.parametrize(
-    "disturb",
-    [
-        *(forge, say_nothing_sensible, tell_an_old_event_again, write_ahead, take_a_number, fail),
-        *(tell_of_no_node, tell_something_unknown),
-    ],
-)
-def test_only_events_of_the_run_count(run: Run, disturb: Callable[[Run], None], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("disturb", DISTURBANCES.values(), ids=DISTURBANCES)
+def test_only_events_of_the_run_count(run: Run, disturb: Callable[[Run], object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ledger, "_LATE_SECONDS", 0.0)
     run.die(0)
     disturb(run)

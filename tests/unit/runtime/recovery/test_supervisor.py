@@ -5,13 +5,16 @@ import socket
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from megatron.runtime.launch.shared_token import read_token
 from megatron.runtime.recovery import ledger, supervisor
 from megatron.runtime.recovery.ledger import Ledger, keep
 from megatron.runtime.recovery.supervisor import Supervisor, main, read_flags
+from multimodal.values.errors import ConfigError
 from tools.launch import free_port
 
 TOKEN = "known to all of the run"
@@ -118,6 +121,16 @@ def test_a_supervisor_alone_makes_a_token_of_its_own(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("BRAID_ELASTIC_TOKEN")
     found = [read_flags(["--keeps-store", "--nodes", "2", "program.py"])[0].secret for _ in range(2)]
     assert found[0] != found[1] and min(map(len, found)) >= 32
+
+
+def test_a_token_in_a_file_is_read_without_space_and_has_no_zeros(tmp_path: Path) -> None:
+    path, secret = tmp_path / "token", b"0123456789abcdef"
+    for content in (secret + b"\n", secret):
+        path.write_bytes(content)
+        assert read_token(path, flag="--token") == secret
+    path.write_bytes(secret + b"\0" + secret)
+    with pytest.raises(ConfigError, match="^--token .*token: the token has 33 bytes, expected at least 16, none zero; make one"):
+        read_token(path, flag="--token")
 
 
 def test_a_store_that_nobody_keeps_is_one_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

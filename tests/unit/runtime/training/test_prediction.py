@@ -1,13 +1,15 @@
-"""What predicted steps are told of a run."""
+"""What predicted steps are told of a run, and the warnings that a run has of its predictions."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import yaml
 
 from megatron.runtime.flags.arguments import parse_arguments
-from megatron.runtime.training.prediction import build_predictor, describe_better_pair
+from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.training.prediction import build_predictor, describe_better_pair, describe_small_batch
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.run_options import RunOptions
 from multimodal.plan.colocated import plan_colocated
@@ -18,14 +20,21 @@ from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
 
 WIDE = {"num_layers": 2, "hidden_size": 256, "num_attention_heads": 4, "ffn_hidden_size": 1024}
-SHAPE = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
+SHAPE = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128}
+IMAGE = {"patch_size": 14, "merge_size": 2}
+
+
+def read_run(folder: Path, line: str, shape: Mapping[str, int], *, units: int, world_size: int) -> tuple[RunConfig, ModelGraph]:
+    """Parse a run of an LLM alone, or behind an encoder of images."""
+    both = {"vision": {"role": "encoder", **shape, "image": IMAGE}, "llm": {"role": "backbone", **shape}}
+    (folder / "model.yaml").write_text(yaml.safe_dump({"units": dict([*both.items()][-units:])}, sort_keys=False))
+    flags = f"--model {folder}/model.yaml --data-path digits --lr 1e-3 --train-iters 1 {line}"
+    config = parse_arguments(flags.split(), environ={"WORLD_SIZE": str(world_size)})
+    return config, ModelGraph.from_file(config.model.model)
 
 
 def options_of(tmp_path: Path, line: str) -> RunOptions:
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": {"llm": {"role": "backbone", **SHAPE}}}))
-    flags = f"--model {tmp_path}/model.yaml --data-path digits --lr 1e-3 --train-iters 1 --global-batch-size 2 {line}"
-    config = parse_arguments(flags.split(), environ={"WORLD_SIZE": "2"})
-    graph = ModelGraph.from_file(config.model.model)
+    config, graph = read_run(tmp_path, f"--global-batch-size 2 {line}", SHAPE, units=1, world_size=2)
     plan = plan_disaggregated(graph, sizes=config.parallelism.units, world_size=2)
     return build_predictor(config, ScheduleCache(graph, plan, BUILDERS["1f1b"]), vocab_size=128).options
 
@@ -48,14 +57,7 @@ def test_what_replicas_share(tmp_path: Path, line: str, zero_stage: int) -> None
 
 def warning_of(tmp_path: Path, line: str) -> str | None:
     """Return what is said of a batch in which every other sample has a large image, on two ranks that units share."""
-    units = {
-        "vision": {"role": "encoder", **WIDE, "image": {"patch_size": 14, "merge_size": 2}},
-        "llm": {"role": "backbone", **WIDE},
-    }
-    (tmp_path / "model.yaml").write_text(yaml.safe_dump({"units": units}, sort_keys=False))
-    flags = f"--model {tmp_path}/model.yaml --data-path digits --lr 1e-3 --train-iters 1 --global-batch-size 8 {line}"
-    config = parse_arguments([*flags.split(), "--colocate-units"], environ={"WORLD_SIZE": "2"})
-    graph = ModelGraph.from_file(config.model.model)
+    config, graph = read_run(tmp_path, f"--global-batch-size 8 --colocate-units {line}", WIDE, units=2, world_size=2)
     plan = plan_colocated(graph, sizes=config.parallelism.units, world_size=2)
     schedules = ScheduleCache(graph, plan, BUILDERS[config.training.schedule])
     options = BalanceOptions(vocab_size=128, predictor=build_predictor(config, schedules, vocab_size=128))
@@ -74,3 +76,39 @@ def test_a_pair_that_is_clearly_worse_is_named_with_both_figures(tmp_path: Path)
     assert figures and float(figures[1]) > 1.2 * float(figures[2])
     assert warning_of(tmp_path, "--balance whole-sample") is None
     assert warning_of(tmp_path, "--balance auto") is None
+
+
+class Samples:
+    """Every eighth sample has a large image, or all have the same."""
+
+    def __init__(self, *, is_skewed: bool) -> None:
+        self.is_skewed = is_skewed
+
+    def __len__(self) -> int:
+        return 64
+
+    def lengths(self, index: int) -> SampleLengths:
+        has_image = not self.is_skewed or index % 8 == 0
+        return SampleLengths(index, (ItemLengths("vision", 4096, 1024),) if has_image else (), 700, 700)
+
+
+def warning_of_size(tmp_path: Path, line: str, *, is_skewed: bool = True) -> str | None:
+    """Return what is said of global batches whose proportions of work are not stable."""
+    config, graph = read_run(tmp_path, f"--vision-dp 4 {line}", SHAPE, units=2, world_size=8)
+    plan = plan_disaggregated(graph, sizes=config.parallelism.units, world_size=8)
+    return describe_small_batch(config, Samples(is_skewed=is_skewed), graph=graph, plan=plan)  # type: ignore[arg-type]
+
+
+def test_a_batch_below_b_min_is_named_with_the_number(tmp_path: Path) -> None:
+    found = warning_of_size(tmp_path, "--llm-pp 4 --global-batch-size 8") or ""
+    assert found.startswith("warning: the units' shares of the work differ from one global batch of 8 samples")
+    number = int(found.partition("it takes ")[2].split()[0])
+    assert number > 8
+    assert warning_of_size(tmp_path, f"--llm-pp 4 --global-batch-size {number}") is None
+
+
+def test_nothing_is_said_where_there_is_nothing_to_choose(tmp_path: Path) -> None:
+    """All samples alike; one rank for each unit of a replica; lengths that only decoding tells."""
+    assert warning_of_size(tmp_path, "--llm-pp 4 --global-batch-size 8", is_skewed=False) is None
+    assert warning_of_size(tmp_path, "--llm-dp 4 --global-batch-size 8") is None
+    assert warning_of_size(tmp_path, "--llm-pp 4 --global-batch-size 8 --lengths-from decode") is None
