@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 from megatron.runtime import platform
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape, build_pipeline_schedule
-from megatron.runtime.drop_in.pipeline_step import LoopInputs, PipelineMessages, PipelineStep
+from megatron.runtime.drop_in.pipeline_step import LoopInputs, PipelineStep
 from multimodal.plan.communicators import Partners, Track
 from multimodal.values.errors import ConfigError
 
@@ -74,7 +74,7 @@ class ForwardBackward:
         _check_call(shape, num_iterators=len(iterators), adjusts_shapes=adjust_tensor_shapes_fn is not None)
         check_options(config, num_stages=shape.num_stages, num_chunks=shape.num_chunks)
         schedule = build_pipeline_schedule(self._schedule, shape=shape)
-        receive_shape, send_shape = _message_shapes(
+        message_shapes = _message_shapes(
             adjust_tensor_shapes_fn,
             seq_length=seq_length,
             micro_batch_size=micro_batch_size,
@@ -85,9 +85,9 @@ class ForwardBackward:
         )
         ranks = tuple(dist.get_process_group_ranks(groups.pp))
         channel = self._open_channel(ranks) if shape.num_stages > 1 else None
-        messages = PipelineMessages(channel, ranks, receive_shape, send_shape, config.pipeline_dtype)
         inputs = LoopInputs(forward_step_func, chunks, iterators, config, collect_non_loss_data, first_val_step, groups.cp.size())
-        step = PipelineStep(inputs, messages=messages, shape=shape, lane=schedule.lanes[groups.pp.rank()])
+        lane = schedule.lanes[groups.pp.rank()]
+        step = PipelineStep(inputs, channel=channel, ranks=ranks, message_shapes=message_shapes, shape=shape, lane=lane)
         _run_step(step, groups=groups, force_all_reduce=force_all_reduce)
         return step.forward_data
 

@@ -17,7 +17,7 @@ from megatron.runtime import platform
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
 from megatron.runtime.communication.message_channel import MessageChannel
 from megatron.runtime.drop_in.pipeline_schedule import PipelineShape
-from megatron.runtime.drop_in.sync_functions import GradientSync, ParameterSync
+from megatron.runtime.drop_in.sync_functions import GradientSync
 from megatron.runtime.execution.lane_run import LaneRun
 from megatron.runtime.execution.step_clock import StepClock
 from multimodal.values.action import Action, ActionKind
@@ -39,21 +39,6 @@ class LoopInputs:
     context_parallel_size: int
 
 
-@dataclass(frozen=True)
-class PipelineMessages:
-    """The shapes and peers of this rank's messages."""
-
-    channel: MessageChannel | None
-    """None if there is one stage."""
-    ranks: tuple[int, ...]
-    """Global ranks of the pipeline, by stage."""
-    receive_shape: tuple[int, ...]
-    """The shape of activations received and of the gradients returned for them: (sequence, microbatch, hidden)."""
-    send_shape: tuple[int, ...]
-    """The shape of activations sent and of the gradients received for them."""
-    dtype: torch.dtype | None
-
-
 class _OpenMicrobatch(NamedTuple):
     """A forward's tensors that its backward needs."""
 
@@ -64,23 +49,34 @@ class _OpenMicrobatch(NamedTuple):
 class PipelineStep(LaneRun):
     """One step of one rank, computed by the loop's own forward step and model chunks."""
 
-    def __init__(self, inputs: LoopInputs, *, messages: PipelineMessages, shape: PipelineShape, lane: Lane) -> None:
-        broker = Broker(
-            rank=dist.get_rank(), channel=messages.channel, device=platform.device(), dtype=messages.dtype or torch.float32
-        )
+    def __init__(
+        self,
+        inputs: LoopInputs,
+        *,
+        channel: MessageChannel | None,
+        ranks: tuple[int, ...],
+        message_shapes: tuple[tuple[int, ...], tuple[int, ...]],
+        shape: PipelineShape,
+        lane: Lane,
+    ) -> None:
+        """channel: None if there is one stage; ranks: global ranks of the pipeline, by stage.
+
+        message_shapes: of activations that are received, and of those that are sent (sequence, microbatch, hidden); gradients
+        have the shapes of their activations.
+        """
+        dtype = inputs.config.pipeline_dtype or torch.float32
+        broker = Broker(rank=dist.get_rank(), channel=channel, device=platform.device(), dtype=dtype)
         super().__init__(broker=broker, clock=StepClock(lane=0))
-        self.inputs, self.messages, self.shape, self.lane = inputs, messages, shape, lane
+        self.inputs, self.ranks, self.message_shapes, self.shape, self.lane = inputs, ranks, message_shapes, shape, lane
         self.forward_data: list[Any] = []
         """The loss function's reports, per microbatch; empty except on the last virtual stage."""
         self.num_tokens = torch.zeros([], dtype=torch.int, device=platform.device())
         self.gradient_sync = GradientSync(inputs.config, chunks=inputs.chunks)
         forwards = [action for action in lane.actions if action.kind is ActionKind.FORWARD]
-        self.parameter_sync = ParameterSync(
-            inputs.config,
-            chunks=inputs.chunks,
-            forward_order=[self._chunk_index(action) for action in forwards],
-            forward_only=shape.forward_only,
-        )
+        self.ungathered = list(dict.fromkeys(map(self._chunk_index, forwards)))
+        """Chunks for which param_sync_func was not called, in the order of their first forwards."""
+        self.started: set[int] = set()
+        self._gather_next()
         num_keeping = inputs.config.num_microbatches_with_partial_activation_checkpoints if shape.num_stages > 1 else None
         self.checkpoints = dict(zip(forwards, _checkpointed_forwards(lane, num_keeping=num_keeping), strict=True))
         self.last_backwards = {action.stage: action for action in lane.actions if action.kind is ActionKind.BACKWARD}
@@ -96,7 +92,9 @@ class PipelineStep(LaneRun):
         received = None
         if action.stage > 0:
             received = self.collect(MessageKey("forward", place._replace(stage=action.stage - 1), place)).requires_grad_()
-        self.parameter_sync.before_forward(chunk_index)
+        if chunk_index not in self.started:
+            self.started.add(chunk_index)
+            self._gather_next()
         with self.clock.span(action):
             output, num_tokens = schedules.forward_step(
                 inputs.forward_step_func,
@@ -152,10 +150,20 @@ class PipelineStep(LaneRun):
 
     def link(self, key: MessageKey) -> Link:
         """Return the ranks and the shape of a message: each rank of a pipeline sends its own data."""
-        source, target = (self.messages.ranks[place.stage % self.shape.num_stages] for place in (key.source, key.target))
+        source, target = (self.ranks[place.stage % self.shape.num_stages] for place in (key.source, key.target))
         is_like_input = (key.direction == "forward") == (target == dist.get_rank())
-        shape = self.messages.receive_shape if is_like_input else self.messages.send_shape
-        return Link((source,), (target,), shape, is_replicated=False)
+        return Link((source,), (target,), self.message_shapes[0 if is_like_input else 1], is_replicated=False)
+
+    def _gather_next(self) -> None:
+        """Launch the gathering of a chunk's parameters, while the chunk before it in the lane starts.
+
+        As in Megatron, only interleaved training steps call param_sync_func; otherwise the model's own hooks gather parameters.
+        """
+        functions, chunks = self.inputs.config.param_sync_func, self.inputs.chunks
+        if functions is not None and len(chunks) > 1 and not self.shape.forward_only and self.ungathered:
+            index = self.ungathered.pop(0)
+            function = functions[index] if isinstance(functions, list) else functions
+            function(chunks[index].parameters())
 
     def _chunk_index(self, action: Action) -> int:
         """Return the index of the action's chunk on this rank."""
@@ -167,7 +175,7 @@ class PipelineStep(LaneRun):
 
     def _checked_output(self, output: Any) -> Tensor:
         """Check that the next stage can receive the output: a message of another size would hang or crash it."""
-        shape, dtype = self.messages.send_shape, self.messages.dtype
+        shape, dtype = self.message_shapes[1], self.inputs.config.pipeline_dtype
         is_tensor = isinstance(output, Tensor)
         if not is_tensor or output.numel() != torch.Size(shape).numel() or output.dtype != dtype:
             found = f"{output.dtype} of shape {tuple(output.shape)}" if is_tensor else f"a {type(output).__name__}"
