@@ -2,7 +2,7 @@
 
 `== MODEL: N processes, MACHINE` begins a section. A case is a line of flags behind `$`, on top of a base that is right, and its
 answer in the next line: the error, or what was given and (behind `->`) what follows from it. `{...}` in front is a configuration
-file. `python -m tests.unit.runtime.flags.test_answers` writes the answers anew.
+file, and a line behind `!` has no base. `python -m tests.unit.runtime.flags.test_answers` writes the answers anew.
 """
 
 import contextlib
@@ -77,6 +77,7 @@ def answers(text: str) -> Iterator[str]:
     ONE_NODE.to_file("templates.yaml")
     replace(ONE_NODE, recompute_granularity="full").to_file("recomputing.yaml")
     Path("plan.yaml").write_text("units: {}\n")
+    Path("trained/step_00000004").mkdir(parents=True)
     for line in text.splitlines():
         if line.startswith("== "):
             model, world_size, machine = re.findall("== (.*): (.*) processes, (.*)", line)[0]
@@ -113,6 +114,7 @@ def answer(line: str, *, has_vision: bool, world_size: str, has_cuda: bool) -> s
     elif not has_vision or not {"--colocate-units", "--plan"}.isdisjoint(given.split()):
         base.pop("--vision-dp", None)
     flags = [word for pair in base.items() for word in pair] + ([] if entries else ["--model", "model.yaml"]) + given.split()
+    flags = given[1:].split() if given.startswith("!") else flags
     try:
         config = parse_arguments(flags, environ={"WORLD_SIZE": world_size})
         if config.parallelism.plans_itself:

@@ -101,32 +101,6 @@ def test_a_json_configuration_file(tmp_path: Path) -> None:
     assert parse_arguments(["--config", str(tmp_path / "config.json")], environ={}).optimizer.lr == 1e-05
 
 
-def test_missing_flags_are_listed_together() -> None:
-    with pytest.raises(
-        ConfigError, match=r"missing --model FILE\.yaml, --global-batch-size N, --train-iters N, --lr X, --data-path"
-    ):
-        parse_arguments(["--vision-tp", "2"], environ={})
-
-
-def test_an_unknown_flag_is_found_beside_flags_of_units_that_are_not_known_yet() -> None:
-    with pytest.raises(ConfigError, match="unknown flag --tran-iters"):
-        parse_arguments(["--vision-tp", "2", "--tran-iters", "5"], environ={})
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--config", "absent.yaml"], "absent.yaml: no such file"),
-        (["--model", "absent.yaml"], "--model absent.yaml: no such file; give the path of an existing"),
-        (["--model="], "--model : is a folder or a device"),
-        (["--model"], "--model: expected one argument"),
-    ],
-)
-def test_files_that_do_not_exist(flags: list[str], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_arguments(flags, environ={})
-
-
 def test_help_is_grouped_and_shows_the_units_of_the_model(parse: Parse, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         parse("--help")

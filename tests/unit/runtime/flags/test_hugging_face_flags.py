@@ -42,20 +42,6 @@ def test_its_tokenizer_is_taken_unless_another_is_asked_for(folder: Path) -> Non
     assert parse(f"--load-hf {folder} --tokenizer-type ByteTokenizer").data.tokenizer_type == "ByteTokenizer"
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--load-hf missing", "--load-hf missing: no such folder; give a folder of Hugging Face that is on this machine"),
-        ("--load-hf {folder}/..", "there is no config.json; give the folder of a model of Hugging Face"),
-        ("--load-hf {folder}/config.json", "--load-hf .*config.json: is a file; give a folder"),
-        ("--model {folder}/..", "is a folder or a device; give the path of an existing .yaml or .json file"),
-    ],
-)
-def test_what_is_no_folder_of_a_model_is_refused(line: str, message: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse(line.format(folder=folder))
-
-
 def test_a_config_that_is_not_known_is_an_error_of_the_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**HUGGING_FACE, "architectures": ["GPT2LMHeadModel"]}))
     with pytest.raises(ModelError, match="cannot be trained here; expected one of LlamaForCausalLM"):
@@ -75,12 +61,6 @@ def test_a_vocabulary_grows_for_special_tokens_alone(folder: Path) -> None:
         ConfigError, match="the tokenizer has 256 tokens, but the vocabulary of unit 'llm' 255; give the model's own"
     ):
         with_vocabulary(read_model(folder), ByteTokenizer())
-
-
-def test_checkpoints_of_braids_own_are_no_folder_of_hugging_face(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "step_00000004").mkdir(parents=True)
-    with pytest.raises(ConfigError, match=r"checkpoints of Braid's own, .* with --pretrained-checkpoint .*runs and the --model"):
-        parse(f"--load-hf {tmp_path / 'runs'}")
 
 
 def write_adapter(folder: Path) -> Path:
