@@ -41,11 +41,12 @@ from multimodal.schedule.chrome_trace import read_timeline
 from multimodal.schedule.passes import passes_named
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.action import Action, Resource
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.timeline import Timeline
 from multimodal.values.validate import read_plan
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
 
 OWN_TIME = "import runpy, sys, time; time.perf_counter = time.process_time; sys.argv = sys.argv[1:]; "
 

@@ -13,8 +13,8 @@ from multimodal.balance.balance_options import BalanceOptions, validate_inputs
 from multimodal.balance.length_cost import LengthCost
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.memoize import memoized
-from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, atom_loads, atom_numbers
-from multimodal.values.arrays.rows import Integers, group_rows, row_starts
+from multimodal.cost.unit_load import AtomLoads, UnitLoad, atom_loads, atom_numbers
+from multimodal.values.arrays.rows import Floats, Integers, group_rows, row_starts
 from multimodal.values.assignment import Assignment, Atom, Microbatch, PlacedAtoms
 from multimodal.values.length_arrays import LengthArrays, LengthBatch
 from multimodal.values.model_graph import ModelGraph

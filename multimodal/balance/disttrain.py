@@ -12,7 +12,7 @@ from multimodal.balance.algorithms.reorder_microbatches import reorder_microbatc
 from multimodal.balance.balance_options import choose_shortest
 from multimodal.balance.batch_work import BatchWork, sum_floats_by
 from multimodal.balance.placement import Groups, cut_replicas, follow_llm
-from multimodal.values.arrays.rows import integers, row_numbers, take_rows
+from multimodal.values.arrays.rows import Bools, Floats, integers, row_numbers, take_rows
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import Role
 from multimodal.values.plan import Plan
@@ -79,7 +79,7 @@ def _reordered(llm: Groups, order_of: Callable[[slice], npt.ArrayLike]) -> Group
     return Groups(atoms, atom_starts, llm.microbatch_starts)
 
 
-def _fill_waits(seconds: npt.NDArray[np.float64], own: slice, *, num_stages: int) -> npt.ArrayLike:
+def _fill_waits(seconds: Floats, own: slice, *, num_stages: int) -> npt.ArrayLike:
     """Return the order of Alg. 3 for some microbatches; seconds: [2, num_virtual_stages, num_microbatches]."""
     if own.stop - own.start < 3 or not num_stages:  # the first stays first, and without work no order is better
         return range(own.stop - own.start)
@@ -87,13 +87,13 @@ def _fill_waits(seconds: npt.NDArray[np.float64], own: slice, *, num_stages: int
     return reorder_microbatches(forward, backward_seconds=backward, num_stages=num_stages)
 
 
-def _light_outside(sizes: npt.NDArray[np.float64], own: slice) -> npt.ArrayLike:
+def _light_outside(sizes: Floats, own: slice) -> npt.ArrayLike:
     """Return an order in which sizes rise towards the middle and fall again."""
     rising = np.argsort(sizes[own], kind="stable")
     return np.concatenate((rising[::2], rising[1::2][::-1]))
 
 
-def _with_chunks(seconds: npt.NDArray[np.float64], is_llm: npt.NDArray[np.bool_], num_chunks: int) -> npt.NDArray[np.float64]:
+def _with_chunks(seconds: Floats, is_llm: Bools, num_chunks: int) -> Floats:
     """Return the seconds of virtual stages: even parts of the LLM's; other units' seconds are all in the first chunk."""
     shares = np.where(is_llm, 1 / num_chunks, np.arange(num_chunks)[:, None] == 0)
     return np.concatenate([seconds * share[:, None] for share in shares], axis=1)
@@ -106,7 +106,7 @@ def _roles(work: BatchWork, plan: Plan) -> Iterator[tuple[Role, list[str], int]]
         yield role, units, max((len(plan.units[unit].replicas[0].stages) for unit in units), default=0)
 
 
-def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> npt.NDArray[np.float64]:
+def _stage_seconds(llm: Groups, work: BatchWork, *, plan: Plan) -> Floats:
     """[2, num_stages, num_microbatches]: seconds of forward and backward in each stage of one chain: encoders, LLM, generators.
 
     Stages of units without work in this batch are left out. All ranks are assumed to be equally fast. Units of the same role run

@@ -5,8 +5,7 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.cost.model_costs import ModelCosts
-from multimodal.cost.step_costs import Floats
-from multimodal.values.arrays.rows import Integers, row_numbers, row_starts, take_rows
+from multimodal.values.arrays.rows import Floats, Integers, row_numbers, row_starts, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import ArrayLike
 
-from multimodal.values.arrays.rows import row_sums
+from multimodal.values.arrays.rows import Floats, Integers, row_sums
 from multimodal.values.errors import AssignmentError
-
-Integers = NDArray[np.int64]
 
 _LARGEST_COST_BITS = 61
 _FINE_COST_BITS = 44
@@ -53,7 +51,7 @@ class LengthCost:
         form, _, weight = text.partition(":")
         return cls(CostForm(form), float(weight or 0))
 
-    def row_costs(self, starts: Integers, lengths: Integers) -> NDArray[np.int64] | NDArray[np.float64]:
+    def row_costs(self, starts: Integers, lengths: Integers) -> Integers | Floats:
         """Return the cost of each of several batches, in tokens; starts: [num_batches + 1] into `lengths`. O(n)."""
         totals = row_sums(starts, lengths)
         if self.form is CostForm.LINEAR:

@@ -1,23 +1,21 @@
 """Node-wise rearrangement: permutes new batches over ranks so that few bytes cross nodes (OrchMLLM, Alg. 3)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
-
-from multimodal.kernels import kernels
-
-if TYPE_CHECKING:
-    from scipy.sparse import csr_matrix
-from collections.abc import Sequence
-from typing import NamedTuple
+from numpy.typing import ArrayLike
 
 from multimodal.balance.batch_work import BatchWork
+from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Integers, take_rows
 from multimodal.values.assignment import Assignment, PlacedAtoms
 from multimodal.values.backward_need import unit_is_trainable
 from multimodal.values.plan import Plan, UnitPlan
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 FIRST_SWAPS, MAX_CHAIN_LENGTH, MAX_EVALUATIONS = 64, 8, 200_000
 """Limits of the search: chains tried from one state, swaps in a chain, and swaps evaluated in all, about 20 million a second.
@@ -30,11 +28,11 @@ Counts instead of seconds, so that every rank ends with the same result.
 class NodeVolumes:
     """A volume matrix in compressed rows: batches ascend in each, volumes are positive. Rank i is on node i // ranks_per_node."""
 
-    row_starts: NDArray[np.int64]
+    row_starts: Integers
     """[num_ranks + 1]: rank i has the entries row_starts[i] .. row_starts[i + 1] - 1."""
-    batches: NDArray[np.int64]
+    batches: Integers
     """[num_entries]: index of the new batch."""
-    volumes: NDArray[np.int64]
+    volumes: Integers
     """[num_entries]: bytes of the batch that the rank holds."""
     ranks_per_node: int
     """The last node may have fewer."""
@@ -50,21 +48,21 @@ class NodeVolumes:
         return -(-self.num_ranks // self.ranks_per_node)
 
     @property
-    def room(self) -> NDArray[np.int64]:
+    def room(self) -> Integers:
         """[num_nodes]: ranks of each node, which is the number of batches it gets."""
         return np.bincount(np.arange(self.num_ranks) // self.ranks_per_node).astype(np.int64)
 
     @property
-    def ranks(self) -> NDArray[np.int64]:
+    def ranks(self) -> Integers:
         """[num_entries]: rank that holds each entry."""
         return np.repeat(np.arange(self.num_ranks), np.diff(self.row_starts))
 
     @property
-    def held(self) -> NDArray[np.int64]:
+    def held(self) -> Integers:
         """[num_ranks]: bytes that each rank holds of all batches."""
         return _sum_by_rank(self.volumes, self.ranks, self.num_ranks)
 
-    def bytes_sent(self, node_of_batch: NDArray[np.int64]) -> NDArray[np.int64]:
+    def bytes_sent(self, node_of_batch: Integers) -> Integers:
         """Return [num_ranks]: bytes that each rank sends to other nodes if batches go to these nodes."""
         ranks = self.ranks
         leaves = node_of_batch[self.batches] != ranks // self.ranks_per_node
@@ -84,7 +82,7 @@ def read_volumes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) -> No
     return NodeVolumes(exact.indptr.astype(np.int64), exact.indices.astype(np.int64), exact.data, ranks_per_node)
 
 
-def _sum_by_rank(volumes: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
+def _sum_by_rank(volumes: Integers, ranks: Integers, num_ranks: int) -> Integers:
     """Add up in int64 (`bincount` would add in float64)."""
     sums = np.zeros(num_ranks, dtype=np.int64)
     np.add.at(sums, ranks, volumes)
@@ -95,11 +93,11 @@ def _sum_by_rank(volumes: NDArray[np.int64], ranks: NDArray[np.int64], num_ranks
 class NodeRearrangement:
     """A permutation of new batches over ranks."""
 
-    permutation: NDArray[np.int64]
+    permutation: Integers
     """[num_ranks]: rank r gets new batch permutation[r]. A batch whose own rank is on its node stays on that rank."""
-    bytes_before: NDArray[np.int64]
+    bytes_before: Integers
     """[num_ranks]: bytes that each rank sends to other nodes if rank r gets new batch r."""
-    bytes_after: NDArray[np.int64]
+    bytes_after: Integers
     """[num_ranks]: the same under the permutation; its maximum has been minimised."""
 
 
@@ -125,7 +123,7 @@ def rearrange_nodes(volume: "ArrayLike | csr_matrix", *, ranks_per_node: int) ->
     return build_rearrangement(volumes, search_nodes(volumes))
 
 
-def search_nodes(volumes: NodeVolumes) -> NDArray[np.int64]:
+def search_nodes(volumes: NodeVolumes) -> Integers:
     """Return the node of every batch, [num_ranks]."""
     if kernels is None:
         return _place_greedily(volumes)
@@ -140,7 +138,7 @@ def search_nodes(volumes: NodeVolumes) -> NDArray[np.int64]:
     )
 
 
-def _place_greedily(volumes: NodeVolumes) -> NDArray[np.int64]:
+def _place_greedily(volumes: NodeVolumes) -> Integers:
     """Give each batch to the node with room that holds most of it; those of which a node holds most choose first."""
     node_of_rank, room = np.arange(volumes.num_ranks) // volumes.ranks_per_node, volumes.room
     held = np.zeros((volumes.num_nodes, volumes.num_ranks))
@@ -153,7 +151,7 @@ def _place_greedily(volumes: NodeVolumes) -> NDArray[np.int64]:
     return found if is_better else node_of_rank
 
 
-def build_rearrangement(volumes: NodeVolumes, node_of_batch: NDArray[np.int64]) -> NodeRearrangement:
+def build_rearrangement(volumes: NodeVolumes, node_of_batch: Integers) -> NodeRearrangement:
     """Give the batches of every node to its ranks; a batch whose own rank is there stays on it."""
     node_of_rank = np.arange(volumes.num_ranks) // volumes.ranks_per_node
     stays = node_of_batch == node_of_rank

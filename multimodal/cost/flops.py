@@ -9,7 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from multimodal.cost.layers.registry import describe_layer
-from multimodal.cost.unit_load import AtomLoads, Floats, UnitLoad, add_loads, sample_load
+from multimodal.cost.unit_load import AtomLoads, UnitLoad, add_loads, sample_load
+from multimodal.values.arrays.rows import Floats
 from multimodal.values.backward_need import layers_backward_need
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths

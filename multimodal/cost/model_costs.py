@@ -16,13 +16,14 @@ from multimodal.cost.run_options import DEFAULT_OPTIONS, RunOptions
 from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.cost.seconds.layer_profile import LayerProfile
 from multimodal.cost.stage_layers import StageLayers
-from multimodal.cost.step_costs import ComputeCost, Floats, PieceCosts
+from multimodal.cost.step_costs import ComputeCost, PieceCosts
 from multimodal.cost.step_memory import GRADIENT_BYTES, StepMemory
 from multimodal.values.action import Action, ActionKind, LayerRange, Resource
+from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.assignment import Assignment
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
 
 _OF_EVERY_BATCH = ("layer_costs", "stages", "stage_costs", "links")
 """Attributes of `ModelCosts`, computed on first access, that hold for any samples under one plan."""

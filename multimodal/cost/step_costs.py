@@ -4,14 +4,12 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.communication import TransferCost
 from multimodal.cost.run_options import RunOptions
 from multimodal.values.action import Action, Place, Resource
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork, row_starts
-
-Floats = NDArray[np.float64]
+from multimodal.values.arrays.rows import Floats, Integers, row_starts
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
 
 
 class ComputeCost(NamedTuple):

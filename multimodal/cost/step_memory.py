@@ -12,9 +12,9 @@ from multimodal.cost.memoize import memoized
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.token_shares import RankLoad
-from multimodal.cost.unit_load import Floats, UnitLoad, add_loads
+from multimodal.cost.unit_load import UnitLoad, add_loads
 from multimodal.values.action import Place
-from multimodal.values.arrays.rows import Integers
+from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.model_graph import Role
 

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from multimodal.cost.flops import UnitFlops, unit_flops
 from multimodal.cost.unit_load import UnitLoad, add_loads, item_load, num_given
+from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.sample_lengths import ItemLengths
 
@@ -37,12 +38,12 @@ class TokenShares(ABC):
     def owner_of_token(self) -> NDArray[np.int32]:
         """[num_tokens]: the rank that holds each token, counted in the context parallel group."""
 
-    def positions_of(self, rank: int) -> NDArray[np.int64]:
+    def positions_of(self, rank: int) -> Integers:
         """Return the positions of a rank's tokens in the sequence, ascending."""
         return np.flatnonzero(self.owner_of_token == rank)
 
     @cached_property
-    def num_tokens_of_rank(self) -> NDArray[np.int64]:
+    def num_tokens_of_rank(self) -> Integers:
         """[num_ranks]."""
         return np.bincount(self.owner_of_token, minlength=self.num_ranks)
 
@@ -73,7 +74,7 @@ class BlockShares(TokenShares):
         return int(self.num_tokens_of_rank.max(initial=0))
 
     @cached_property
-    def gathered_rows(self) -> NDArray[np.int64]:
+    def gathered_rows(self) -> Integers:
         """[num_tokens]: the row of each token of the sequence in the concatenation of all ranks' padded shares."""
         by_owner = np.argsort(self.owner_of_token, kind="stable")
         first = np.cumsum(self.num_tokens_of_rank) - self.num_tokens_of_rank
@@ -115,7 +116,7 @@ class WholeItemShares(TokenShares):
         """Tokens of the items that are cut."""
         return tuple(np.array(self.lengths, dtype=np.int64)[self.owners < 0].tolist())
 
-    def is_cut_token(self, rank: int) -> NDArray[np.bool_]:
+    def is_cut_token(self, rank: int) -> Bools:
         """[tokens of the rank]: True if the token's item is cut."""
         return np.repeat(self.owners < 0, self.lengths)[self.positions_of(rank)]
 
@@ -134,11 +135,11 @@ class RankShare:
         return int(self.shares.num_tokens_of_rank[self.rank])
 
     @cached_property
-    def positions(self) -> NDArray[np.int64]:
+    def positions(self) -> Integers:
         """[num_tokens]: the positions of this rank's tokens in the sequence, ascending."""
         return self.shares.positions_of(self.rank)
 
-    def local_rows(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
+    def local_rows(self, rows: Integers) -> tuple[Bools, Integers]:
         """Return the indices of rows of the whole sequence among this rank's tokens.
 
         rows: [num_rows]. Returns (is_held: [num_rows]; local: [num_held], in the order of rows).

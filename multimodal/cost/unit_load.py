@@ -4,14 +4,11 @@ from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
-from multimodal.values.arrays.rows import Integers, row_starts, row_sums
+from multimodal.values.arrays.rows import Floats, Integers, row_starts, row_sums
 from multimodal.values.length_arrays import LengthArrays
 from multimodal.values.model_graph import Role, Unit
 from multimodal.values.sample_lengths import ItemLengths, SampleLengths
-
-Floats = NDArray[np.float64]
 
 
 class UnitLoad(NamedTuple):

@@ -5,8 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from multimodal.schedule.compile_schedule import CompiledSchedule
-from multimodal.schedule.simulate_events import EventTimes, Floats, NodeKind
+from multimodal.schedule.simulate_events import EventTimes, NodeKind
 from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Floats
 from multimodal.values.work.step_work import KIND_NUMBERS
 
 BUBBLE_KINDS = ("dp_all_gather", "dp_reduce_scatter", "pp_warmup", "pp_cooldown", "pp_other", "tp")

@@ -10,14 +10,13 @@ import numpy as np
 from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.schedule.expert_groups import computed_together
 from multimodal.schedule.inside_slots import CarrierTimes, InsideSlots, time_carriers
-from multimodal.schedule.simulate_events import EventArrays, Floats, NodeKind
+from multimodal.schedule.simulate_events import EventArrays, NodeKind
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
-from multimodal.values.arrays.rows import linked_groups
+from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, linked_groups, row_starts, take_rows
 from multimodal.values.errors import ConfigError, ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.pieces import Bools
-from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Bytes, Integers, StepWork, row_starts, take_rows
+from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, StepWork
 
 _COMPUTE, _RECEIVE = RESOURCE_NUMBERS[Resource.COMPUTE], RESOURCE_NUMBERS[Resource.RECEIVE]
 _LACKING = -1

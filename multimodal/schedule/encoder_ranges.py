@@ -7,18 +7,16 @@ from functools import cache
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.layers.registry import count_segments
 from multimodal.schedule.inside_slots import NO_CARRIER
 from multimodal.values.action import ActionKind, Place
-from multimodal.values.arrays.rows import Integers, row_starts
+from multimodal.values.arrays.rows import Bools, Integers, row_starts
 from multimodal.values.parts.cuts import SegmentCut
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
 
-Bools = NDArray[np.bool_]
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 
 

@@ -9,16 +9,15 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.schedule.inside_slots import InsideSlots, time_carriers
-from multimodal.schedule.simulate_events import EventArrays, EventTimes, Floats, NodeKind, simulate_events
+from multimodal.schedule.simulate_events import EventArrays, EventTimes, NodeKind, simulate_events
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Resource
-from multimodal.values.arrays.rows import row_starts, take_rows
+from multimodal.values.arrays.rows import Bools, Bytes, Floats, Integers, row_starts, take_rows
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.timeline import TimelineEvent
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, Bytes, Integers
+from multimodal.values.work.step_work import RESOURCE_NUMBERS
 
 _EXECUTION = "execution"
 _NODE_KINDS = {
@@ -42,7 +41,7 @@ class Execution:
     end_seconds: Floats
     positions: Integers
     """[num_lanes] the position of the first slot that could not run; the number of slots when all did."""
-    is_done: NDArray[np.bool_]
+    is_done: Bools
     """[num_pieces of the schedule's dialect] True for pieces that are complete."""
 
     @cached_property

@@ -5,9 +5,10 @@ import numpy as np
 from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.schedule.align_replicas import align_replicas, exchanges_tokens, kind_of_exchange
 from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule
-from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 _BACKWARD, _INPUT_GRADIENT = (KIND_NUMBERS[kind] for kind in (ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT))
 _EXCHANGING = [KIND_NUMBERS[ActionKind.FORWARD], _BACKWARD, _INPUT_GRADIENT]

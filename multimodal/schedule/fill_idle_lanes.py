@@ -8,7 +8,7 @@ import numpy as np
 
 from multimodal.kernels import kernels
 from multimodal.references.fill_idle_lanes import fill_idle_lanes as reference
-from multimodal.values.work.step_work import Bytes, Integers
+from multimodal.values.arrays.rows import Bytes, Integers
 
 
 class FilledLanes(NamedTuple):

@@ -8,7 +8,6 @@ from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.compile_schedule import component_of_lane, connected_lanes
@@ -19,7 +18,7 @@ from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, shared_encoders
 from multimodal.schedule.split_in_line import Waits
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
+from multimodal.values.arrays.rows import Bools, Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import KIND_NUMBERS, step_work
@@ -44,7 +43,7 @@ _FORWARD, _BACKWARD, _WEIGHT_GRADIENT, _REDUCTION = (
 class Movable(NamedTuple):
     """The work of a schedule that leaves its order in line to fill the time in which lanes would wait."""
 
-    fills: NDArray[np.bool_]
+    fills: Bools
     """[num_computed] True for computations that fill; all others keep their order."""
     waits: Waits
     """Pairs of computations, the first of which begins after the second has ended, in addition to the step's needs."""

@@ -10,14 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.values.action import Resource
-from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts
+from multimodal.values.arrays.rows import Floats, Integers, group_rows, row_numbers, row_starts
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.work.step_work import RESOURCE_NUMBERS
 
-Floats = NDArray[np.float64]
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 NO_CARRIER = -1
 

@@ -14,11 +14,11 @@ from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.unit_cost import unit_costs
 from multimodal.values.action import Action, ActionKind
-from multimodal.values.arrays.rows import group_rows, order_by, row_numbers, row_starts
+from multimodal.values.arrays.rows import Bytes, Integers, group_rows, order_by, row_numbers, row_starts
 from multimodal.values.parts.cuts import StageKey, StageSplit
 from multimodal.values.schedule import NO_WAIT, Schedule, SlotMode
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, Bytes, Integers, StepWork, step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork, step_work
 
 _FORWARD, _WEIGHT_GRADIENT = KIND_NUMBERS[ActionKind.FORWARD], KIND_NUMBERS[ActionKind.WEIGHT_GRADIENT]
 _GRADIENTS = [KIND_NUMBERS[ActionKind.BACKWARD], KIND_NUMBERS[ActionKind.INPUT_GRADIENT]]

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.step_costs import PieceCosts, StepCosts
 from multimodal.schedule.build_schedule import build_schedule
@@ -14,9 +13,10 @@ from multimodal.schedule.list_schedule import place_reductions
 from multimodal.schedule.passes import Pass
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.action import ActionKind, Resource
+from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, Integers, StepWork, step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, RESOURCE_NUMBERS, StepWork, step_work
 
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
@@ -74,7 +74,7 @@ def order_coarsely(schedule: Schedule) -> Schedule:
     return place_reductions(Schedule.of_numbers(schedule.shape, rows))
 
 
-def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> NDArray[np.bool_]:
+def of_units(work: StepWork, pieces: Integers, units: frozenset[str]) -> Bools:
     """Return which of these computations belong to the units."""
     return np.array([unit in units for unit, _, _ in work.stages], bool)[work.computed_stages[pieces]]
 

@@ -4,17 +4,15 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.pieces.tensor_parallel_waits import Wait, computation_waits
 from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.values.action import Action, SegmentRange
-from multimodal.values.arrays.rows import Integers
+from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import StepWork
 
-Bools = NDArray[np.bool_]
 MOST_COLLECTIVES = RunOptions(transformer_impl="local", recompute="full", sequence_parallel=True)
 """Options of a run whose layers have every possible collective."""
 

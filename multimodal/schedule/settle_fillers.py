@@ -10,8 +10,9 @@ from multimodal.schedule.compile_schedule import CompiledSchedule, compile_sched
 from multimodal.schedule.inside_slots import NO_CARRIER, carrier_slots
 from multimodal.schedule.simulate_events import EventTimes, simulate_events
 from multimodal.values.action import Resource
+from multimodal.values.arrays.rows import Bools, Integers
 from multimodal.values.schedule import Schedule, SlotMode
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers
+from multimodal.values.work.step_work import RESOURCE_NUMBERS
 
 _COMPUTE = RESOURCE_NUMBERS[Resource.COMPUTE]
 
@@ -35,7 +36,7 @@ def settle_fillers(schedule: Schedule, costs: StepCosts) -> Schedule:
     )
 
 
-def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple["np.typing.NDArray[np.bool_]", Integers]:
+def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple[Bools, Integers]:
     """Return [num_slots]: True for fillers that start when their carrier has ended; and the slot that runs in place of each slot.
 
     Fillers of one carrier run in the order of their starts: fillers with unmet needs are passed over.
@@ -53,7 +54,7 @@ def _late_fillers(compiled: CompiledSchedule, times: EventTimes) -> tuple["np.ty
     return late, places
 
 
-def _in_line(schedule: Schedule, is_late: "np.typing.NDArray[np.bool_]", places: Integers, lane: int) -> Iterator[int]:
+def _in_line(schedule: Schedule, is_late: Bools, places: Integers, lane: int) -> Iterator[int]:
     """Yield the slots of a lane in their new order."""
     resources, late = schedule.work.resources[schedule.pieces], []
     has_run = False

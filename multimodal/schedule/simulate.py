@@ -15,11 +15,11 @@ from multimodal.schedule.inside_slots import InsideSlots
 from multimodal.schedule.simulate_events import EventTimes, NodeKind, simulate_events
 from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import Place
-from multimodal.values.arrays.rows import row_numbers
+from multimodal.values.arrays.rows import Integers, row_numbers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, show_slots
 from multimodal.values.timeline import Timeline, TimelineEvent
-from multimodal.values.work.step_work import Integers, StepWork
+from multimodal.values.work.step_work import StepWork
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,12 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 from multimodal.kernels import kernels
 from multimodal.references.simulate_events import NodeKind
 from multimodal.references.simulate_events import simulate_events as reference
-from multimodal.values.work.step_work import Bytes, Integers
+from multimodal.values.arrays.rows import Bytes, Floats, Integers
 
-__all__ = ["EventArrays", "EventTimes", "Floats", "NodeKind", "simulate_events"]
-
-Floats = NDArray[np.float64]
+__all__ = ["EventArrays", "EventTimes", "NodeKind", "simulate_events"]
 
 
 @dataclass(frozen=True)

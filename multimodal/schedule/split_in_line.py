@@ -5,16 +5,15 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.encoder_ranges import Parts
 from multimodal.schedule.list_schedule import split_units
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Integers
+from multimodal.values.arrays.rows import Bools, Integers, row_starts
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, row_starts, step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 
 class Waits(NamedTuple):
@@ -49,11 +48,11 @@ def reduced_units(shape: StepShape, costs: StepCosts) -> frozenset[str]:
     return frozenset(work.stages[stage][0] for stage in np.unique(work.computed_stages[reductions[takes_time]]).tolist())
 
 
-def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> NDArray[np.bool_]:
+def fills_of(schedule: Schedule, units: Collection[str], last: Waits) -> Bools:
     """Return [num_computed] True for these units' computations, and for all weight gradients except those that wait in `last`."""
     work = schedule.work
     is_unit = np.array([unit in units for unit, _, _ in work.stages], bool)
-    found: NDArray[np.bool_] = is_unit[work.computed_stages] | (work.kinds == _WEIGHT_GRADIENT)
+    found: Bools = is_unit[work.computed_stages] | (work.kinds == _WEIGHT_GRADIENT)
     found[last.waiting] = False
     return found
 
@@ -92,7 +91,7 @@ class _LaneOrder(NamedTuple):
     """Number of input gradients before each forward."""
 
     @classmethod
-    def of(cls, schedule: Schedule, lane: int, is_wanted: NDArray[np.bool_]) -> "_LaneOrder":
+    def of(cls, schedule: Schedule, lane: int, is_wanted: Bools) -> "_LaneOrder":
         """Read the order of a lane; is_wanted: [num_stages], True for the stages that count, whose backwards are in two."""
         pieces = schedule.lane_pieces(lane)
         pieces = pieces[is_wanted[schedule.work.computed_stages[pieces]]]

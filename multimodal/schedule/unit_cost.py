@@ -7,8 +7,9 @@ import numpy as np
 
 from multimodal.cost.step_costs import ActionCosts, ComputeCost
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, SegmentRange
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, Integers, step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, KINDS, step_work
 
 
 def unit_cost(action: Action, shape: StepShape) -> int:

@@ -9,10 +9,10 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.validate_inside import validate_inside
 from multimodal.values.action import Action, ActionKind, Resource, action_to_text
-from multimodal.values.arrays.rows import linked_groups, order_by, row_starts
+from multimodal.values.arrays.rows import Integers, linked_groups, order_by, row_starts, take_rows
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Schedule, SlotMode, slot_error
-from multimodal.values.work.step_work import RESOURCE_NUMBERS, Integers, StepWork, take_rows
+from multimodal.values.work.step_work import RESOURCE_NUMBERS, StepWork
 
 _COMPUTE, _SEND, _RECEIVE = (RESOURCE_NUMBERS[each] for each in (Resource.COMPUTE, Resource.SEND, Resource.RECEIVE))
 

@@ -5,7 +5,6 @@ from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.pieces.tensor_parallel_waits import computation_waits
 from multimodal.cost.run_options import RunOptions
@@ -13,7 +12,7 @@ from multimodal.cost.stage_layers import StageLayers
 from multimodal.schedule.inside_slots import NO_CARRIER, InsideSlots
 from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, own_waits
 from multimodal.values.action import Action, Resource, action_to_text
-from multimodal.values.arrays.rows import row_numbers, take_rows
+from multimodal.values.arrays.rows import Bools, row_numbers, take_rows
 from multimodal.values.schedule import Schedule, slot_error
 from multimodal.values.work.step_work import KINDS, RESOURCE_NUMBERS
 
@@ -170,7 +169,7 @@ class _Checks:
             ),
         )
 
-    def _refuse(self, is_wrong: NDArray[np.bool_], problem: Callable[[str], str]) -> None:
+    def _refuse(self, is_wrong: Bools, problem: Callable[[str], str]) -> None:
         """Raise an error about the first wrong slot; problem: the message, given the text of its carrier."""
         if not is_wrong.any():
             return

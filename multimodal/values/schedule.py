@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 
 from multimodal.values.action import Action
+from multimodal.values.arrays.rows import Bytes, Integers
 from multimodal.values.errors import ScheduleError
 from multimodal.values.parts.lane import NO_WAIT, Lane, Slot, SlotMode, lane_of, show_slots, slot_error
 from multimodal.values.shape import StepShape
 from multimodal.values.work.read_cuts import check_coverages, read_cuts
-from multimodal.values.work.step_work import Bytes, Integers, StepWork, step_work
+from multimodal.values.work.step_work import StepWork, step_work
 
 __all__ = ["NO_WAIT", "Lane", "Schedule", "Slot", "SlotMode", "lane_of", "read_cuts", "show_slots", "slot_error"]
 

@@ -13,9 +13,10 @@ from multimodal.balance.algorithms.greedy_assignment import (
 )
 from multimodal.balance.algorithms.pairwise_deferral import defer_pairwise, order_pairs
 from multimodal.kernels import kernels
+from multimodal.values.arrays.rows import Floats
 from multimodal.values.errors import AssignmentError
 
-Loads = npt.NDArray[np.float64]
+Loads = Floats
 MAX_SUBSET_SUMS = 256
 """Resolution of the search for the subset to defer, see `SubsetSums`."""
 

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from multimodal.balance.algorithms.longest_first_partition import partition_longest_first_reference
-from multimodal.balance.length_cost import LINEAR_COST, Integers, LengthCost, integer_costs
+from multimodal.balance.length_cost import LINEAR_COST, LengthCost, integer_costs
 from multimodal.kernels import kernels
+from multimodal.values.arrays.rows import Integers
 
 REFINEMENT_STEPS = 2**18
 """Default budget of the local search, about half a millisecond."""

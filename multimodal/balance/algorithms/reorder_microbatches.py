@@ -11,6 +11,7 @@ import numpy.typing as npt
 from multimodal.kernels import kernels
 from multimodal.schedule.builders.interleaved_1f1b import interleaved_order
 from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.work.step_work import KIND_NUMBERS
 
 Seconds = Sequence[Sequence[float]]
@@ -113,7 +114,7 @@ def interval_to_fill(
     return total
 
 
-Loads = npt.NDArray[np.float64]
+Loads = Floats
 
 
 def reorder_microbatches(
@@ -184,7 +185,7 @@ def _with_mean(seconds: npt.ArrayLike) -> Loads:
 
 
 @lru_cache(maxsize=16)
-def _step_codes(num_stages: int, num_chunks: int, num_microbatches: int) -> npt.NDArray[np.int64]:
+def _step_codes(num_stages: int, num_chunks: int, num_microbatches: int) -> Integers:
     """Return the steps in the kernel's form: (position * num_virtual_stages + virtual_stage) * 2 + is_forward."""
     steps = pipeline_steps(num_stages, num_chunks, num_microbatches)
     num_virtual_stages = num_stages * num_chunks

@@ -8,11 +8,11 @@ import numpy as np
 from multimodal.cost.assigned_loads import AssignedLoads
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import TransferCost, cost_between_nodes, cost_inside_node, exchange_cost
-from multimodal.cost.unit_load import Floats
 from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Floats, Integers
 from multimodal.values.model_graph import ModelGraph, Role
 from multimodal.values.plan import Plan
-from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 _INSIDE, _BETWEEN, _EXCHANGED = range(3)
 _SEVERAL_NODES = -1

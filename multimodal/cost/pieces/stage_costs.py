@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.cost.cluster import Cluster
 from multimodal.cost.communication import collective_seconds
@@ -18,8 +17,9 @@ from multimodal.cost.seconds.layer_profile import LayerProfile, StepProfile
 from multimodal.cost.seconds.layer_seconds import LayerSeconds
 from multimodal.cost.stage_layers import StageKey, StageLayers
 from multimodal.cost.step_memory import GRADIENT_BYTES, optimizer_bytes
-from multimodal.cost.unit_load import ComputedLoad, Floats
+from multimodal.cost.unit_load import ComputedLoad
 from multimodal.values.action import Action, ActionKind, LayerRange
+from multimodal.values.arrays.rows import Bools, Floats
 from multimodal.values.backward_need import BackwardNeed
 
 COMPUTATIONS = (ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
@@ -36,12 +36,12 @@ class StageCosts:
     profile: LayerProfile | None
 
     @memoized
-    def alike(self, unit: str) -> Sequence[tuple[StageKey, NDArray[np.bool_]]]:
+    def alike(self, unit: str) -> Sequence[tuple[StageKey, Bools]]:
         """Return a unit's stages grouped by their work: one stage of each group, and its members, [num_stages, num_replicas].
 
         Stages are alike if they have the same layers, and the same links between the ranks that compute them together.
         """
-        plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, NDArray[np.bool_]]]()
+        plan, found = self.stages.plan.units[unit], dict[object, tuple[StageKey, Bools]]()
         shape, known = (plan.num_virtual_stages, plan.data_parallel_size), dict[object, object]()
         for replica, each in enumerate(plan.replicas):
             for virtual in each.virtual_stages:

@@ -9,12 +9,12 @@ import numpy as np
 
 from multimodal.schedule.list_schedule import Policy, forwards_first, list_schedule
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import integers, row_starts
+from multimodal.values.arrays.rows import Integers, integers, row_starts
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 
 def build_gpipe(shape: StepShape) -> Schedule:

@@ -9,10 +9,10 @@ from multimodal.schedule.list_schedule import Policy, list_schedule
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.microbatches import MicrobatchCounts
 from multimodal.values.arrays.routes import RouteEnds
-from multimodal.values.arrays.rows import row_starts
+from multimodal.values.arrays.rows import Integers, row_starts
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 _FORWARD = KIND_NUMBERS[ActionKind.FORWARD]
 PHASES = 3

@@ -9,14 +9,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.cost.step_costs import Floats, StepCosts
+from multimodal.cost.step_costs import StepCosts
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, is_interleaved
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b
 from multimodal.schedule.compile_schedule import component_of_lane
 from multimodal.schedule.execute_lanes import execute_unit
 from multimodal.schedule.list_schedule import place_reductions
 from multimodal.values.action import ActionKind
-from multimodal.values.arrays.rows import Integers, row_numbers, row_starts
+from multimodal.values.arrays.rows import Floats, Integers, row_numbers, row_starts
 from multimodal.values.model_graph import Role
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape

@@ -6,10 +6,11 @@ from typing import NamedTuple
 import numpy as np
 
 from multimodal.values.action import ActionKind
+from multimodal.values.arrays.rows import Integers
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, Integers, StepWork
+from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
 
 
 class Step(NamedTuple):

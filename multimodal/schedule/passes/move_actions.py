@@ -6,14 +6,12 @@ Earlier passes made fillers and reductions by layer.
 from collections.abc import Callable, Iterable, Mapping, Set
 from functools import wraps
 
-import numpy as np
-from numpy.typing import NDArray
-
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.schedule.passes.fill import refill
 from multimodal.schedule.passes.reduce_by_layer import cut_reductions, with_whole_reductions
 from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.values.action import Action, ActionKind, action_to_text
+from multimodal.values.arrays.rows import Floats
 from multimodal.values.errors import ScheduleError
 from multimodal.values.schedule import Lane, Schedule, lane_of, show_slots
 from multimodal.values.shape import StepShape
@@ -108,7 +106,7 @@ def lane_times(schedule: Schedule) -> tuple[tuple[TimelineEvent, ...], ...]:
     return tuple(tuple(events[index][action] for action in lane.actions) for index, lane in enumerate(schedule.lanes))
 
 
-def duration_of(schedule: Schedule, *, seconds: NDArray[np.float64] | None = None) -> float | None:
+def duration_of(schedule: Schedule, *, seconds: Floats | None = None) -> float | None:
     """Return the duration of a schedule under unit costs, or with the given seconds; None if it cannot finish."""
     execution = execute_lanes(schedule, seconds=seconds)
     return None if execution.stuck else execution.duration_seconds

@@ -4,12 +4,12 @@ from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.schedule.passes.move_actions import duration_of, keeps_earlier_passes, lane_times, sort_lanes
 from multimodal.schedule.unit_cost import unit_cost, unit_costs
 from multimodal.values.action import Action, ActionKind, SampleSubset
 from multimodal.values.arrays.microbatches import MicrobatchPlace
+from multimodal.values.arrays.rows import Floats
 from multimodal.values.schedule import Lane, Schedule, Slot
 from multimodal.values.work.step_work import step_work
 
@@ -39,7 +39,7 @@ def split_backward(schedule: Schedule) -> Schedule:
     return rewritten if after is not None and before is not None and after <= before + _ROUNDING else schedule
 
 
-def _seconds(schedule: Schedule) -> NDArray[np.float64]:
+def _seconds(schedule: Schedule) -> Floats:
     """Return unit costs, [num_computed]; every sample subset of a backward has the same share of the backward's."""
     seconds = unit_costs(schedule.shape).astype(np.float64)
     for number, action in enumerate(schedule.work.computed):

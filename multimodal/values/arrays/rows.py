@@ -9,6 +9,9 @@ from numpy.typing import ArrayLike, NDArray
 from multimodal.kernels import kernels
 
 Integers = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
+Bytes = NDArray[np.uint8]
 
 
 def integers(values: Iterable[int]) -> Integers:

@@ -7,9 +7,9 @@ import numpy as np
 
 from multimodal.values.action import ActionKind
 from multimodal.values.arrays.routes import RouteEnds
-from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, take_rows
+from multimodal.values.arrays.rows import Bools, Integers, group_rows, row_numbers, take_rows
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.work.pieces import KIND_NUMBERS, Bools, Pieces, UnitPieces
+from multimodal.values.work.pieces import KIND_NUMBERS, Pieces, UnitPieces
 
 _Needs = tuple[Integers, Integers]
 """Pieces, and for each of them one piece that it needs."""

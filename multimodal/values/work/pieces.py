@@ -6,17 +6,14 @@ from functools import cached_property
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.values.action import Action, ActionKind, Coverage, Place, SampleSubset
 from multimodal.values.arrays.microbatches import MicrobatchCounts, MicrobatchPlace
-from multimodal.values.arrays.rows import Integers, row_starts
+from multimodal.values.arrays.rows import Bools, Bytes, Integers, row_starts
 from multimodal.values.backward_need import BackwardNeed
 from multimodal.values.parts.cuts import Cuts, StageKey, StageSplit
 from multimodal.values.shape import StepShape
 
-Bytes = NDArray[np.uint8]
-Bools = NDArray[np.bool_]
 KINDS = tuple(ActionKind)
 """The kind of action for each kind number."""
 KIND_NUMBERS = {kind: number for number, kind in enumerate(KINDS)}

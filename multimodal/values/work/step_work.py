@@ -5,16 +5,15 @@ from functools import cached_property, lru_cache
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, LayerRange, Place, Resource, SegmentRange
-from multimodal.values.arrays.rows import Integers, group_rows, row_numbers, row_starts, take_rows
+from multimodal.values.arrays.rows import Bools, Bytes, Integers, group_rows, row_numbers, row_starts, take_rows
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.shape import StepShape
 from multimodal.values.work.needs import piece_needs
-from multimodal.values.work.pieces import KIND_NUMBERS, KINDS, Bytes, Pieces
+from multimodal.values.work.pieces import KIND_NUMBERS, KINDS, Pieces
 
-__all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "Bytes", "Integers", "StepWork", "row_starts", "step_work", "take_rows"]
+__all__ = ["KINDS", "KIND_NUMBERS", "RESOURCE_NUMBERS", "StepWork", "row_starts", "step_work", "take_rows"]
 
 RESOURCE_NUMBERS = {resource: number for number, resource in enumerate(Resource)}
 """The number of a resource in `StepWork.resources`, and in the C++ kernels."""
@@ -163,7 +162,7 @@ class StepWork:
         numbers[carried] = np.arange(len(carried))
         return numbers
 
-    def _needs_message(self, producers: Integers, consumers: Integers) -> NDArray[np.bool_]:
+    def _needs_message(self, producers: Integers, consumers: Integers) -> Bools:
         """Return which needs between stages lack results of computations: their ranks differ, or hold other tokens.
 
         They hold other tokens if one of two units on the same ranks spreads tokens over context parallel ranks.
@@ -173,7 +172,7 @@ class StepWork:
         unit_of_stage = self.pieces.unit_of_stage
         is_shared = np.array([self.plan.units[unit].context_parallel_size > 1 for unit in self.pieces.units], bool)
         source, target = self.computed_stages[producers], self.computed_stages[consumers]
-        found: NDArray[np.bool_] = ranks[source] != ranks[target]
+        found: Bools = ranks[source] != ranks[target]
         if is_shared.any():
             units = unit_of_stage[source], unit_of_stage[target]
             found |= (units[0] != units[1]) & (is_shared[units[0]] | is_shared[units[1]])

@@ -25,8 +25,9 @@ from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.compile_schedule import CompiledSchedule
 from multimodal.schedule.passes import Pass, passes_named
 from multimodal.schedule.simulate import simulate_schedule
-from multimodal.schedule.simulate_events import Floats, NodeKind
+from multimodal.schedule.simulate_events import NodeKind
 from multimodal.values.action import Action
+from multimodal.values.arrays.rows import Floats
 from multimodal.values.assignment import Assignment
 from multimodal.values.plan import Plan
 from multimodal.values.sample_lengths import SampleLengths, draw_length_batches
