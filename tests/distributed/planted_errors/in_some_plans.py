@@ -60,7 +60,7 @@ IN_CONTEXT_PARALLELISM: Mapping[str, Error] = {
         torch.Tensor, "index_add_", torch.Tensor.index_copy_
     ),
     "targets count on one rank alone": scaled_loss(
-        lambda run, action, loss: float(run.executor.context_parallel_rank(action.unit) == 0)
+        lambda run, action, loss: float(run.executor.groups[action.unit].cp.rank() == 0)
     ),
     "encoder outputs go to other tokens of the rank": replaced(
         RowShares, "positions_given", lambda right, rows, *ends: right(rows, *ends).flip(0)
