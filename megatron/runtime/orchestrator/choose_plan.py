@@ -22,14 +22,7 @@ from multimodal.values.sample_lengths import SampleLengths
 
 PLANNER, BASELINE = "braid", "megatron"
 PLAN_NAME = "plan.yaml"
-_FIXED = {
-    "tensor_parallel_size": "tensor_parallel_size",
-    "pipeline_parallel_size": "pipeline_parallel_size",
-    "context_parallel_size": "context_parallel_size",
-    "data_parallel_size": "data_parallel_size",
-    "virtual_pipeline_size": "virtual_stages",
-    "expert_parallel_size": "expert_parallel_size",
-}
+_FIXED = {{"virtual_stages": "virtual_pipeline_size"}.get(each.name, each.name): each.name for each in fields(FixedSizes)}
 """Field of `UnitSizes` -> of `FixedSizes`."""
 _ONLY_AUTO = {"plan_time_budget", "plan_review_iters", "replan"}
 _FREE = {"context_parallel_distribution", "context_parallel_block_size"}

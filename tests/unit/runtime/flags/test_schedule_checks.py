@@ -16,17 +16,15 @@ from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
 from tests.sanity.repository import ROOT
 from tests.unit.runtime.flags.conftest import Parse
+from tests.unit.runtime.flags.test_answers import LONG, MODELS
 
-SHAPE = {"num_layers": 8, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
-LLM = {"llm": {"role": "backbone", **SHAPE}}
-UNITS = {"vision": {"role": "encoder", **SHAPE}, **LLM}
-MORE_UNITS = {"vision": {"role": "encoder", **SHAPE}, "audio": {"role": "encoder", **SHAPE}, **LLM}
+LLM, UNITS = MODELS["llm of 8 layers"], MODELS["vision, llm of 8 layers"]
 BASE = "--data-path digits --lr 1e-3 --train-iters 10 --global-batch-size 8"
 CLUSTER = ROOT / "examples" / "clusters" / "h100.yaml"
 
 
 @pytest.mark.parametrize("planner", ["encoders-colocated", "entrain", "megatron-balanced", "optimus", "braid"])
-@pytest.mark.parametrize("units", [LLM, UNITS, MORE_UNITS], ids=["LLM", "one encoder", "two encoders"])
+@pytest.mark.parametrize("units", [LLM, UNITS, LONG], ids=["LLM", "one encoder", "two encoders"])
 def test_what_a_planner_prescribes_is_not_refused(tmp_path: Path, planner: str, units: dict[str, Any]) -> None:
     graph = ModelGraph.from_dict({"units": units})
     cluster = Cluster.from_file(CLUSTER)

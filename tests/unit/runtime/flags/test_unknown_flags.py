@@ -15,10 +15,9 @@ from megatron.runtime.flags.flag_parser import FlagParser, explain_unknown
 from megatron.runtime.flags.megatron_flags import ALWAYS_ON, CALLED, IN_MODEL_FILE, KNOWN_ELSEWHERE, MULTIMODAL, NOT_AVAILABLE
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph, Transformer, Unit
+from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER
 
-SHAPE = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 64}
-VISION = {"role": "encoder", **SHAPE, "image": {}}
-GRAPH = ModelGraph.from_dict({"units": {"vision": VISION, "language": {"role": "backbone", **SHAPE}}})
+GRAPH = ModelGraph.from_dict({"units": {"vision": {**ENCODER, "image": {}}, "language": BACKBONE}})
 SPELLINGS = frozenset(FlagParser(GRAPH).spellings())
 TABLES = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
 LISTED = [pattern for table in TABLES for names in table.values() for pattern in names.split()]
@@ -66,7 +65,7 @@ def test_megatron_s_switches_freeze_units() -> None:
     flags = ["--freeze-LM", "--freeze-ViT", "--freeze", "language", "--freeze-vision-projection", "--lr", "1"]
     given = FlagParser(GRAPH).parse_given(flags)
     assert (set(given["freeze"]), given["freeze_projector"]) == ({"vision", "language"}, ("vision",))
-    text = ModelGraph.from_dict({"units": {"llm": {"role": "backbone", **SHAPE}}})
+    text = ModelGraph.from_dict({"units": {"llm": BACKBONE}})
     with pytest.raises(ConfigError, match="--freeze-ViT: the model has no encoder of images"):
         FlagParser(text).parse_given(["--freeze-ViT"])
 

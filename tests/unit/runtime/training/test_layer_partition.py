@@ -1,35 +1,15 @@
 """The layers that size flags give to pipeline stages: by their seconds for the run's own data, or equally many."""
 
-from pathlib import Path
-
 import pytest
 
-from megatron.runtime.feed.data_sets import build_data_sets, padded_vocab_size
-from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
-from megatron.runtime.flags.configuration import RunConfig
-from megatron.runtime.orchestrator.orchestrate import Inputs
+from megatron.runtime.flags.arguments import build_plan
 from megatron.runtime.training.describe_run import _shown_stages
 from megatron.runtime.training.prediction import predict_layer_seconds
-from multimodal.plan.unit_grid import EVEN, LayerSeconds
-from multimodal.values.model_graph import ModelGraph
+from multimodal.plan.unit_grid import EVEN
+from tests.unit.runtime.training.conftest import open_example
 
-EXAMPLE = Path(__file__).parents[4] / "examples" / "digits"
 LARGE_VOCABULARY = "--make-vocab-size-divisible-by 65536"
 """Its head costs more than all transformer layers."""
-
-
-def read_run(line: str, *flags: str) -> tuple[RunConfig, Inputs]:
-    """Open what a run of the example on eight ranks trains."""
-    given = ["--config", str(EXAMPLE / "config.yaml"), *line.split(), *flags]
-    config = parse_arguments(given, environ={"WORLD_SIZE": "8"})
-    graph = choose_trained(ModelGraph.from_file(config.model.model), config.model)
-    data = build_data_sets(config, graph)
-    return config, Inputs(graph, data, padded_vocab_size(data.tokenizer, config, graph=graph))
-
-
-def seconds_of(line: str, *flags: str) -> LayerSeconds:
-    """Predict its layers."""
-    return predict_layer_seconds(*read_run(line, *flags))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +27,7 @@ def seconds_of(line: str, *flags: str) -> LayerSeconds:
     ],
 )
 def test_stages_have_layers_by_their_seconds(line: str, shown: str) -> None:
-    config, inputs = read_run(line)
+    config, inputs = open_example(line)
     units = build_plan(config, inputs.graph, 8, layer_seconds=predict_layer_seconds(config, inputs)).units
     assert _shown_stages(inputs.graph.backbone, units["llm"]) == shown
     assert _shown_stages(inputs.graph.unit("vision"), units["vision"]) == ""
@@ -56,12 +36,11 @@ def test_stages_have_layers_by_their_seconds(line: str, shown: str) -> None:
 def test_a_frozen_unit_takes_what_is_left_of_it() -> None:
     """A frozen encoder's layers have no backward; its projector, in the same stage as the last of them, has one."""
     sizes = "--vision-pp 2 --vision-dp 1 --llm-pp 3"
-    trained, frozen, repeated = (
-        seconds_of(sizes, *flags.split())["vision"] for flags in ("", "--freeze vision", "--recompute-granularity full")
-    )
+    runs = [open_example(f"{sizes} {flags}") for flags in ("", "--freeze vision", "--recompute-granularity full")]
+    trained, frozen, repeated = (predict_layer_seconds(*each)["vision"] for each in runs)
     assert trained[1] > 2.5 * frozen[1] > 0 and trained[-1] >= frozen[-1] > 0
     assert repeated[1] == pytest.approx(trained[1] + frozen[1])
 
 
 def test_nothing_is_counted_where_nothing_is_cut() -> None:
-    assert seconds_of("--llm-pp 1") is EVEN
+    assert predict_layer_seconds(*open_example("--llm-pp 1")) is EVEN

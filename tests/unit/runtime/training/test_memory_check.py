@@ -1,32 +1,22 @@
 """A rank that certainly has too little memory is told so, with the flags that help, before anything is built."""
 
-from pathlib import Path
-
 import pytest
 
-from megatron.runtime.feed.data_sets import build_data_sets, padded_vocab_size
-from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
+from megatron.runtime.flags.arguments import build_plan
 from megatron.runtime.orchestrator import machine
-from megatron.runtime.orchestrator.orchestrate import Inputs
 from megatron.runtime.training import memory_check
 from megatron.runtime.training.memory_check import LeastMemory, check_memory, estimate
 from multimodal.cost.layers.registry import describe_layer
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
-
-EXAMPLES = Path(__file__).parents[4] / "examples"
+from tests.unit.runtime.training.conftest import open_example
 
 
 def estimates(example: str, line: str, *, num_ranks: int) -> tuple[ModelGraph, list[LeastMemory]]:
     """Estimate every rank of an example."""
-    config = parse_arguments(
-        ["--config", str(EXAMPLES / example / "config.yaml"), *line.split()], environ={"WORLD_SIZE": f"{num_ranks}"}
-    )
-    graph = choose_trained(ModelGraph.from_file(config.model.model), config.model)
-    data = build_data_sets(config, graph)
-    inputs = Inputs(graph, data, padded_vocab_size(data.tokenizer, config, graph=graph))
-    plan = build_plan(config, graph, num_ranks)
-    return graph, [estimate(config, inputs, plan, rank=rank, num_copies=None) for rank in range(num_ranks)]
+    config, inputs = open_example(line, example=example, num_ranks=num_ranks)
+    plan = build_plan(config, inputs.graph, num_ranks)
+    return inputs.graph, [estimate(config, inputs, plan, rank=rank, num_copies=None) for rank in range(num_ranks)]
 
 
 @pytest.mark.parametrize("example", ["digits", "digits_generator"])
@@ -51,10 +41,8 @@ def test_an_example_needs_its_weights_and_little_more(example: str, more: str) -
     ],
 )
 def test_a_rank_without_memory_is_refused(line: str, free: float, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = parse_arguments(["--config", str(EXAMPLES / "digits" / "config.yaml"), *line.split()], environ={"WORLD_SIZE": "4"})
-    graph = ModelGraph.from_file(config.model.model)
-    inputs = Inputs(graph, build_data_sets(config, graph), 384)
-    plan = build_plan(config, graph, 4)
+    config, inputs = open_example(line, num_ranks=4)
+    plan = build_plan(config, inputs.graph, 4)
     check_memory(config, inputs, plan, rank=3, num_copies=None)
     monkeypatch.setattr(memory_check, "free_memory_bytes", lambda: free)
     with pytest.raises(ConfigError, match=r"rank 3 needs at least .* GB are free; .*--allow-low-memory") as problem:
