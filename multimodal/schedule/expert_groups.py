@@ -49,14 +49,13 @@ def computed_together(work: StepWork) -> Integers | None:
         return None
     joined = np.arange(work.num_pieces(lowered=True))
     stages, pieces = work.computed_stages, work.pieces
-    kinds_of_stages = (
-        work.graph.unit(unit).layers[layers.start : layers.stop]
-        for unit, replica, index in work.stages
-        for layers in [work.plan.virtual_stage(unit, replica, index).layers]
-    )
-    has_experts = np.array([any(LAYER_KINDS[k].exchanges_tokens for k in each if k in LAYER_KINDS) for each in kinds_of_stages])
+    has_experts = []
+    for unit, replica, index in work.stages:
+        layers = work.plan.virtual_stage(unit, replica, index).layers
+        names = work.graph.unit(unit).layers[layers.start : layers.stop]
+        has_experts.append(any(name in LAYER_KINDS and LAYER_KINDS[name].exchanges_tokens for name in names))
     sizes = np.array([work.plan.units[name].expert_parallel_size for name in pieces.units])[pieces.unit_of_stage[stages]]
-    chosen = np.flatnonzero(has_experts[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
+    chosen = np.flatnonzero(np.array(has_experts)[stages] & (sizes > 1) & np.isin(work.kinds, _EXCHANGING))
     kinds = np.where(work.kinds == _INPUT_GRADIENT, _BACKWARD, work.kinds).astype(np.int64)
     groups = work.replicas // sizes
     first_stages = stages - work.replicas  # the numbers of a stage's replicas are consecutive

@@ -42,6 +42,7 @@ from megatron.runtime.state.held_tensors import (
     HeldTensor,
     adopt_group_steps,
     average_key,
+    is_average,
     make_room,
     model_tensors,
     optimizer_tensors,
@@ -105,8 +106,8 @@ def save_checkpoint(
         files={},
         index_crc32=0,
     )
-    steps = optimizer_tensors(session.state)
-    tensors = model_tensors(session.state) + [each for each in steps if has_optimizer or each.key == average_key(each.key)]
+    updated = [each for each in optimizer_tensors(session.state) if has_optimizer or is_average(each.key)]
+    tensors = model_tensors(session.state) + updated
     keeping = partial(prune_checkpoints, folder, step=step, keep_last=keep_last, retain_interval=retain_interval)
     write = partial(_write, folder, manifest, prune=keeping, check_right=check_right)
     if background is None:
@@ -193,14 +194,14 @@ def load_checkpoint(
 
     model = [tensor for tensor in model_tensors(session.state) if is_saved(tensor.key)]
 
-    def read() -> TensorIndex:
+    def read() -> tuple[TensorIndex, list[HeldTensor]]:
         index = read_index(path, files=manifest.files, crc32=manifest.index_crc32)
-        _check_shapes(path, model, index=index)
-        return index
+        averages = {tensor.key: average_key(tensor.key) for tensor in model if takes_averages}
+        wanted = [replace(each, key=averages[each.key]) if averages.get(each.key) in index else each for each in model]
+        _check_shapes(path, wanted, index=index)
+        return index, wanted
 
-    index = on_this_rank(read, what=what)
-    averages = {tensor.key: average_key(tensor.key) for tensor in model} if takes_averages else {}
-    model = [replace(each, key=key) if (key := averages.get(each.key, "")) in index else each for each in model]
+    index, model = on_this_rank(read, what=what)
     on_this_rank(lambda: read_tensors(path, model, index=index), what=what)
     session.reload_optimizers()
     fresh_units: list[set[str]] = []

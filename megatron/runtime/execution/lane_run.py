@@ -177,5 +177,6 @@ def _message_of(action: Action) -> MessageKey:
     """Return the message of which an action is one end."""
     assert action.peer is not None
     direction = "forward" if action.kind in (ActionKind.SEND_FORWARD, ActionKind.RECEIVE_FORWARD) else "backward"
-    is_sent = ACTION_TABLE[action.kind].resource is Resource.SEND
-    return MessageKey(direction, *((action.place, action.peer) if is_sent else (action.peer, action.place)), action.covers)
+    if ACTION_TABLE[action.kind].resource is Resource.SEND:
+        return MessageKey(direction, action.place, action.peer, action.covers)
+    return MessageKey(direction, action.peer, action.place, action.covers)

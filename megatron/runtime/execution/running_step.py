@@ -190,7 +190,7 @@ class RunningStep(StepMessages):
         for route, tensor in inputs.items():
             if route is not None:
                 tensor.requires_grad_(has_backward and has_trainable_output(self.step.graph, route.source.unit))
-        return inputs, self.inputs.of(action.microbatch_place)
+        return inputs, self.data.of(action.microbatch_place)
 
     def _filling_waits(self, action: Action) -> AbstractContextManager[None]:
         """Let work inside a computation run in its waits for tensor parallel collectives."""

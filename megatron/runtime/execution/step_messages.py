@@ -74,7 +74,7 @@ class StepMessages(LaneRun):
     def __init__(self, executor: RankResources, step: Step) -> None:
         super().__init__(broker=executor.broker, clock=executor.clock)
         self.executor, self.step = executor, step
-        self.inputs = StepInputs(step, rank=executor.rank, device=executor.device)
+        self.data = StepInputs(step, rank=executor.rank, device=executor.device)
 
     def stage(self, place: Place) -> UnitStage:
         """Return the module of a virtual stage of this rank."""
@@ -96,7 +96,7 @@ class StepMessages(LaneRun):
             return Link(source_ranks, target_ranks, shape, is_replicated=False)
         source, target = upstream.microbatch_place, downstream.microbatch_place
         (route,) = (route for route in self.step.routes.from_source[source] if route.target == target)
-        rows = self.inputs.row_shares(route)
+        rows = self.data.row_shares(route)
         rows = rows.reversed if rows is not None and key.direction == "backward" else rows
         return Link(source_ranks, target_ranks, (self.step.num_rows_of_route(route), width), is_replicated=True, rows=rows)
 
@@ -129,7 +129,7 @@ class StepMessages(LaneRun):
             if route is None:
                 self.publish(key, outputs[0] if len(outputs) == 1 else torch.cat(list(outputs)))
             else:
-                self.publish(key, outputs[self.step.part_of(route)].index_select(0, self.inputs.output_rows(route)))
+                self.publish(key, outputs[self.step.part_of(route)].index_select(0, self.data.output_rows(route)))
 
     def collect_output_gradient(self, action: Action, shape: torch.Size) -> Tensor:
         """Take the gradient of a forward's output (of one sample subset: `action.subset`)."""
@@ -140,7 +140,7 @@ class StepMessages(LaneRun):
             if action.subset in (-1, self.step.part_of(route)):
                 found = self.collect(key.answered())
                 gradient = found.new_zeros(shape) if gradient is None else gradient
-                gradient.index_add_(0, self.inputs.output_rows(route), found)
+                gradient.index_add_(0, self.data.output_rows(route), found)
         assert gradient is not None, f"{action.place} feeds nobody"
         return gradient
 

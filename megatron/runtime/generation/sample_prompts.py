@@ -27,8 +27,8 @@ class SampleAnswer(NamedTuple):
     asked: str
     answer: str
     expected: str
-    image: str = ""
-    """The answer of a generator: a PNG file in base64; `answer` then says its size."""
+    image: bytes = b""
+    """The answer of a generator: a PNG file; `answer` then says its size."""
 
 
 def answer_prompts(
@@ -51,7 +51,8 @@ def answer_prompts(
         if not output.exists():
             *_, last = ended.stderr.strip().splitlines() or [f"the process ended with exit code {ended.returncode}"]
             raise DataError(last)
-        return [SampleAnswer(*answer) for answer in json.loads(output.read_text())]
+        found = json.loads(output.read_text())
+        return [SampleAnswer(asked, answer, expected, base64.b64decode(image)) for asked, answer, expected, image in found]
 
 
 def _answer(checkpoint: Path, prompts: Path, *, max_new_tokens: int, guidance_scale: float, output: Path) -> None:
@@ -64,10 +65,9 @@ def _answer(checkpoint: Path, prompts: Path, *, max_new_tokens: int, guidance_sc
                 image, file = draw_sample(answering, index, guidance_scale=guidance_scale), io.BytesIO()
                 image.save(file, "PNG")
                 size = f"an image of {image.width}x{image.height} pixels"
-                answers.append(SampleAnswer(asked, size, "", base64.b64encode(file.getvalue()).decode()))
+                answers.append((asked, size, "", base64.b64encode(file.getvalue()).decode()))
             else:
-                said = answering.answer(index, max_new_tokens=max_new_tokens)
-                answers.append(SampleAnswer(asked, said, answering.expected(index)))
+                answers.append((asked, answering.answer(index, max_new_tokens=max_new_tokens), answering.expected(index), ""))
     output.write_text(json.dumps(answers))
 
 

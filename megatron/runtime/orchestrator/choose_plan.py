@@ -22,7 +22,8 @@ from multimodal.values.sample_lengths import SampleLengths
 
 PLANNER, BASELINE = "braid", "megatron"
 PLAN_NAME = "plan.yaml"
-_FIXED = {{"virtual_stages": "virtual_pipeline_size"}.get(each.name, each.name): each.name for each in fields(FixedSizes)}
+_FIXED = {each.name: each.name for each in fields(FixedSizes) if each.name != "virtual_stages"}
+_FIXED["virtual_pipeline_size"] = "virtual_stages"
 """Field of `UnitSizes` -> of `FixedSizes`."""
 _ONLY_AUTO = {"plan_time_budget", "plan_review_iters", "replan"}
 _FREE = {"context_parallel_distribution", "context_parallel_block_size"}

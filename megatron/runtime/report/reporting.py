@@ -3,7 +3,6 @@
 A file that cannot be written is an error before training, and a warning during it: a full disk costs reports, not steps.
 """
 
-import base64
 import errno
 import io
 import math
@@ -227,17 +226,21 @@ class ConsoleReporter(Reporter):
         files = [self._write_image(each, f"step_{number:08d}_{index}.png") for index, each in enumerate(answers)]
         in_words = [each for each in answers if not each.image]
         num_right = sum(each.answer == each.expected for each in in_words)
-        counts = [f"{num_right} of {len(in_words)} answers are the expected ones"] * bool(in_words)
-        counts += [f"{len(answers) - len(in_words)} images"] * (len(answers) > len(in_words))
+        counts = [f"{num_right} of {len(in_words)} answers are the expected ones"] if in_words else []
+        if len(in_words) < len(answers):
+            counts.append(f"{len(answers) - len(in_words)} images")
         self.say(f"step {number}: samples: {', '.join(counts)}")
         entries = []
         for each, file in zip(answers, files, strict=True):
-            told = f": {file}" * bool(file) if each.image else f"    (expected: {each.expected})" * (each.answer != each.expected)
-            self.say(f"  {each.asked}\n    -> {each.answer}{told}")
-            entry = {name: value for name, value in each._asdict().items() if name != "image"}
-            entries.append(entry | ({"image": file} if file else {}))
+            if each.image:
+                behind = f": {file}" if file else ""
+            else:
+                behind = "" if each.answer == each.expected else f"    (expected: {each.expected})"
+            self.say(f"  {each.asked}\n    -> {each.answer}{behind}")
+            entry = {"asked": each.asked, "answer": each.answer, "expected": each.expected}
+            entries.append({**entry, "image": file} if file else entry)
         self._log({"step": number, "samples": entries})
-        images = {f"samples/{index}": _decoded(each.image) for index, each in enumerate(answers) if each.image}
+        images = {f"samples/{index}": Image.open(io.BytesIO(each.image)) for index, each in enumerate(answers) if each.image}
         if (tensorboard := self._tensorboard) is not None:
             told = "\n\n".join(f"{each.asked}\n\n**{each.answer}** (expected: {each.expected})" for each in answers)
 
@@ -261,7 +264,7 @@ class ConsoleReporter(Reporter):
 
         def write() -> None:
             (folder / "samples").mkdir(exist_ok=True)
-            (folder / "samples" / name).write_bytes(base64.b64decode(answer.image))
+            (folder / "samples" / name).write_bytes(answer.image)
 
         return f"samples/{name}" if self._write(f"--report-dir {folder}", write) else ""
 
@@ -316,10 +319,6 @@ class ConsoleReporter(Reporter):
                 self.say(f"warning: {place}: cannot be written ({problem.strerror or problem}); training goes on without it")
             return False
         return True
-
-
-def _decoded(png: str) -> Image.Image:
-    return Image.open(io.BytesIO(base64.b64decode(png)))
 
 
 def _shown_loss(report: StepReport | EvaluationReport) -> str:

@@ -221,8 +221,13 @@ def optimizer_tensors(state: TrainedState) -> list[HeldTensor]:
 
 
 def average_key(key: str) -> str:
-    """Return the key of the average over the steps of the weight with this key, or of the same average."""
-    return f"{AVERAGE}.{key.partition('.')[2]}"
+    """Return the key of the average over the steps of the weight with this key."""
+    return f"{AVERAGE}.{key.removeprefix('model.')}"
+
+
+def is_average(key: str) -> bool:
+    """Return whether a tensor is the average of a weight."""
+    return key.startswith(f"{AVERAGE}.")
 
 
 def make_room(state: TrainedState, *, saved: Collection[str]) -> set[str]:

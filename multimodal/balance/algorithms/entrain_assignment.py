@@ -16,7 +16,6 @@ from multimodal.kernels import kernels
 from multimodal.values.arrays.rows import Floats
 from multimodal.values.errors import AssignmentError
 
-Loads = Floats
 MAX_SUBSET_SUMS = 256
 """Resolution of the search for the subset to defer, see `SubsetSums`."""
 
@@ -76,8 +75,8 @@ def assign_entrain(
 
 
 def _assign_in_python(
-    llm_loads: Loads,
-    encoder_loads: Loads,
+    llm_loads: Floats,
+    encoder_loads: Floats,
     *,
     num_replicas: int,
     num_microbatches: int,

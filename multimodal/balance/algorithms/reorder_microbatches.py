@@ -114,9 +114,6 @@ def interval_to_fill(
     return total
 
 
-Loads = Floats
-
-
 def reorder_microbatches(
     forward_seconds: npt.ArrayLike, *, backward_seconds: npt.ArrayLike, num_stages: int, num_swaps: int | None = None
 ) -> tuple[int, ...]:
@@ -178,7 +175,7 @@ def fill_intervals(
     return order + last
 
 
-def _with_mean(seconds: npt.ArrayLike) -> Loads:
+def _with_mean(seconds: npt.ArrayLike) -> Floats:
     """Append the mean over all microbatches, which is used for unknown microbatches."""
     values = np.asarray(seconds, np.float64)
     return np.column_stack((values, values.mean(axis=1)))
@@ -193,7 +190,7 @@ def _step_codes(num_stages: int, num_chunks: int, num_microbatches: int) -> Inte
 
 
 def reorder_microbatches_reference(
-    forward_seconds: Loads, backward_seconds: Loads, *, num_stages: int, num_swaps: int
+    forward_seconds: Floats, backward_seconds: Floats, *, num_stages: int, num_swaps: int
 ) -> tuple[int, ...]:
     """Compute the kernel's result in Python; the last microbatch of both arrays is used for unknown microbatches."""
     forward, backward = forward_seconds.tolist(), backward_seconds.tolist()

@@ -76,7 +76,7 @@ class MoeTransformerLayer(TransformerLayer):
         dense = super().segment_work(bytes_per_element)
         moved, moved_back = (sum(each.traffic[way] for each in dense[:-1]) for way in (0, 1))
         inner = topk * shape.expert_hidden_size + (self._experts.shared_expert_intermediate_size or 0)
-        activated, activated_back = (3, 5) if self.unit.transformer.is_gated else (2, 3)
+        activated, activated_back = (3, 5) if shape.is_gated else (2, 3)
         dispatch = 5 * topk * shape.hidden_size
         moved += bytes_per_element * (activated * inner + dispatch)
         moved_back += bytes_per_element * (activated_back * inner + dispatch + topk * shape.hidden_size)
@@ -100,7 +100,7 @@ class MoeTransformerLayer(TransformerLayer):
         router = (wide * hidden if trains else 0) + scores + INDEX_BYTES * topk
         shared = experts.shared_expert_intermediate_size
         inner = shape.expert_hidden_size * topk + (shared or 0)
-        kept = (3 if self.unit.transformer.is_gated else 2 if shape.activation == "quick_gelu" else 1) + trains
+        kept = (3 if shape.is_gated else 2 if shape.activation == "quick_gelu" else 1) + trains
         copies = size * hidden * (topk + (shared is not None and size < wide)) if trains else 0
         replicated = copies + size * topk * (hidden + (size < wide)) + 2 * INDEX_BYTES * topk
         return ActivationBytes(float(router), float(size * kept * inner), float(replicated))

@@ -48,7 +48,7 @@ class TransformerLayer(Layer):
         return {
             "linear_qkv": LinearShape(shape.hidden_size, query + key_value),
             "linear_proj": LinearShape(query, shape.hidden_size, is_split_by_inputs=True),
-            "linear_fc1": LinearShape(shape.hidden_size, inner * (2 if self.unit.transformer.is_gated else 1)),
+            "linear_fc1": LinearShape(shape.hidden_size, inner * (2 if shape.is_gated else 1)),
             "linear_fc2": LinearShape(inner, shape.hidden_size, is_split_by_inputs=True),
         }
 
@@ -58,7 +58,7 @@ class TransformerLayer(Layer):
         shape = self.unit.transformer
         head_norms = 2 * shape.head_channels * self.norm_vector_entries() // shape.hidden_size if shape.qk_layernorm else 0
         head_norms *= shape.num_attention_heads if shape.qk_norm_spans_heads else 1
-        inner = shape.ffn_hidden_size * (2 if self.unit.transformer.is_gated else 1)
+        inner = shape.ffn_hidden_size * (2 if shape.is_gated else 1)
         outputs = sum(self._widths), shape.hidden_size, inner, shape.hidden_size
         biases = sum(size for size, has_bias in zip(outputs, shape.biases.values(), strict=True) if has_bias)
         scales = 2 * shape.hidden_size if shape.has_layer_scale else 0
@@ -90,11 +90,9 @@ class TransformerLayer(Layer):
         """
         shape = self.unit.transformer
         if is_fused:
-            inner = shape.ffn_hidden_size * (2 if self.unit.transformer.is_gated else 1)
+            inner = shape.ffn_hidden_size * (2 if shape.is_gated else 1)
         else:
-            inner = shape.ffn_hidden_size * (
-                4 if self.unit.transformer.is_gated else 2 if shape.activation == "quick_gelu" else 1
-            )
+            inner = shape.ffn_hidden_size * (4 if shape.is_gated else 2 if shape.activation == "quick_gelu" else 1)
         inputs = shape.ffn_hidden_size if trains else 0
         return ActivationBytes(float(size * shape.hidden_size if trains else 0), float(size * (inner + inputs)))
 
@@ -175,9 +173,7 @@ class TransformerLayer(Layer):
         shape, hidden, size = self.unit.transformer, self.unit.transformer.hidden_size, float(bytes_per_element)
         heads = 2 * (shape.num_attention_heads + shape.query_groups) * shape.head_channels
         rotated, normed = heads * shape.has_rotary_positions, heads * shape.qk_layernorm
-        activated, activated_back = (
-            factor * shape.ffn_hidden_size for factor in ((3, 5) if self.unit.transformer.is_gated else (2, 3))
-        )
+        activated, activated_back = (factor * shape.ffn_hidden_size for factor in ((3, 5) if shape.is_gated else (2, 3)))
         post = hidden * shape.has_post_norms  # norms before the residual sums
         forward = 5 * hidden, normed, rotated, 0, 5 * hidden + 2 * post, 0, activated + 2 * post
         backward = 6 * hidden, 1.5 * normed, rotated, 0, 6 * hidden + 3 * post, 0, activated_back + 3 * post
@@ -209,7 +205,8 @@ class TransformerLayer(Layer):
 
     def _mlp_weights(self, inner_size: int) -> int:
         """Weights of two matrices, or three with a gate."""
-        return (3 if self.unit.transformer.is_gated else 2) * self.unit.transformer.hidden_size * inner_size
+        shape = self.unit.transformer
+        return (3 if shape.is_gated else 2) * shape.hidden_size * inner_size
 
     @property
     def _widths(self) -> tuple[int, int]:

@@ -1,6 +1,5 @@
 """What the person and the files are told, and what happens when they cannot be."""
 
-import base64
 import io
 import json
 import math
@@ -190,7 +189,7 @@ def test_tensorboard_may_run_out_of_room(run: Run, tmp_path: Path) -> None:
 def test_answers_go_to_the_log_and_to_all_reports(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Images as files beside the page; and a resumed run keeps those of steps that are done."""
     logging = LoggingConfig(log_json=tmp_path / "log.jsonl", tensorboard_dir=tmp_path / "board", report_dir=tmp_path)
-    drawn = SampleAnswer("draw one", "an image of 1x1 pixels", "", base64.b64encode(PIXEL).decode())
+    drawn = SampleAnswer("draw one", "an image of 1x1 pixels", "", PIXEL)
     answers = [SampleAnswer("how many", "two", "two"), SampleAnswer("which", "a cat", "a dog"), drawn]
     with closing(ConsoleReporter(logging, train_iters=4, first_step=0)) as reporter:
         reporter.samples(2, answers)
@@ -229,7 +228,7 @@ def test_the_page_of_a_run_is_one_file_with_all_of_it(tmp_path: Path) -> None:
         reporter.begin("vision: dp 2 <x pp 1>")
         reporter.step(1, STEP, BALANCE, num_consumed_samples=8)
         reporter.evaluation(1, "charts", EvaluationReport(1.25, 0.0, 0.5, math.nan))
-        drawn = SampleAnswer("draw", "an image of 1x1 pixels", "", base64.b64encode(PIXEL).decode())
+        drawn = SampleAnswer("draw", "an image of 1x1 pixels", "", PIXEL)
         reporter.samples(1, [SampleAnswer("how <many>", "two", "three"), drawn])
         reporter.timeline(1, Timeline((), ()))
     with closing(ConsoleReporter(logging, train_iters=9, first_step=1)) as reporter:
