@@ -116,8 +116,12 @@ def _problems_of_units(config: RunConfig, graph: ModelGraph) -> Iterator[str]:
             yield f"{shown_flag(key)} would be ignored: what it is for in unit '{name}' is frozen; leave it out"
     if config.optimizer.projector_lr is not None and not (graph.encoders or graph.generators):
         yield "--projector-lr would be ignored: the model has no projector; leave it out"
-    if config.optimizer.generator_ema_decay is not None and not graph.generators:
-        yield "--generator-ema-decay would be ignored: the model has no generator; leave it out"
+    trained = [unit for unit in graph.generators if any(map(unit.is_trainable, range(len(unit.layers))))]
+    if config.optimizer.generator_ema_decay is not None and not trained:
+        reason = "all generators are frozen" if graph.generators else "the model has no generator"
+        yield f"--generator-ema-decay would be ignored: {reason}; leave it out"
+    if config.evaluation.sample_guidance_scale != 1 and not graph.generators:
+        yield "--sample-guidance-scale would be ignored: the model has no generator, and draws nothing; leave it out"
     for unit in graph.units:
         if unit.module is not None and unit.module.callbacks and not config.model.allow_callbacks:
             yield (

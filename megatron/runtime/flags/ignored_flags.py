@@ -147,6 +147,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
                 "no checkpoint is written; add --save DIR"
             ),
             "sample_prompts": "its folder hands the weights over to what answers; add --save DIR",
+            "generator_ema_decay": "averages are drawn with from a checkpoint; add --save DIR",
         },
     ),
     *_without("sample_prompts", {"sample_max_new_tokens sample_guidance_scale": "nothing is asked; add --sample-prompts FILE"}),
