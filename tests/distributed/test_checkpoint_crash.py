@@ -1,13 +1,13 @@
-"""kill -9 at every point of saving, one after the other: the newest complete checkpoint always loads, whole.
+"""kill -9 of a rank that saves: the newest complete checkpoint always loads, whole, whatever point the save has come to.
 
 The points of a save in the background are those of the other, reached by another thread, while all values change.
 """
 
 import gc
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from itertools import count
 from pathlib import Path
 
 import pytest
@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from megatron.runtime import platform
-from tests.distributed.interruption import run_until_killed
+from tests.distributed.interruption import keep_at_points, run_until_killed
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, run
+from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan
 
 GRAPH = build_graph(tied=True)
 SAVED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 2), llm=(2, 1, 1), colocated=True))
@@ -28,18 +28,29 @@ LOADED = TrainingCase(GRAPH, build_plan(GRAPH, vision=(1, 1, 1), llm=(1, 1, 1), 
 @pytest.mark.parametrize("in_background", [False, True], ids=["in the foreground", "in the background"])
 @pytest.mark.parametrize("killed", [0, 1])
 def test_the_newest_complete_checkpoint_always_loads(ranks: RankPool, tmp_path: Path, killed: int, in_background: bool) -> None:
+    """Beside what a save left that died before: from the files of every point, and once more where a rank really died."""
     case, folder = replace(SAVED, saves_in_background=in_background), tmp_path / "checkpoints"
-    points = []
-    for point in count(1):
-        name = run_until_killed(save, (case, folder, tmp_path / f"store-{point}", 2 * point), killed=killed, point=point)
-        if name is None:
-            break
-        points.append(name)
-        ((step, values),) = run(ranks, load, LOADED, folder)
-        assert step in (2 * point, 2 * point + 1), f"step {step} is the newest after {name} (point {point})"
-        assert values == {float(step)}, f"step {step} mixes several saves after {name} (point {point})"
-    assert {"open", "fsync"} <= set(points)
-    assert killed == 1 or {"os.mkdir", "os.rename", "shutil.rmtree", "os.rmdir"} <= set(points)
+
+    def arguments(number: int) -> tuple[object, ...]:
+        return case, folder, tmp_path / f"store-{number}", 2 * number
+
+    def check(folders: list[Path], names: list[str], number: int) -> None:
+        ((found),) = ranks.run(load, LOADED, folders, world_size=1)
+        for (step, values), name in zip(found, names, strict=True):
+            assert step in (2 * number, 2 * number + 1), f"step {step} is the newest after {name}"
+            assert values == {float(step)}, f"step {step} mixes several saves after {name}"
+
+    assert run_until_killed(save, arguments(1), killed=killed, point=3)
+    names = keep_at_points(
+        save, arguments(2), rank=killed, keep=lambda point: shutil.copytree(folder, tmp_path / "kept" / str(point))
+    )
+    check([tmp_path / "kept" / str(point) for point in range(len(names))], names, 2)
+    assert {"open", "fsync"} <= set(names)
+    assert killed == 1 or {"os.mkdir", "os.rename", "shutil.rmtree", "os.rmdir"} <= set(names)
+    for number, name in enumerate(dict.fromkeys(names), start=3):
+        died_at = run_until_killed(save, arguments(number), killed=killed, point=1 + names.index(name))
+        assert died_at is not None
+        check([folder], [died_at], number)
 
 
 def save(rank: int, arm: Callable[[Path], None], case: TrainingCase, folder: Path, store: Path, step: int) -> None:
@@ -68,11 +79,16 @@ def fill(training: Training, value: float) -> None:
             tensor.fill_(value)
 
 
-def load(case: TrainingCase, folder: Path) -> tuple[int, set[float]]:
+def load(case: TrainingCase, folders: list[Path]) -> list[tuple[int, set[float]]]:
+    """The steps that are the newest in folders, and all values that each has."""
     training = Training(case)
     training.train_step(0)
-    step = training.load(folder).step
-    return step, {value for tensor in saved_tensors(training) for value in tensor.detach().unique().tolist()}
+    found = []
+    for folder in folders:
+        fill(training, -1.0)
+        step = training.load(folder).step
+        found.append((step, {value for tensor in saved_tensors(training) for value in tensor.detach().unique().tolist()}))
+    return found
 
 
 def saved_tensors(training: Training) -> list[torch.Tensor]:
