@@ -1,11 +1,15 @@
-"""A small run of `pretrain_mllm.py` that works, for tests that make one thing of it wrong."""
+"""A small run of `pretrain_mllm.py` that works, for tests that make one thing of it otherwise, or wrong."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 from PIL import Image
+
+from tests.distributed import launch
+from tests.distributed.launch import Launched
 
 NUM_RANKS = 2
 MODEL: dict[str, Any] = {
@@ -58,3 +62,26 @@ def write_working_files(folder: Path) -> None:
         image = entry["segments"][0]
         Image.effect_noise((image["width"], image["height"]), 50).convert("RGB").save(data / image["path"])
     (data / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+
+
+LEFT_OUT = object()
+"""In the place of the value of a flag that `train` is to leave out."""
+SIZED_OTHERWISE = {"--vision-dp": LEFT_OUT, "--llm-dp": LEFT_OUT}
+
+
+def train(
+    folder: Path, flags: Mapping[str, object], *, num_ranks: int = NUM_RANKS, **how: Any
+) -> tuple[list[dict[str, Any]], Launched]:
+    """Launch the run in float64 with flags in the place of its own; returns the steps in its log, and what it said.
+
+    Files that are not in `folder` yet are written. how: options of `launch`.
+    """
+    if not (folder / "model.yaml").exists():
+        write_working_files(folder)
+    given = {**working_flags(folder), "--dtype": "float64", "--log-json": folder / "log.jsonl", **flags}
+    return launch.train({name: value for name, value in given.items() if value is not LEFT_OUT}, num_ranks=num_ranks, **how)
+
+
+def losses(folder: Path, flags: Mapping[str, object], *, num_ranks: int = NUM_RANKS, **how: Any) -> list[float]:
+    """The losses of such a run."""
+    return [entry["loss"] for entry in train(folder, flags, num_ranks=num_ranks, **how)[0]]

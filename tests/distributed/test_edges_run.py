@@ -24,8 +24,8 @@ from multimodal.plan.colocated import plan_colocated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
-from tests.distributed.launch import as_arguments, train
-from tests.distributed.small_run import MODEL, working_flags
+from tests.distributed.launch import as_arguments
+from tests.distributed.small_run import LEFT_OUT, MODEL, SIZED_OTHERWISE, train, working_flags
 from tests.sanity.repository import ROOT
 from tools import balance, lengths, simulate
 
@@ -67,17 +67,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def flags_of(folder: Path, more: Mapping[str, object]) -> dict[str, object]:
-    """Flags of the run."""
-    given = {
-        **working_flags(folder),
-        "--train-iters": NUM_STEPS,
-        "--global-batch-size": BATCH,
-        "--dtype": "float64",
-        "--log-json": folder / "log.jsonl",
-    }
-    del given["--vision-dp"], given["--llm-dp"]
-    return {**given, **more}
+RUN = {**SIZED_OTHERWISE, "--train-iters": NUM_STEPS, "--global-batch-size": BATCH}
+
+
+def flags_of(folder: Path, more: Mapping[str, object]) -> list[str]:
+    """Flags of the run, as tools read them."""
+    given = {**working_flags(folder), "--dtype": "float64", **RUN, **more}
+    return [str(word) for word in as_arguments({name: value for name, value in given.items() if value is not LEFT_OUT})]
 
 
 ALONE: dict[str, object] = {"--colocate-units": None}
@@ -87,13 +83,13 @@ OTHERWISE = {**ALONE, "--llm-tp": 2, "--sequence-parallel": None, "--balance": "
 def test_it_trains_as_one_process_does_and_the_tools_agree_with_it(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, _ = train(flags_of(folder, ALONE), num_ranks=1)
-    log, _ = train(flags_of(folder, {**OTHERWISE, "--schedule": "nested"}), num_ranks=2)
+    alone, _ = train(folder, RUN | ALONE, num_ranks=1)
+    log, _ = train(folder, {**RUN, **OTHERWISE, "--schedule": "nested"})
     for name in ("loss", "generator_loss", "grad_norm"):
         assert [entry[name] for entry in log] == pytest.approx([entry[name] for entry in alone], rel=1e-9)
 
     table = folder / "lengths.csv"
-    assert lengths.main(["--output", str(table), *map(str, as_arguments(flags_of(folder, {})))]) == 0
+    assert lengths.main(["--output", str(table), *flags_of(folder, {})]) == 0
     data = ["--lengths", str(table), "--global-batch-size", str(BATCH), "--balance", "orchmllm", "--vocab-size", str(VOCABULARY)]
     model = ["--model", str(folder / "model.yaml")]
     replicas = ",".join(f"{name}={1 if name == 'llm' else 2}" for name in UNITS)
@@ -118,8 +114,7 @@ def test_it_trains_as_one_process_does_and_the_tools_agree_with_it(
 def predict(folder: Path, monkeypatch: pytest.MonkeyPatch, *, schedule: str) -> float:
     """Return the seconds that the run predicts of its first step, and write its plan."""
     monkeypatch.setenv("WORLD_SIZE", "2")
-    flags = flags_of(folder, {**OTHERWISE, "--schedule": schedule})
-    config = parse_arguments([*map(str, as_arguments(flags))], environ={"WORLD_SIZE": "2"})
+    config = parse_arguments(flags_of(folder, {**OTHERWISE, "--schedule": schedule}), environ={"WORLD_SIZE": "2"})
     graph = choose_trained(read_model(config.model.model), config.model)
     plan = plan_colocated(graph, sizes={**dict.fromkeys(UNITS, UnitSizes()), "llm": UnitSizes(2)}, world_size=2)
     plan.to_file(folder / "plan.yaml")

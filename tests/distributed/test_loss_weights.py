@@ -6,18 +6,17 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.launch import launch, train
-from tests.distributed.small_run import manifest_entries, working_flags, write_working_files
+from tests.distributed.launch import launch
+from tests.distributed.small_run import LEFT_OUT, manifest_entries, train, working_flags, write_working_files
 
-TOGETHER = {"--dtype": "float64", "--global-batch-size": 4, "--micro-batch-size": 4}
+TOGETHER = {"--global-batch-size": 4, "--micro-batch-size": 4}
 
 
 def evaluate(folder: Path, entries: list[dict[str, Any]], **flags: object) -> float:
     """Return the loss of new weights on these samples."""
     (folder / "data" / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    base = {**working_flags(folder), **TOGETHER, "--split": "0,1", "--skip-train": None, "--eval-iters": 1}
-    batch = {"--global-batch-size": len(entries), "--micro-batch-size": len(entries), "--log-json": folder / "log.jsonl"}
-    train({**base, **batch, **flags}, num_ranks=2)
+    batch = {"--global-batch-size": len(entries), "--micro-batch-size": len(entries)}
+    train(folder, {"--split": "0,1", "--skip-train": None, "--eval-iters": 1, **batch, **flags})
     (entry,) = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
     loss: float = entry["loss"]
     return loss
@@ -45,18 +44,13 @@ def test_the_loss_is_the_weighted_mean(average: str, entries: list[dict[str, Any
 
 def test_weighted_training_is_the_same_under_any_plan(entries: list[dict[str, Any]], tmp_path: Path) -> None:
     (tmp_path / "data" / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    flags = {**working_flags(tmp_path), **TOGETHER, "--loss-average": "samples", "--log-json": tmp_path / "log.jsonl"}
-    del flags["--num-workers"]
-    spread: dict[str, object] = {
-        "--micro-batch-size": 1,
-        "--llm-pp": 2,
-        "--llm-tp": 2,
-        "--num-workers": 1,
-        "--sequence-parallel": None,
-    }
-    shared = {"--micro-batch-size": 2, "--llm-cp": 2, "--lengths-from": "decode"}
-    plain, unweighted = {"--num-workers": 0}, {"--num-workers": 0, "--loss-average": "tokens"}
-    runs = [train({**flags, **how}, num_ranks=ranks)[0] for how, ranks in ((plain, 2), (spread, 5), (shared, 3), (unweighted, 2))]
+    flags = {**TOGETHER, "--loss-average": "samples"}
+    spread = {"--micro-batch-size": 1, "--llm-pp": 2, "--llm-tp": 2, "--num-workers": 1, "--sequence-parallel": None}
+    shared = {"--micro-batch-size": 2, "--llm-cp": 2, "--lengths-from": "decode", "--num-workers": LEFT_OUT}
+    unweighted = {"--loss-average": "tokens"}
+    runs = [
+        train(tmp_path, flags | how, num_ranks=ranks)[0] for how, ranks in (({}, 2), (spread, 5), (shared, 3), (unweighted, 2))
+    ]
     values = [[(entry["loss"], entry["grad_norm"]) for entry in run] for run in runs]
     for found in values[1:3]:
         assert [pytest.approx(each, rel=0, abs=1e-9) for each in values[0]] == found

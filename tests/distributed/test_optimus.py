@@ -24,10 +24,9 @@ from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import SlotMode
 from tests.distributed.gradient_case import GradientCase, plan_case
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.launch import train
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.small_run import working_flags, write_working_files
+from tests.distributed.small_run import SIZED_OTHERWISE, losses, write_working_files
 from tests.distributed.test_every_builder import IMAGE, UNITS
 from tools import plan
 
@@ -169,9 +168,7 @@ def test_a_plan_of_the_planner_trains_with_the_losses_of_one_process(tmp_path: P
     assert answer["eff_fine"] > answer["eff_coarse"] and sum(answer["partition"]["vision"]) == 4
     (line,) = (each for each in file.read_text().splitlines() if "pretrain_mllm.py --plan" in each)
     prescribed = line.split("--plan plan.yaml ")[1].split()
-    common = {**working_flags(tmp_path), "--global-batch-size": 4, "--dtype": "float64", "--log-json": tmp_path / "log.jsonl"}
-    planned = {name: value for name, value in common.items() if not name.endswith("-dp")}
-    losses = []
-    for num_ranks, chosen in ((4, {**planned, "--plan": [file, *prescribed]}), (1, {**common, "--colocate-units": None})):
-        losses.append([entry["loss"] for entry in train(chosen, num_ranks=num_ranks)[0]])
-    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
+    batch = {"--global-batch-size": 4}
+    planned = losses(tmp_path, {**batch, **SIZED_OTHERWISE, "--plan": [file, *prescribed]}, num_ranks=4)
+    alone = losses(tmp_path, {**batch, "--colocate-units": None}, num_ranks=1)
+    assert len(planned) == 2 and planned == pytest.approx(alone, rel=0, abs=1e-9)

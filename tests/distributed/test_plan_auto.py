@@ -1,6 +1,7 @@
 """`--plan auto` as a user runs it: it trains as one process does, keeps what it found, and goes on under a better plan."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,9 @@ import pytest
 from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.values.model_graph import ModelGraph
+from tests.distributed import small_run
 from tests.distributed.launch import Launched, launch
-from tests.distributed.small_run import working_flags, write_working_files
+from tests.distributed.small_run import SIZED_OTHERWISE, working_flags, write_working_files
 
 NUM_STEPS, STEPS_OF_TWO_RUNS = 5, 7
 BAD = "plan: vision tp 1 x pp 1 x dp 1"
@@ -26,28 +28,23 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(
-    folder: Path, log: str, *more: object, num_ranks: int = 2, num_steps: int = NUM_STEPS, plans_itself: bool = True
+    folder: Path, more: Mapping[str, object], *, num_ranks: int = 2, num_steps: int = NUM_STEPS, plans_itself: bool = True
 ) -> tuple[Launched, list[float]]:
     """Train, and return what was said and the losses."""
-    flags: dict[str, object] = {**working_flags(folder), "--train-iters": num_steps, "--global-batch-size": 4}
-    flags |= {"--dtype": "float64", "--log-json": folder / log, "--lr-decay-style": "constant"}
-    if plans_itself:
-        flags = {name: value for name, value in flags.items() if name not in ("--vision-dp", "--llm-dp")} | AUTO
-    given = [part for pair in flags.items() for part in pair]
-    environment = {"XDG_CACHE_HOME": str(folder / "cache")}
-    launched = launch([*given, "--no-progress-bar", *more], num_ranks=num_ranks, environment=environment)
-    assert launched.exit_codes == (0,) * num_ranks, launched.output
-    return launched, [json.loads(line)["loss"] for line in (folder / log).read_text().splitlines()]
+    flags = {"--train-iters": num_steps, "--global-batch-size": 4, "--lr-decay-style": "constant", "--no-progress-bar": None}
+    flags |= (SIZED_OTHERWISE | AUTO if plans_itself else {}) | more
+    entries, launched = small_run.train(folder, flags, num_ranks=num_ranks, environment={"XDG_CACHE_HOME": str(folder / "cache")})
+    return launched, [entry["loss"] for entry in entries]
 
 
 @pytest.fixture(scope="module")
 def one_process(folder: Path) -> list[float]:
     """The losses of one process."""
-    return train(folder, "one.jsonl", num_ranks=1, num_steps=STEPS_OF_TWO_RUNS, plans_itself=False)[1]
+    return train(folder, {}, num_ranks=1, num_steps=STEPS_OF_TWO_RUNS, plans_itself=False)[1]
 
 
 def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder: Path, one_process: list[float]) -> None:
-    first, losses = train(folder, "first.jsonl", "--plan-review-iters", 3)
+    first, losses = train(folder, {"--plan-review-iters": 3})
     assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     for said in (
         "plan auto: of 4 samples",
@@ -59,13 +56,13 @@ def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder
         assert first.outputs[0].count(said) == first.output.count(said) == 1, first.output
     assert first.output.count("plan review after step 3: a step takes ") == 1
 
-    second, losses = train(folder, "second.jsonl", "--plan-review-iters", 0)
+    second, losses = train(folder, {"--plan-review-iters": 0})
     assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     assert "links as kept" in second.output and "layers as kept" in second.output and "(as planned before)" in second.output
     assert "plan review" not in second.output
 
     planted = plant_bad_plan(folder)
-    third, losses = train(folder, "third.jsonl", "--plan-review-iters", 2, "--replan", "--save", folder / "saved")
+    third, losses = train(folder, {"--plan-review-iters": 2, "--replan": None, "--save": folder / "saved"})
     assert losses == pytest.approx(one_process[:NUM_STEPS], rel=0, abs=1e-9)
     assert f"{BAD}, llm" in third.output, "the planted plan is not taken"
     assert "plan review after step 2: " in third.output and "; going on under it" in third.output, third.output
@@ -73,8 +70,7 @@ def test_a_run_plans_by_itself_once_and_changes_a_plan_that_turns_out_bad(folder
     chosen = json.loads(kept_choice(folder).read_text())
     assert (chosen["plan"], chosen["flags"]) != (planted["plan"], planted["flags"])
 
-    more = ("--load", folder / "saved", "--plan-review-iters", 2)
-    fourth, losses = train(folder, "fourth.jsonl", *more, num_steps=STEPS_OF_TWO_RUNS)
+    fourth, losses = train(folder, {"--plan-review-iters": 2, "--load": folder / "saved"}, num_steps=STEPS_OF_TWO_RUNS)
     assert losses == pytest.approx(one_process[NUM_STEPS:], rel=0, abs=1e-9)
     assert "(as planned before)" in fourth.output and chosen["lines"][0] in fourth.output, fourth.output
     assert f"plan review after step {STEPS_OF_TWO_RUNS}: a step takes " in fourth.output, fourth.output

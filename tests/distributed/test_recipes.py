@@ -17,8 +17,8 @@ from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.search.trials import QUICK, SearchBudget
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
-from tests.distributed.launch import REPOSITORY, train
-from tests.distributed.small_run import MODEL, working_flags, write_working_files
+from tests.distributed.launch import REPOSITORY
+from tests.distributed.small_run import MODEL, losses
 from tests.unit.plan.planners.planning_cases import TWO, request
 from tools import emulate, plan, simulate
 
@@ -75,15 +75,11 @@ def _recorded(function: Callable[..., Any], calls: list[Any]) -> Callable[..., A
 
 def test_an_added_schedule_and_an_added_balancer_train(tmp_path: Path) -> None:
     """Two processes, which get the rows before pretrain_mllm.py starts, as if these stood in the registries."""
-    write_working_files(tmp_path)
     (tmp_path / "sitecustomize.py").write_text("from tests.distributed.added_rows import add_rows\nadd_rows()\n")
-    flags = {**working_flags(tmp_path), "--dtype": "float64", "--log-json": tmp_path / "log.jsonl"}
     environment = {"PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
-    losses = []
-    for chosen in ({"--schedule": SCHEDULE, "--balance": BALANCER}, {}):
-        entries, _ = train({**flags, **chosen}, num_ranks=2, environment=environment, is_new_program=bool(chosen))
-        losses.append([entry["loss"] for entry in entries])
-    assert len(losses[0]) == 2 and losses[0] == pytest.approx(losses[1], rel=0, abs=1e-9)
+    chosen = {"--schedule": SCHEDULE, "--balance": BALANCER}
+    found, expected = losses(tmp_path, chosen, environment=environment, is_new_program=True), losses(tmp_path, {})
+    assert len(found) == 2 and found == pytest.approx(expected, rel=0, abs=1e-9)
 
 
 def test_an_added_schedule_is_a_flag_and_is_searched_simulated_and_emulated(

@@ -12,8 +12,8 @@ import pytest
 from megatron.runtime.recovery.ledger import Ledger, connect
 from tests.distributed.conftest import Once
 from tests.distributed.elastic_run import ElasticRun, Nodes, read_losses
-from tests.distributed.launch import REPOSITORY, train
-from tests.distributed.small_run import working_flags, write_working_files
+from tests.distributed.launch import REPOSITORY
+from tests.distributed.small_run import train
 
 NUM_STEPS, BATCH = 14, 6
 DYING = REPOSITORY / "tests" / "distributed" / "dying_rank.py"
@@ -26,10 +26,7 @@ def inputs(once: Once) -> Path:
 
 
 def train_undisturbed(folder: Path) -> Path:
-    write_working_files(folder)
-    values = {**working_flags(folder), "--global-batch-size": BATCH, "--train-iters": NUM_STEPS, "--dtype": "float64"}
-    values["--log-json"] = folder / "log.jsonl"
-    train(values, num_ranks=2)
+    train(folder, {"--global-batch-size": BATCH, "--train-iters": NUM_STEPS})
     return folder
 
 

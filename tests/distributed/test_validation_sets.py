@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.launch import launch, train
-from tests.distributed.small_run import working_flags, write_working_files
+from tests.distributed.launch import launch
+from tests.distributed.small_run import train, working_flags, write_working_files
 
 
 def evaluations(log: Path) -> list[dict[str, Any]]:
@@ -17,11 +17,11 @@ def test_sets_are_evaluated_by_name_and_the_best_weights_are_kept(tmp_path: Path
     write_working_files(tmp_path)
     manifest, other, saved, log = (tmp_path / name for name in ("data/manifest.jsonl", "data/two.jsonl", "saved", "log.jsonl"))
     other.write_text("".join(manifest.read_text().splitlines(keepends=True)[:2]))
-    base = {**working_flags(tmp_path), "--dtype": "float64", "--log-json": log, "--eval-iters": 2}
+    base = {"--eval-iters": 2}
     sets = {"--valid-data-path": [f"all={manifest}", other], "--eval-interval": 1, "--save": saved, "--load": saved}
     flags = {**base, **sets, "--save-best": "loss", "--lr-decay-style": "constant", "--train-iters": 4}
-    train({**flags, "--lr": 0.01, "--exit-interval": 3}, num_ranks=2)
-    _, done = train({**flags, "--lr": 5.0, "--new-phase": None}, num_ranks=2)
+    train(tmp_path, {**flags, "--lr": 0.01, "--exit-interval": 3})
+    _, done = train(tmp_path, {**flags, "--lr": 5.0, "--new-phase": None})
     found = evaluations(log)
     assert [(entry["step"], entry["evaluation"]) for entry in found] == [(4, "all"), (4, "two")]
     assert "the best loss" not in done.output
@@ -29,10 +29,10 @@ def test_sets_are_evaluated_by_name_and_the_best_weights_are_kept(tmp_path: Path
     best = json.loads((next((saved / "best").iterdir()) / "braid.json").read_text())["run_state"]["best_loss"]
     assert best < found[0]["loss"]
     skipped = {**base, "--split": "0,1", "--skip-train": None, "--finetune": None}
-    train({**skipped, "--load": saved / "best"}, num_ranks=2)
+    train(tmp_path, {**skipped, "--load": saved / "best"})
     (held_out,) = evaluations(log)
     assert abs(held_out["loss"] - best) < 1e-9 and held_out["evaluation"] == "held out"
-    train({**skipped, "--load": saved, "--valid-data-path": f"two={other}"}, num_ranks=2)
+    train(tmp_path, {**skipped, "--load": saved, "--valid-data-path": f"two={other}"})
     assert [(entry["evaluation"], round(entry["loss"], 9)) for entry in evaluations(log)] == [
         ("held out", round(found[0]["loss"], 9)),
         ("two", round(found[1]["loss"], 9)),
