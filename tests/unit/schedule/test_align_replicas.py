@@ -50,11 +50,6 @@ def kinds_of(joins: Joins, lane: int) -> list[str]:
     return [join.kind.value for position in sorted(joins[lane]) for join in joins[lane][position]]
 
 
-def test_replicas_with_as_many_microbatches_join_nothing():
-    case = llm_case([[0], [1], [2]], [[3], [4], [5]], pp=2)
-    assert align_replicas(lowered(case)) == ({}, {}, {}, {})
-
-
 def test_a_replica_without_microbatches_joins_everything():
     case = llm_case([[0], [1]], [])
     joins = align_replicas(lowered(case))
@@ -64,34 +59,10 @@ def test_a_replica_without_microbatches_joins_everything():
     assert joins[1][1][0] == Join(ActionKind.FORWARD, "llm", 0, 1)
 
 
-def test_a_replica_with_fewer_microbatches_joins_the_others_on_the_way():
-    """Stage by stage, in the order of the replica with more of them."""
-    case = llm_case([[0], [1], [2]], [[3]], pp=2)
-    schedule = lowered(case)
-    joins = align_replicas(schedule)
-    assert [kinds_of(joins, lane) for lane in (0, 1)] == [[], []]
-    assert [Counter(kinds_of(joins, lane)) for lane in (2, 3)] == [Counter(F=2, B=2)] * 2
-    last = [position == len(schedule.lanes[2].actions) for position in joins[2]]
-    assert not all(last), "the first stage joins a forward before its own backward"
-
-
-def test_forward_only_schedules_join_forwards():
-    case = llm_case([[0], [1]], [[2]])
-    assert kinds_of(align_replicas(lowered(case, forward_only=True)), 1) == ["F"]
-
-
 def test_both_halves_of_a_backward_are_joined():
     case = llm_case([[0]], [], pp=2)
     joins = align_replicas(lowered(case, builder="zb-h1"))
     assert [kinds_of(joins, lane) for lane in (2, 3)] == [["F", "I", "W"]] * 2
-
-
-def test_encoders_without_an_item_on_one_replica():
-    case = build_case(
-        build_graph("vision"), {"vision": (2, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0]], []], "llm": [[[0], [1]]]}
-    )
-    joins = align_replicas(lowered(case))
-    assert [kinds_of(joins, lane) for lane in range(3)] == [[], ["F", "B"], []]
 
 
 @settings(max_examples=60)

@@ -7,7 +7,7 @@ import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.breadth_first import build_breadth_first, pipeline_rounds, served_microbatches
+from multimodal.schedule.builders.breadth_first import build_breadth_first, served_microbatches
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind
@@ -170,48 +170,6 @@ def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_fir
     shared = build_breadth_first(on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
     forwards = [microbatch for kind, _, _, microbatch in computed(shared) if kind == "F"]
     assert forwards == [0, 0, 1, 1, 2, 2]
-
-
-def rounds_before(case: StepShape, unit: str, *, replica: int = 0) -> list[int]:
-    before = pipeline_rounds(case).before
-    return [before[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
-
-
-def rounds_after(case: StepShape, unit: str, *, replica: int = 0) -> list[int]:
-    after = pipeline_rounds(case).after
-    return [after[unit, replica, stage] for stage in range(case.plan.units[unit].num_virtual_stages)]
-
-
-def encoder_and_llm(
-    vision: tuple[int, int], llm: tuple[int, int], *, colocated: bool, layouts: dict[str, dict[str, int]] | None = None
-) -> StepShape:
-    sizes = {"vision": (*vision, 1), "llm": (*llm, 1)}
-    groupings = {"vision": deal(4, vision[0]), "llm": deal(4, llm[0])}
-    return build_case(build_graph("vision"), sizes, groupings, colocated=colocated, layouts=layouts)
-
-
-def test_ranges_dealt_in_turn_are_one_round_each() -> None:
-    case = encoder_and_llm((1, 1), (1, 3), colocated=False, layouts={"llm": {"chunks": 2}})
-    assert rounds_before(case, "llm") == [1, 1, 1, 2, 2, 2]
-    assert rounds_after(case, "llm") == [1, 1, 1, 0, 0, 0]
-    assert (rounds_before(case, "vision"), rounds_after(case, "vision")) == ([0], [2])
-
-
-def test_a_v_turns_at_its_last_stage() -> None:
-    case = encoder_and_llm((1, 1), (1, 2), colocated=False, layouts={"llm": {"v_shaped": True}})
-    assert rounds_after(case, "llm") == [1, 1, 0, 0]
-
-
-def test_an_encoder_that_ends_where_the_llm_begins_shares_its_round() -> None:
-    case = encoder_and_llm((1, 1), (1, 2), colocated=True, layouts={"llm": {"chunks": 2}})
-    assert (rounds_before(case, "vision"), rounds_after(case, "vision")) == ([0], [1])
-    assert rounds_before(case, "llm") == [0, 0, 1, 1]
-
-
-def test_an_encoder_whose_other_copies_feed_the_llm_too_does_not() -> None:
-    case = encoder_and_llm((2, 1), (1, 2), colocated=True)
-    assert [rounds_after(case, "vision", replica=replica) for replica in range(2)] == [[1], [1]]
-    assert rounds_before(case, "llm") == [1, 1]
 
 
 def test_microbatches_serve_those_that_routes_lead_to_through_any_number_of_units() -> None:

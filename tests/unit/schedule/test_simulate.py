@@ -1,13 +1,11 @@
 from collections import Counter
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from unittest import mock
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.step_costs import ComputeCost
@@ -15,15 +13,12 @@ from multimodal.schedule import simulate_events
 from multimodal.schedule.bubbles import BUBBLE_KINDS
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.compile_schedule import CompiledSchedule, compile_schedule, connected_lanes
 from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.execute_lanes import Execution, execute_lanes
 from multimodal.schedule.passes import PASSES
 from multimodal.schedule.passes.insert_communication import insert_communication
 from multimodal.schedule.simulate import simulate_schedule, timeline_of_unit_costs
-from multimodal.schedule.simulate_events import NodeKind
 from multimodal.schedule.text import schedule_from_text
-from multimodal.schedule.unit_cost import UnitCosts
 from multimodal.values.action import Action, ActionKind, Place, action_to_text
 from multimodal.values.assignment import Assignment, Atom
 from multimodal.values.errors import ConfigError, ScheduleError
@@ -34,7 +29,7 @@ from multimodal.values.shape import StepShape
 from multimodal.values.timeline import Timeline
 from tests.unit.cost.cost_cases import cluster_of, graph_of
 from tests.unit.schedule.built_schedules import broken_schedules
-from tests.unit.schedule.schedule_cases import build_case, build_graph, cases, deal, golden_cases
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases
 from tests.unit.schedule.uniform_costs import GivenCosts, UniformCosts
 
 
@@ -156,49 +151,6 @@ def test_stage_seconds_add_up_all_computations_of_a_microbatch() -> None:
     case = pipeline(pp=2, num_microbatches=2)
     found = simulate_schedule(lower(case, "1f1b", "split-backward"), UniformCosts(forward=1.0, backward=3.0))
     assert found.stage_seconds == {Place("llm", 0, stage, microbatch): 4.0 for stage in (0, 1) for microbatch in (0, 1)}
-
-
-@settings(max_examples=40)
-@given(case=cases(), builder=st.sampled_from(("gpipe", "1f1b")))
-def test_with_unit_costs_and_free_messages_the_clock_is_that_of_the_lanes(case: StepShape, builder: str) -> None:
-    schedule = without_reductions(lower(case, builder))  # There, a lane waits for its reductions; here, it only starts them.
-    expected = execute_lanes(schedule)
-    found = simulate_schedule(schedule, UnitCosts(case))
-    computed = [event for event in found.timeline.events if event.action.peer is None]
-    assert computed == list(expected.events)
-    for lane in range(found.num_lanes):
-        own = [event for event in found.timeline.events if event.lane == lane]
-        assert all(before.end_seconds <= after.start_seconds for before, after in pairwise(own))
-
-
-@pytest.mark.parametrize("vision", [(3, 2, 1), (6, 1, 1)])
-@pytest.mark.parametrize("is_colocated", [False, True])
-def test_replicas_that_are_alike_have_one_structure(vision: tuple[int, int, int], is_colocated: bool) -> None:
-    per_llm_replica = vision[0] // 3
-    encoded = [
-        [[sample] for sample in range(12) if (sample % 3, sample // 3 % per_llm_replica) == divmod(replica, per_llm_replica)]
-        for replica in range(vision[0])
-    ]
-    sizes, groupings = {"vision": vision, "llm": (3, 2, 1)}, {"vision": encoded, "llm": deal(12, 3)}
-    case = build_case(build_graph("vision"), sizes, groupings, colocated=is_colocated)
-    schedule = lower(case, "1f1b", "gather-parameters")
-    compiled = compile_schedule(schedule)
-    first, *others = (_component(compiled, lanes) for lanes in connected_lanes(case))
-    assert others == [first] * 2
-
-
-def _component(compiled: CompiledSchedule, lanes: tuple[int, ...]) -> list[list[list[int]]]:
-    """The nodes of these lanes with what they need, numbered from the component's first one; collectives are -1."""
-    arrays = compiled.arrays
-    is_own = np.isin(compiled.lane_of_entry, lanes) & (arrays.kinds[arrays.lane_nodes] != NodeKind.COLLECTIVE)
-    first = int(arrays.lane_nodes[is_own].min())
-    rows = []
-    for lane in lanes:
-        nodes = arrays.lane_nodes[arrays.lane_starts[lane] : arrays.lane_starts[lane + 1]].tolist()
-        needs = [arrays.needs[arrays.need_starts[node] : arrays.need_starts[node + 1]].tolist() for node in nodes]
-        of_lane = [[node, *need] for node, need in zip(nodes, needs, strict=True) if arrays.kinds[node] != NodeKind.COLLECTIVE]
-        rows.append([[each - first if arrays.kinds[each] != NodeKind.COLLECTIVE else -1 for each in row] for row in of_lane])
-    return rows
 
 
 def test_a_schedule_that_cannot_finish_is_refused_with_its_place() -> None:
