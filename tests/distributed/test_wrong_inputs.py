@@ -1,7 +1,7 @@
 """Wrong inputs, of all ranks or of one: every rank ends by itself, soon, and one message names the place and the fix.
 
 No launcher is there to end them. `mutations/` has what is wrong at random; here is what is likely, and what exactly is said. What
-flags do not go together, alone or with a model, is in tests/unit/runtime/flags.
+the parser of flags refuses by itself, of which some rows are here, is in tests/unit/runtime/flags and tests/unit/values.
 """
 
 import json
@@ -19,7 +19,7 @@ from tests.distributed.launch import launch
 from tests.distributed.mutations.files import rewrite, write_model
 from tests.distributed.mutations.mutation import Given, Inputs, Mutation
 from tests.distributed.mutations.nested_documents import replaced
-from tests.distributed.mutations.one_rank import LLM, VISION, Change, both, named, other_file, plan, rank_mutations
+from tests.distributed.mutations.one_rank import Change, both, named, other_file, rank_mutations
 from tests.distributed.mutations.run import run_mutation, save_given
 from tests.distributed.small_run import MODEL, NUM_RANKS, working_flags, write_working_files
 
@@ -87,17 +87,10 @@ def under_a_file(flag: str, name: str) -> Change:
     return change
 
 
-SIZES = "--vision-dp --llm-dp"
 LARGE = {**MODEL["units"]["llm"], "hidden_size": 32768, "ffn_hidden_size": 131072, "num_layers": 64}
 OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
     "no model": (flags(without="--model"), ("--model",)),
-    "model file missing": (flags(model="no/such.yaml"), ("no/such.yaml", "no such file")),
     "misspelt flag": (flags(trian_iters=3), ("--trian-iters", "--train-iters")),
-    "broken model file": (
-        lambda inputs: (inputs.folder / "model.yaml").write_text("units: [vision: {"),
-        ("model.yaml", "parsed"),
-    ),
-    "unknown key in the model": (model("llm.num_layer", 3), ("num_layer", "num_layers")),
     "two backbones": (model("other", MODEL["units"]["llm"]), ("exactly one", "backbone")),
     "a generator of nothing": (
         model("painter", {**MODEL["units"]["llm"], "role": "generator"}, ranks=3),
@@ -107,22 +100,6 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
         model("llm", LARGE),
         ("needs at least", "are free", "--llm-tensor-model-parallel-size", "--allow-low-memory"),
     ),
-    "sizes do not fit the processes": (flags(llm_pp=2), ("launch 3",)),
-    "a rank is left over": (flags(vision_tp=2), ("launch",)),
-    "heads not divisible by tp": (flags(llm_tp=3, ranks=4), ("--llm-tensor-model-parallel-size",)),
-    "more stages than layers": (flags(llm_pp=5, ranks=6), ("stages", "1 to 2")),
-    "plan for another model": (plan(audio=VISION, llm=LLM), ("plan", "vision")),
-    "plan leaves layers out": (plan(vision=VISION, llm=[(1, [[0, 3]])]), ("layers 0 to 3",)),
-    "plan for more ranks": (plan(vision=VISION, llm=[(1, [[0, 2]]), (2, [[2, 4]])]), ("launch 3",)),
-    "plan and sizes": (
-        both(plan(vision=VISION, llm=LLM), flags(vision_dp=1)),
-        ("--plan", "--vision-data-parallel-size"),
-    ),
-    "freeze an unknown unit": (flags(freeze="visoin"), ("visoin", "vision")),
-    "everything frozen": (flags(freeze=["vision", "llm"], freeze_projector="vision"), ("freeze",)),
-    "microbatch of zero": (flags(micro_batch_size=0), ("--micro-batch-size", "1")),
-    "microbatch above global batch": (flags(micro_batch_size=8), ("--micro-batch-size", "--global-batch-size")),
-    "Transformer Engine missing": (flags(transformer_impl="transformer_engine"), ("transformer_engine", "local")),
     "nccl without CUDA": (flags(distributed_backend="nccl"), ("nccl", "gloo")),
     "manifest missing": (flags(data_path="no/such.jsonl"), ("no/such.jsonl", "--data-path")),
     "manifest empty": (data("manifest.jsonl", lambda text: b""), ("manifest.jsonl",)),

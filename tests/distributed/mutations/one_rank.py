@@ -59,10 +59,6 @@ OF_ONE_RANK: dict[str, tuple[Change, tuple[str, ...]]] = {
     "learning rate": (of_rank(1, lr=0.01), ("rank 1 was started with --lr 0.01, rank 0 with --lr 0.001", "same flags")),
     "clipping, on rank 0": (of_rank(0, clip_grad=0.5), ("rank 1", "--clip-grad 1.0", "rank 0 with --clip-grad 0.5")),
     "freezing": (of_rank(1, freeze="vision"), ("rank 1 was started with --freeze vision, rank 0 without --freeze",)),
-    "precision": (of_rank(1, dtype="float32"), ("rank 1", "--dtype float32", "rank 0 with --dtype float64")),
-    "length": (of_rank(1, train_iters=9), ("rank 1", "--train-iters 9", "rank 0 with --train-iters 2")),
-    "vocabulary": (of_rank(1, make_vocab_size_divisible_by=1), ("rank 1", "--make-vocab-size-divisible-by 1", "rank 0")),
-    "patience": (of_rank(1, distributed_timeout_minutes=0.5), ("rank 1", "--distributed-timeout-minutes 0.5")),
     "backend": (of_rank(1, distributed_backend="gloo"), ("--distributed-backend gloo, rank 0 without",)),
     "model": (
         other_file("--model", lambda inputs: yaml.safe_dump(WIDER, sort_keys=False)),
