@@ -1,19 +1,13 @@
 """A step whose microbatches, or whose items, are spread over context parallel ranks: loss and gradients of one process."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.cost.token_shares import CUT, ItemDealer
 from multimodal.data.sample_source import ItemPixels
-from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, UnitPlan
-from tests.distributed.corpus_source import CORPUS, read_documents
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource
@@ -26,7 +20,6 @@ from tests.distributed.spread_case import (
     MIXED_SAMPLES,
     ONE,
     SAMPLES,
-    SHAPE,
     SHORT,
     TINY,
     build_case,
@@ -132,25 +125,3 @@ def test_an_answer_is_right_if_all_ranks_that_share_it_say_so(ranks: RankPool, t
     assert sum(count for count, _ in found) == num_correct
     said = [item for _, samples in found for item in samples.items()]
     assert len(said) == len(dict(said)) and dict(said) == right_answers
-
-
-DOCUMENT_UNITS = {
-    "vision": {**SHAPE, "role": "encoder", "image": {"patch_size": 14, "merge_size": 2, "in_channels": 3, "max_pixels": 50176}},
-    "llm": {**SHAPE, "role": "backbone", "num_query_groups": 2},
-}
-
-
-@pytest.mark.skipif(not CORPUS.is_dir(), reason="the corpus of real documents is not beside the repository")
-@pytest.mark.parametrize("mode", [MaskMode.CAUSAL, MaskMode.EMBEDDED])
-def test_packed_batches_of_real_documents(ranks: RankPool, tmp_path: Path, mode: MaskMode) -> None:
-    """Documents with 0 to 3 images, whole and cut, packed into microbatches of two; blocks of 128 tokens as in a run."""
-    graph = ModelGraph.from_dict({"units": DOCUMENT_UNITS})
-    source = read_documents(tmp_path, graph=graph, image_counts=(1, 3, 2, 0), seq_length=1024)
-    items = [(sample, item) for sample in range(len(source)) for item in range(len(source.lengths(sample).items))]
-    assignment = Assignment.from_dict(
-        {"vision": [[items[::2]], [items[1::2]]], "llm": [[[(1, -1), (0, -1)], [(2, -1), (3, -1)]]]}
-    )
-    vision = UnitPlan((unit_plan(0, cp=2).replicas[0], unit_plan(2, cp=2).replicas[0]), 1, 2)
-    plan = Plan({"vision": vision, "llm": unit_plan(0, cp=2, tp=2, pp=2)})
-    case = GradientCase(graph, plan, assignment, source, attention_mask=mode, sequence_parallel=True, block_size=128)  # type: ignore[arg-type]
-    assert_matches(case, ranks)

@@ -8,7 +8,6 @@ from tests.distributed.rank_pool import RankPool
 
 INTERLEAVED = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
 """What Megatron's own interleaved function needs on two stages."""
-ALONE, CHECKPOINTED = LoopCase(1), LoopCase(2, options={"num_microbatches_with_partial_activation_checkpoints": 1})
 
 
 def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> list[LoopResult]:
@@ -26,7 +25,6 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> l
     return found
 
 
-@pytest.mark.deep(when=lambda case: case in (ALONE, CHECKPOINTED))
 @pytest.mark.parametrize(
     ("schedule", "case"),
     [
@@ -34,8 +32,6 @@ def assert_same_training(case: LoopCase, ranks: RankPool, *, schedule: str) -> l
         ("1f1b", LoopCase(4, per_token_loss=True, options={"deallocate_pipeline_outputs": True})),
         ("gpipe", LoopCase(2, num_microbatches=5, launches_sync=True)),
         ("1f1b", LoopCase(4, num_microbatches=2, options={"num_microbatches_with_partial_activation_checkpoints": 1})),
-        ("1f1b", CHECKPOINTED),
-        ("1f1b", ALONE),
         ("1f1b", LoopCase(2, tensor_parallel_size=2)),
         ("1f1b", LoopCase(2, num_chunks=2, per_token_loss=True, options=INTERLEAVED)),
         ("gpipe", LoopCase(2, num_chunks=2, launches_sync=True, options=INTERLEAVED)),

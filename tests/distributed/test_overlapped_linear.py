@@ -101,9 +101,6 @@ def compare(case: LinearCase) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {},
-        {"num_rows": 8},
-        {"num_rows": 1},
         {"batch": 3},
         {"defers": True},
         {"skip_bias_add": True},

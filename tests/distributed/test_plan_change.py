@@ -41,6 +41,7 @@ COLOCATED = {"vision": (2, 1, 3), "llm": (1, 3, 2), "colocated": True}
 UNLIKE = build_unlike_plan()
 DRAWING_WIDE = {"vision": (1, 1, 2), "llm": (2, 1, 1), "painter": (1, 1, 2)}
 DRAWING_DEEP = {"vision": (1, 1, 1), "llm": (1, 3, 1), "painter": (2, 1, 1)}
+SHARDED = "tied, weights shared: there and back over a pipeline"
 SHARING = "experts: of two replicas, of stages, of four, of one, of two that are cut"
 EXPERT_SIZES = [
     {"vision": vision, "llm": llm, "experts": experts}
@@ -53,7 +54,7 @@ EXPERT_SIZES = [
     )
 ]
 CHANGES: dict[str, tuple[ModelGraph, tuple[dict[str, Any] | Plan, ...]]] = {
-    "tied: there and back over a pipeline": (TIED, (WIDE, DEEP, WIDE)),
+    SHARDED: (TIED, (WIDE, DEEP, WIDE)),
     "tied: context parallel, shared ranks, own ranks": (TIED, (SPREAD, COLOCATED, DEEP)),
     "tied: replicas that differ, and back": (TIED, (WIDE, UNLIKE, DEEP)),
     "with a generator": (DRAWING, (DRAWING_WIDE, DRAWING_DEEP, DRAWING_WIDE)),
@@ -97,27 +98,12 @@ def train(case: TrainingCase, plans: list[Plan], steps_a_plan: int) -> Report:
     return Report(losses, norms, balances, training.parameters())
 
 
-@pytest.mark.deep(
-    when=lambda name, dtype, shards_weights: (
-        (dtype == torch.float32) != (name == SHARING) or (name.endswith("over a pipeline") and not shards_weights)
-    )
-)
-@pytest.mark.parametrize(
-    ("name", "dtype", "shards_weights"),
-    [
-        *((name, torch.float64, False) for name in CHANGES),
-        ("tied: there and back over a pipeline", torch.float64, True),
-        ("tied: replicas that differ, and back", torch.float32, False),
-        (SHARING, torch.float32, False),
-    ],
-    ids=str,
-)
-def test_training_goes_on_as_if_nothing_had_happened(
-    ranks: RankPool, name: str, dtype: torch.dtype, shards_weights: bool
-) -> None:
+@pytest.mark.parametrize("name", CHANGES)
+def test_training_goes_on_as_if_nothing_had_happened(ranks: RankPool, name: str) -> None:
+    """Those that share experts in float32, with sharded optimizers."""
     graph, sizes = CHANGES[name]
-    plans = plans_of(graph, sizes)
-    case = TrainingCase(graph, plans[0], dtype, shards_weights=shards_weights)
+    plans, dtype = plans_of(graph, sizes), torch.float32 if name == SHARING else torch.float64
+    case = TrainingCase(graph, plans[0], dtype, shards_weights=name == SHARDED)
     reference = replace(case, plan=build_plan(graph, **ONE_RANK), shards_weights=False)
     (expected,) = run(ranks, train, reference, [reference.plan], STEPS_A_PLAN * len(plans))
     found: list[Report] = run(ranks, train, case, plans, STEPS_A_PLAN)
@@ -168,9 +154,7 @@ def values_of(training: Training) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.deep(when=lambda dtype, shards_weights: shards_weights != (dtype == torch.bfloat16))
-@pytest.mark.parametrize("shards_weights", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "shards_weights"), [(torch.float32, False), (torch.bfloat16, True)], ids=str)
 def test_sharded_optimizer_state_comes_back_bit_for_bit(ranks: RankPool, dtype: torch.dtype, shards_weights: bool) -> None:
     plan, other = plans_of(TIED, (WIDE, COLOCATED))
     found = run(ranks, there_and_back, TrainingCase(TIED, plan, dtype, shards_weights=shards_weights), other)

@@ -37,10 +37,6 @@ def losses(entries: list[dict[str, Any]]) -> list[float]:
     return [entry["loss"] for entry in entries]
 
 
-IN_OTHER_TESTS = ("gpipe", "--colocate-units", "--tp-comm-overlap", "interleaved-1f1b", "gather-parameters,reduce-by-layer")
-"""Words of rows whose technique is compared with one process elsewhere, and whose flags are read there or in tests/unit."""
-
-
 @pytest.fixture
 def one_process(once: Once) -> list[dict[str, Any]]:
     """Three float64 steps in one process."""
@@ -52,18 +48,12 @@ def train_in_one_process(folder: Path) -> list[dict[str, Any]]:
     return train(folder / "log.jsonl", *flags, num_ranks=1)
 
 
-@pytest.mark.deep(when=lambda flags: any(word in flags for word in IN_OTHER_TESTS))
 @pytest.mark.parametrize(
     ("num_ranks", "flags"),
     [
         (5, ("--vision-dp", 2, "--llm-pp", 3, "--balance", "orchmllm", "--vision-micro-batch-size", 5)),
-        (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--schedule", "gpipe", "--micro-batch-size", 3)),
         (6, ("--vision-dp", 1, "--vision-pp", 2, "--llm-pp", 2, "--llm-tp", 2, "--sequence-parallel", "--recompute-activations")),
-        (4, ("--colocate-units", "--vision-tp", 2, "--llm-pp", 2)),
-        (3, ("--vision-dp", 1, "--llm-pp", 1, "--llm-tp", 2, "--sequence-parallel", "--tp-comm-overlap", "--schedule", "zb-h1")),
         (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--data-parallel-sharding-strategy", "optim_grads_params")),
-        (3, ("--vision-dp", 1, "--llm-pp", 1, "--llm-dp", 2, "--schedule-passes", "gather-parameters,reduce-by-layer")),
-        (4, ("--vision-dp", 1, "--llm-pp", 3, "--llm-vpp", 2, "--schedule", "interleaved-1f1b")),
         (3, ("--vision-dp", 1, "--llm-pp", 2, "--llm-vpp", 2, "--schedule", "zb-v", "--micro-batch-size", 11)),
         (6, ("--vision-cp", 2, "--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 2, "--context-parallel-block-size", 16)),
     ],
@@ -101,15 +91,10 @@ def write_manifest(folder: Path) -> Path:
     return path
 
 
-@pytest.mark.deep(when=lambda data: data == "digits")
-@pytest.mark.parametrize("data", ["digits", "manifest"])
-def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(
-    tmp_path: Path, one_process: list[dict[str, Any]], data: str
-) -> None:
+def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(tmp_path: Path) -> None:
     """Against one process under a dense mask; and it is no causal mask."""
-    common: tuple[object, ...] = ("--dtype", "float64", "--train-iters", 3)
-    if data == "manifest":
-        common += ("--data-path", write_manifest(tmp_path), "--split", "100", "--global-batch-size", 8)
+    data = ("--data-path", write_manifest(tmp_path), "--split", "100", "--global-batch-size", 8)
+    common = ("--dtype", "float64", "--train-iters", 3, *data)
     prefix = (*common, "--attention-mask", "prefix")
     one = ("--vision-dp", 1, "--llm-pp", 1)
     dense = train(tmp_path / "dense.jsonl", *prefix, *one, "--attention-backend", "dense", num_ranks=1)
@@ -118,7 +103,7 @@ def test_a_prefix_trains_alike_whatever_the_sizes_and_the_backend(
     for key in ("loss", "grad_norm"):
         found, expected = ([entry[key] for entry in entries] for entries in (spread, dense))
         assert found == pytest.approx(expected, rel=0, abs=1e-9)
-    causal = one_process if data == "digits" else train(tmp_path / "causal.jsonl", *common, *one, num_ranks=1)
+    causal = train(tmp_path / "causal.jsonl", *common, *one, num_ranks=1)
     assert all(abs(loss - other) > 1e-5 for loss, other in zip(losses(dense), losses(causal), strict=True))
 
 
@@ -316,16 +301,6 @@ def test_a_frozen_encoder_trains_its_projector(tmp_path: Path, one_process: list
     assert losses(entries)[0] == pytest.approx(losses(one_process)[0], abs=1e-9)
     assert losses(entries)[2] != pytest.approx(losses(one_process)[2], abs=1e-9)
     assert losses(entries)[2] < losses(entries)[0]
-
-
-@pytest.mark.deep  # replicas of templates are resumed by one process
-def test_resuming_under_another_plan_changes_next_to_nothing(
-    tmp_path: Path, whole_run: list[dict[str, Any]], stopped_run: Path
-) -> None:
-    flags = ("--load", stopped_run / "checkpoints", "--vision-dp", 1, "--llm-pp", 3)
-    rest = train(tmp_path / "log.jsonl", "--train-iters", 6, *flags, num_ranks=4)
-    assert [entry["step"] for entry in rest] == [4, 5, 6]
-    assert losses(rest) == pytest.approx(losses(whole_run)[3:], abs=1e-5)
 
 
 def test_resuming_under_the_same_plan_changes_nothing(whole_run: list[dict[str, Any]], stopped_run: Path) -> None:

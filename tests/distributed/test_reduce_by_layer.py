@@ -5,20 +5,16 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 
 from megatron.runtime.gradients.scheduled_collectives import ReductionByLayer
-from multimodal.schedule.passes.defer_receives import defer_receives
-from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
-from multimodal.schedule.passes.split_backward import split_backward
 from multimodal.values.action import Action, ActionKind
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import Lane, Schedule, lane_of
-from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_on_rank, run_step
+from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
@@ -46,16 +42,17 @@ SAMPLES = (
     SampleShape((("vision", 1, 2),), 4, 0),
     SampleShape((), 5, 2),
 )
-RANGES = {1: ([(0, 8)],), 2: ([(0, 4)], [(4, 8)]), 4: ([(0, 2), (4, 6)], [(2, 4), (6, 8)])}
+RANGES = {2: ([(0, 4)], [(4, 8)]), 4: ([(0, 2), (4, 6)], [(2, 4), (6, 8)])}
 """Virtual stages of the LLM -> the layer ranges of its physical ones."""
 
 
-def build_case(builder: str, *, num_stages: int, tp: int = 1, **options: Any) -> GradientCase:
+def build_case(builder: str, *, num_stages: int, **options: Any) -> GradientCase:
     """An encoder of one replica, an LLM of three: one has 3 microbatches, one 2, one none, though all reduce together."""
     ranges = RANGES[num_stages]
-    ranks = iter(range(1 + 3 * len(ranges) * tp))
-    replicas = [Replica(tuple(Stage(tuple(next(ranks) for _ in range(tp)), tuple(each)) for each in ranges)) for _ in range(3)]
-    plan = Plan({"vision": UnitPlan((Replica((Stage((next(ranks),), ((0, 4),)),)),)), "llm": UnitPlan(tuple(replicas), tp)})
+    replicas = [
+        Replica(tuple(Stage((2 * replica + stage,), tuple(each)) for stage, each in enumerate(ranges))) for replica in range(3)
+    ]
+    plan = Plan({"vision": UnitPlan((Replica((Stage((6,), ((0, 4),)),)),)), "llm": UnitPlan(tuple(replicas))})
     source = RandomSource(GRAPH, SAMPLES, 12)
     items = [[[sample, item] for item in range(len(SAMPLES[sample].items))] for sample in range(len(SAMPLES))]
     assignment = {
@@ -66,26 +63,14 @@ def build_case(builder: str, *, num_stages: int, tp: int = 1, **options: Any) ->
     return replace(case, **options)
 
 
-@pytest.mark.parametrize(
-    ("builder", "num_stages", "options"),
-    [
-        ("1f1b", 1, {}),
-        ("1f1b", 2, {}),
-        ("1f1b", 2, {"recompute": "full"}),
-        ("1f1b", 1, {"tp": 2, "sequence_parallel": True}),
-        ("interleaved-1f1b", 4, {}),
-        ("breadth-first", 4, {}),
-        ("zb-h1", 2, {}),
-        ("1f1b", 2, {"passes": (reduce_by_layer, fill)}),
-        ("1f1b", 2, {"passes": (split_backward, reduce_by_layer, defer_receives)}),
-    ],
-)
-def test_it_is_exact(ranks: RankPool, builder: str, num_stages: int, options: dict[str, Any]) -> None:
-    assert_matches(build_case(builder, num_stages=num_stages, **options), ranks)
+@pytest.mark.parametrize(("builder", "num_stages"), [("1f1b", 2), ("breadth-first", 4)])
+def test_it_is_exact(ranks: RankPool, builder: str, num_stages: int) -> None:
+    """The master test has it with all else."""
+    assert_matches(build_case(builder, num_stages=num_stages), ranks)
 
 
-def run_counting(case: GradientCase) -> tuple[RankGradients, list[tuple[int, int]]]:
-    """A step, and per reduction that was cut the buckets that were started before its last part, and all."""
+def run_counting(case: GradientCase) -> list[tuple[int, int]]:
+    """Per reduction of a step that is cut the buckets that were started before its last part, and all."""
     counts = []
     complete = ReductionByLayer.complete
 
@@ -94,13 +79,14 @@ def run_counting(case: GradientCase) -> tuple[RankGradients, list[tuple[int, int
         return complete(reduction)
 
     with patch.object(ReductionByLayer, "complete", counting):
-        return run_step(build_session(case), plan_case(case)), counts
+        run_step(build_session(case), plan_case(case))
+    return counts
 
 
 def test_all_but_what_the_backward_does_not_reach_is_started_before_it_ends(ranks: RankPool) -> None:
     case = build_case("1f1b", num_stages=2)
     found = ranks.run(run_counting, case, world_size=case.plan.num_ranks)
-    for rank, (_, counts) in enumerate(found):
+    for rank, counts in enumerate(found):
         is_idle = rank in case.plan.units["llm"].replicas[2].ranks
         assert len(counts) == 1
         for num_started, num_buckets in counts:
@@ -110,8 +96,7 @@ def test_all_but_what_the_backward_does_not_reach_is_started_before_it_ends(rank
 
 def test_a_stage_whose_weight_gradients_come_apart_keeps_its_reduction_whole(ranks: RankPool) -> None:
     case = build_case("zb-h1", num_stages=2)
-    found = ranks.run(run_counting, case, world_size=case.plan.num_ranks)
-    assert [counts for _, counts in found] == [[]] * case.plan.num_ranks
+    assert ranks.run(run_counting, case, world_size=case.plan.num_ranks) == [[]] * case.plan.num_ranks
 
 
 def split_last_backwards(schedule: Schedule) -> Schedule:
@@ -130,12 +115,3 @@ def split_last_backwards(schedule: Schedule) -> Schedule:
 def test_weight_gradients_that_a_later_pass_puts_off_are_waited_for(ranks: RankPool) -> None:
     case = build_case("1f1b", num_stages=2, passes=(reduce_by_layer, split_last_backwards))
     assert_matches(case, ranks)
-
-
-def test_gradients_of_a_whole_reduction_are_the_same_to_rounding(ranks: RankPool) -> None:
-    case = build_case("breadth-first", num_stages=4)
-    by_layer = ranks.run(run_on_rank, case, world_size=case.plan.num_ranks)
-    whole = ranks.run(run_on_rank, replace(case, passes=()), world_size=case.plan.num_ranks)
-    for one, other in zip(by_layer, whole, strict=True):
-        assert one.gradients.keys() == other.gradients.keys()
-        assert all(np.allclose(one.gradients[key], other.gradients[key], rtol=1e-12, atol=1e-14) for key in one.gradients)

@@ -76,18 +76,14 @@ def expected_bytes(case: TrainingCase, *, zero_stage: int) -> list[float]:
     return found
 
 
-@pytest.mark.deep(when=lambda graph, dtype: (graph is FROZEN) != (dtype == torch.float64))
 @pytest.mark.parametrize(
     ("graph", "sizes", "dtype"),
     [
         (TRAINED, SIZES, torch.float32),
         (TRAINED, SPREAD, torch.bfloat16),
-        (TRAINED, SIZES, torch.float64),
-        (FROZEN, SPREAD, torch.float32),
-        (FROZEN, SIZES, torch.bfloat16),
         (FROZEN, SPREAD, torch.float64),
     ],
-    ids=[f"{units}-float{bits}" for units in ("trained", "frozen") for bits in (32, 16, 64)],
+    ids=["trained, float32", "trained, bfloat16", "frozen, float64"],
 )
 def test_ranks_hold_what_the_memory_model_says(ranks: RankPool, graph: ModelGraph, sizes, dtype: torch.dtype) -> None:
     case = TrainingCase(graph, build_plan(graph, **sizes), dtype=dtype, vocab_size=512)
