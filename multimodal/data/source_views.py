@@ -75,9 +75,10 @@ class SourceSubset(SourceView):
 class JoinedSources(SourceView):
     """The samples of several sources, one source after another."""
 
-    def __init__(self, sources: Sequence[SampleSource]) -> None:
-        """sources: at least one."""
+    def __init__(self, sources: Sequence[SampleSource], *, loss_weights: Sequence[float] = ()) -> None:
+        """sources: at least one; loss_weights: of all samples of each source, in addition to their own."""
         self._sources, self._starts = tuple(sources), np.cumsum([0, *map(len, sources)])
+        self._loss_weights = loss_weights or (1.0,) * len(self._sources)
 
     def __len__(self) -> int:
         """Count the samples."""
@@ -86,8 +87,16 @@ class JoinedSources(SourceView):
     def _at(self, index: int) -> tuple[SampleSource, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        number = int(np.searchsorted(self._starts, index, side="right")) - 1
+        number = self._number(index)
         return self._sources[number], index - int(self._starts[number])
+
+    def lengths(self, index: int) -> SampleLengths:
+        """Lengths of one sample."""
+        found, number = super().lengths(index), self._number(index)
+        return replace(found, data_set=number, loss_weight=found.loss_weight * self._loss_weights[number])
+
+    def _number(self, index: int) -> int:
+        return int(np.searchsorted(self._starts, index, side="right")) - 1
 
 
 class _SameSamples(SourceView):

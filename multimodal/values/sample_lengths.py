@@ -44,6 +44,8 @@ class SampleLengths:
     state it is given). None if unknown, as in tables of lengths; then all items are assumed to come before the text."""
     loss_weight: float = 1.0
     """By which the loss of each of its target tokens is multiplied, and counts in the mean."""
+    data_set: int = field(default=0, compare=False)
+    """Number of its data set in a mixture, to report losses by."""
 
     @property
     def starts(self) -> tuple[int, ...]:

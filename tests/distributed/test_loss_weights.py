@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.distributed.launch import launch
@@ -43,17 +44,28 @@ def test_the_loss_is_the_weighted_mean(average: str, entries: list[dict[str, Any
 
 
 def test_weighted_training_is_the_same_under_any_plan(entries: list[dict[str, Any]], tmp_path: Path) -> None:
-    (tmp_path / "data" / "manifest.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in entries))
-    flags = {**TOGETHER, "--loss-average": "samples"}
+    """And so are the losses of two data sets, of which the second counts half: those of new weights on one alone."""
+    parts = {name: entries[first : first + 2] for first, name in ((0, "charts"), (2, "maps"))}
+    alone = {f"{name}.jsonl": evaluate(tmp_path, part, **{"--loss-average": "samples"}) for name, part in parts.items()}
+    for name, part in parts.items():
+        (tmp_path / "data" / f"{name}.jsonl").write_text("".join(json.dumps(entry) + "\n" for entry in part))
+    flags: dict[str, object] = {**TOGETHER, "--loss-average": "samples"}
+    flags |= {"--data-path": [tmp_path / "data" / name for name in alone], "--sample-loss-weight": [1, 0.5]}
     spread = {"--micro-batch-size": 1, "--llm-pp": 2, "--llm-tp": 2, "--num-workers": 1, "--sequence-parallel": None}
     shared = {"--micro-batch-size": 2, "--llm-cp": 2, "--lengths-from": "decode", "--num-workers": LEFT_OUT}
     unweighted = {"--loss-average": "tokens"}
-    runs = [
-        train(tmp_path, flags | how, num_ranks=ranks)[0] for how, ranks in (({}, 2), (spread, 5), (shared, 3), (unweighted, 2))
-    ]
+    trained = [train(tmp_path, flags | how, num_ranks=ranks) for how, ranks in (({}, 2), (spread, 5), (shared, 3), (unweighted, 2))]
+    runs, outputs = zip(*trained, strict=True)
     values = [[(entry["loss"], entry["grad_norm"]) for entry in run] for run in runs]
     for found in values[1:3]:
         assert [pytest.approx(each, rel=0, abs=1e-9) for each in values[0]] == found
+    for run in runs[:3]:
+        assert run[0]["data_set_losses"] == pytest.approx(alone, rel=0, abs=1e-9)
+    weights = [
+        sum(entry["loss_weight"] for entry in part) * weight for part, weight in zip(parts.values(), (1, 0.5), strict=True)
+    ]
+    assert runs[0][0]["loss"] == pytest.approx(np.average(list(alone.values()), weights=weights), rel=0, abs=1e-9)
+    assert f"loss by data set: charts.jsonl {alone['charts.jsonl']:.4f}" in outputs[0].output
     assert abs(values[0][0][0] - values[3][0][0]) > 1e-6
 
 

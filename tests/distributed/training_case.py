@@ -187,7 +187,7 @@ class Training:
         self.session.step_optimizers(self.session.gradient_norm(), gathers_later=step.cuts.gathers_parameters)
         if step.cuts.gathers_parameters:
             assert any(unit._ungathered for unit in self.session.gradients.values()), "the optimizer leaves it to the schedule"
-        return sum(LossSums.of_step(step, result).means(_sum_over_ranks))
+        return LossSums.of_step(step, result).means(_sum_over_ranks).total
 
     def plan_step(self, number: int) -> Step:
         """The global batch that `number` draws, under the session's plan."""

@@ -1,7 +1,10 @@
 """Runs a rank's lane of a schedule with Braid's own stages."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.runtime.execution.running_step import RunningStep
 from megatron.runtime.execution.step_messages import RankResources
@@ -71,17 +74,31 @@ class Executor(RankResources):
             flags = dict(zip(flags, map(bool, whole.tolist()), strict=True)) if group.rank() == 0 else {}
         return num_correct, flags
 
+    def _sum_by_data_set(self, running: RunningStep) -> Sequence[Tensor]:
+        """Return the sum of the losses of this rank's target tokens for each data set; empty unless the step has several."""
+        if not running.token_losses:
+            return ()
+        step = running.step
+        owners = [step.lengths[sample].data_set for place, _ in running.token_losses for sample in step.target_samples[place]]
+        losses = torch.cat([losses for _, losses in running.token_losses]).double()
+        sums = losses.new_zeros(len(step.data_set_divisors))
+        return sums.index_add_(0, torch.tensor(owners, dtype=torch.int64, device=losses.device), losses).unbind()
+
     def _result(self, running: RunningStep, peak_activation_bytes: int) -> StepResult:
-        loss_sums = {
-            unit: float(torch.stack(found).double().sum())
-            for unit, found in running.loss_sums.items()
+        found = {
+            unit: torch.stack(losses).double().sum()
+            for unit, losses in running.loss_sums.items()
             if self.groups[unit].tp.rank() == 0
         }
         backbone = self.graph.backbone.name
+        by_data_set = self._sum_by_data_set(running) if backbone in found else []
+        values = torch.stack([*found.values(), *by_data_set]).tolist() if found else []  # the host waits once
+        loss_sums = dict(zip(found, values, strict=False))
         num_correct, correct_samples = self._count_correct(running) if backbone in loss_sums else (0, {})
         return StepResult(
             loss_sum=loss_sums.get(backbone, 0.0),
             generator_loss_sums={unit: loss_sum for unit, loss_sum in loss_sums.items() if unit != backbone},
+            data_set_loss_sums=values[len(found) :],
             num_correct_tokens=num_correct,
             correct_samples=correct_samples,
             events=self.clock.events(),

@@ -47,6 +47,8 @@ class RunningStep(StepMessages):
         self.loss_sums: dict[str, list[Tensor]] = {}
         """The losses of every unit with a loss, microbatch by microbatch."""
         self.correct: list[tuple[MicrobatchPlace, Tensor]] = []
+        self.token_losses: list[tuple[MicrobatchPlace, Tensor]] = []
+        """Of target tokens; of steps with several data sets only."""
 
     def before_action(self, position: int) -> None:
         """Join computations of replicas that share weights with this rank."""
@@ -178,6 +180,8 @@ class RunningStep(StepMessages):
         self.loss_sums.setdefault(action.unit, []).append(output.loss_sum.detach())
         if output.is_correct is not None:
             self.correct.append((action.microbatch_place, output.is_correct))
+        if output.token_losses is not None and len(self.step.data_set_divisors) > 1:
+            self.token_losses.append((action.microbatch_place, output.token_losses))
         is_backbone = action.unit == self.step.graph.backbone.name
         count = self.step.loss_divisor if is_backbone else self.step.num_generated_values[action.unit]
         return output.loss_sum / count, output.conditions

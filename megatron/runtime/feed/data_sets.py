@@ -88,8 +88,8 @@ def _open_data_sets(config: RunConfig, graph: ModelGraph, *, in_turn: AbstractCo
     valid = [SourceSubset(source, part.valid) for source, part in zip(sources, parts, strict=True)]
     weights = [named.weight or float(len(part.train)) for named, part in zip(config.data.mixture, parts, strict=True)]
     return DataSets(
-        train[0] if len(train) == 1 else JoinedSources(train),
-        valid[0] if len(valid) == 1 else JoinedSources(valid),
+        train[0] if len(train) == 1 else JoinedSources(train, loss_weights=config.training.sample_loss_weight),
+        valid[0] if len(valid) == 1 else JoinedSources(valid, loss_weights=config.training.sample_loss_weight),
         tokenizer,
         tuple(DataPart(len(part), weight) for part, weight in zip(train, weights, strict=True)),
         tuple(DataPart(len(part), weight) for part, weight in zip(valid, weights, strict=True)),

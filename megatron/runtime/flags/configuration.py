@@ -173,6 +173,8 @@ class TrainingConfig:
     loss_average: Literal["tokens", "samples"] = "tokens"
     """The loss is the mean over all target tokens of the global batch, or over its samples, of the means of their tokens; the
     `loss_weight` of a sample in the data multiplies its part of either."""
+    sample_loss_weight: tuple[float, ...] = field(default=(), metadata={"metavar": "W", "above": 0})
+    """Weights, one for each data set of --data-path, by which its samples count in the loss, in addition to their own."""
     skip_train: bool = False
     """Train no step: evaluate, and write what --save-hf and --save-adapter ask for."""
     exit_interval: int | None = field(default=None, metadata=AT_LEAST_ONE)
@@ -471,6 +473,10 @@ class LoggingConfig:
     """--wandb-project: user or team that the project belongs to."""
     wandb_save_dir: Path | None = field(default=None, metadata={"metavar": "DIR"})
     """--wandb-project: folder for its files; by default wandb's own."""
+    mlflow_experiment: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """Experiment of MLflow that gets the same as Weights & Biases, at MLFLOW_TRACKING_URI; needs the package mlflow."""
+    mlflow_run_name: str | None = field(default=None, metadata={"metavar": "NAME"})
+    """--mlflow-experiment: name of the run there."""
     progress_bar: bool = field(default=True, metadata={"off": "Print plain lines instead of a progress bar."})
     """Show a progress bar on a terminal."""
 

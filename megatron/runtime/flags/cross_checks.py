@@ -63,8 +63,8 @@ def drop_overruled(values: Mapping[str, Any], *, overruled: Callable[[str, str],
 def check_bounds(config: RunConfig) -> None:
     """Check the bounds of every flag; raises ConfigError."""
     for flag in all_flags():
-        value = flag.value(config)
-        if flag.bounds() and value is not None and not flag.allows(value):
+        if flag.bounds() and (wrong := [value for value in flag.values(config) if not flag.allows(value)]):
+            value = wrong[0]
             is_too_large = flag.maximum is not None and value > flag.maximum
             wanted = f"at most {flag.maximum:.15g}" if is_too_large else replace(flag, maximum=None).bounds()
             raise ConfigError(f"{flag.flag} must be {wanted}, found {value}")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron.runtime.flags.configuration import RunConfig
+from megatron.runtime.flags.field_flags import flag_of
 from multimodal.cost.run_options import FLOAT64, OVERLAP, SEGMENTS, SHARDED_WEIGHTS, EngineLimit, LayerUse
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES, PassRow
@@ -65,6 +66,14 @@ def _engine_rule(limit: EngineLimit, message: str) -> Rule:
     return Rule(is_broken, message, keeps_local=limit.name)
 
 
+def _package_rule(field: str, package: str) -> Rule:
+    return Rule(
+        lambda c: getattr(c.logging, field) is not None and importlib.util.find_spec(package) is None,
+        f"{flag_of(field)} {{c.logging.{field}}}: the package {package} is not installed; install it "
+        f"(pip install 'braid[{package}]'), or leave it out",
+    )
+
+
 _SPLITTING_SCHEDULES = ", ".join(f"--schedule {name}" for name, row in BUILDERS.items() if row.splits_backwards)
 _SPLITTING_PASSES = ", ".join(name for name, row in PASSES.items() if row.splits_backwards)
 
@@ -73,11 +82,8 @@ DEVICE_RULES: tuple[Rule, ...] = (
         lambda c: c.logging.profile and not c.logging.use_pytorch_profiler and not _has_cuda(),
         "--profile starts CUDA's profiler, and there is no CUDA device; add --use-pytorch-profiler",
     ),
-    Rule(
-        lambda c: c.logging.wandb_project is not None and importlib.util.find_spec("wandb") is None,
-        "--wandb-project {c.logging.wandb_project}: the package wandb is not installed; install it (pip install wandb), or leave "
-        "it out",
-    ),
+    _package_rule("wandb_project", "wandb"),
+    _package_rule("mlflow_experiment", "mlflow"),
     Rule(
         lambda c: c.model.transformer_impl == "transformer_engine" and importlib.util.find_spec("transformer_engine") is None,
         "--transformer-impl transformer_engine: Transformer Engine is not installed; install it or use --transformer-impl local",

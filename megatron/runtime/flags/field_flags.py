@@ -53,6 +53,11 @@ class FieldFlag:
         """Return the value of a field that belongs to no unit."""
         return getattr(getattr(config, self.group), self.name)
 
+    def values(self, config: RunConfig) -> tuple[Any, ...]:
+        """Return the single value, or those of a list; empty: not given."""
+        value = self.value(config)
+        return value if self.is_list else () if value is None else (value,)
+
     def bounds(self) -> str:
         """Describe the allowed range in words; empty if every number is allowed."""
         parts = [("at least", self.minimum), ("above", self.above), ("below", self.below), ("at most", self.maximum)]

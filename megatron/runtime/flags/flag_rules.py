@@ -114,6 +114,11 @@ RULES: tuple[Rule, ...] = (
         "--data-path {c.data.data_path}: a program's samples (digits, FILE.py) are no part of a mixture; give it alone, or paths",
     ),
     Rule(
+        lambda c: len(c.training.sample_loss_weight) not in (0, len(c.data.mixture)) or len(c.training.sample_loss_weight) == 1,
+        "--sample-loss-weight {c.training.sample_loss_weight}: expected a weight for each data set of --data-path, which must be "
+        "several (a common factor changes nothing); correct it or leave it out",
+    ),
+    Rule(
         lambda c: c.data.sample_program not in (None, DIGITS_PROGRAM) and not c.model.allow_callbacks,
         "--data-path {c.data.data_path[0]} is a program, which does whatever it likes; add --allow-callbacks if you trust it",
     ),

@@ -172,6 +172,7 @@ IGNORED_FLAGS: tuple[IgnoredFlag, ...] = (
     *_without(
         "wandb_project", {"wandb_exp_name wandb_entity wandb_save_dir": "Weights & Biases gets nothing; add --wandb-project NAME"}
     ),
+    *_without("mlflow_experiment", {"mlflow_run_name": "MLflow gets nothing; add --mlflow-experiment NAME"}),
     *_rows(
         "transformer_impl attention_backend recompute_granularity fp8_format",
         "emulate",

@@ -4,19 +4,17 @@ A file that cannot be written is an error before training, and a warning during 
 """
 
 import errno
-import io
 import math
+import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from PIL import Image
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -24,6 +22,7 @@ from megatron.runtime.flags.configuration import LoggingConfig
 from megatron.runtime.generation.sample_prompts import SampleAnswer
 from megatron.runtime.report.json_log import JsonLog, check_log_file
 from megatron.runtime.report.run_page import RunPage
+from megatron.runtime.report.trackers import TRACKERS, TrackedRun, Tracker
 from megatron.runtime.step.balance_report import BalanceMean, BalanceReport
 from multimodal.schedule.chrome_trace import write_chrome_trace
 from multimodal.schedule.draw import draw_timeline
@@ -59,6 +58,8 @@ class StepReport:
     """The largest of all ranks, as the next."""
     memory_bytes: int
     """The most memory that a rank has had so far: reserved on its GPU, or resident on the CPU."""
+    data_set_losses: Mapping[int, float] = field(default_factory=dict)
+    """Number of a data set of the mixture -> mean over its target tokens; empty: a single data set."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,8 @@ class EvaluationReport:
 
     For samples with answers in words only, as tokens cannot show if an image is right; NaN without such samples.
     """
+    data_set_losses: Mapping[int, float] = field(default_factory=dict)
+    """As in `StepReport`."""
 
 
 LINES_PER_BALANCE_LINE = 10
@@ -123,15 +126,19 @@ class ConsoleReporter(Reporter):
         first_step: int,
         run_config: Mapping[str, Any] | None = None,
         save_folder: Path | None = None,
+        data_sets: Sequence[str] = (),
     ) -> None:
         """Open all places.
 
         first_step: steps that were done before this run, 0 for a new one; run_config: shown in Weights & Biases; save_folder: of
-        the checkpoints, where the name of the run in Weights & Biases is kept, so that a resumed run goes on in it.
+        the checkpoints, where trackers' names of the run are kept, so that a resumed run goes on in the same; data_sets: the
+        paths of a mixture, in order.
 
         Raises ConfigError if a file cannot be written.
         """
         self._logging, self._train_iters = logging, train_iters
+        names = [Path(path).name for path in data_sets]
+        self._data_sets = [path if names.count(name) > 1 else name for path, name in zip(data_sets, names, strict=True)]
         self._console = Console()
         self._warned_of: set[str] = set()
         check_places(logging)
@@ -139,28 +146,10 @@ class ConsoleReporter(Reporter):
         self._page = RunPage(run_config or {})
         for entry in self._json_log.kept if self._json_log else ():
             self._page.add(entry)
-        self._tensorboard: Any = None
-        if logging.tensorboard_dir:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as problem:
-                raise ConfigError(
-                    "--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'"
-                ) from problem
-            self._tensorboard = SummaryWriter(str(logging.tensorboard_dir))
-        self._wandb: Any = None
-        if logging.wandb_project:  # its own environment variables give keys and servers
-            import wandb  # type: ignore[import-not-found,unused-ignore]
-
-            names = {"project": logging.wandb_project, "name": logging.wandb_exp_name, "entity": logging.wandb_entity}
-            folder = None if logging.wandb_save_dir is None else str(logging.wandb_save_dir)
-            kept = None if save_folder is None else save_folder / "wandb_id"
-            if kept is not None and first_step and kept.is_file():
-                names |= {"id": kept.read_text().strip(), "resume": "allow"}
-            self._wandb = wandb.init(**names, dir=folder, config=dict(run_config or {}))
-            if kept is not None:
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                self._write(f"--save {save_folder}", partial(kept.write_text, self._wandb.id))
+        run = TrackedRun(run_config or {}, is_resumed=bool(first_step), save_folder=save_folder)
+        self._trackers = [tracker(logging, run) for flag, tracker in TRACKERS.items() if getattr(logging, flag)]
+        for tracker in self._trackers:
+            self._write(f"--save {save_folder}", partial(run.keep_name, tracker))
         self._balance = BalanceMean()
         self._bar: Progress | None = None
         if logging.progress_bar and self._console.is_terminal:
@@ -186,17 +175,18 @@ class ConsoleReporter(Reporter):
     def step(self, number: int, report: StepReport, balance: BalanceReport, *, num_consumed_samples: int) -> None:
         """Report a step to all places."""
         self._balance.add(number, balance)
-        self._log({"step": number, "num_consumed_samples": num_consumed_samples, **asdict(report), **balance.to_dict()})
-        scalars = {f"train/{name}": value for name, value in asdict(report).items()}
+        numbers, by_data_set = self._numbers(report)
+        self._log({"step": number, "num_consumed_samples": num_consumed_samples, **numbers, **by_data_set, **balance.to_dict()})
+        scalars = _tags("train", numbers, by_data_set)
         for unit, imbalance in balance.imbalance_after.items():
             scalars[f"busiest_replica_over_mean/{unit}"] = imbalance.replica
             scalars[f"busiest_microbatch_over_mean/{unit}"] = imbalance.microbatch
-        self._add_scalars(scalars, number)
+        self._track(lambda tracker: tracker.add_numbers(scalars, number))
         seconds = report.step_seconds
         self._smooth_seconds = seconds if self._smooth_seconds is None else 0.9 * self._smooth_seconds + 0.1 * seconds
         if self._bar is not None:
-            numbers = f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s"
-            self._bar.update(self._task, advance=1, numbers=numbers)
+            shown = f"{_shown_loss(report)}  {report.tokens_per_second:,.0f} tokens/s"
+            self._bar.update(self._task, advance=1, numbers=shown)
         if number % self._logging.log_interval == 0 or number == self._train_iters:
             left = (self._smooth_seconds or 0.0) * (self._train_iters - number)
             self.say(
@@ -207,19 +197,22 @@ class ConsoleReporter(Reporter):
                 f"{report.memory_bytes / 1e9:.1f} GB  {num_consumed_samples:,} samples  "
                 f"left {int(left // 60)}:{int(left % 60):02d}"
             )
+            self.say_if(_shown_losses(by_data_set))
             if number % (LINES_PER_BALANCE_LINE * self._logging.log_interval) == 0:
                 self.say_if(self._balance.tell())
 
     def evaluation(self, number: int, name: str, report: EvaluationReport) -> None:
         """Report held-out results."""
+        numbers, by_data_set = self._numbers(report)
         self.say(
             f"step {number}: {name}: {_shown_loss(report)}, {report.answer_accuracy:.1%} of answers right "
             f"({report.token_accuracy:.1%} of tokens)"
         )
-        numbers = {key: value for key, value in asdict(report).items() if not math.isnan(value)}
-        self._log({"step": number, "evaluation": name, **numbers})
-        tag = name.replace(",", "").replace(" ", "_")
-        self._add_scalars({f"{tag}/{key}": value for key, value in numbers.items()}, number)
+        self.say_if(_shown_losses(by_data_set))
+        known = {key: value for key, value in numbers.items() if not math.isnan(value)}
+        self._log({"step": number, "evaluation": name, **known, **by_data_set})
+        scalars = _tags(name, known, by_data_set)
+        self._track(lambda tracker: tracker.add_numbers(scalars, number))
 
     def samples(self, number: int, answers: Sequence[SampleAnswer]) -> None:
         """Report answers, each beside the expected one, to all places; images also as files in the report's folder."""
@@ -240,22 +233,7 @@ class ConsoleReporter(Reporter):
             entry = {"asked": each.asked, "answer": each.answer, "expected": each.expected}
             entries.append({**entry, "image": file} if file else entry)
         self._log({"step": number, "samples": entries})
-        images = {f"samples/{index}": Image.open(io.BytesIO(each.image)) for index, each in enumerate(answers) if each.image}
-        if (tensorboard := self._tensorboard) is not None:
-            told = "\n\n".join(f"{each.asked}\n\n**{each.answer}** (expected: {each.expected})" for each in answers)
-
-            def add() -> None:
-                tensorboard.add_text("samples", told, number)
-                for tag, image in images.items():
-                    tensorboard.add_image(tag, np.asarray(image.convert("RGB")), number, dataformats="HWC")
-
-            self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", add)
-        if (wandb := self._wandb) is not None:
-            import wandb as package  # type: ignore[import-not-found,unused-ignore]
-
-            table = package.Table(columns=list(SampleAnswer._fields[:3]), data=[list(each[:3]) for each in answers])
-            shown = {tag: package.Image(image) for tag, image in images.items()}
-            self._write("--wandb-project", lambda: wandb.log({"samples": table, **shown}, step=number))
+        self._track(lambda tracker: tracker.add_answers(answers, number))
 
     def _write_image(self, answer: SampleAnswer, name: str) -> str:
         """Write an answer's image, if it has one, into the report's folder; returns its place there, or an empty one."""
@@ -284,30 +262,25 @@ class ConsoleReporter(Reporter):
             self._write(f"--report-dir {folder}", lambda: self._page.write(folder))
         if self._json_log is not None:
             self._json_log.close()
-        if self._tensorboard is not None:
-            self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", self._tensorboard.close)
-        if self._wandb is not None:
-            self._write("--wandb-project", self._wandb.finish)
+        self._track(lambda tracker: tracker.close())
 
     def _log(self, entry: Mapping[str, Any]) -> None:
         self._page.add(entry)
         if (log := self._json_log) is not None:
             self._write(f"--log-json {self._logging.log_json}", lambda: log.append(entry))
 
-    def _add_scalars(self, scalars: Mapping[str, float], number: int) -> None:
-        if (wandb := self._wandb) is not None:
-            self._write("--wandb-project", lambda: wandb.log(dict(scalars), step=number))
-        if (tensorboard := self._tensorboard) is None:
-            return
+    def _track(self, add: Callable[[Tracker], None]) -> None:
+        for tracker in list(self._trackers):
+            if not self._write(tracker.place, partial(add, tracker)) and not tracker.survives_failure:
+                self._trackers.remove(tracker)
+                with suppress(OSError):
+                    tracker.close()
 
-        def add() -> None:
-            for name, value in scalars.items():
-                tensorboard.add_scalar(name, value, number)
-
-        if not self._write(f"--tensorboard-dir {self._logging.tensorboard_dir}", add):
-            self._tensorboard = None  # its writing thread has ended
-            with suppress(OSError):
-                tensorboard.close()
+    def _numbers(self, report: StepReport | EvaluationReport) -> tuple[dict[str, float], dict[str, dict[str, float]]]:
+        """Return a report's numbers, and the losses of data sets by their names if there are several."""
+        numbers = {name: value for name, value in asdict(report).items() if name != "data_set_losses"}
+        losses = {self._data_sets[number]: loss for number, loss in report.data_set_losses.items()}
+        return numbers, {"data_set_losses": losses} if losses else {}
 
     def _write(self, place: str, write: Callable[[], object]) -> bool:
         """Write, if that must not end training when it fails; returns True on success, and warns of each place once."""
@@ -324,6 +297,17 @@ class ConsoleReporter(Reporter):
 def _shown_loss(report: StepReport | EvaluationReport) -> str:
     part = f" (generators {report.generator_loss:.4f})" if report.generator_loss else ""
     return f"loss {report.loss:.4f}{part}"
+
+
+def _shown_losses(by_data_set: Mapping[str, Mapping[str, float]]) -> str:
+    """Return a line about the losses of data sets; empty if there is one only."""
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in by_data_set.get("data_set_losses", {}).items())
+    return f"  loss by data set: {losses}" if losses else ""
+
+
+def _tags(prefix: str, numbers: Mapping[str, float], by_data_set: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    losses = {f"data_set_loss/{name}": loss for name, loss in by_data_set.get("data_set_losses", {}).items()}
+    return {re.sub(r"[^\w./-]+", "_", f"{prefix}/{name}"): value for name, value in {**numbers, **losses}.items()}
 
 
 def check_places(logging: LoggingConfig) -> None:

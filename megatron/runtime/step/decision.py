@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -62,6 +63,13 @@ class StepDecision:
     def loss_divisor(self) -> float:
         """The sum of the weights of all these tokens, by which the LLM's loss is divided."""
         return sum(sample.loss_weight * sample.num_target_tokens for sample in self.lengths.values())
+
+    @cached_property
+    def data_set_divisors(self) -> tuple[float, ...]:
+        """The same sum for each data set of a mixture, up to the last one that is in the batch."""
+        samples = self.lengths.values()
+        weights = [sample.loss_weight * sample.num_target_tokens for sample in samples]
+        return tuple(np.bincount([sample.data_set for sample in samples], weights).tolist())
 
     @cached_property
     def num_generated_values(self) -> Mapping[str, int]:

@@ -1,10 +1,10 @@
 """One step as input of the executor, its results, and the losses of one or more steps."""
 
 import pickle
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.runtime.step.balance_report import BalanceReport
 from megatron.runtime.step.decision import StepDecision
@@ -16,7 +16,7 @@ from multimodal.values.assignment import MicrobatchPlace
 from multimodal.values.sample_lengths import SampleLengths
 from multimodal.values.timeline import TimelineEvent
 
-TOTALS = ("num_target_tokens", "loss_divisor", "num_generated_values", "num_tokens")
+TOTALS = ("num_target_tokens", "loss_divisor", "data_set_divisors", "num_generated_values", "num_tokens")
 """Facts of a whole global batch, which a training process should not compute again."""
 NO_PARCELS = Parcels.pack({})
 ROUTES = "routes"
@@ -111,6 +111,8 @@ class StepResult:
     """Weighted sum of the losses of target tokens on this rank (tensor parallel rank 0 of the last stage only)."""
     generator_loss_sums: Mapping[str, float]
     """Generator -> sum of the squared errors of all its values."""
+    data_set_loss_sums: Sequence[float]
+    """The parts of `loss_sum` by data set, where a mixture has several: as many as `Step.data_set_divisors`."""
     num_correct_tokens: int
     correct_samples: Mapping[int, bool]
     """Sample id -> True if greedy decoding gives the whole answer; evaluation only."""
@@ -123,19 +125,23 @@ class LossSums:
     """This rank's sums by unit, and their divisors, which all ranks know."""
 
     backbone: str
-    sums: Mapping[str, float] = field(default_factory=dict)
-    counts: Mapping[str, float] = field(default_factory=dict)
-    """The weights of the LLM's target tokens, and pixel values of each generator, over all ranks."""
+    sums: Mapping[str | int, float] = field(default_factory=dict)
+    """Of units, and by the numbers of the data sets if there are several."""
+    counts: Mapping[str | int, float] = field(default_factory=dict)
+    """The weights of the LLM's target tokens, in all and by data set, and pixel values of each generator, over all ranks."""
 
     @classmethod
     def of_step(cls, step: Step, result: StepResult) -> "LossSums":
         """Return the sums of one step."""
-        backbone = step.graph.backbone.name
-        return cls(
-            backbone,
-            {backbone: result.loss_sum, **result.generator_loss_sums},
-            {backbone: step.loss_divisor, **step.num_generated_values},
-        )
+        backbone, divisors = step.graph.backbone.name, step.data_set_divisors
+        sums: dict[str | int, float] = {backbone: result.loss_sum}
+        counts: dict[str | int, float] = {backbone: step.loss_divisor}
+        sums.update(result.generator_loss_sums)
+        counts.update(step.num_generated_values)
+        if len(divisors) > 1:
+            sums.update(enumerate(result.data_set_loss_sums))
+            counts.update(enumerate(divisors))
+        return cls(backbone, sums, counts)
 
     def plus(self, other: "LossSums") -> "LossSums":
         """Return the sums of both."""
@@ -146,9 +152,26 @@ class LossSums:
             {unit: self.counts.get(unit, 0) + other.counts.get(unit, 0) for unit in units},
         )
 
-    def means(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> tuple[float, float]:
-        """Return (the LLM's mean, the sum of the generators' means); a generator without values adds nothing. Collective."""
+    def means(self, sum_over_ranks: Callable[[list[float]], list[float]]) -> "LossMeans":
+        """Return the means; a generator without values adds nothing. Collective."""
         units = list(self.counts)
         totals = dict(zip(units, sum_over_ranks([self.sums.get(unit, 0.0) for unit in units]), strict=True))
         means = {unit: totals[unit] / count for unit, count in self.counts.items() if count}
-        return means.pop(self.backbone), sum(means.values(), 0.0)
+        by_data_set = {unit: mean for unit, mean in means.items() if isinstance(unit, int)}
+        generated = (mean for unit, mean in means.items() if unit != self.backbone and unit not in by_data_set)
+        return LossMeans(means[self.backbone], sum(generated, 0.0), by_data_set)
+
+
+class LossMeans(NamedTuple):
+    """The means of one or more steps over all ranks."""
+
+    backbone: float
+    generators: float
+    """The sum of the generators' means."""
+    by_data_set: Mapping[int, float]
+    """The parts of `backbone` by data set, those without target tokens left out; empty: a single data set."""
+
+    @property
+    def total(self) -> float:
+        """The loss that is trained."""
+        return self.backbone + self.generators

@@ -269,6 +269,7 @@ def build_reporter(run: Run, *, done_steps: int) -> Reporter:
         first_step=done_steps,
         run_config=settings,
         save_folder=run.config.checkpoint.save,
+        data_sets=[named.path for named in run.config.data.mixture],
     )
 
 

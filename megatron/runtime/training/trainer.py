@@ -15,7 +15,7 @@ from megatron.runtime.execution.step_clock import seconds_by_resource
 from megatron.runtime.flags.configuration import OptimizerSettings
 from megatron.runtime.report.reporting import EvaluationReport, StepReport
 from megatron.runtime.session import Session, SessionOptions
-from megatron.runtime.step.step import LossSums, Step, StepResult
+from megatron.runtime.step.step import LossMeans, LossSums, Step, StepResult
 from multimodal.attention.context_parallel import all_gather_single
 from multimodal.cost.flops import step_flops
 from multimodal.values.errors import ConfigError
@@ -40,6 +40,7 @@ class _Executed(NamedTuple):
 
     step: Step
     result: StepResult
+    losses: LossMeans
     learning_rate: float
     start: float
     """Start by `time.perf_counter`; the end of the schedule is by the same clock."""
@@ -93,10 +94,10 @@ class Trainer:
         losses = LossSums.of_step(step, result).means(self._sum)
         rates = {"max_lr": self._settings.lr, "min_lr": self._settings.min_lr}  # also on a rank that trains nothing
         learning_rate = float(self.scheduler.get_lr(rates))
-        self._executed = _Executed(step, result, learning_rate, start, executed)
+        self._executed = _Executed(step, result, losses, learning_rate, start, executed)
         norm = self.session.gradient_norm()
         self._check()
-        self.finish(Outcome(number, losses[0] + losses[1], losses[1], norm))
+        self.finish(Outcome(number, losses.total, losses.generators, norm))
         report = self._report(self._executed, end=time.perf_counter())
         if not (math.isfinite(report.loss) and math.isfinite(norm)):
             raise ConfigError(
@@ -144,10 +145,11 @@ class Trainer:
                 num_tokens += step.num_target_tokens  # of all ranks, which every rank knows
                 num_samples += len(in_words)
         correct_tokens, right_answers = self._sum([num_correct_tokens, num_right_answers])
-        text_loss, generator_loss = losses.means(self._sum)
+        means = losses.means(self._sum)
         return EvaluationReport(
-            loss=text_loss + generator_loss,
-            generator_loss=generator_loss,
+            loss=means.total,
+            generator_loss=means.generators,
+            data_set_losses=means.by_data_set,
             token_accuracy=correct_tokens / num_tokens,
             answer_accuracy=right_answers / num_samples if num_samples else math.nan,
         )
@@ -171,6 +173,7 @@ class Trainer:
         return StepReport(
             loss=self.outcome.loss,
             generator_loss=self.outcome.generator_loss,
+            data_set_losses=done.losses.by_data_set,
             load_balancing_loss=expert_losses / step.num_tokens / max(1, num_moe_layers),
             grad_norm=self.outcome.grad_norm,
             learning_rate=done.learning_rate,

@@ -164,12 +164,12 @@ class LanguageHead(torch.nn.Module):
         logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
         logits = capped(logits[:, 0], self.softcap)
         losses = vocab_parallel_cross_entropy(logits, targets, group=self.group, num_tokens_known=self.num_tokens_known)
-        loss_sum = losses.sum() if target_weights is None else (losses * target_weights.to(losses.dtype)).sum()
+        losses = losses if target_weights is None else losses * target_weights.to(losses.dtype)
         if self.training:
-            return HeadOutput(loss_sum, None, conditions)
+            return HeadOutput(losses.sum(), None, conditions, token_losses=losses.detach())
         all_logits = gather_from_tensor_model_parallel_region(self._without_padding(logits.detach()), group=self.group)
         is_correct = all_logits.argmax(-1) == targets if len(targets) else torch.ones_like(targets, dtype=torch.bool)
-        return HeadOutput(loss_sum, is_correct, conditions, all_logits)
+        return HeadOutput(losses.sum(), is_correct, conditions, all_logits, losses.detach())
 
     def _without_padding(self, logits: Tensor) -> Tensor:
         """Exclude rows that pad the vocabulary from decoding; logits: [num_targets, vocab_size / tp]."""

@@ -110,6 +110,8 @@ class HeadOutput(NamedTuple):
     """[num_conditions, hidden_size], for generators; LLM only, None where there is nothing to generate."""
     predicted: Tensor | None = None
     """[num_patches, patch_channels] of a generator, or [num_targets, vocab_size] logits of an LLM; only outside of training."""
+    token_losses: Tensor | None = None
+    """[num_targets], whose sum is the LLM's `loss_sum`; without gradients."""
 
 
 State = tuple[Tensor, ...]

@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,7 +91,7 @@ def test_stragglers_are_compared_with_ranks_that_hold_the_same_layers() -> None:
 
 def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    run = SimpleNamespace(log=lambda numbers, step: seen.append((step, numbers)), finish=lambda: seen.append("finish"))
+    run = SimpleNamespace(id="run", log=lambda numbers, step: seen.append((step, numbers)), finish=lambda: seen.append("finish"))
     wandb = SimpleNamespace(init=lambda **given: seen.append(given) or run)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     logging = LoggingConfig(wandb_project="braid", wandb_exp_name="first", wandb_save_dir=Path("there"))
@@ -100,6 +101,39 @@ def test_weights_and_biases_gets_every_steps_numbers(monkeypatch: pytest.MonkeyP
     assert started == {"project": "braid", "name": "first", "entity": None, "dir": "there", "config": {"lr": "0.1"}}
     assert step == 1 and numbers["train/loss"] == STEP.loss and numbers["train/tflops_per_device"] == 12.5
     assert finished == "finish"
+
+
+def test_mlflow_gets_the_same_and_a_resumed_run_goes_on_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A server that fails costs numbers, not steps."""
+    seen: list[Any] = []
+
+    class FailedError(Exception):
+        pass
+
+    def log_metrics(numbers: dict[str, float], step: int) -> None:
+        seen.append((step, numbers["train/loss"], numbers["train/data_set_loss/charts.jsonl"]))
+        if step == 2:
+            raise FailedError("the server is gone")
+
+    mlflow = SimpleNamespace(
+        set_experiment=lambda name: seen.append(name),
+        start_run=lambda **which: seen.append(which) or SimpleNamespace(info=SimpleNamespace(run_id="run")),
+        log_params=lambda settings: seen.append(settings),
+        log_metrics=log_metrics,
+        end_run=lambda: seen.append("end"),
+        exceptions=SimpleNamespace(MlflowException=FailedError),
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    logging = LoggingConfig(mlflow_experiment="braid", mlflow_run_name="first")
+    data_sets, report = ["a/charts.jsonl", "b/maps.jsonl"], replace(STEP, data_set_losses={0: 1.25, 1: 1.75})
+    for step in (1, 2, 3):
+        how = {"train_iters": 3, "first_step": step - 1, "run_config": {"lr": "0.1"}, "save_folder": tmp_path}
+        with closing(ConsoleReporter(logging, data_sets=data_sets, **how)) as reporter:
+            reporter.step(step, report, BALANCE, num_consumed_samples=8)
+    numbers = [(step, STEP.loss, 1.25) for step in (1, 2, 3)]
+    resumed = ["braid", {"run_id": "run"}]
+    assert seen[:5] == ["braid", {"run_name": "first"}, {"lr": "0.1"}, numbers[0], "end"]
+    assert seen[5:] == [*resumed, numbers[1], "end", *resumed, numbers[2], "end"]
 
 
 def test_a_resumed_run_goes_on_in_weights_and_biases(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""Sends a run's numbers and answers to TensorBoard, Weights & Biases and MLflow, each an extra."""
+
+import io
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+from megatron.runtime.flags.configuration import LoggingConfig
+from megatron.runtime.generation.sample_prompts import SampleAnswer
+from multimodal.values.errors import ConfigError
+
+
+class TrackedRun(NamedTuple):
+    """What trackers are told at the start."""
+
+    settings: Mapping[str, Any]
+    is_resumed: bool
+    save_folder: Path | None
+    """Of the checkpoints, where the names of runs are kept, so that a resumed run goes on in the same."""
+
+    def kept_name(self, tracker: str) -> str | None:
+        """Return the name that the interrupted run had; None: the run is new."""
+        path = None if self.save_folder is None else self.save_folder / f"{tracker}_id"
+        return path.read_text().strip() if path is not None and self.is_resumed and path.is_file() else None
+
+    def keep_name(self, tracker: "Tracker") -> None:
+        """Keep the name that the run has there; raises OSError."""
+        if self.save_folder is not None and tracker.run_name is not None:
+            self.save_folder.mkdir(parents=True, exist_ok=True)
+            (self.save_folder / f"{tracker.kept_as}_id").write_text(tracker.run_name)
+
+
+class Tracker(ABC):
+    """A place that gets numbers and answers; all methods may raise OSError."""
+
+    place: str
+    """The flag that names it, for messages."""
+    kept_as = ""
+    """The beginning of the name of the file that keeps `run_name`."""
+    run_name: str | None = None
+    """The tracker's name of the run; None where the flag's folder says it."""
+    survives_failure = True
+    """False: nothing more can be added after an OSError."""
+
+    @abstractmethod
+    def add_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        """Add numbers of a step by their tags."""
+
+    @abstractmethod
+    def add_answers(self, answers: Sequence[SampleAnswer], step: int) -> None:
+        """Add the model's answers to --sample-prompts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the run there."""
+
+
+class _TensorBoard(Tracker):
+    survives_failure = False  # its writing thread has ended then
+
+    def __init__(self, logging: LoggingConfig, run: TrackedRun) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as problem:
+            raise ConfigError("--tensorboard-dir needs the package tensorboard: pip install 'braid[tensorboard]'") from problem
+        self.place = f"--tensorboard-dir {logging.tensorboard_dir}"
+        self._writer: Any = SummaryWriter(str(logging.tensorboard_dir))
+
+    def add_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        for tag, value in numbers.items():
+            self._writer.add_scalar(tag, value, step)
+
+    def add_answers(self, answers: Sequence[SampleAnswer], step: int) -> None:
+        told = (f"{each.asked}\n\n**{each.answer}** (expected: {each.expected})" for each in answers)
+        self._writer.add_text("samples", "\n\n".join(told), step)
+        for tag, image in _images(answers).items():
+            self._writer.add_image(tag, np.asarray(image.convert("RGB")), step, dataformats="HWC")
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _WandB(Tracker):
+    place, kept_as = "--wandb-project", "wandb"
+
+    def __init__(self, logging: LoggingConfig, run: TrackedRun) -> None:
+        import wandb  # type: ignore[import-not-found,unused-ignore]
+
+        self._package = wandb
+        names = {"project": logging.wandb_project, "name": logging.wandb_exp_name, "entity": logging.wandb_entity}
+        folder = None if logging.wandb_save_dir is None else str(logging.wandb_save_dir)
+        if (kept := run.kept_name(self.kept_as)) is not None:
+            names |= {"id": kept, "resume": "allow"}
+        self._run = wandb.init(**names, dir=folder, config=dict(run.settings))
+        self.run_name = self._run.id
+
+    def add_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def add_answers(self, answers: Sequence[SampleAnswer], step: int) -> None:
+        table = self._package.Table(columns=list(_COLUMNS), data=[list(each[: len(_COLUMNS)]) for each in answers])
+        images = {tag: self._package.Image(image) for tag, image in _images(answers).items()}
+        self._run.log({"samples": table, **images}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _MLflow(Tracker):
+    place, kept_as = "--mlflow-experiment", "mlflow"
+
+    def __init__(self, logging: LoggingConfig, run: TrackedRun) -> None:
+        import mlflow  # type: ignore[import-not-found,unused-ignore]
+
+        self._package = mlflow
+        with self._as_os_error():
+            mlflow.set_experiment(logging.mlflow_experiment)
+            kept = run.kept_name(self.kept_as)
+            begun = mlflow.start_run(run_id=kept) if kept else mlflow.start_run(run_name=logging.mlflow_run_name)
+            if not kept:
+                mlflow.log_params(run.settings)
+        self.run_name = begun.info.run_id
+
+    def add_numbers(self, numbers: Mapping[str, float], step: int) -> None:
+        with self._as_os_error():
+            self._package.log_metrics(dict(numbers), step=step)
+
+    def add_answers(self, answers: Sequence[SampleAnswer], step: int) -> None:
+        columns = {name: [each[index] for each in answers] for index, name in enumerate(_COLUMNS)}
+        with self._as_os_error():
+            self._package.log_dict(columns, f"samples/step_{step:08d}.json")
+            for tag, image in _images(answers).items():
+                self._package.log_image(image, f"{tag}_step_{step:08d}.png")
+
+    def close(self) -> None:
+        with self._as_os_error():
+            self._package.end_run()
+
+    @contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except self._package.exceptions.MlflowException as problem:
+            raise OSError(str(problem)) from problem
+
+
+TRACKERS: Mapping[str, Callable[[LoggingConfig, TrackedRun], Tracker]] = {
+    "tensorboard_dir": _TensorBoard,
+    "wandb_project": _WandB,
+    "mlflow_experiment": _MLflow,
+}
+"""Flag's field -> what opens its tracker; raises ConfigError without the package, or OSError."""
+_COLUMNS = SampleAnswer._fields[:3]
+
+
+def _images(answers: Sequence[SampleAnswer]) -> dict[str, Image.Image]:
+    found = {f"samples/{index}": each.image for index, each in enumerate(answers) if each.image}
+    return {tag: Image.open(io.BytesIO(image)) for tag, image in found.items()}
