@@ -27,11 +27,10 @@ from tests.distributed import test_opaque
 from tests.distributed.gradient_case import GradientCase, RankGradients, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_comparison import MULTIPLE, VOCABULARY
+from tests.distributed.hugging_face_models import MAX_TOKENS, llama, pixels_of
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankError, RankPool
-from tests.distributed.test_hugging_face_audio import CLIPS, MAX_TOKENS
-from tests.distributed.test_hugging_face_llava import pixels_of
-from tests.distributed.test_hugging_face_text import llama
+from tests.distributed.test_hugging_face_families import CLIPS
 from tests.distributed.test_opaque import dinov2
 from tests.distributed.wide_transformers import double_precision, randomize_vectors
 

@@ -18,10 +18,17 @@ pytest.importorskip("transformers", reason="transformers is not installed (pip i
 import transformers
 from PIL import Image
 
-from tests.distributed.test_hugging_face_audio import omni_thinker, qwen2_audio
-from tests.distributed.test_hugging_face_llava import GRID, PATCH, clip_and_llama, internvl, pixtral
-from tests.distributed.test_hugging_face_qwen2_5_vl import qwen2_5_vl, qwen2_vl
-from tests.distributed.test_hugging_face_qwen3_vl import qwen3_vl
+from tests.distributed.hugging_face_models import (
+    GRID,
+    LLAVAS,
+    PATCH,
+    omni_thinker,
+    pixtral,
+    qwen2_5_vl,
+    qwen2_audio,
+    qwen2_vl,
+    qwen3_vl,
+)
 from tests.unit.data.chat.templates import write_tokenizer
 from tools import convert
 
@@ -75,12 +82,12 @@ EAR = {"feature_extractor_type": "WhisperFeatureExtractor", "feature_size": 4, "
 CLIP = {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False, **SQUARE}
 STRIDES = {"patch_size": PATCH, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 FAMILIES = {
-    "llava": Family(clip_and_llama, "LlavaProcessor", "<image>", {"image_token_index": "<image>"}, CLIP, STRIDES),
+    "llava": Family(LLAVAS["clip and llama"], "LlavaProcessor", "<image>", {"image_token_index": "<image>"}, CLIP, STRIDES),
     "qwen2-vl": qwen(qwen2_vl, "Qwen2VLProcessor"),
     "qwen2.5-vl": qwen(qwen2_5_vl, "Qwen2_5_VLProcessor"),
     "qwen3-vl": qwen(qwen3_vl, "Qwen3VLProcessor"),
     "internvl": Family(
-        internvl,
+        LLAVAS["internvl"],
         "InternVLProcessor",
         "<IMG_CONTEXT>",
         {"image_token_id": "<IMG_CONTEXT>"},

@@ -18,8 +18,8 @@ from multimodal.cost.layers.registry import read_model
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import case_of
 from tests.distributed.interruption import run_until_killed
+from tests.distributed.test_hugging_face_families import TEXTS
 from tests.distributed.test_hugging_face_runs import small_qwen2
-from tests.distributed.test_hugging_face_text import SAMPLES
 
 
 @pytest.mark.deep(when=lambda killed: killed == 1)
@@ -50,7 +50,7 @@ def write(rank: int, arm: Callable[[Path], None], store: Path, source: Path, tar
     torch.set_num_threads(1)
     platform.install()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-    session = FromFolder(source).session(case_of(read_model(source), SAMPLES, {"llm": (2, 1, 1)}))
+    session = FromFolder(source).session(case_of(read_model(source), TEXTS, {"llm": (2, 1, 1)}))
     dist.barrier()
     arm(target.parent)
     save_hugging_face(target, session=session, like=source)

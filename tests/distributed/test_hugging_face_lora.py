@@ -30,10 +30,10 @@ from tests.distributed.gradient_case import GradientCase, RankGradients, plan_ca
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Plans, case_of, only_text, run_transformers
+from tests.distributed.hugging_face_models import TEXT_MODELS, llama
 from tests.distributed.mutations.folders import WEIGHTS
 from tests.distributed.rank_pool import RankError, RankPool
-from tests.distributed.test_hugging_face_llava import clip_and_llama, samples
-from tests.distributed.test_hugging_face_text import SAMPLES, llama, llama_of_long_contexts
+from tests.distributed.test_hugging_face_families import FAMILIES, TEXTS
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tools import convert
 
@@ -120,7 +120,7 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
     model = build_wide_model(llama, folder)
     graph = read_model(folder)
     graph = adapt_units(graph, linear_layers(graph), rank=RANK, alpha=ALPHA, targets=())
-    alone = case_of(graph, SAMPLES, ALONE)
+    alone = case_of(graph, TEXTS, ALONE)
     ranks.run(WithAdapters(folder, tmp_path / "alone"), alone, world_size=1)
     model.requires_grad_(False)
     with adapted(model, tmp_path / "alone" / "adapter") as theirs:
@@ -128,7 +128,7 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
         expected = RankGradients({"llm": loss_sum}, gradients_here(alone, folder, theirs), {})
     for name, (sizes, options) in {"again": (ALONE, {}), **PLANS}.items():
         assert_matches(
-            case_of(graph, SAMPLES, sizes, **options), ranks, run=WithAdapters(folder, tmp_path / name), expected=expected
+            case_of(graph, TEXTS, sizes, **options), ranks, run=WithAdapters(folder, tmp_path / name), expected=expected
         )
         for kind, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
             one, other = (load_file(tmp_path / each / kind / file) for each in ("alone", name))
@@ -145,7 +145,7 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         assert (converted / name).read_bytes() == (tmp_path / "alone" / "adapter" / name).read_bytes()
     again = WithAdapters(folder, tmp_path / "from files", tmp_path / "alone" / "adapter")
-    ranks.run(again, case_of(graph, SAMPLES, PLANS["tp 2, pp 2"][0], sequence_parallel=True), world_size=8)
+    ranks.run(again, case_of(graph, TEXTS, PLANS["tp 2, pp 2"][0], sequence_parallel=True), world_size=8)
     for name in ("adapter_model.safetensors", "adapter_config.json"):
         mine, theirs_again = ((tmp_path / each / "adapter" / name).read_bytes() for each in ("from files", "alone"))
         assert mine == theirs_again, "adapters come back as they were written"
@@ -157,7 +157,7 @@ NEW = range(57, 63)
 """Of these tokens the model's vocabulary of 61 has room for four; two make it grow."""
 
 
-@pytest.mark.parametrize("make", [llama, llama_of_long_contexts], ids=["untied", "tied"])
+@pytest.mark.parametrize("make", [llama, TEXT_MODELS["llama of long contexts"]], ids=["untied", "tied"])
 def test_new_rows_beside_adapters_are_those_of_peft_under_any_plan(
     make: Callable[[], Any], ranks: RankPool, tmp_path: Path
 ) -> None:
@@ -166,8 +166,8 @@ def test_new_rows_beside_adapters_are_those_of_peft_under_any_plan(
     graph = read_model(folder)
     unit = replace(graph.backbone, vocab_size=NEW.stop, new_tokens=(NEW.start, NEW.stop))
     adapted_graph = adapt_units(replace(graph, units=(unit,)), linear_layers(graph), rank=RANK, alpha=ALPHA, targets=())
-    frozen = case_of(replace(graph, units=(replace(unit, freeze_module=True),)), SAMPLES, ALONE)
-    ranks.run(WithAdapters(folder, alone), case_of(adapted_graph, SAMPLES, ALONE), world_size=1)
+    frozen = case_of(replace(graph, units=(replace(unit, freeze_module=True),)), TEXTS, ALONE)
+    ranks.run(WithAdapters(folder, alone), case_of(adapted_graph, TEXTS, ALONE), world_size=1)
     ranks.run(FromFolder(folder, tmp_path / "frozen"), frozen, world_size=1)
     before, merged = (load_file(each / "model.safetensors") for each in (folder, tmp_path / "frozen"))
     rows = load_file(alone / "adapter" / "adapter_model.safetensors")
@@ -189,8 +189,8 @@ def test_new_rows_beside_adapters_are_those_of_peft_under_any_plan(
         gradients["llm", f"layers.{layer}.{module}.new_rows"] = gradient[NEW.start :].numpy()
     expected = RankGradients({"llm": loss_sum}, gradients, {})
     for name, (sizes, options) in {"again": (ALONE, {}), **PLANS}.items():
-        assert_matches(case_of(frozen.graph, SAMPLES, sizes, **options), ranks, run=FromFolder(folder), expected=expected)
-        case = case_of(adapted_graph, SAMPLES, sizes, **options)
+        assert_matches(case_of(frozen.graph, TEXTS, sizes, **options), ranks, run=FromFolder(folder), expected=expected)
+        case = case_of(adapted_graph, TEXTS, sizes, **options)
         ranks.run(WithAdapters(folder, tmp_path / name), case, world_size=case.plan.num_ranks)
         again = WithAdapters(folder, tmp_path / f"{name}, from files", alone / "adapter")
         ranks.run(again, case, world_size=case.plan.num_ranks)
@@ -259,10 +259,10 @@ def test_adapters_of_peft_are_trained_on_and_merged(ranks: RankPool, tmp_path: P
     adapted_graph = adapt_units(graph, linear_layers(graph), rank=read.rank, alpha=read.alpha, targets=read.targets)
     for name, added in theirs.items():
         parametrize.register_parametrization(model.get_submodule(name), "weight", added)
-    alone = case_of(adapted_graph, SAMPLES, ALONE)
+    alone = case_of(adapted_graph, TEXTS, ALONE)
     logits, _ = run_transformers(model, alone.source, only_text)
     for name, (sizes, options) in {"alone": (ALONE, {}), **PLANS}.items():
-        case = case_of(adapted_graph, SAMPLES, sizes, **options)
+        case = case_of(adapted_graph, TEXTS, sizes, **options)
         ranks.run(WithAdapters(folder, tmp_path / name, adapter), case, world_size=case.plan.num_ranks)
     assert convert.main(["--load-hf", str(folder), "--load-adapter", str(adapter), "--save-hf", str(tmp_path / "converted")]) == 0
     for merged in (*(tmp_path / name / "merged" for name in ("alone", *PLANS)), tmp_path / "converted"):
@@ -346,18 +346,18 @@ def test_adapters_of_a_model_of_another_size_are_refused(ranks: RankPool, tmp_pa
     read = read_peft_adapter(adapter, graph=graph, base=folder)
     graph = adapt_units(graph, linear_layers(graph), rank=read.rank, alpha=read.alpha, targets=read.targets)
     with pytest.raises(RankError, match=r"(?s)rank 0.*has shape \[\d, \d+\], expected \d+ columns.*rank 1.*expected \d+ columns"):
-        case = case_of(graph, SAMPLES, {"llm": (2, 1, 1)})
+        case = case_of(graph, TEXTS, {"llm": (2, 1, 1)})
         ranks.run(WithAdapters(folder, tmp_path / "none", adapter), case, world_size=2)
 
 
 def test_projectors_beside_adapters_come_back(ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    build_wide_model(clip_and_llama, folder)
+    build_wide_model(FAMILIES["clip and llama"].make, folder)
     graph = read_model(folder)
     graph = replace(graph, units=(replace(graph.unit("vision"), freeze_module=True), graph.backbone))
     graph = adapt_units(graph, linear_layers(graph), rank=RANK, alpha=ALPHA, targets=())
     sizes = {"vision": (1, 1, 1), "llm": (2, 1, 1)}
-    case = case_of(graph, samples(1), sizes)
+    case = case_of(graph, FAMILIES["clip and llama"].shapes, sizes)
     ranks.run(WithAdapters(folder, tmp_path / "first"), case, world_size=3)
     path = tmp_path / "first" / "adapter" / "adapter_model.safetensors"
     changed = {key: value + 1 for key, value in load_file(path).items()}

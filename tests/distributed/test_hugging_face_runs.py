@@ -30,7 +30,7 @@ from tests.distributed.launch import Launched, launch, train
 from tests.distributed.mutations.run import small_llava
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
-from tests.distributed.test_hugging_face_text import SAMPLES
+from tests.distributed.test_hugging_face_families import TEXTS
 from tests.distributed.wide_transformers import build_wide_model, randomize_vectors
 from tests.unit.data.chat.templates import write_tokenizer
 from tools import convert
@@ -265,7 +265,7 @@ def test_what_is_wrong_is_said_on_every_rank(ranks: RankPool, tmp_path: Path) ->
         folders[name] = tmp_path / name.replace(" ", "-")
         shutil.copytree(good, folders[name])
         spoil(folders[name])
-    case = case_of(read_model(good), SAMPLES, {"llm": (2, 1, 1)})
+    case = case_of(read_model(good), TEXTS, {"llm": (2, 1, 1)})
     first, second = ranks.run(messages_of_loading, case, folders, world_size=2)
     assert first == second
     for name, (_, expected) in WRONG.items():
@@ -346,8 +346,8 @@ def test_a_vocabulary_grows_by_new_rows(ranks: RankPool, tmp_path: Path) -> None
     small_qwen2().save_pretrained(good)
     graph = read_model(good)
     larger = replace(graph, units=(replace(graph.backbone, vocab_size=270),))
-    ranks.run(grow, case_of(larger, SAMPLES, {"llm": (2, 1, 1)}), good, target, world_size=2)
-    ranks.run(grow, case_of(larger, SAMPLES, {"llm": (1, 1, 1)}), good, alone, world_size=1)
+    ranks.run(grow, case_of(larger, TEXTS, {"llm": (2, 1, 1)}), good, target, world_size=2)
+    ranks.run(grow, case_of(larger, TEXTS, {"llm": (1, 1, 1)}), good, alone, world_size=1)
     before, after, of_one = (load_file(folder / "model.safetensors") for folder in (good, target, alone))
     assert json.loads((target / "config.json").read_text())["vocab_size"] == 270
     for key in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -363,6 +363,6 @@ def test_a_failed_export_leaves_nothing(ranks: RankPool, tmp_path: Path) -> None
     good, target = tmp_path / "good", tmp_path / "out" / "model"
     small_qwen2().save_pretrained(good)
     target.parent.write_text("a file")
-    found = ranks.run(message_of_saving, case_of(read_model(good), SAMPLES, {"llm": (2, 1, 1)}), good, target, world_size=2)
+    found = ranks.run(message_of_saving, case_of(read_model(good), TEXTS, {"llm": (2, 1, 1)}), good, target, world_size=2)
     assert found[0] == found[1]
     assert "out" in found[0]

@@ -18,10 +18,10 @@ from multimodal.values.model_graph import ModelGraph, Unit
 from tests.distributed import hugging_face_comparison as comparison
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_step
 from tests.distributed.gradient_comparison import assert_matches
+from tests.distributed.hugging_face_models import llama
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.test_composition import run_and_save
-from tests.distributed.test_hugging_face_text import llama
 from tests.distributed.wide_transformers import double_precision
 
 CONVOLUTIONS = {"conv_dim": (8, 8, 8), "conv_kernel": (10, 3, 2), "conv_stride": (5, 2, 2)}

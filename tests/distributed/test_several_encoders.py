@@ -23,8 +23,8 @@ from multimodal.data.packing import pack_language_microbatch
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.assignment import Atom
 from tests.distributed.hugging_face_comparison import BETAS, DECAY, RATE, step_in_torch, weights_of
+from tests.distributed.hugging_face_models import MAX_TOKENS, omni_thinker, qwen2_audio
 from tests.distributed.launch import train
-from tests.distributed.test_hugging_face_audio import MAX_TOKENS, omni_thinker, qwen2_audio
 from tests.distributed.wide_transformers import build_wide_model
 from tools import convert
 

@@ -169,9 +169,10 @@ PLANS: Plans = {
 @pytest.mark.parametrize("name", ["qwen3", "mixtral"])
 def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name: str) -> None:
     """The gradients that local layers have from it, and files that are the same byte for byte."""
-    models = pytest.importorskip("tests.distributed.test_hugging_face_text", reason="transformers is not installed")
+    models = pytest.importorskip("tests.distributed.hugging_face_models", reason="transformers is not installed")
+    make = {**models.TEXT_MODELS, **models.MODELS_WITH_EXPERTS}[name]
     folder = tmp_path / "model"
-    build_wide_model(getattr(models, name), folder, max_shard_size="10KB")
+    build_wide_model(make, folder, max_shard_size="10KB")
     graph = read_model(folder)
     (expected,) = engine_ranks.run(FromFolder(folder), case_of(graph, models.SAMPLES, PLANS["alone"][0]), world_size=1)
     plans = {each: (sizes, {**options, "transformer_impl": "transformer_engine"}) for each, (sizes, options) in PLANS.items()}

@@ -12,20 +12,20 @@ README = (ROOT / "README.md").read_text()
 TABLE = README[README.index("## What works today") : README.index("`braid` estimates layouts")]
 ROW = re.compile(r"^\| ([A-Z][^|]+) \| (.*) \|$", re.MULTILINE)
 MASTER = "distributed/test_master.py::test_loss_and_every_gradient_equal_one_process"
+FAMILIES = "distributed/test_hugging_face_families.py::test_logits_and_gradients_equal_transformers"
 PRETRAIN = "distributed/test_pretrain.py"
 
 PROOFS = {
     "Units": {
-        "vision and audio encoders": (MASTER, "distributed/test_hugging_face_audio.py::test_qwen2_audio_equals_transformers"),
+        "vision and audio encoders": (MASTER, f"{FAMILIES}[qwen2-audio]"),
         "an image generator behind it": (f"{PRETRAIN}::test_a_generator_trains_alike_whatever_its_sizes",),
         "megatron-core's TransformerLayer specs": (
             "distributed/test_against_megatron.py::test_losses_of_twenty_steps_equal_those_of_megatron",
         ),
         "RMSNorm or LayerNorm": (
             MASTER,
-            "distributed/test_hugging_face_text.py::test_logits_and_gradients_equal_transformers",
-            "distributed/test_hugging_face_llava.py::test_logits_and_gradients_equal_transformers",
-            "distributed/test_hugging_face_qwen2_5_vl.py::test_windows_are_those_of_transformers",
+            FAMILIES,
+            "distributed/test_hugging_face_families.py::test_windows_are_those_of_transformers",
         ),
         "LLMs with experts": ("distributed/test_experts.py::test_loss_and_every_gradient_equal_one_process",),
         "projectors of learned queries": (
@@ -41,16 +41,16 @@ PROOFS = {
             "distributed/test_hugging_face_crash.py::test_a_killed_export_leaves_no_folder_by_half",
         ),
         "Llama, Mistral, Phi-3, Gemma 2 and 3 (text), InternLM2, Qwen2, Qwen3, Mixtral, Qwen3 with experts": (
-            "distributed/test_hugging_face_text.py::test_logits_and_gradients_equal_transformers",
-            "distributed/test_hugging_face_text.py::test_internlm2_is_a_llama_under_other_names",
-            "distributed/test_hugging_face_text.py::test_experts_equal_those_of_transformers",
+            *(f"{FAMILIES}[{name}]" for name in ("llama with biases in its mlp", "mistral", "phi3", "gemma2", "gemma3")),
+            "distributed/test_hugging_face_families.py::test_internlm2_is_a_llama_under_other_names",
+            *(f"{FAMILIES}[{name}]" for name in ("qwen2", "qwen3 with biases", "mixtral", "qwen3 with experts")),
         ),
-        "LLaVA-1.5": ("distributed/test_hugging_face_llava.py::test_logits_and_gradients_equal_transformers",),
-        "Qwen2-VL": ("distributed/test_hugging_face_qwen2_5_vl.py::test_qwen2_vl_equals_transformers",),
-        "Qwen2.5-VL": ("distributed/test_hugging_face_qwen2_5_vl.py::test_logits_and_gradients_equal_transformers",),
-        "Qwen3-VL": ("distributed/test_hugging_face_qwen3_vl.py::test_logits_and_gradients_equal_transformers",),
-        "Qwen2-Audio": ("distributed/test_hugging_face_audio.py::test_qwen2_audio_equals_transformers",),
-        "Qwen2.5-Omni's thinker": ("distributed/test_hugging_face_audio.py::test_omni_equals_transformers",),
+        "LLaVA-1.5": tuple(f"{FAMILIES}[{name}]" for name in ("clip with its class token", "internvl", "pixtral")),
+        "Qwen2-VL": (f"{FAMILIES}[qwen2-vl]",),
+        "Qwen2.5-VL": (f"{FAMILIES}[qwen2.5-vl]",),
+        "Qwen3-VL": (f"{FAMILIES}[qwen3-vl]",),
+        "Qwen2-Audio": (f"{FAMILIES}[qwen2-audio]",),
+        "Qwen2.5-Omni's thinker": (f"{FAMILIES}[qwen2.5-omni]",),
         "Tokenizer, chat template and image processor": (
             "unit/data/chat/test_chat_format.py::test_tokens_are_those_of_transformers",
             "unit/hugging_face/test_processors.py::test_pixels_are_those_of_transformers",
@@ -261,6 +261,13 @@ def functions_in(path):
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
 
+@cache
+def family_names():
+    """Return all texts of the files that list the families of Hugging Face."""
+    files = (ROOT / "tests" / "distributed" / name for name in ("hugging_face_models.py", "test_hugging_face_families.py"))
+    return {node.value for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)}
+
+
 def test_every_clause_names_its_proof():
     assert rows_of(TABLE)
     assert find_unproven(TABLE, PROOFS) == []
@@ -268,8 +275,9 @@ def test_every_clause_names_its_proof():
 
 @pytest.mark.parametrize("proof", sorted({proof for row in PROOFS.values() for tests in row.values() for proof in tests}))
 def test_the_proof_is_there(proof):
-    path, _, name = proof.partition("::")
+    path, name, row = re.fullmatch(r"(.*)::(\w+)(?:\[(.*)\])?", proof).groups()
     assert name in functions_in(ROOT / "tests" / path)
+    assert row is None or row in family_names()
 
 
 def test_what_nothing_proves_is_found():

@@ -1,0 +1,277 @@
+"""Tiny models of transformers, of every family that is read, and what those with items are called with beside token ids."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import transformers
+
+from multimodal.data.image_processing import patch_positions
+from tests.distributed.hugging_face_case import PaddedSource
+from tests.distributed.hugging_face_comparison import VOCABULARY
+from tests.distributed.random_source import SampleShape
+
+AUDIO_TOKEN, AUDIO_START, AUDIO_END = 54, 55, 56
+VISION_END, VISION_START, IMAGE_TOKEN = 58, 59, 60
+"""From NUM_TEXT_TOKENS on, below which texts are drawn."""
+PATCH, GRID = 2, 4
+"""Pixels of a patch's side, patches of an image's where all images have one size."""
+LARGER = 12
+"""Pixels of images for which a DINOv2 has a position each."""
+MAX_TOKENS = 20
+"""Of the longest clip."""
+
+LAYERS = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 3, "num_attention_heads": 4, "initializer_range": 0.3}
+PLAIN = {**LAYERS, "hidden_size": 24, "vocab_size": VOCABULARY, "num_key_value_heads": 2}
+SHAPE = {**PLAIN, "rope_theta": 5000.0}
+
+
+def build(name: str, **config: Any) -> Any:
+    """Return a model of transformers with a configuration of its kind."""
+    kind = getattr(transformers, name)
+    return kind(kind.config_class(**config))
+
+
+def scaled(kind: str, **factors: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 50.0, **factors}}
+
+
+llama = partial(build, "LlamaForCausalLM", **SHAPE, attention_bias=True, mlp_bias=True)
+FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.0, 3.0, 6.0]}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+"""In the upper layers."""
+OF_QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12, "norm_topk_prob": False}
+"""Weights of the chosen experts are their share among all, and those of the published models among the chosen ones."""
+GEMMA = {**PLAIN, "hidden_size": 16, "head_dim": 8, "query_pre_attn_scalar": 6, "num_hidden_layers": 4, "sliding_window": 3}
+GEMMA["pad_token_id"] = None  # transformers never train the row of the token that pads
+TEXT_MODELS: Mapping[str, Callable[..., Any]] = {
+    "llama": llama,
+    # Llama 3.2: low frequencies are slowed down, and word embeddings tied.
+    "llama of long contexts": partial(
+        build, "LlamaForCausalLM", **PLAIN | {"num_attention_heads": 2}, **scaled("llama3", **LLAMA3), tie_word_embeddings=True
+    ),
+    # YaRN: the pairs between those that turn often and rarely are divided by something between 1 and the factor.
+    "llama with biases in its mlp": partial(
+        build,
+        "LlamaForCausalLM",
+        **{**PLAIN, "head_dim": 16, "max_position_embeddings": 128, "mlp_bias": True},
+        **scaled("yarn", factor=4.0, original_max_position_embeddings=32, beta_fast=4.0),
+    ),
+    # LongRoPE: sequences of more than 6 tokens, which most samples are, have factors of their own.
+    "llama of two lengths": partial(
+        build,
+        "LlamaForCausalLM",
+        **{**PLAIN, "max_position_embeddings": 24, "attention_bias": True},
+        **scaled("longrope", **FACTORS, original_max_position_embeddings=6),
+    ),
+    # Scores and logits are bounded by values that they exceed; every second layer has windows.
+    "gemma2": partial(
+        build,
+        "Gemma2ForCausalLM",
+        **{**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0, "attn_implementation": "eager"},
+    ),
+    # Layers with windows rotate by another base; the others' positions are scaled.
+    "gemma3": partial(
+        build,
+        "Gemma3ForCausalLM",
+        **GEMMA,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        },
+        layer_types=["sliding_attention", "full_attention", "full_attention", "sliding_attention"],
+    ),
+    "mistral": partial(build, "MistralForCausalLM", **SHAPE, sliding_window=3),  # samples are several windows long
+    # Queries, keys and values in one tensor, gate and up in another; LongRoPE's factors of short sequences.
+    "phi3": partial(
+        build,
+        "Phi3ForCausalLM",
+        **{**PLAIN, "max_position_embeddings": 128, "original_max_position_embeddings": 32},
+        **scaled("longrope", **FACTORS, original_max_position_embeddings=32),
+        pad_token_id=None,
+        sliding_window=4,
+    ),
+    # Positions would slow down in sequences of more than 64 tokens.
+    "qwen2": partial(
+        build,
+        "Qwen2ForCausalLM",
+        **{**PLAIN, **WINDOW, "max_position_embeddings": 64, "tie_word_embeddings": True},
+        rope_parameters={"rope_type": "dynamic", "rope_theta": SHAPE["rope_theta"], "factor": 2.0},
+    ),
+    "qwen3": partial(build, "Qwen3ForCausalLM", **SHAPE, head_dim=8),
+    # Positions divided by one factor.
+    "qwen3 with biases": partial(
+        build, "Qwen3ForCausalLM", **PLAIN, **scaled("linear", factor=3.0), head_dim=8, attention_bias=True
+    ),
+}
+mixtral = partial(build, "MixtralForCausalLM", **SHAPE, num_local_experts=4, experts_implementation="eager")
+qwen3_moe = partial(build, "Qwen3MoeForCausalLM", **SHAPE, **OF_QWEN3_MOE, head_dim=8, experts_implementation="eager")
+MODELS_WITH_EXPERTS: Mapping[str, Callable[..., Any]] = {
+    "mixtral": mixtral,
+    "qwen3 with experts": qwen3_moe,
+    "mixtral with windows": partial(mixtral, sliding_window=3),
+    # In all layers, whatever max_window_layers says.
+    "qwen3 with experts and windows": partial(qwen3_moe, **WINDOW | {"max_window_layers": 2}),
+}
+
+PATCHES = {**LAYERS, "patch_size": PATCH, "image_size": GRID * PATCH}
+CLIP = {"model_type": "clip_vision_model", **PATCHES}
+SIGLIP = {"model_type": "siglip_vision_model", **PATCHES}
+DINOV2 = {key: value for key, value in PATCHES.items() if key != "intermediate_size"} | {"layerscale_value": 0.7}
+LLAMA = {**LAYERS, "model_type": "llama", "vocab_size": VOCABULARY}
+QWEN2 = {**LLAMA, "model_type": "qwen2", "num_key_value_heads": 2}
+INTERNVIT = {**LAYERS, "patch_size": [PATCH, PATCH], "image_size": [GRID * PATCH, GRID * PATCH]}
+TO_THE_END = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+llava = partial(build, "LlavaForConditionalGeneration", image_token_index=IMAGE_TOKEN)
+OF_INTERNVL = {"image_token_id": IMAGE_TOKEN, "tie_word_embeddings": False, "downsample_ratio": 0.5}
+internvl = partial(build, "InternVLForConditionalGeneration", **OF_INTERNVL)
+LLAVAS: Mapping[str, Callable[..., Any]] = {
+    "clip and llama": partial(llava, vision_config=CLIP, text_config=LLAMA),
+    "clip with its class token": partial(llava, vision_config=CLIP, text_config=LLAMA, **TO_THE_END),
+    "siglip and qwen2": partial(
+        llava,
+        vision_config={**SIGLIP, "image_size": GRID * PATCH + 1},  # no whole number of patches
+        text_config=QWEN2,
+        vision_feature_select_strategy="full",
+    ),
+    "siglip to its end": partial(llava, vision_config=SIGLIP, text_config=LLAMA, **TO_THE_END),
+    "dinov2 and qwen2": partial(llava, vision_config={"model_type": "dinov2", **DINOV2, "mlp_ratio": 2}, text_config=QWEN2),
+    # With a gate in the MLP, and positions of larger images, between which those of the ones that are given lie.
+    "registers and llama": partial(
+        llava,
+        vision_config={**DINOV2, "model_type": "dinov2_with_registers", "image_size": LARGER, "num_register_tokens": 3}
+        | {"use_swiglu_ffn": True, "mlp_ratio": 3},
+        text_config=LLAMA,
+        vision_feature_select_strategy="full",
+    ),
+    "internvl": partial(internvl, vision_config={**INTERNVIT, "attention_bias": True}, text_config=QWEN2),
+    # RMSNorm, also of the queries and keys of all heads, which have no bias.
+    "internvl of six billion": partial(
+        internvl,
+        vision_config={**INTERNVIT, "norm_type": "rms_norm", "use_qk_norm": True, "attention_bias": False},
+        text_config=LLAMA,
+    ),
+}
+ROTATED = {"rope_parameters": {"rope_type": "axial", "rope_theta": 50.0}, "hidden_act": "silu", "num_attention_heads": 2}
+pixtral = partial(
+    llava,
+    vision_config={**PATCHES, **ROTATED, "model_type": "pixtral"},
+    text_config={**QWEN2, "model_type": "mistral", "sliding_window": None},
+    **TO_THE_END,
+)
+
+EYE = {"depth": 3, "hidden_size": 32, "intermediate_size": 20, "num_heads": 4, "patch_size": 2, "initializer_range": 0.3}
+QWEN_EYE = {**EYE, "out_hidden_size": 24}
+QWEN2_5_EYE = {**QWEN_EYE, "window_size": 8, "fullatt_block_indexes": [1]}
+MROPE = {"rope_type": "default", "mrope_section": [1, 3, 2], "rope_theta": 5000.0}
+MROPE_TEXT = {**PLAIN, "num_hidden_layers": 2, "num_attention_heads": 2, "rope_parameters": MROPE}
+IDS = {"image_token_id": IMAGE_TOKEN, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+# The upper layer of the LLM has a window, which images reach beyond.
+qwen2_vl = partial(
+    build,
+    "Qwen2VLForConditionalGeneration",
+    vision_config={key: value for key, value in EYE.items() if key != "intermediate_size"}
+    | {"embed_dim": 32, "hidden_size": 24, "mlp_ratio": 2},
+    text_config={**MROPE_TEXT, **WINDOW},
+    **IDS,
+)
+qwen2_5_vl = partial(build, "Qwen2_5_VLForConditionalGeneration", vision_config=QWEN2_5_EYE, text_config=MROPE_TEXT, **IDS)
+qwen3_vl = partial(
+    build,
+    "Qwen3VLForConditionalGeneration",
+    vision_config={**QWEN_EYE, "num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+    text_config={**PLAIN, "head_dim": 12, "rope_parameters": {**MROPE, "mrope_section": [3, 1, 2]}},
+    **IDS,
+)
+EAR = {"num_mel_bins": 4, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 20, "d_model": 16}
+EAR["initializer_range"] = 0.3
+
+
+def qwen2_audio(*, vocab_size: int = VOCABULARY, audio_token_index: int = AUDIO_TOKEN, max_tokens: int = MAX_TOKENS) -> Any:
+    return build(
+        "Qwen2AudioForConditionalGeneration",
+        audio_config={**EAR, "max_source_positions": max_tokens},
+        text_config={**PLAIN, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": vocab_size},
+        audio_token_index=audio_token_index,
+    )
+
+
+def omni_thinker(*, vocab_size: int = VOCABULARY, **changes: Any) -> Any:
+    ids = {"audio_token_index": AUDIO_TOKEN, "audio_start_token_id": AUDIO_START, "audio_end_token_id": AUDIO_END}
+    ids |= {"image_token_index": IMAGE_TOKEN, "vision_start_token_id": VISION_START, "vision_end_token_id": VISION_END}
+    return build(
+        "Qwen2_5OmniThinkerForConditionalGeneration",
+        vision_config={**QWEN2_5_EYE, "depth": 2},
+        audio_config={**EAR, "n_window": 3, "output_dim": 24},
+        text_config={**MROPE_TEXT, "vocab_size": vocab_size},
+        **ids | changes,
+    )
+
+
+def samples_of_one_size(merge_size: int) -> tuple[SampleShape, ...]:
+    item = ("vision", GRID // merge_size, GRID // merge_size)
+    return tuple(SampleShape((item,) * count, *rest) for count, *rest in ((2, 9, 4), (0, 5, 5), (1, 7, 3), (3, 8, 2)))
+
+
+def pixels_of(patches: npt.NDArray[np.float32], merge_size: int) -> torch.Tensor:
+    """[3, height, width] from patches in merge-window order, which list a channel after the other."""
+    image = torch.empty(3, GRID, PATCH, GRID, PATCH, dtype=torch.float64)
+    for (row, column), patch in zip(patch_positions((GRID, GRID), merge_size=merge_size), patches, strict=True):
+        image[:, row, :, column] = torch.from_numpy(patch).double().reshape(3, PATCH, PATCH)
+    return image.reshape(3, GRID * PATCH, GRID * PATCH)
+
+
+def images_of_one_size(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+    image = source.graph.unit("vision").image
+    assert image is not None
+    items = mark(source, index, token_ids, IMAGE_TOKEN)
+    images = [pixels_of(source.item(index, item).patches, image.merge_size) for item in items]
+    return {"pixel_values": torch.stack(images) if images else None}
+
+
+def images_in_rows(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+    """Padded to one size, as Pixtral's image processor does; tokens behind rows keep the ids that were drawn for them."""
+    images, sizes = [], []
+    for item, start, length in source.text(index).item_starts:
+        rows, columns = source.item_grid(index, item)
+        token_ids[start : start + length].view(rows, columns + 1)[:, :-1] = IMAGE_TOKEN
+        patches = torch.from_numpy(source.item(index, item).patches).double().view(rows, columns, 3, PATCH, PATCH)
+        image = patches.permute(2, 0, 3, 1, 4).reshape(3, rows * PATCH, columns * PATCH)
+        sizes.append(tuple(image.shape[1:]))
+        images.append(torch.nn.functional.pad(image, (0, 20 - image.shape[2], 0, 20 - image.shape[1]), value=7.0))
+    return {"pixel_values": torch.stack(images), "image_sizes": torch.tensor(sizes)} if images else {}
+
+
+def images_in_patches(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+    given = _patches_of(source, index, mark(source, index, token_ids, IMAGE_TOKEN))
+    return {"mm_token_type_ids": (token_ids == IMAGE_TOKEN).long()[None], **given}
+
+
+def clips_and_images(source: PaddedSource, index: int, token_ids: torch.Tensor) -> Mapping[str, Any]:
+    """Spectrograms, in which anything may follow two frames of silence: padded to the longest clip; images in patches."""
+    given = {"attention_mask": torch.ones_like(token_ids)[None]}
+    if clips := mark(source, index, token_ids, AUDIO_TOKEN, unit="audio"):
+        frames = torch.stack([torch.from_numpy(source.frames(index, item)).double() for item in clips])
+        lengths = torch.tensor([source.item_grid(index, item)[0] for item in clips])
+        given["input_features"] = frames.transpose(1, 2)
+        given["feature_attention_mask"] = (torch.arange(frames.shape[1]) < lengths[:, None]).long()
+    return given | _patches_of(source, index, mark(source, index, token_ids, IMAGE_TOKEN))
+
+
+def mark(source: PaddedSource, index: int, token_ids: torch.Tensor, token: int, *, unit: str = "vision") -> list[int]:
+    """Give the places of a sample's items for a unit their token; returns these items."""
+    items = [(item, *place) for item, *place in source.text(index).item_starts if source.shapes[index].items[item][0] == unit]
+    for _, start, length in items:
+        token_ids[start : start + length] = token
+    return [item for item, _, _ in items]
+
+
+def _patches_of(source: PaddedSource, index: int, items: list[int]) -> dict[str, torch.Tensor]:
+    if not items:
+        return {}
+    patches = torch.cat([torch.from_numpy(source.item(index, item).patches).double() for item in items])
+    return {"pixel_values": patches, "image_grid_thw": torch.tensor([(1, *source.item_grid(index, item)) for item in items])}
