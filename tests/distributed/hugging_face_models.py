@@ -212,6 +212,9 @@ def omni_thinker(*, vocab_size: int = VOCABULARY, **changes: Any) -> Any:
     )
 
 
+TEXTS = tuple(SampleShape((), length, targets) for length, targets in ((9, 4), (5, 5), (12, 3), (7, 2), (3, 1), (6, 6)))
+
+
 def samples_of_one_size(merge_size: int) -> tuple[SampleShape, ...]:
     item = ("vision", GRID // merge_size, GRID // merge_size)
     return tuple(SampleShape((item,) * count, *rest) for count, *rest in ((2, 9, 4), (0, 5, 5), (1, 7, 3), (3, 8, 2)))

@@ -17,8 +17,8 @@ from megatron.runtime.hugging_face.save_weights import save_hugging_face
 from multimodal.cost.layers.registry import read_model
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import case_of
+from tests.distributed.hugging_face_models import TEXTS
 from tests.distributed.interruption import run_until_killed
-from tests.distributed.test_hugging_face_families import TEXTS
 from tests.distributed.test_hugging_face_runs import small_qwen2
 
 

@@ -24,7 +24,6 @@ from tests.distributed.hugging_face_comparison import Inputs, Plans, compare_log
 from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 
-TEXTS = tuple(SampleShape((), length, targets) for length, targets in ((9, 4), (5, 5), (12, 3), (7, 2), (3, 1), (6, 6)))
 WITH_IMAGES = (
     SampleShape((("vision", 3, 5), ("vision", 1, 1)), 9, 4),
     SampleShape((), 5, 5),
@@ -103,7 +102,7 @@ class Family(NamedTuple):
     """A model, the samples that it is given, and the plans under which it must do the same."""
 
     make: Callable[[], Any]
-    shapes: tuple[SampleShape, ...] = TEXTS
+    shapes: tuple[SampleShape, ...] = models.TEXTS
     plans: Plans = OF_TEXTS
     inputs: Inputs = only_text
     marks: Marks = ()
@@ -159,7 +158,7 @@ def test_logits_and_gradients_equal_transformers(name: str, ranks: RankPool, tmp
 def test_internlm2_is_a_llama_under_other_names(ranks: RankPool, tmp_path: Path) -> None:
     """Its programs are not executed: a Llama's weights are packed as they expect them, group of heads by group."""
     without_biases = partial(models.llama, attention_bias=False, mlp_bias=False)
-    llama = compare_logits(without_biases, tmp_path / "llama", ranks, shapes=TEXTS)
+    llama = compare_logits(without_biases, tmp_path / "llama", ranks, shapes=models.TEXTS)
     folder = tmp_path / "model"
     folder.mkdir()
     save_file(as_internlm2(weights_of(llama.folder)), folder / "model.safetensors")

@@ -30,10 +30,9 @@ from tests.distributed.gradient_case import GradientCase, RankGradients, plan_ca
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Plans, case_of, only_text, run_transformers
-from tests.distributed.hugging_face_models import TEXT_MODELS, llama
+from tests.distributed.hugging_face_models import LLAVAS, TEXT_MODELS, TEXTS, llama, samples_of_one_size
 from tests.distributed.mutations.folders import WEIGHTS
 from tests.distributed.rank_pool import RankError, RankPool
-from tests.distributed.test_hugging_face_families import FAMILIES, TEXTS
 from tests.distributed.wide_transformers import build_wide_model, double_precision
 from tools import convert
 
@@ -352,12 +351,12 @@ def test_adapters_of_a_model_of_another_size_are_refused(ranks: RankPool, tmp_pa
 
 def test_projectors_beside_adapters_come_back(ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    build_wide_model(FAMILIES["clip and llama"].make, folder)
+    build_wide_model(LLAVAS["clip and llama"], folder)
     graph = read_model(folder)
     graph = replace(graph, units=(replace(graph.unit("vision"), freeze_module=True), graph.backbone))
     graph = adapt_units(graph, linear_layers(graph), rank=RANK, alpha=ALPHA, targets=())
     sizes = {"vision": (1, 1, 1), "llm": (2, 1, 1)}
-    case = case_of(graph, FAMILIES["clip and llama"].shapes, sizes)
+    case = case_of(graph, samples_of_one_size(1), sizes)
     ranks.run(WithAdapters(folder, tmp_path / "first"), case, world_size=3)
     path = tmp_path / "first" / "adapter" / "adapter_model.safetensors"
     changed = {key: value + 1 for key, value in load_file(path).items()}

@@ -26,11 +26,11 @@ from multimodal.values.errors import BraidError
 from tests.distributed.gradient_case import GradientCase, build_session
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import BETAS, DECAY, RATE, case_of, step_in_torch, weights_of
+from tests.distributed.hugging_face_models import TEXTS
 from tests.distributed.launch import Launched, launch, train
 from tests.distributed.mutations.run import small_llava
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import NUM_RANKS, working_flags, write_working_files
-from tests.distributed.test_hugging_face_families import TEXTS
 from tests.distributed.wide_transformers import build_wide_model, randomize_vectors
 from tests.unit.data.chat.templates import write_tokenizer
 from tools import convert

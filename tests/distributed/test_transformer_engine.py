@@ -174,9 +174,9 @@ def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name
     folder = tmp_path / "model"
     build_wide_model(make, folder, max_shard_size="10KB")
     graph = read_model(folder)
-    (expected,) = engine_ranks.run(FromFolder(folder), case_of(graph, models.SAMPLES, PLANS["alone"][0]), world_size=1)
+    (expected,) = engine_ranks.run(FromFolder(folder), case_of(graph, models.TEXTS, PLANS["alone"][0]), world_size=1)
     plans = {each: (sizes, {**options, "transformer_impl": "transformer_engine"}) for each, (sizes, options) in PLANS.items()}
-    Comparison(folder, graph, models.SAMPLES, (), expected).assert_under_plans(plans, engine_ranks)
+    Comparison(folder, graph, models.TEXTS, (), expected).assert_under_plans(plans, engine_ranks)
 
 
 def fp8_case(recipe: str, **described: Any) -> GradientCase:

@@ -1,7 +1,7 @@
 """Small model graphs, images and manifests that the tests of the data package share."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +39,6 @@ def two_encoder_graph() -> ModelGraph:
 
 
 @pytest.fixture
-def write_audio(tmp_path: Path) -> Callable[..., str]:
-    """Write a WAV file of noise into the manifest's folder and return its name."""
-
-    def write(name: str, num_samples: int, *, rate: int = 16000, dtype: Any = np.int16, channels: int = 1) -> str:
-        noise = np.random.default_rng(0).uniform(-0.5, 0.5, (num_samples, channels))
-        scale = 1.0 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max
-        shift = 128 if dtype == np.uint8 else 0
-        values = (noise * (127 if shift else scale) + shift).astype(dtype)
-        wavfile.write(tmp_path / name, rate, values[:, 0] if channels == 1 else values)
-        return name
-
-    return write
-
-
-@pytest.fixture
 def painter_graph() -> ModelGraph:
     """The same encoder, an LLM, and a generator of 8-pixel patches."""
     image = {"patch_size": 8, "merge_size": 1, "min_pixels": 64, "max_pixels": 1024}
@@ -61,38 +46,48 @@ def painter_graph() -> ModelGraph:
     return ModelGraph.from_dict({"units": {"vision": _ENCODER, "llm": _BACKBONE, "painter": painter}})
 
 
-@pytest.fixture
-def write_image(tmp_path: Path) -> Callable[..., str]:
-    """Write a random image of (width, height) and return its name."""
+class DataFolder:
+    """A folder into which tests write images, clips and manifests."""
 
-    def write(name: str, size: tuple[int, int], seed: int = 0) -> str:
-        pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / name)
+    def __init__(self, path: Path, graph: ModelGraph) -> None:
+        self.path, self.graph = path, graph
+
+    def audio(self, name: str, num_samples: int, *, rate: int = 16000, dtype: Any = np.int16, channels: int = 1) -> str:
+        """Write a WAV file of noise and return its name."""
+        noise = np.random.default_rng(0).uniform(-0.5, 0.5, (num_samples, channels))
+        scale = 1.0 if np.dtype(dtype).kind == "f" else np.iinfo(dtype).max
+        shift = 128 if dtype == np.uint8 else 0
+        values = (noise * (127 if shift else scale) + shift).astype(dtype)
+        wavfile.write(self.path / name, rate, values[:, 0] if channels == 1 else values)
         return name
 
-    return write
+    def image(self, name: str, size: tuple[int, int], seed: int = 0) -> str:
+        """Write a random image of (width, height) and return its name."""
+        pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(self.path / name)
+        return name
 
-
-@pytest.fixture
-def write_manifest(tmp_path: Path) -> Callable[..., Path]:
-    """Write lines (text and bytes as they are, lists of segments as a sample) and return the manifest's path."""
-
-    def write(lines: Sequence[Any]) -> Path:
-        path = tmp_path / "manifest.jsonl"
+    def manifest(self, lines: Sequence[Any]) -> Path:
+        """Write lines (text and bytes as they are, lists of segments as a sample) and return the manifest's path."""
+        path = self.path / "manifest.jsonl"
         path.write_bytes(b"".join(_line(line, number) + b"\n" for number, line in enumerate(lines, start=1)))
         return path
 
-    return write
+    def entries(self, entries: Sequence[Any], name: str = "data.jsonl") -> Path:
+        """Write entries, one a line or as a list in JSON, and return the file's path."""
+        lines = "".join(json.dumps(entry) + "\n" for entry in entries)
+        (self.path / name).write_text(lines if name.endswith("l") else json.dumps(entries, indent=1))
+        return self.path / name
+
+    def open(self, data: Sequence[Any] | Path, *, seq_length: int = 1000, **options: Any) -> ManifestSource:
+        """Index lines, or a file or folder."""
+        path = data if isinstance(data, Path) else self.manifest(data)
+        return ManifestSource(path, **{"graph": self.graph, "tokenizer": ByteTokenizer(), "seq_length": seq_length, **options})
 
 
 @pytest.fixture
-def open_manifest(write_manifest: Callable[..., Path], graph: ModelGraph) -> Callable[..., ManifestSource]:
-    """Write lines and index them."""
-
-    def build(lines: Sequence[Any], *, seq_length: int = 1000, graph: ModelGraph = graph, **options: Any) -> ManifestSource:
-        return ManifestSource(write_manifest(lines), graph=graph, tokenizer=ByteTokenizer(), seq_length=seq_length, **options)
-
-    return build
+def data(tmp_path: Path, graph: ModelGraph) -> DataFolder:
+    return DataFolder(tmp_path, graph)
 
 
 def _line(line: Any, number: int) -> bytes:

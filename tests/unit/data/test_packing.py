@@ -1,7 +1,6 @@
 """Packed microbatches against their samples, one by one."""
 
 import pickle
-from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -12,20 +11,21 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_encoder_microbatch, pack_language_microbatch
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ImageInput
+from tests.unit.data.conftest import DataFolder
 
 IMAGE = ImageInput(patch_size=4)
 INDEX_OF_SAMPLE = {70: 0, 71: 1, 72: 2}
 
 
 @pytest.fixture
-def source(open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str]) -> ManifestSource:
+def source(data: DataFolder) -> ManifestSource:
     """Two images, none, one image."""
     first, second, third = (
-        {"type": "image", "path": write_image(f"{number}.png", size, seed=number)}
+        {"type": "image", "path": data.image(f"{number}.png", size, seed=number)}
         for number, size in enumerate([(24, 16), (8, 8), (16, 32)])
     )
     words = {"type": "text", "role": "document", "text": "words"}
-    return open_manifest([[first, words, second], [words], [words, third, words]])
+    return data.open([[first, words, second], [words], [words, third, words]])
 
 
 def test_encoder_microbatch_holds_the_items_in_order(source: ManifestSource) -> None:

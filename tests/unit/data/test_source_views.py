@@ -1,22 +1,19 @@
 """A source without its pixels: same texts and lengths."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from multimodal.data.manifest import ManifestSource
 from multimodal.data.source_views import BlankImages
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.data.conftest import DataFolder
 
 
-def test_only_the_pixels_differ(
-    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], graph: ModelGraph, tmp_path: Path
-) -> None:
+def test_only_the_pixels_differ(data: DataFolder, graph: ModelGraph, tmp_path: Path) -> None:
     """Zeros of the right shape, without touching the file."""
-    segments = [{"type": "image", "path": write_image("a.png", (24, 16))}, {"type": "text", "role": "assistant", "text": "yes"}]
-    source = open_manifest([segments])
+    segments = [{"type": "image", "path": data.image("a.png", (24, 16))}, {"type": "text", "role": "assistant", "text": "yes"}]
+    source = data.open([segments])
     blank = BlankImages(source, graph=graph)
     seen = source.item(0, 0)
     os.remove(tmp_path / "a.png")
@@ -27,32 +24,26 @@ def test_only_the_pixels_differ(
     assert np.abs(seen.patches).max() > 0 and not unseen.patches.any()
 
 
-def test_a_class_token_has_no_pixels(
-    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], graph: ModelGraph
-) -> None:
+def test_a_class_token_has_no_pixels(data: DataFolder, graph: ModelGraph) -> None:
     described = graph.to_dict()
     described["units"]["vision"]["image"] |= {"image_size": 16, "class_token": "dropped"}
     changed = ModelGraph.from_dict(described)
-    segments = [{"type": "image", "path": write_image("a.png", (24, 16))}, {"type": "text", "role": "assistant", "text": "yes"}]
-    source = open_manifest([segments], graph=changed)
+    segments = [{"type": "image", "path": data.image("a.png", (24, 16))}, {"type": "text", "role": "assistant", "text": "yes"}]
+    source = data.open([segments], graph=changed)
     assert source.lengths(0).items[0].num_tokens == 17
     assert BlankImages(source, graph=changed).item(0, 0).patches.shape == source.item(0, 0).patches.shape == (16, 48)
 
 
-def test_what_is_to_be_made_is_not_blanked(
-    open_manifest: Callable[..., ManifestSource], write_image: Callable[..., str], painter_graph: ModelGraph
-) -> None:
-    image = {"type": "image", "path": write_image("a.png", (24, 16))}
-    source = open_manifest([[image, {**image, "role": "assistant"}]], graph=painter_graph)
+def test_what_is_to_be_made_is_not_blanked(data: DataFolder, painter_graph: ModelGraph) -> None:
+    image = {"type": "image", "path": data.image("a.png", (24, 16))}
+    source = data.open([[image, {**image, "role": "assistant"}]], graph=painter_graph)
     blank = BlankImages(source, graph=painter_graph)
     assert not blank.item(0, 0).patches.any()
     np.testing.assert_array_equal(blank.item(0, 1).patches, source.item(0, 1).patches)
 
 
-def test_sound_is_silent(
-    open_manifest: Callable[..., ManifestSource], write_audio: Callable[..., str], two_encoder_graph: ModelGraph
-) -> None:
-    clip = {"type": "audio", "path": write_audio("a.wav", 1601)}
-    source = open_manifest([[clip, {"type": "text", "role": "assistant", "text": "yes"}]], graph=two_encoder_graph)
+def test_sound_is_silent(data: DataFolder, two_encoder_graph: ModelGraph) -> None:
+    clip = {"type": "audio", "path": data.audio("a.wav", 1601)}
+    source = data.open([[clip, {"type": "text", "role": "assistant", "text": "yes"}]], graph=two_encoder_graph)
     silent, seen = BlankImages(source, graph=two_encoder_graph).item(0, 0), source.item(0, 0)
     assert silent.grid == seen.grid and silent.patches.shape == seen.patches.shape and set(silent.patches.flatten()) == {-1.5}

@@ -1,16 +1,14 @@
 """Training, validation and test parts."""
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from multimodal.data.manifest import ManifestSource
 from multimodal.data.source_views import SourceSubset
 from multimodal.data.splits import split_indices
 from multimodal.values.errors import ConfigError, DataError
+from tests.unit.data.conftest import DataFolder
 
 
 @given(st.integers(3, 500), st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999)), st.integers(0, 9))
@@ -53,9 +51,9 @@ def test_malformed_splits(split: str) -> None:
         split_indices(10, split=split, seed=0)
 
 
-def test_a_subset_is_a_source(open_manifest: Callable[..., ManifestSource]) -> None:
+def test_a_subset_is_a_source(data: DataFolder) -> None:
     """Its lengths carry its own indices."""
-    source = open_manifest([[{"type": "text", "role": "document", "text": "x" * size}] for size in (1, 2, 3)])
+    source = data.open([[{"type": "text", "role": "document", "text": "x" * size}] for size in (1, 2, 3)])
     subset = SourceSubset(source, np.array([2, 0]))
     assert len(subset) == 2
     assert [(subset.lengths(index).sample_id, subset.lengths(index).num_target_tokens) for index in (0, 1)] == [(0, 4), (1, 2)]

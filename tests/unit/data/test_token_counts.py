@@ -1,20 +1,17 @@
 """Token counts from the headers of images, against those that transformers' own processors give, for 1,000 random sizes."""
 
-import json
 import random
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image, ImageFile
+from PIL import ImageFile
 
 from multimodal.data.image_processing import image_grid, num_tiles
-from multimodal.data.manifest import ManifestSource
-from multimodal.data.tokenizer import ByteTokenizer
-from multimodal.values.model_graph import ImageInput, ModelGraph
+from multimodal.values.model_graph import ImageInput
+from tests.unit.data.conftest import DataFolder
 
 SIZES = [(random.Random(seed).randint(1, 4000), random.Random(-seed - 1).randint(30, 3000)) for seed in range(1000)]
 """(width, height), 20 of them thinner than Qwen2-VL's rule allows."""
@@ -103,16 +100,12 @@ def test_counts_are_those_of_transformers(family: str) -> None:
     assert num_compared > 970
 
 
-def test_no_image_is_decoded_for_its_length(tmp_path: Path, graph: ModelGraph, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_image_is_decoded_for_its_length(data: DataFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files hold no pixels at all behind their headers."""
-    entries = []
-    for index, (width, height) in enumerate([(300, 200), (17, 90), (2000, 1000)]):
-        path = tmp_path / f"{index}.png"
-        Image.new("RGB", (width, height)).save(path)
+    sizes = {"0.png": (300, 200), "1.png": (17, 90), "2.png": (2000, 1000)}
+    for name, size in sizes.items():
+        path = data.path / data.image(name, size)
         path.write_bytes(path.read_bytes()[:60])
-        conversation = [{"from": "human", "value": "<image>"}, {"from": "gpt", "value": "a"}]
-        entries.append({"image": path.name, "conversations": conversation})
-    (tmp_path / "data.json").write_text(json.dumps(entries))
     monkeypatch.setattr(ImageFile.ImageFile, "load", lambda self: pytest.fail("an image was decoded"))
-    source = ManifestSource(tmp_path / "data.json", graph=graph, tokenizer=ByteTokenizer(), seq_length=999)
+    source = data.open([[{"type": "image", "path": name}, {"type": "text", "role": "assistant", "text": "a"}] for name in sizes])
     assert [source.lengths(index).items[0].num_tokens for index in range(3)] == [48, 36, 40]

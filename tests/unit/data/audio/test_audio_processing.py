@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from multimodal.data.length_table import read_length_table
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from multimodal.values.units.items import Waveform
+from tests.unit.data.conftest import DataFolder
 
 CORPUS = Path(__file__).resolve().parents[5] / "shared" / "data" / "corpus"
 WHISPER = AudioInput(num_mel_bins=80)
@@ -115,27 +115,27 @@ def test_places_say_what_is_left_over_and_where_chunks_end() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.int32, np.float32])
-def test_files_become_one_channel_at_16_khz(dtype: Any, write_audio: Callable[..., str], tmp_path: Path) -> None:
-    path = str(tmp_path / write_audio("a.wav", 1001, rate=8000, dtype=dtype, channels=2))
+def test_files_become_one_channel_at_16_khz(dtype: Any, data: DataFolder, tmp_path: Path) -> None:
+    path = str(tmp_path / data.audio("a.wav", 1001, rate=8000, dtype=dtype, channels=2))
     length = read_audio_length(path, where="here")
     assert length == 2002
     found = read_audio(path, num_samples=length, where="here")
     assert found.shape == (2002,) and found.dtype == np.float32
-    same = str(tmp_path / write_audio("b.wav", 1001, dtype=dtype))
+    same = str(tmp_path / data.audio("b.wav", 1001, dtype=dtype))
     expected = np.random.default_rng(0).uniform(-0.5, 0.5, (1001, 1))[:, 0]
     np.testing.assert_allclose(read_audio(same, num_samples=1001, where="here"), expected, atol=0.02)
 
 
-def test_lengths_are_read_from_headers(write_audio: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = str(tmp_path / write_audio("a.wav", 5000))
+def test_lengths_are_read_from_headers(data: DataFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / data.audio("a.wav", 5000))
     monkeypatch.setattr(audio_files, "_to_unit_range", None)
     assert read_audio_length(path, where="here") == 5000
     assert isinstance(wavfile.read(path, mmap=True)[1], np.memmap)
 
 
 @pytest.mark.parametrize("content", [b"RIFF", b"RIFFnot a wave file at all", None])
-def test_damaged_files_are_refused(content: bytes | None, write_audio: Callable[..., str], tmp_path: Path) -> None:
-    path = tmp_path / write_audio("a.wav", 100)
+def test_damaged_files_are_refused(content: bytes | None, data: DataFolder, tmp_path: Path) -> None:
+    path = tmp_path / data.audio("a.wav", 100)
     path.write_bytes(path.read_bytes()[:100] if content is None else content)
     with pytest.raises(DataError, match=r"line 3: .*a.wav cannot be decoded as sound .* convert it"):
         read_audio_length(str(path), where="line 3")
@@ -153,9 +153,9 @@ def test_damaged_files_are_refused(content: bytes | None, write_audio: Callable[
     ],
 )
 def test_headers_that_promise_other_samples_are_refused(
-    place: int, value: bytes, message: str, write_audio: Callable[..., str], tmp_path: Path
+    place: int, value: bytes, message: str, data: DataFolder, tmp_path: Path
 ) -> None:
-    path = tmp_path / write_audio("a.wav", 100)
+    path = tmp_path / data.audio("a.wav", 100)
     content = path.read_bytes()
     path.write_bytes(content[:place] + value + content[place + len(value) :])
     with pytest.raises(DataError, match=f"line 3: .*a.wav cannot be decoded as sound .its header says {message}"):
@@ -196,7 +196,7 @@ def test_recordings_of_the_real_corpus() -> None:
         assert audio_to_patches(read_audio(path, num_samples=length, where="here"), audio=WHISPER).patches.std() > 0.1
 
 
-def test_a_file_that_changed_is_refused(write_audio: Callable[..., str], tmp_path: Path) -> None:
-    path = str(tmp_path / write_audio("a.wav", 100))
+def test_a_file_that_changed_is_refused(data: DataFolder, tmp_path: Path) -> None:
+    path = str(tmp_path / data.audio("a.wav", 100))
     with pytest.raises(DataError, match="has 100 samples at 16 kHz, but had 99 when the data was indexed"):
         read_audio(path, num_samples=99, where="here")

@@ -3,7 +3,7 @@
 import io
 import json
 import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +13,15 @@ import yaml
 
 from multimodal.data.forms.sample_files import open_sample_files
 from multimodal.data.forms.segments import ImageSegment
-from multimodal.data.manifest import ManifestSource
-from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import DataError
-from multimodal.values.model_graph import ModelGraph
+from tests.unit.data.conftest import DataFolder
 
 CHAT = {"conversations": [{"from": "human", "value": "<image>\n<image>\nwhat?"}, {"from": "gpt", "value": "cats"}]}
 
 
 @pytest.fixture
-def pictures(tmp_path: Path, write_image: Callable[..., str]) -> list[bytes]:
-    return [(tmp_path / write_image(f"{name}.png", size)).read_bytes() for name, size in (("a", (24, 16)), ("b", (16, 32)))]
+def pictures(tmp_path: Path, data: DataFolder) -> list[bytes]:
+    return [(tmp_path / data.image(f"{name}.png", size)).read_bytes() for name, size in (("a", (24, 16)), ("b", (16, 32)))]
 
 
 def write_tar(path: Path, files: Mapping[str, Any]) -> Path:
@@ -64,7 +62,7 @@ def energon(folder: Path, pictures: list[bytes], **dataset: Any) -> Path:
     return folder
 
 
-def test_samples_of_archives_are_those_of_files(tmp_path: Path, pictures: list[bytes], graph: ModelGraph):
+def test_samples_of_archives_are_those_of_files(tmp_path: Path, pictures: list[bytes], data: DataFolder):
     a, b = pictures
     write_tar(
         tmp_path / "shards" / "1.tar",
@@ -77,9 +75,8 @@ def test_samples_of_archives_are_those_of_files(tmp_path: Path, pictures: list[b
         [a, b, ("user", "what?"), ("assistant", "cats")],
         [b, ("assistant", "dogs")],
     ]
-    (tmp_path / "data.json").write_text(json.dumps([{**CHAT, "images": ["a.png", "b.png"]}]))
-    expected = ManifestSource(tmp_path / "data.json", graph=graph, tokenizer=ByteTokenizer(), seq_length=99)
-    found = ManifestSource(tmp_path / "shards" / "1.tar", graph=graph, tokenizer=ByteTokenizer(), seq_length=99)
+    expected = data.open(data.entries([{**CHAT, "images": ["a.png", "b.png"]}]))
+    found = data.open(tmp_path / "shards" / "1.tar")
     assert len(found) == 2
     assert found.lengths(0) == expected.lengths(0)
     for item in range(2):
@@ -99,28 +96,16 @@ def test_a_split_of_energon_by_its_field_map(tmp_path: Path, pictures: list[byte
 
 
 @pytest.mark.parametrize(
-    ("dataset", "message"),
+    ("kind", "field_map", "message"),
     [
-        (
-            {"sample_type": {"__class__": "OCRSample"}, "field_map": {"image": "png"}},
-            "OCRSample with the field_map .* is not read",
-        ),
-        (
-            {"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"image": "png"}},
-            "CaptioningSample with image, caption",
-        ),
-        (
-            {"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"image": "jpg", "caption": "json[said]"}},
-            "00.tar, x: no 'jpg', which field_map names",
-        ),
-        (
-            {"sample_type": {"__class__": "CaptioningSample"}, "field_map": {"image": "png", "caption": "json[told]"}},
-            "no 'json.told.', which field_map names: there is no 'told'",
-        ),
+        ("OCRSample", {"image": "png"}, "OCRSample with the field_map .* is not read"),
+        ("CaptioningSample", {"image": "png"}, "CaptioningSample with image, caption"),
+        ("CaptioningSample", {"image": "jpg", "caption": "json[said]"}, "00.tar, x: no 'jpg', which field_map names"),
+        ("CaptioningSample", {"image": "png", "caption": "json[told]"}, "no 'json.told.', .* names: there is no 'told'"),
     ],
 )
-def test_a_field_map_that_cannot_be_read(tmp_path: Path, pictures: list[bytes], dataset: dict[str, Any], message: str):
-    folder = energon(tmp_path / "set", pictures, **dataset)
+def test_a_field_map_that_cannot_be_read(tmp_path: Path, pictures: list[bytes], kind: str, field_map: Any, message: str):
+    folder = energon(tmp_path / "set", pictures, sample_type={"__class__": kind}, field_map=field_map)
     with pytest.raises(DataError, match=message):
         read(folder / "train")
 

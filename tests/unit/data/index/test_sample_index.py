@@ -2,7 +2,6 @@
 
 import json
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.errors import ConfigError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.data.conftest import DataFolder
 
 TEXT = {"type": "text", "role": "assistant", "text": "cats\ud800é"}
 IMAGE = {"type": "image", "path": "a.png"}
@@ -33,10 +33,10 @@ class CountingTokenizer(ByteTokenizer):
 
 
 @pytest.fixture
-def open_cached(write_manifest: Callable[..., Path], write_image: Callable[..., str], graph: ModelGraph, tmp_path: Path) -> Any:
+def open_cached(data: DataFolder, graph: ModelGraph, tmp_path: Path) -> Any:
     """Index two samples with a cache; returns the source and the number of texts that were tokenised."""
-    write_image("a.png", (24, 16))
-    write_manifest([[IMAGE, TEXT, IMAGE], [TEXT], [{"type": "audio", "path": "a.wav"}, TEXT]])
+    data.image("a.png", (24, 16))
+    data.manifest([[IMAGE, TEXT, IMAGE], [TEXT], [{"type": "audio", "path": "a.wav"}, TEXT]])
 
     def build(cache: IndexCache | None = CACHE, **options: Any) -> tuple[ManifestSource, int]:
         tokenizer = CountingTokenizer()
