@@ -31,12 +31,13 @@ from multimodal.schedule.draw import draw_timeline
 from multimodal.schedule.passes import PASSES, passes_named
 from multimodal.schedule.simulate import Simulation, simulate_schedule
 from multimodal.values.timeline import Timeline
+from tools import simulate
 from tools.command_line import Parser, count, run_tool
-from tools.simulate import build_parser, build_step_schedule, build_steps, check_flags
+from tools.simulate import build_step_schedule, build_steps, check_flags
 
 
-def run(argv: Sequence[str]) -> None:
-    """Emulate and print; raises BraidError."""
+def build_parser() -> Parser:
+    """Return the parser of the tool's own flags; all other flags are those of tools/simulate.py."""
     parser = Parser(prog="emulate.py", description=__doc__)
     parser.add_argument(
         "--schedule", type=schedule_name, metavar="NAME", default="1f1b", help=f"Of {', '.join(BUILDERS.listed())}."
@@ -45,7 +46,12 @@ def run(argv: Sequence[str]) -> None:
     parser.add_argument("--iterations", type=count, default=5, metavar="N", help="Measured steps, whose median counts (5).")
     parser.add_argument("--report-dir", type=Path, metavar="DIR", help="Folder for timelines and a picture.")
     parser.add_argument("--json", action="store_true", help="Print one JSON object.")
-    given, model_flags = parser.parse_known_args(argv)
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Emulate and print; raises BraidError."""
+    given, model_flags = build_parser().parse_known_args(argv)
     emulated = build_run(model_flags, given.schedule, given.schedule_passes, num_iterations=given.iterations)
     simulation = simulate_schedule(emulated.schedule, emulated.costs)
     timelines = emulate(emulated)
@@ -60,7 +66,7 @@ def run(argv: Sequence[str]) -> None:
 
 def build_run(model_flags: Sequence[str], schedule: str, passes: str, *, num_iterations: int) -> EmulatedRun:
     """Build the run of the first step that the flags of tools/simulate.py describe; raises BraidError."""
-    flags = build_parser().parse_args([*model_flags, "--schedule", schedule])
+    flags = simulate.build_parser().parse_args([*model_flags, "--schedule", schedule])
     check_flags(flags)
     step = next(iter(build_steps(flags)))
     built = build_step_schedule(step, builder=schedule, passes=passes_named(passes))

@@ -279,11 +279,17 @@ def _value(words: Sequence[str], *, is_list: bool) -> Any:
         return words[0]
 
 
-def run(argv: Sequence[str]) -> None:
-    """Convert according to the flags; raises BraidError."""
+def build_parser() -> Parser:
+    """Return the parser."""
     parser = Parser(prog="from_megatron.py", description=__doc__)
     parser.add_argument("words", nargs="+", metavar="SCRIPT.sh|--", help="A script, its variables and arguments; or a command.")
     parser.add_argument("--output", type=Path, metavar="DIR", help="Folder for the files (braid-SCRIPT).")
+    return parser
+
+
+def run(argv: Sequence[str]) -> None:
+    """Convert according to the flags; raises BraidError."""
+    parser = build_parser()
     flags = parser.parse_intermixed_args(argv) if "--" not in argv else parser.parse_args(argv)
     command = read_command(flags.words)
     if re.search(r"generation|inference", command.program):

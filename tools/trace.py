@@ -1,4 +1,4 @@
-"""Prints where two timelines of one plan (predicted and measured, or two schedules) differ; see docs/simulate.md.
+"""Prints where two timelines of one plan (predicted and measured, or two schedules) differ; see docs/watch.md.
 
 python tools/trace.py diff A.json B.json [--picture OUT.png] [--json]
 """

@@ -1,4 +1,4 @@
-"""A kind of layer that Braid does not have: what docs/layout.md says a new one takes, a class on each side and a row for each."""
+"""A kind of layer that Braid does not have: a class on each side and a row for each, as docs/write_your_own.md says."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The recipe "Add a layer kind" of docs/architecture.md: counted, planned, simulated and trained beside transformer layers."""
+"""The recipe "Add a layer kind" of docs/write_your_own.md: counted, planned, simulated and trained beside transformer layers."""
 
 from collections.abc import Iterator
 from dataclasses import replace

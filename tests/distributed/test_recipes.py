@@ -1,4 +1,4 @@
-"""The recipes of docs/architecture.md, followed: one function and one row, and no other file knows the new name."""
+"""The recipes of docs/write_your_own.md, followed: one function and one row, and no other file knows the new name."""
 
 import json
 from collections.abc import Callable, Iterator

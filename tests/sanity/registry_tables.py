@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 from multimodal.balance import BALANCERS
+from multimodal.cost.layers.registry import LAYER_KINDS
 from multimodal.plan.planners import PLANNERS
 from multimodal.schedule.builders import BUILDERS, ScheduleRow
 from multimodal.schedule.passes import PASSES
@@ -107,12 +108,24 @@ def planner_table() -> str:
     )
 
 
+def layer_table() -> str:
+    """Where each kind of layer may stand, and what it is."""
+    return _table(
+        ("layer kind", "is", "in"),
+        (
+            (f"`{name}`", (kind.__doc__ or "").partition("\n")[0], ", ".join(role.value for role in kind.roles))
+            for name, kind in LAYER_KINDS.items()
+        ),
+    )
+
+
 TABLES: tuple[tuple[str, Callable[[], str]], ...] = (
     ("schedule.md", schedule_table),
     ("schedule.md", parameter_table),
     ("passes.md", pass_table),
     ("balance.md", balancer_table),
     ("planning.md", planner_table),
+    ("registries.md", layer_table),
 )
 """Pages and their tables."""
 

@@ -1,16 +1,26 @@
 """What README and docs say that can be looked up: names of registries, links, paths, and the README's own example."""
 
+import ast
+import importlib
+import os
 import re
+import shlex
+import subprocess
+import sys
+from functools import cache
+from importlib.util import find_spec
 
 import pytest
 
+from megatron.runtime.flags.flag_parser import FlagParser
 from multimodal.balance import BALANCERS
 from multimodal.plan.planners import PLANNERS
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.passes import PASSES
 from multimodal.values.action import ActionKind
+from multimodal.values.errors import ConfigError
 from tests.sanity.registry_tables import TABLES
-from tests.sanity.repository import ROOT, list_text_files
+from tests.sanity.repository import ROOT, list_python_files, list_text_files
 
 DOCUMENTS = [path for path in list_text_files() if path.suffix == ".md"]
 README = (ROOT / "README.md").read_text()
@@ -21,6 +31,12 @@ LINK = re.compile(r"\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 FOLDERS = "benchmarks|csrc|docs|examples|megatron/runtime|multimodal|scripts|tests|tools"
 PATH = re.compile(rf"(?<![\w/.-])((?:{FOLDERS})/[\w./*-]*\w\.(?:py|md|yaml|sh|png|cpp|h)\b)")
+
+CODE = re.compile(r"^(?:    .*\n)+|^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PROGRAM = re.compile(r"^(?:[^`]*[ /])?(pretrain_mllm|tools/(?!launch)\w+)\.py (.*)")
+NO_WORD = re.compile(r"\$\([^()]*\)|(?<= )\$\w+(?= |$)|\"\$\{@[^}]*\}\"|\s#.*|<[^<>]*>|\[[^\[\]]*\]")
+"""What a shell or a reader takes away: substitutions, comments, placeholders."""
+QUOTED_MESSAGE = re.compile(r"`([^`]*)`")
 
 
 def row(title):
@@ -116,3 +132,81 @@ def test_the_readme_s_example_prints_a_schedule(monkeypatch, capsys):
     exec(between(README, "```python\n", "```\n\nThe half"), {})
     lines = capsys.readouterr().out.strip().splitlines()
     assert [line.split(":")[0] for line in lines] == ["lane 0", "lane 1", "lane 2", "lane 3"]
+
+
+def test_every_page_is_in_the_site_once():
+    pages = re.findall(r"^ +- [^:]+: (\w+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(pages) == sorted(["index.md", *(path.name for path in (ROOT / "docs").glob("*.md"))])
+
+
+@pytest.mark.skipif(find_spec("mkdocs") is None, reason="mkdocs is not installed (pip install 'braid[docs]')")
+def test_the_site_builds_without_a_warning_and_leads_to_the_repository(tmp_path):
+    given = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "BRAID_REPOSITORY_URL": "https://example.org/braid"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stderr
+    assert 'href="https://example.org/braid/blob/main/multimodal/hugging_face"' in (tmp_path / "hugging_face.html").read_text()
+    assert [page.name for page in tmp_path.glob("*.html") if 'href="../' in page.read_text()] == []
+
+
+def commands(text):
+    """Yield program and flags of the command lines in a page's blocks of code."""
+    for block in CODE.finditer(text):
+        for line in block.group().replace("\\\n", " ").splitlines():
+            if found := PROGRAM.match(NO_WORD.sub("", line)):
+                yield found[1], [re.sub(r"\$(\w+|\{\w+\})", "1", word) for word in shlex.split(found[2])]
+
+
+def parse(program, words):
+    """Read flags as the program does; raises ConfigError. Where words are left out (...), required ones may be missing."""
+    rest, parsers = [word for word in words if word != "..."], []
+    if program.startswith("tools/"):
+        tools = [program, "tools/simulate"] if program == "tools/emulate" else [program]
+        parsers = [importlib.import_module(tool.replace("/", ".")).build_parser() for tool in tools]
+    for parser in parsers:
+        for part in (*parser._actions, *parser._mutually_exclusive_groups):
+            part.required = part.required and "..." not in words and parser.prog != "simulate.py"
+        _, rest = parser.parse_known_args(rest)
+    if rest and parsers and program != "tools/lengths":
+        raise ConfigError(f"unexpected: {rest}")
+    FlagParser(None).parse_given(rest)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_command_lines_have_flags_that_exist(path):
+    for program, words in commands(path.read_text()):
+        parse(program, words)
+
+
+def test_planted_flags_are_found():
+    page = "```bash\npython tools/plan.py --modl M.yaml ...\n```\n\n    torchrun pretrain_mllm.py --learn 1 # fast\n"
+    for program, words in commands(page):
+        with pytest.raises(ConfigError, match="--modl|--learn"):
+            parse(program, words)
+    assert [program for program, _ in commands(page)] == ["tools/plan", "pretrain_mllm"]
+
+
+@cache
+def said_by_the_program():
+    """Return every string of the sources, with ... for what is put in."""
+    found = []
+    for path in list_python_files("multimodal", "megatron", "tools"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                found.append("".join(part.value if isinstance(part, ast.Constant) else "..." for part in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\0".join(found)
+
+
+def is_said(message):
+    return re.search("[^\0]*".join(map(re.escape, message.split("..."))), said_by_the_program()) is not None
+
+
+def test_troubleshooting_quotes_what_the_program_says():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    tables = re.findall(r"^\| message[^\n]*\n\|[-|]+\n((?:\|.*\n)+)", page, re.MULTILINE)
+    cells = [line.split("|")[1] for table in tables for line in table.splitlines()]
+    messages = [message for cell in cells for message in QUOTED_MESSAGE.findall(cell) if not message.startswith("--")]
+    assert len(messages) > 20 and [message for message in messages if not is_said(message)] == []
+    assert not is_said("rank ... has lost its patience")

@@ -10,7 +10,10 @@ NUM_MODULATIONS = 6
 
 
 class ModulatedTransformerLayer(TransformerLayer):
-    """Runs as a whole; the maps of the time are products of one row an item, every tensor parallel rank's own."""
+    """Attention and MLP that the time of a flow shifts, scales and gates.
+
+    Runs as a whole; the maps of the time are products of one row an item, every tensor parallel rank's own.
+    """
 
     roles = (Role.GENERATOR,)
     fits = staticmethod(lambda unit: unit.flow is not None)

@@ -56,6 +56,6 @@ class SlidingTransformerLayer(TransformerLayer):
 
 
 class SlidingMoeTransformerLayer(SlidingTransformerLayer, MoeTransformerLayer):
-    """The same with experts in place of the MLP."""
+    """As `sliding_transformer`, with experts in place of the MLP."""
 
     fits = staticmethod(lambda unit: SlidingTransformerLayer.fits(unit) and MoeTransformerLayer.fits(unit))
