@@ -52,7 +52,7 @@ def test_the_image_gets_all_that_is_built_and_run_and_builds_its_own_kernels():
 def test_the_image_has_all_that_runs_ask_for_and_lies_where_slurm_looks_for_it():
     extras = re.search(r"'\.\[([\w,]+)\]'", DOCKERFILE)[1].split(",")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert set(extras) == project["optional-dependencies"].keys() - {"all", "test", "triton", "vision"}
+    assert set(extras) == project["optional-dependencies"].keys() - {"all", "docs", "test", "triton", "vision"}
     allowed = next(each for each in map(Requirement, project["dependencies"]) if each.name == "megatron-core")
     assert allowed.specifier.contains(re.search(r"megatron-core==([\d.]+)", DOCKERFILE)[1])
     folder = re.search(r"^WORKDIR (\S+)$", DOCKERFILE, re.MULTILINE)[1]
