@@ -56,8 +56,7 @@ _NUM_TARGETS = (1, 3, 7, 2, 5, 4, 6, 1, 3, 2, 7, 1)
 _IMAGES = (((2, 3), (1, 1)), ((1, 4),), ((2, 2),), ((1, 2),), ((3, 1), (2, 1)), ((1, 1),)) * 2
 
 TEXT_ONLY = ComparedCase(
-    ModelGraph.from_dict({"units": {"llm": _LLM}}),
-    tuple(SampleShape((), 7, num_targets) for num_targets in _NUM_TARGETS),
+    ModelGraph.from_dict({"units": {"llm": _LLM}}), tuple(SampleShape((), 7, num_targets) for num_targets in _NUM_TARGETS)
 )
 """Twelve sequences with unequal numbers of target tokens."""
 WITH_IMAGES = ComparedCase(

@@ -410,10 +410,6 @@ def _image_input(case: GradientCase, index: int, item: int, name: str) -> Packed
     unit = case.graph.unit(name)
     assert unit.item_input is not None
     packed = pack_encoder_microbatch(
-        [Atom(index, item)],
-        source=case.source,
-        index_of_sample={index: index},
-        item_input=unit.item_input,
-        with_pixels=True,
+        [Atom(index, item)], source=case.source, index_of_sample={index: index}, item_input=unit.item_input, with_pixels=True
     )
     return PackedInput((len(packed.positions),), packed.positions, patches=packed.patches).with_windows_of(unit)

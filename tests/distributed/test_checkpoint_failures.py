@@ -236,10 +236,7 @@ OTHERS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"vocab_size": 40},
         ("model.llm.layers.0.word_embeddings.weight has shape [36, 16] but this run needs [40, 16]",),
     ),
-    "precision": (
-        {"dtype": torch.bfloat16},
-        ("it was trained with --dtype float32, this run has bfloat16", "--no-load-optim"),
-    ),
+    "precision": ({"dtype": torch.bfloat16}, ("it was trained with --dtype float32, this run has bfloat16", "--no-load-optim")),
 }
 """What a run has otherwise than the checkpoint, and what is said of it."""
 

@@ -14,12 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.runtime import patches, platform
 from megatron.runtime.drop_in.forward_backward import REFUSALS, check_options
-from megatron.runtime.drop_in.pipeline_schedule import (
-    RUNNABLE,
-    PipelineShape,
-    build_pipeline_schedule,
-    step_of_pipeline,
-)
+from megatron.runtime.drop_in.pipeline_schedule import RUNNABLE, PipelineShape, build_pipeline_schedule, step_of_pipeline
 from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.builders.breadth_first import build_gpipe
 from multimodal.schedule.builders.one_f_one_b import build_one_f_one_b

@@ -100,10 +100,7 @@ def test_every_pair_of_passes_keeps_the_gradients(ranks: RankPool, names: str) -
     first, second, third = (Replica((Stage((rank,), ((0, 2),)), Stage((rank + 1,), ((2, 4),)))) for rank in (0, 2, 4))
     plan = Plan({"vision": UnitPlan((first,)), "llm": UnitPlan((second, third))})
     assignment = Assignment.from_dict(
-        {
-            "vision": [[[(0, 0), (1, 0)], [(2, 0)]]],
-            "llm": [[[(0, -1)], [(2, -1)], [(4, -1)]], [[(3, -1)], [(1, -1)]]],
-        }
+        {"vision": [[[(0, 0), (1, 0)], [(2, 0)]]], "llm": [[[(0, -1)], [(2, -1)], [(4, -1)]], [[(3, -1)], [(1, -1)]]]}
     )
     assert_matches(GradientCase(graph, plan, assignment, source, builder="1f1b", passes=passes_named(names)), ranks)
 

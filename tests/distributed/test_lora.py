@@ -13,15 +13,7 @@ from tests.distributed.gradient_case import GradientCase
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.rank_pool import RankError, RankPool
 from tests.distributed.test_tensor_parallel_overlap import CHANGES, build_case
-from tests.distributed.training_case import (
-    TrainingCase,
-    build_graph,
-    build_plan,
-    join_parameters,
-    resume,
-    run,
-    train_and_save,
-)
+from tests.distributed.training_case import TrainingCase, build_graph, build_plan, join_parameters, resume, run, train_and_save
 
 MODULES = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 OF_LLM = Lora(2, 6.0, (*(f"transformer.{name}" for name in MODULES), "head.output_layer"))

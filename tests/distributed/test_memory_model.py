@@ -27,10 +27,7 @@ GRAPH = ModelGraph.from_dict(
         }
     }
 )
-FROZEN = ModelGraph(
-    tuple(replace(unit, freeze_module=True) for unit in GRAPH.units),
-    GRAPH.edges,
-)
+FROZEN = ModelGraph(tuple(replace(unit, freeze_module=True) for unit in GRAPH.units), GRAPH.edges)
 DEEPSTACK = ModelGraph(
     tuple(
         replace(unit, image=replace(unit.image, deepstack_layers=(0, 1, 3)) if unit.image is not None else None)

@@ -65,10 +65,7 @@ def case_of_any_plan() -> GradientCase:
         SampleShape((), 4, 4),
     )
     assignment = Assignment.from_dict(
-        {
-            "vision": [[[(0, 0), (1, 0)], [(3, 0)]], [[(1, 1)]]],
-            "llm": [[[(0, -1), (2, -1)], [(3, -1)]], [[(4, -1), (1, -1)]]],
-        }
+        {"vision": [[[(0, 0), (1, 0)], [(3, 0)]], [[(1, 1)]]], "llm": [[[(0, -1), (2, -1)], [(3, -1)]], [[(4, -1), (1, -1)]]]}
     )
     return GradientCase(GRAPH, plan, assignment, RandomSource(GRAPH, shapes, 12), "1f1b", sequence_parallel=True)
 
@@ -98,10 +95,7 @@ def case_of_a_generator() -> GradientCase:
     small, large = ("painter", 1, 2), ("painter", 2, 2)
     shapes = (SampleShape((small, large), 5, 2), SampleShape((), 4, 3), SampleShape((small,), 6, 1), SampleShape((large,), 4, 2))
     assignment = Assignment.from_dict(
-        {
-            "llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]],
-            "painter": [[[(2, -1), (0, -1)]], [[(3, -1)]]],
-        }
+        {"llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]], "painter": [[[(2, -1), (0, -1)]], [[(3, -1)]]]}
     )
     return GradientCase(DRAWING, Plan({"llm": llm, "painter": whole(2, 3)}), assignment, RandomSource(DRAWING, shapes, 12))
 

@@ -78,11 +78,7 @@ def expected_bytes(case: TrainingCase, *, zero_stage: int) -> list[float]:
 
 @pytest.mark.parametrize(
     ("graph", "sizes", "dtype"),
-    [
-        (TRAINED, SIZES, torch.float32),
-        (TRAINED, SPREAD, torch.bfloat16),
-        (FROZEN, SPREAD, torch.float64),
-    ],
+    [(TRAINED, SIZES, torch.float32), (TRAINED, SPREAD, torch.bfloat16), (FROZEN, SPREAD, torch.float64)],
     ids=["trained, float32", "trained, bfloat16", "frozen, float64"],
 )
 def test_ranks_hold_what_the_memory_model_says(ranks: RankPool, graph: ModelGraph, sizes, dtype: torch.dtype) -> None:

@@ -15,14 +15,7 @@ from multimodal.values.errors import CheckpointError
 from multimodal.values.parts.state_copies import EVERY_REPLICA
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.rank_pool import RankPool
-from tests.distributed.training_case import (
-    Training,
-    TrainingCase,
-    build_graph,
-    build_plan,
-    join_parameters,
-    run,
-)
+from tests.distributed.training_case import Training, TrainingCase, build_graph, build_plan, join_parameters, run
 
 GRAPH = build_graph(tied=True)
 SETTINGS = OptimizerSettings(lr=0.01, lr_warmup_iters=5, weight_decay=0.1, clip_grad=1.0)

@@ -30,11 +30,7 @@ def train(folder: Path, *flags: object, meanwhile: Callable[[Sequence[int], Path
             wait_for_steps(folder, 5)
             meanwhile(processes, folder)
 
-    return launch(
-        [*as_arguments(kept), *flags],
-        num_ranks=NUM_RANKS,
-        meanwhile=when_training,
-    )
+    return launch([*as_arguments(kept), *flags], num_ranks=NUM_RANKS, meanwhile=when_training)
 
 
 def logged_steps(folder: Path) -> list[int]:

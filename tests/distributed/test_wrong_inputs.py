@@ -117,10 +117,7 @@ OF_ALL: dict[str, tuple[Change, tuple[str, ...]]] = {
         ("line 1", "'0'", "/proc/self/environ", "--allow-outside-paths"),
     ),
     "image larger than allowed": (flags(max_image_pixels=3071), ("line 3", "'2'", "64 x 48", "--max-image-pixels")),
-    "tokenizer missing": (
-        flags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no/such"),
-        ("--tokenizer-model",),
-    ),
+    "tokenizer missing": (flags(tokenizer_type="HuggingFaceTokenizer", tokenizer_model="no/such"), ("--tokenizer-model",)),
     "sample longer than allowed": (flags(seq_length=3), ("--seq-length",)),
     "nothing to load": (flags(load="no/such/folder"), ("no/such/folder", "--load")),
     "another run saves there": (

@@ -204,10 +204,7 @@ class Training:
             assignment=assignment,
             source_index={index: index for index in range(len(source))},
             options=StepOptions(
-                self.session.schedules(),
-                self.rank,
-                sharing=ContextSharing(block_size=4),
-                shards_weights=self.case.shards_weights,
+                self.session.schedules(), self.rank, sharing=ContextSharing(block_size=4), shards_weights=self.case.shards_weights
             ),
         )
 
@@ -230,12 +227,7 @@ class Training:
 
     def load(self, folder: Path, *, load_optimizer: bool = True, load_rng: bool = True) -> LoadedCheckpoint:
         """Load the newest checkpoint."""
-        return load_checkpoint(
-            folder,
-            session=self.session,
-            load_optimizer=load_optimizer,
-            load_rng=load_rng,
-        )
+        return load_checkpoint(folder, session=self.session, load_optimizer=load_optimizer, load_rng=load_rng)
 
     def parameters(self) -> "RankParameters":
         """Copies of all parameters of this rank; the copy of tied embeddings on a last stage goes by a name of its own."""

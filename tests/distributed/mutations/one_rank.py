@@ -78,10 +78,7 @@ OF_ONE_RANK: dict[str, tuple[Change, tuple[str, ...]]] = {
     "unknown flag": (of_rank(1, learning_rate=1), ("--learning-rate", "rank 1")),
     "data missing": (of_rank(1, data_path="no/such.jsonl"), ("no/such.jsonl", "rank 1")),
     "log on rank 0": (of_rank(0, log_json="/proc/none/log.jsonl"), ("/proc/none/log.jsonl", "rank 0")),
-    "no number of processes": (
-        of_rank(1, environment={"WORLD_SIZE": "two"}),
-        ("WORLD_SIZE must be the number", "rank 1"),
-    ),
+    "no number of processes": (of_rank(1, environment={"WORLD_SIZE": "two"}), ("WORLD_SIZE must be the number", "rank 1")),
     "number of processes": (of_rank(1, environment={"WORLD_SIZE": "3"}), ("the run has 3 processes", "rank 1")),
 }
 

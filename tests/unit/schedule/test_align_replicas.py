@@ -66,10 +66,7 @@ def test_both_halves_of_a_backward_are_joined():
 
 
 @settings(max_examples=60)
-@given(
-    case=cases().filter(all_alike),
-    builder=st.sampled_from(["1f1b", "gpipe", "zb-h1", "eager-1f1b"]),
-)
+@given(case=cases().filter(all_alike), builder=st.sampled_from(["1f1b", "gpipe", "zb-h1", "eager-1f1b"]))
 def test_replicas_make_one_sequence_of_computations(case: StepShape, builder: str):
     schedule = lowered(case, builder=builder)
     joins = align_replicas(schedule)

@@ -112,11 +112,7 @@ COLOCATED: Mapping[str, tuple[Mapping[str, Ranks], Mapping[str, int], float]] = 
     "virtual encoder stages": ({"vision": [[0, 1, 2]], "llm": [[0, 1, 2]]}, {"vision": 2, "llm": 2}, 1.0),
     "two encoders": ({"vision": [[0, 1, 2]], "audio": [[0, 1, 2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.0),
     "encoders on different lanes": ({"vision": [[0, 1]], "audio": [[2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.04),
-    "encoder, LLM and generator": (
-        {"vision": [[0, 1, 2]], "llm": [[0, 1, 2]], "painter": [[0, 1, 2]]},
-        {"llm": 2},
-        1.0,
-    ),
+    "encoder, LLM and generator": ({"vision": [[0, 1, 2]], "llm": [[0, 1, 2]], "painter": [[0, 1, 2]]}, {"llm": 2}, 1.0),
     "copies of an encoder": ({"vision": [[0], [1], [2]], "llm": [[0, 1, 2]]}, {"llm": 2}, 1.1),
     "copies of an encoder and a generator": (
         {"vision": [[0], [1], [2]], "llm": [[0, 1, 2]], "painter": [[0], [1], [2]]},

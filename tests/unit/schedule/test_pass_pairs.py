@@ -138,9 +138,7 @@ def test_an_order_in_which_a_pass_undoes_another_is_refused() -> None:
 def test_split_backward_cuts_what_fill_has_split() -> None:
     """Entrain's case on two encoder stages: sample 1 of the first microbatch runs in the LLM's second one."""
     case = build_case(
-        build_graph("vision"),
-        {"vision": (1, 2, 1), "llm": (1, 1, 1)},
-        {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]},
+        build_graph("vision"), {"vision": (1, 2, 1), "llm": (1, 1, 1)}, {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]}
     )
     filled = PASSES["fill"](BUILDERS["1f1b"](case))
     assert "I vision/0/1/0; {W vision/0/1/0} B vision/0/1/1" in schedule_to_text(filled)

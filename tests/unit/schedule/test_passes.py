@@ -24,9 +24,7 @@ from tests.unit.schedule.uniform_costs import UniformCosts
 def deferred() -> StepShape:
     """Entrain's case: sample 1 of the encoder's first microbatch runs in the LLM's second one."""
     return build_case(
-        build_graph("vision"),
-        {"vision": (1, 1, 1), "llm": (1, 1, 1)},
-        {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]},
+        build_graph("vision"), {"vision": (1, 1, 1), "llm": (1, 1, 1)}, {"vision": [[[0, 1], [2]]], "llm": [[[0], [1, 2]]]}
     )
 
 
@@ -87,11 +85,7 @@ def test_defer_receives_runs_what_is_ready_while_a_message_is_on_its_way() -> No
 
 def test_delay_forward_shortens_the_warm_up_of_an_eager_schedule_and_keeps_its_length() -> None:
     case = build_case(build_graph(), {"llm": (1, 3, 1)}, {"llm": deal(6, 1)})
-    lines = [
-        "lane 0: " + eager("llm/0/0", 5),
-        "lane 1: " + eager("llm/0/1", 4),
-        "lane 2: " + eager("llm/0/2", 1),
-    ]
+    lines = ["lane 0: " + eager("llm/0/0", 5), "lane 1: " + eager("llm/0/1", 4), "lane 2: " + eager("llm/0/2", 1)]
     after = schedule_from_text("\n".join(run("delay-forward", case, "\n".join(lines))), case)
     lengths = [duration_of(schedule) for schedule in (schedule_from_text("\n".join(lines), case), after)]
     assert lengths[1] == lengths[0]

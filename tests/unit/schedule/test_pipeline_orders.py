@@ -342,11 +342,7 @@ BACKWARDS = {
     "all but projector": ("last", "input"),
 }
 """What is frozen -> backwards of encoders and LLM."""
-ENCODERS = {
-    "fast": {"vision": (0.2, 2)},
-    "slow": {"vision": (4.0, 2)},
-    "two": {"vision": (1.0, 2), "audio": (0.5, 3)},
-}
+ENCODERS = {"fast": {"vision": (0.2, 2)}, "slow": {"vision": (4.0, 2)}, "two": {"vision": (1.0, 2), "audio": (0.5, 3)}}
 """Seconds of a stage's forward, and stages."""
 
 

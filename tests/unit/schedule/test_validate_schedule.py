@@ -17,14 +17,7 @@ from multimodal.values.schedule import Lane, Schedule, lane_of
 from multimodal.values.shape import StepShape
 from multimodal.values.work.step_work import step_work
 from tests.unit.schedule.built_schedules import broken_schedules
-from tests.unit.schedule.schedule_cases import (
-    build_case,
-    build_graph,
-    deal,
-    golden_cases,
-    reduced_together,
-    small,
-)
+from tests.unit.schedule.schedule_cases import build_case, build_graph, deal, golden_cases, reduced_together, small
 from tests.unit.values.work.dependencies import dependencies
 
 

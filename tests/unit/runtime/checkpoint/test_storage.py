@@ -50,10 +50,7 @@ WEIGHT = "model.llm.weight"
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a tensor that is text": (lambda value: value.update(x="y"), "x: expected a mapping"),
     "no dtype": (lambda value: value[WEIGHT].pop("dtype"), "'dtype' is missing"),
-    "an unknown dtype": (
-        lambda value: value[WEIGHT].update(dtype="load"),
-        "float16, found 'load'",
-    ),
+    "an unknown dtype": (lambda value: value[WEIGHT].update(dtype="load"), "float16, found 'load'"),
     "a dtype that is a list": (lambda value: value[WEIGHT].update(dtype=["float32"]), "dtype: expected one of"),
     "no shape": (lambda value: value[WEIGHT].pop("shape"), "'shape' is missing"),
     "a fraction": (lambda value: value[WEIGHT].update(shape=[4.0, 3]), "shape[0]: expected a positive integer, found 4.0"),
@@ -63,16 +60,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "no pieces": (lambda value: value[WEIGHT].update(pieces=[]), "do not fill"),
     "a piece too few": (lambda value: value[WEIGHT]["pieces"].pop(), "do not fill"),
     "a short piece": (lambda value: value[WEIGHT]["pieces"][0].pop(), "pieces[0]: expected a list of 5 entries"),
-    "a negative start": (
-        lambda value: value[WEIGHT]["pieces"][0].__setitem__(1, -1),
-        "an integer of at least 0, found -1",
-    ),
+    "a negative start": (lambda value: value[WEIGHT]["pieces"][0].__setitem__(1, -1), "an integer of at least 0, found -1"),
     "a start too late": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(1, 1), "'rank_00001.bin' from byte 1"),
     "a file elsewhere": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(0, "../x"), "'../x' from byte 0"),
-    "a file that is a number": (
-        lambda value: value[WEIGHT]["pieces"][1].__setitem__(0, 1),
-        "expected text, found 1",
-    ),
+    "a file that is a number": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(0, 1), "expected text, found 1"),
     "an empty piece": (lambda value: value[WEIGHT]["pieces"][1].__setitem__(3, [0, 3]), "a piece of [0, 3] at [2, 0] leaves"),
 }
 

@@ -173,8 +173,7 @@ def test_a_silent_producer_is_done_without(wanted: list[WantedItem], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "spoilt",
-    [{"arrays": [["uint8", [1, 48]]]}, {"arrays": [["uint8", [0, 48]]]}, {"grid": (1, 1)}, {"grid": (2**70, 2**70)}],
+    "spoilt", [{"arrays": [["uint8", [1, 48]]]}, {"arrays": [["uint8", [0, 48]]]}, {"grid": (1, 1)}, {"grid": (2**70, 2**70)}]
 )
 def test_items_of_other_shapes_are_decoded_here(
     spoilt: dict[str, Any],
