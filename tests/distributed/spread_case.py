@@ -6,7 +6,8 @@ from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.share_tokens import TokenDistribution
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.plan import Plan, UnitPlan
+from tests.distributed.dealt_case import unit_plan
 from tests.distributed.gradient_case import GradientCase
 from tests.distributed.random_source import RandomSource, SampleShape
 
@@ -34,14 +35,6 @@ ASSIGNMENT = Assignment.from_dict(
         "painter": [[[(2, -1), (0, -1)]]],
     }
 )
-
-
-def unit_plan(first: int, *, cp: int = 1, tp: int = 1, pp: int = 1) -> UnitPlan:
-    """One replica on consecutive ranks."""
-    cuts = {1: ((0, 4),), 2: ((0, 2), (2, 4))}[pp]
-    size = cp * tp
-    stages = (Stage(tuple(range(first + i * size, first + (i + 1) * size)), (cut,)) for i, cut in enumerate(cuts))
-    return UnitPlan((Replica(tuple(stages)),), tp, cp)
 
 
 def build_case(**units: UnitPlan) -> GradientCase:

@@ -13,20 +13,18 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ACTION_TABLE, Resource
-from multimodal.values.assignment import Assignment
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from multimodal.values.plan import Plan, UnitPlan
 from multimodal.values.schedule import Schedule, SlotMode
 from multimodal.values.timeline import TimelineEvent
+from tests.distributed.dealt_case import UNITS, dealt_case, unit_plan
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case, run_on_rank
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.random_source import RandomSource, SampleShape
+from tests.distributed.random_source import SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import Rewritten, RunInsideWaits
 from tests.distributed.strategies.inside_cases import inside_cases
 
-SHAPE: dict[str, Any] = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "ffn_hidden_size": 16}
-IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}
+SHAPE = {"num_attention_heads": 4, "ffn_hidden_size": 16}
 
 
 def rewritten_once(case: GradientCase) -> GradientCase:
@@ -56,31 +54,23 @@ def build_case(
 ) -> GradientCase:
     """Six images of other sizes before an LLM over four ranks; whatever may run inside does; described: more of the LLM."""
     units = {
-        "vision": {"role": "encoder", "image": IMAGE, "init_method_std": 0.3, "add_bias_linear": True, **SHAPE},
-        "llm": {"role": "backbone", "init_method_std": 0.3, **SHAPE, **(described or {})},
+        "vision": {**UNITS["vision"], **SHAPE, "add_bias_linear": True},
+        "llm": {**UNITS["llm"], **SHAPE, **(described or {})},
     }
-    graph = ModelGraph.from_dict({"units": units})
-    groups = [tuple(range(first, first + tensor_parallel_size)) for first in range(0, 4, tensor_parallel_size)]
-    bounds = ((0, 4),) if len(groups) == 1 else ((0, 2), (2, 4))
-    llm = UnitPlan(
-        (Replica(tuple(Stage(group, (bound,)) for group, bound in zip(groups, bounds, strict=True))),), tensor_parallel_size
-    )
-    shapes = tuple(SampleShape((("vision", size, 2),), 3 + size, 2) for size in (1, 2, 3, 1, 2, 1))
-    count = len(vision.replicas)
-    encoded = [[[(sample, 0)] for sample in range(6) if sample % count == replica] for replica in range(count)]
-    assignment = Assignment.from_dict({"vision": encoded, "llm": [[[(sample, -1)] for sample in range(6)]]})
+    plan = Plan({"vision": vision, "llm": unit_plan(0, tp=tensor_parallel_size, pp=4 // tensor_parallel_size)})
+    shapes = [SampleShape((("vision", size, 2),), 3 + size, 2) for size in (1, 2, 3, 1, 2, 1)]
     run_options = RunOptions(
         transformer_impl=options.get("transformer_impl", "local"),
         sequence_parallel=options.get("sequence_parallel", False),
         recompute=options.get("recompute"),
     )
-    plan, source = Plan({"vision": vision, "llm": llm}), RandomSource(graph, shapes, 12)
-    return rewritten_once(GradientCase(graph, plan, assignment, source, passes=(RunInsideWaits(seed, run_options),), **options))
+    inside = RunInsideWaits(seed, run_options)
+    return rewritten_once(dealt_case(units, plan, shapes=shapes, groups=None, passes=(inside,), **options))
 
 
-PAIRS = UnitPlan(tuple(Replica((Stage(ranks, ((0, 4),)),)) for ranks in ((0, 1), (2, 3))), 2)
+PAIRS = unit_plan(0, dp=2, tp=2)
 """An encoder pipeline on each stage's ranks of the LLM, tensor parallel over both."""
-QUARTET = UnitPlan((Replica((Stage((0, 1, 2, 3), ((0, 4),)),)),), 4)
+QUARTET = unit_plan(0, tp=4)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.schedule.simulate import simulate_schedule
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan
+from tests.distributed.dealt_case import unit_plan
 from tests.distributed.gradient_case import GradientCase, build_session, plan_case
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
@@ -35,22 +36,9 @@ DEEPSTACK = ModelGraph(
     ),
     GRAPH.edges,
 )
-PLAN = Plan.from_dict(
-    {
-        "units": {
-            "vision": {"replicas": [{"stages": [{"ranks": [0], "layers": [[0, 6]]}]}]},
-            "llm": {"replicas": [{"stages": [{"ranks": [1], "layers": [[0, 3]]}, {"ranks": [2], "layers": [[3, 6]]}]}]},
-        }
-    }
-)
-TENSOR_PLAN = Plan.from_dict(
-    {
-        "units": {
-            "vision": {"replicas": [{"stages": [{"ranks": [0], "layers": [[0, 6]]}]}]},
-            "llm": {"tensor_parallel_size": 2, "replicas": [{"stages": [{"ranks": [1, 2], "layers": [[0, 6]]}]}]},
-        }
-    }
-)
+VISION = unit_plan(0, num_layers=6)
+PLAN = Plan({"vision": VISION, "llm": unit_plan(1, pp=2, num_layers=6)})
+TENSOR_PLAN = Plan({"vision": VISION, "llm": unit_plan(1, tp=2, num_layers=6)})
 SAMPLES = tuple(SampleShape((("vision", 4 + index % 3, 6),), 60 + 10 * index, 20 + 5 * index) for index in range(6))
 VOCABULARY = 64
 LINK = {"bandwidth_gbytes_per_second": 10.0, "latency_us": 10.0}

@@ -17,17 +17,14 @@ from multimodal.balance.balance_options import BalanceOptions
 from multimodal.cost.cluster import Cluster, Network, NodeLink
 from multimodal.schedule.text import schedule_to_text
 from multimodal.values.action import ActionKind
-from multimodal.values.assignment import Assignment
 from multimodal.values.errors import AssignmentError
-from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from multimodal.values.schedule import SlotMode
+from tests.distributed.dealt_case import IMAGE, ONE_ITEM_EACH, dealt_case, described, source_of, unit_plan
 from tests.distributed.gradient_case import GradientCase, plan_case
 from tests.distributed.gradient_comparison import assert_matches
-from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.small_run import SIZED_OTHERWISE, losses, write_working_files
-from tests.distributed.test_every_builder import IMAGE, UNITS
 from tools import plan
 
 LINKS = NodeLink(1.0, 60.0), Network(1.0, 100.0, 1)
@@ -37,27 +34,14 @@ SLOW, EVEN, FAST = (Cluster(4, tflops, 8.0, *LINKS) for tflops in (1e-6, 1e-4, 1
 
 def build_case(cluster: Cluster | None, **units: object) -> GradientCase:
     """The LLM has tp 2 and pp 2; on its ranks are four replicas of one encoder, of two layer ranges each, and two of another."""
-    names = ("vision", "audio", "llm")
-    graph = ModelGraph.from_dict({"units": {name: {**UNITS[name], **units} if name != "llm" else UNITS[name] for name in names}})
     ranges = ((0, 2), (2, 4))
-    plan = Plan(
-        {
-            "vision": UnitPlan(tuple(Replica((Stage((rank,), ranges),)) for rank in range(4))),
-            "audio": UnitPlan(tuple(Replica((Stage((rank, rank + 1), ((0, 4),)),)) for rank in (0, 2)), 2),
-            "llm": UnitPlan((Replica((Stage((0, 1), ((0, 2),)), Stage((2, 3), ((2, 4),)))),), 2),
-        }
-    )
-    shapes = tuple(SampleShape((("vision", 1, size), ("audio", 1, 1)), 2 + size, 2) for size in (1, 2, 3, 1, 2, 1))
-    source = RandomSource(graph, shapes, 12)
-    count = range(len(shapes))
-    assignment = Assignment.from_dict(
-        {
-            "vision": [[[(sample, 0)] for sample in count if sample % 4 == replica] for replica in range(4)],
-            "audio": [[[(sample, 1)] for sample in count if sample % 2 == replica] for replica in range(2)],
-            "llm": [[[(sample, -1)] for sample in count]],
-        }
-    )
-    return GradientCase(graph, plan, assignment, source, builder="optimus", cluster=cluster)
+    plan = {
+        "vision": UnitPlan(tuple(Replica((Stage((rank,), ranges),)) for rank in range(4))),
+        "audio": unit_plan(0, dp=2, tp=2),
+        "llm": unit_plan(0, tp=2, pp=2),
+    }
+    described_units = {**described("vision", "audio", **units), **described("llm")}
+    return dealt_case(described_units, Plan(plan), shapes=ONE_ITEM_EACH, groups=None, builder="optimus", cluster=cluster)
 
 
 @pytest.mark.parametrize("freezing", [{}, {"freeze_module": True}])
@@ -69,13 +53,10 @@ def test_orders_by_durations_train_as_one_process_does(ranks: RankPool, cluster:
 @pytest.mark.parametrize("builder", ["optimus", "optimus-zb", "nested"])
 def test_a_plan_with_unequal_shares_trains_as_one_process_does(ranks: RankPool, builder: str) -> None:
     """Four ranks: the LLM has tp 2 and pp 2; of four replicas of the encoder, those of the first stage take one of three."""
-    graph = ModelGraph.from_dict({"units": {name: UNITS[name] for name in ("vision", "llm")}})
-    vision = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in range(4)), microbatch_shares=(1, 1, 2, 2))
-    llm = UnitPlan((Replica((Stage((0, 1), ((0, 2),)), Stage((2, 3), ((2, 4),)))),), 2)
-    shapes = tuple(SampleShape((("vision", 1, size),), 2 + size, 2) for size in (1, 2, 3, 1, 2, 1))
-    source = RandomSource(graph, shapes, 12)
-    plan = Plan({"vision": vision, "llm": llm})
-    lengths = [replace(source.lengths(index), sample_id=index) for index in range(len(shapes))]
+    source = source_of(described("vision", "llm"), ONE_ITEM_EACH)
+    vision = replace(unit_plan(0, dp=4), microbatch_shares=(1, 1, 2, 2))
+    graph, plan = source.graph, Plan({"vision": vision, "llm": unit_plan(0, tp=2, pp=2)})
+    lengths = [replace(source.lengths(index), sample_id=index) for index in range(len(source))]
     assignment = BALANCERS["none"](lengths, graph=graph, plan=plan, options=BalanceOptions())
     assert list(map(len, assignment.units["vision"])) == [1, 1, 2, 2]
     assert_matches(GradientCase(graph, plan, assignment, source, builder=builder, cluster=EVEN), ranks)
@@ -109,16 +90,9 @@ def test_weight_gradients_of_encoders_on_the_ranks_of_the_llm_fill(ranks: RankPo
 
     An encoder's microbatch has four times the tokens that the LLM gets of it.
     """
-    graph = ModelGraph.from_dict(
-        {"units": {"vision": {**UNITS["vision"], "image": {**IMAGE, "merge_size": 2}}, "llm": UNITS["llm"]}}
-    )
-    replicas = (Replica((Stage((0,), ((0, 2),)), Stage((1,), ((2, 4),)))),)
-    shapes = tuple(SampleShape((("vision", 1, size),), 2 + size, 2) for size in (1, 2, 3, 1, 2, 1))
-    source = RandomSource(graph, shapes, 12)
-    count = range(len(shapes))
-    assignment = Assignment.from_dict({unit: [[[(each, item)] for each in count]] for unit, item in (("vision", 0), ("llm", -1))})
-    plan = Plan({"vision": UnitPlan(replicas), "llm": UnitPlan(replicas)})
-    case = GradientCase(graph, plan, assignment, source, builder="optimus-zb", cluster=SLOW)
+    units = {**described("vision", image={**IMAGE, "merge_size": 2}), **described("llm")}
+    plan = Plan(dict.fromkeys(units, unit_plan(0, pp=2)))
+    case = dealt_case(units, plan, shapes=ONE_ITEM_EACH, groups=None, builder="optimus-zb", cluster=SLOW)
     assert ranks.run(halves_by_unit, case, world_size=2)[0] == {"vision", "llm"}
     assert_matches(case, ranks)
 

@@ -12,6 +12,7 @@ from multimodal.schedule.builders import BUILDERS
 from multimodal.values.assignment import Assignment
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
+from tests.distributed.dealt_case import IMAGE, SHAPE, unit_plan
 from tests.distributed.gradient_case import GradientCase, RankGradients, run_on_rank
 from tests.distributed.gradient_comparison import MismatchError, assert_matches
 from tests.distributed.planted_errors import in_any_plan, in_some_plans
@@ -19,16 +20,14 @@ from tests.distributed.planted_errors.in_any_plan import Error
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import RankPool
 from tests.distributed.schedule_rewrites import CutMicrobatches, SplitStages
-from tests.distributed.spread_case import build_case, unit_plan, whole_items_case
+from tests.distributed.spread_case import build_case, whole_items_case
 from tests.distributed.test_experts import SLICED, SPREAD
 from tests.distributed.test_inside_waits import PAIRS
 from tests.distributed.test_inside_waits import build_case as build_inside
 from tests.distributed.test_lora import OF_LLM, with_adapters
 from tests.distributed.test_tensor_parallel_overlap import build_case as build_overlapped
 
-SHAPE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16, "init_method_std": 0.3}
 SEED = 5
-IMAGE = {"patch_size": 2, "in_channels": 1, "merge_size": 1}
 GRAPH = ModelGraph.from_dict(
     {
         "units": {
@@ -47,15 +46,9 @@ DRAWING = ModelGraph.from_dict(
 )
 
 
-def whole(*ranks: int) -> UnitPlan:
-    """A replica on each of the ranks."""
-    return UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in ranks))
-
-
 def case_of_any_plan() -> GradientCase:
     """An encoder with DP 2 before an LLM with TP 2, PP 2 and DP 2 that shares two of its ranks; unequal samples."""
-    replicas = tuple(Replica((Stage((a, a + 1), ((0, 2),)), Stage((b, b + 1), ((2, 4),)))) for a, b in ((0, 2), (4, 6)))
-    plan = Plan({"vision": whole(4, 5), "llm": UnitPlan(replicas, 2)})
+    plan = Plan({"vision": unit_plan(4, dp=2), "llm": unit_plan(0, dp=2, tp=2, pp=2)})
     one, two = ("vision", 1, 2), ("vision", 2, 2)
     shapes = (
         SampleShape((one,), 4, 3),
@@ -91,13 +84,14 @@ def case_of_unlike_replicas() -> GradientCase:
 
 def case_of_a_generator() -> GradientCase:
     """An LLM of two stages before a generator with DP 2; one microbatch makes three images for two samples."""
-    llm = UnitPlan((Replica((Stage((0,), ((0, 2),)), Stage((1,), ((2, 4),)))),))
     small, large = ("painter", 1, 2), ("painter", 2, 2)
     shapes = (SampleShape((small, large), 5, 2), SampleShape((), 4, 3), SampleShape((small,), 6, 1), SampleShape((large,), 4, 2))
     assignment = Assignment.from_dict(
         {"llm": [[[(0, -1), (1, -1)], [(2, -1), (3, -1)]]], "painter": [[[(2, -1), (0, -1)]], [[(3, -1)]]]}
     )
-    return GradientCase(DRAWING, Plan({"llm": llm, "painter": whole(2, 3)}), assignment, RandomSource(DRAWING, shapes, 12))
+    return GradientCase(
+        DRAWING, Plan({"llm": unit_plan(0, pp=2), "painter": unit_plan(2, dp=2)}), assignment, RandomSource(DRAWING, shapes, 12)
+    )
 
 
 def case_of_masks() -> GradientCase:

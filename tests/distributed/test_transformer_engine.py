@@ -18,16 +18,15 @@ from multimodal.plan.disaggregated import plan_disaggregated
 from multimodal.plan.unit_sizes import UnitSizes
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.action import ActionKind
-from multimodal.values.model_graph import ModelGraph
-from multimodal.values.plan import Replica, Stage, UnitPlan
+from multimodal.values.plan import UnitPlan
 from multimodal.values.schedule import SlotMode
+from tests.distributed.dealt_case import UNITS, dealt_case, source_of, unit_plan
 from tests.distributed.gradient_case import GradientCase, run_on_rank, single_rank_plan
 from tests.distributed.gradient_comparison import assert_matches
 from tests.distributed.hugging_face_case import FromFolder
 from tests.distributed.hugging_face_comparison import Comparison, Plans, case_of
-from tests.distributed.random_source import RandomSource
 from tests.distributed.segment_ranges import count_waits
-from tests.distributed.test_every_builder import MODELS, SAMPLES, UNITS, _assign, _of, build_case
+from tests.distributed.test_every_builder import MODELS, build_case
 from tests.distributed.test_inside_waits import PAIRS, QUARTET, schedule_of
 from tests.distributed.test_inside_waits import build_case as build_inside
 from tests.distributed.test_segments import WAITS, layers_of
@@ -81,20 +80,17 @@ def _case(
 
     experts: expert parallel size.
     """
-    described = {name: {**UNITS[name], **(shape or {}), **(units or {}).get(name, {})} for name in NAMES}
-    graph = ModelGraph.from_dict({"units": described})
-    source = RandomSource(graph, tuple(replace(each, items=_of(described, each)) for each in SAMPLES), 12)
+    changed = {name: {**UNITS[name], **(shape or {}), **(units or {}).get(name, {})} for name in NAMES}
     replicas = 1 if tensor > 1 else 2
     sizes = {
         "vision": UnitSizes(tensor, data_parallel_size=1),
         "llm": UnitSizes(tensor, 2, data_parallel_size=replicas, expert_parallel_size=experts),
     }
-    plan = plan_disaggregated(graph, sizes=sizes, world_size=tensor * (1 + 2 * replicas))
-    case = GradientCase(graph, plan, _assign(source, plan, graph), source, builder=builder, transformer_impl="transformer_engine")
-    return replace(case, **options)
+    plan = plan_disaggregated(source_of(changed).graph, sizes=sizes, world_size=tensor * (1 + 2 * replicas))
+    return dealt_case(changed, plan, builder=builder, transformer_impl="transformer_engine", **options)
 
 
-ALONE = UnitPlan(tuple(Replica((Stage((rank,), ((0, 4),)),)) for rank in range(4)))
+ALONE = unit_plan(0, dp=4)
 
 
 CASES = {
@@ -182,11 +178,9 @@ def test_a_folder_of_hugging_face(engine_ranks: EnginePool, tmp_path: Path, name
 def fp8_case(recipe: str, **described: Any) -> GradientCase:
     """An LLM of sizes that FP8 can have, on one rank."""
     shape = {"hidden_size": 128, "ffn_hidden_size": 128, "num_attention_heads": 4, "num_query_groups": 4}
-    graph = ModelGraph.from_dict({"units": {"llm": {**UNITS["llm"], **shape, **described}}})
-    source = RandomSource(graph, tuple(replace(each, items=()) for each in SAMPLES), 12)
-    plan = single_rank_plan(graph)
-    case = GradientCase(graph, plan, _assign(source, plan, graph), source, transformer_impl="transformer_engine")
-    return replace(case, dtype=torch.bfloat16, fp8_recipe=recipe)
+    units = {"llm": {**UNITS["llm"], **shape, **described}}
+    plan = single_rank_plan(source_of(units).graph)
+    return dealt_case(units, plan, transformer_impl="transformer_engine", dtype=torch.bfloat16, fp8_recipe=recipe)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "delayed", "blockwise"])
