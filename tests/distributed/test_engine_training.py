@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "digits" / "model.yaml"
 ENGINE = Path(os.environ.get(FOLDER, "none")) / "2.8.0"
 pytestmark = pytest.mark.skipif(not ENGINE.is_dir(), reason=f"{FOLDER} names no folder with Transformer Engine 2.8.0")
-LINE = "--data-path digits --global-batch-size 8 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1"
+LINE = "--data-path digits --global-batch-size 4 --lr 1e-3 --bf16 --attention-backend blocks --log-interval 1"
 PROGRAM = """
 import os
 import sys
@@ -39,16 +39,16 @@ for line in sys.argv[2:]:
 
 
 def test_runs_go_on_from_checkpoints_with_adapters_and_with_experts_in_fp8(tmp_path: Path) -> None:
-    """On one rank, two steps of the digits each, or as many as flags say; all in one process, which imports everything once."""
+    """On one rank, a step of the digits each, or as many as flags say; all in one process, which imports everything once."""
     document = yaml.safe_load(DIGITS.read_text())
     document["units"]["llm"]["experts"] = {"num_experts": 4}
     experts = tmp_path / "model.yaml"
     experts.write_text(yaml.safe_dump(document, sort_keys=False))
     flags = (
-        f"--model {DIGITS} --train-iters 2 --save {tmp_path}/saved --lr-decay-iters 4",
-        f"--model {DIGITS} --load {tmp_path}/saved --train-iters 4 --lr-decay-iters 4",
-        f"--model {DIGITS} --train-iters 4 --lr-decay-iters 4",
-        f"--model {DIGITS} --train-iters 2 --lora-rank 4",
+        f"--model {DIGITS} --train-iters 1 --save {tmp_path}/saved --lr-decay-iters 2",
+        f"--model {DIGITS} --load {tmp_path}/saved --train-iters 2 --lr-decay-iters 2",
+        f"--model {DIGITS} --train-iters 2 --lr-decay-iters 2",
+        f"--model {DIGITS} --train-iters 1 --lora-rank 4",
         f"--model {experts} --train-iters 2 --fp8-format hybrid",
     )
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}

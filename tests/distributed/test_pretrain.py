@@ -17,16 +17,19 @@ from multimodal.plan.planners.templates.template_plan import plan_instances
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.conftest import Once
-from tests.distributed.launch import REPOSITORY, launch
+from tests.distributed.launch import REPOSITORY, as_arguments, launch
 
 LAYERS = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 32}
-SETTINGS = ("--eval-iters", 0, "--no-progress-bar", "--num-workers", 0)
+QUIET = ("--no-progress-bar", "--num-workers", 0)
+SETTINGS = ("--eval-iters", 0, *QUIET)
+BATCH = {"--global-batch-size": 16, "--micro-batch-size": 4}
 
 
 def train(log: Path, *flags: object, num_ranks: int, example: str = "digits", evaluates: bool = False) -> list[dict[str, Any]]:
     """Train an example; returns the log's entries."""
     config = ("--config", REPOSITORY / "examples" / example / "config.yaml")
-    settings = ("--eval-iters", 1, *SETTINGS[2:]) if evaluates else SETTINGS
+    batch = as_arguments({flag: value for flag, value in BATCH.items() if flag not in flags})
+    settings = (*QUIET, "--eval-iters", int(evaluates), *batch)
     launched = launch([*config, *settings, "--log-json", log, *flags], num_ranks=num_ranks)
     assert launched.exit_codes == (0,) * num_ranks, launched.output
     return [json.loads(line) for line in log.read_text().splitlines()]
@@ -54,7 +57,7 @@ def train_in_one_process(folder: Path) -> list[dict[str, Any]]:
         (5, ("--vision-dp", 2, "--llm-pp", 3, "--balance", "orchmllm", "--vision-micro-batch-size", 5)),
         (6, ("--vision-dp", 1, "--vision-pp", 2, "--llm-pp", 2, "--llm-tp", 2, "--sequence-parallel", "--recompute-activations")),
         (5, ("--vision-dp", 3, "--llm-pp", 1, "--llm-dp", 2, "--data-parallel-sharding-strategy", "optim_grads_params")),
-        (3, ("--vision-dp", 1, "--llm-pp", 2, "--llm-vpp", 2, "--schedule", "zb-v", "--micro-batch-size", 11)),
+        (3, ("--vision-dp", 1, "--llm-pp", 2, "--llm-vpp", 2, "--schedule", "zb-v", "--micro-batch-size", 5)),
         (6, ("--vision-cp", 2, "--vision-dp", 1, "--llm-cp", 2, "--llm-pp", 2, "--context-parallel-block-size", 16)),
     ],
 )
@@ -69,9 +72,9 @@ def test_any_sizes_log_the_same_losses(
 
 def test_a_run_on_several_nodes_says_where_its_groups_are(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
     """Ranks that take themselves for those of two nodes: the encoder in front would put the LLM's group on both."""
-    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS, "--log-json", tmp_path / "log.jsonl")
+    config = ("--config", REPOSITORY / "examples" / "digits" / "config.yaml", *SETTINGS, *as_arguments(BATCH))
     sizes = ("--vision-dp", 1, "--llm-pp", 1, "--llm-tp", 2, "--dtype", "float64", "--train-iters", 3)
-    launched = launch([*config, *sizes], num_ranks=3, environment={"LOCAL_WORLD_SIZE": "2"})
+    launched = launch([*config, *sizes, "--log-json", tmp_path / "log.jsonl"], num_ranks=3, environment={"LOCAL_WORLD_SIZE": "2"})
     assert launched.exit_codes == (0,) * 3, launched.output
     assert "ranks go to llm, vision, in this order" in launched.outputs[0]
     found = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
