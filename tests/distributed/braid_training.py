@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron.runtime.feed.step_planner import StepOptions, plan_step
+from megatron.runtime.feed.step_planner import StepOptions
 from megatron.runtime.gradients.unit_optimizer import build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import Step
@@ -26,7 +26,7 @@ from tests.distributed.compared_case import (
     WEIGHT_DECAY,
     ComparedCase,
 )
-from tests.distributed.gradient_case import SEED, single_rank_plan
+from tests.distributed.gradient_case import SEED, plan_all, single_rank_plan
 from tests.distributed.random_source import RandomSource
 from tests.distributed.rank_pool import TIMEOUT
 
@@ -75,13 +75,8 @@ class BraidTraining:
         """Return this rank's part of a global batch."""
         lengths = [source.lengths(index) for index in range(len(source))]
         options = BalanceOptions(micro_batch_size=MICRO_BATCH_SIZE)
-        return plan_step(
-            source,
-            lengths=lengths,
-            assignment=BALANCERS[self.balancer](lengths, graph=self.case.graph, plan=self.session.plan, options=options),
-            source_index={index: index for index in range(len(source))},
-            options=StepOptions(self.session.schedules(), dist.get_rank()),
-        )
+        assignment = BALANCERS[self.balancer](lengths, graph=self.case.graph, plan=self.session.plan, options=options)
+        return plan_all(source, assignment, StepOptions(self.session.schedules(), dist.get_rank()))
 
     def train_step(self, step: Step) -> float:
         """Train on a global batch; returns this rank's share of its loss."""

@@ -207,6 +207,15 @@ def plan_case(case: GradientCase, assignment: Assignment | None = None, *, forwa
     return step.packed()
 
 
+def plan_all(source: SampleSource, assignment: Assignment, options: StepOptions) -> Step:
+    """A step of all samples of a source, in their order."""
+    indices = range(len(source))
+    lengths = [source.lengths(index) for index in indices]
+    return plan_step(
+        source, lengths=lengths, assignment=assignment, source_index={index: index for index in indices}, options=options
+    )
+
+
 def sharded_layers(session: Session) -> list[ShardedLayer]:
     """Of all units of a rank, in one order on all ranks that share them."""
     return [layer for unit in session.gradients.values() if isinstance(unit, ShardedUnit) for layer in unit.layers]

@@ -61,22 +61,16 @@ def save(rank: int, arm: Callable[[Path], None], case: TrainingCase, folder: Pat
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timedelta(seconds=60))
     training = Training(case)
     training.train_step(0)
-    fill(training, float(step))
+    training.fill(float(step), with_moments=True)
     training.save(folder, step=step)
     training.finish_saving()
     dist.barrier()
     arm(folder)
     for _ in range(2):
-        fill(training, float(step + 1))
+        training.fill(float(step + 1), with_moments=True)
         training.save(folder, step=step + 1)
-        fill(training, -1.0)
+        training.fill(-1.0, with_moments=True)
     training.finish_saving()
-
-
-def fill(training: Training, value: float) -> None:
-    with torch.no_grad():
-        for tensor in saved_tensors(training):
-            tensor.fill_(value)
 
 
 def load(case: TrainingCase, folders: list[Path]) -> list[tuple[int, set[float]]]:
@@ -85,13 +79,6 @@ def load(case: TrainingCase, folders: list[Path]) -> list[tuple[int, set[float]]
     training.train_step(0)
     found = []
     for folder in folders:
-        fill(training, -1.0)
-        step = training.load(folder).step
-        found.append((step, {value for tensor in saved_tensors(training) for value in tensor.detach().unique().tolist()}))
+        training.fill(-1.0, with_moments=True)
+        found.append((training.load(folder).step, training.found(with_moments=True)))
     return found
-
-
-def saved_tensors(training: Training) -> list[torch.Tensor]:
-    parameters = [parameter for stage in training.session.stages.values() for parameter in stage.parameters()]
-    states = [state for optimizer in training.session.optimizers.values() for state in optimizer.optimizer.state.values()]
-    return [*parameters, *(state[name] for state in states for name in ("exp_avg", "exp_avg_sq", "step"))]

@@ -35,7 +35,7 @@ def save_steps(case: TrainingCase, folder: Path, steps: list[int], keep_last: in
     """Save with every parameter at the step's number."""
     training = Training(case)
     for step in steps:
-        fill(training, float(step))
+        training.fill(float(step))
         training.save(folder, step=step, keep_last=keep_last)
     training.finish_saving()
 
@@ -44,8 +44,7 @@ def load(case: TrainingCase, folder: Path, load_optimizer: bool = True) -> tuple
     """The loaded step and the values found in the parameters."""
     training = Training(case)
     step = training.load(folder, load_optimizer=load_optimizer).step
-    parameters = [parameter for stage in training.session.stages.values() for parameter in stage.parameters()]
-    return step, {value for parameter in parameters for value in parameter.detach().unique().tolist()}
+    return step, training.found()
 
 
 def error_of(action: Callable[..., Any], *args: Any) -> str:
@@ -80,13 +79,6 @@ def save_error(case: TrainingCase, folder: Path, failure: str) -> str:
         return error_of(save)
     with mock.patch.object(owner, name, side_effect=OSError(28, "No space left on device")):
         return error_of(save)
-
-
-def fill(training: Training, value: float) -> None:
-    with torch.no_grad():
-        for stage in training.session.stages.values():
-            for parameter in stage.parameters():
-                parameter.fill_(value)
 
 
 def the_only(messages: list[str]) -> str:
@@ -311,7 +303,7 @@ def test_a_step_saved_again_replaces_itself(ranks: RankPool, tmp_path: Path) -> 
 
 def save_step_with(case: TrainingCase, folder: Path, step: int, value: float) -> None:
     training = Training(case)
-    fill(training, value)
+    training.fill(value)
     training.save(folder, step=step)
 
 

@@ -15,7 +15,6 @@ from megatron.runtime.generation.drawing import draw_image
 from megatron.runtime.generation.whole_model import open_model
 from multimodal.plan.planners.templates.template_plan import plan_instances
 from multimodal.plan.planners.templates.template_set import ChainUnit, Instance, PipelineTemplate, TemplateSet, TemplateStage
-from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
 from tests.distributed.conftest import Once
 from tests.distributed.launch import REPOSITORY, as_arguments, launch
 
@@ -158,22 +157,6 @@ def test_a_balancer_that_is_predicted_to_lose_is_named_once(tmp_path: Path) -> N
     assert launched.exit_codes == (0,) * 3, launched.output
     warning = "warning: with --balance none and --schedule 1f1b the first global batch is predicted to take "
     assert launched.output.count(warning) == launched.outputs[0].count(warning) == 1, launched.output
-
-
-def test_a_plan_file_gives_any_layout(tmp_path: Path, one_process: list[dict[str, Any]]) -> None:
-    plan = Plan(
-        {
-            "vision": UnitPlan((Replica((Stage((0,), ((0, 4),)),)),)),
-            "llm": UnitPlan(
-                (Replica((Stage((1,), ((0, 2), (7, 8))), Stage((2,), ((2, 7),)))),)
-            ),  # first and last layers on rank 1
-        }
-    )
-    plan.to_file(tmp_path / "plan.yaml")
-    entries = train(
-        tmp_path / "log.jsonl", "--dtype", "float64", "--train-iters", 3, "--plan", tmp_path / "plan.yaml", num_ranks=3
-    )
-    assert losses(entries) == pytest.approx(losses(one_process), rel=0, abs=1e-9)
 
 
 def template(nodes: int, *stages: tuple[int, int, int, int]) -> PipelineTemplate:

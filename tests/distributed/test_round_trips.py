@@ -22,6 +22,7 @@ from tests.distributed.training_case import (
     EXPERTS,
     RankReport,
     TrainingCase,
+    assert_resumed_bit_for_bit,
     build_graph,
     build_plan,
     join_parameters,
@@ -78,12 +79,7 @@ def test_the_same_plan_resumes_bit_for_bit(ranks: RankPool, tmp_path: Path, name
     case = SAME[name]
     expected: list[RankReport] = run(ranks, train_and_save, case, tmp_path, 2, 2)
     found: list[RankReport] = run(ranks, resume, case, tmp_path, 2)
-    assert len({tuple(report.losses) for report in expected}) == 1
-    for before, after in zip(expected, found, strict=True):
-        assert after.losses == before.losses
-        for moment in ("parameters_at_checkpoint", "parameters_at_end"):
-            saved, loaded = (getattr(report, moment) for report in (before, after))
-            assert loaded.keys() == saved.keys() and all(np.array_equal(loaded[key][1], saved[key][1]) for key in saved)
+    assert_resumed_bit_for_bit(found, expected=expected)
     if not case.shards_weights and case.num_state_copies is None and case.graph is TIED:
         assert_has_predicted_size(tmp_path / "step_00000002", case)
 

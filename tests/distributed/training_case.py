@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megatron.runtime.checkpoint.background_save import BackgroundSave
 from megatron.runtime.checkpoint.checkpoint import LoadedCheckpoint, load_checkpoint, save_checkpoint
-from megatron.runtime.feed.step_planner import StepOptions, plan_step
+from megatron.runtime.feed.step_planner import StepOptions
 from megatron.runtime.gradients.unit_optimizer import Rates, UnitRates, build_optimizer_config
 from megatron.runtime.session import Session, SessionOptions
 from megatron.runtime.step.step import LossSums, Step
@@ -27,7 +27,7 @@ from multimodal.schedule.passes import Pass
 from multimodal.schedule.passes.reduce_by_layer import reduce_by_layer
 from multimodal.values.model_graph import Experts, ImageInput, ModelGraph, Queries, Role, Transformer, Unit
 from multimodal.values.plan import Plan, Replica, Stage, UnitPlan
-from tests.distributed.gradient_case import whole_weights
+from tests.distributed.gradient_case import plan_all, whole_weights
 from tests.distributed.random_source import RandomSource, SampleShape
 from tests.distributed.rank_pool import TIMEOUT, RankPool
 from tests.unit.model.join_shards import join_shards
@@ -198,15 +198,9 @@ class Training:
         lengths = [source.lengths(index) for index in range(len(source))]
         graph, plan = self.case.graph, self.session.plan
         assignment = BALANCERS[UNBALANCED](lengths, graph=graph, plan=plan, options=BalanceOptions(micro_batch_size=1))
-        return plan_step(
-            source,
-            lengths=lengths,
-            assignment=assignment,
-            source_index={index: index for index in range(len(source))},
-            options=StepOptions(
-                self.session.schedules(), self.rank, sharing=ContextSharing(block_size=4), shards_weights=self.case.shards_weights
-            ),
-        )
+        sharing = ContextSharing(block_size=4)
+        options = StepOptions(self.session.schedules(), self.rank, sharing=sharing, shards_weights=self.case.shards_weights)
+        return plan_all(source, assignment, options)
 
     def save(self, folder: Path, *, step: int, keep_last: int = 2, run_state: dict[str, Any] | None = None) -> None:
         """Save a checkpoint, or start to."""
@@ -228,6 +222,23 @@ class Training:
     def load(self, folder: Path, *, load_optimizer: bool = True, load_rng: bool = True) -> LoadedCheckpoint:
         """Load the newest checkpoint."""
         return load_checkpoint(folder, session=self.session, load_optimizer=load_optimizer, load_rng=load_rng)
+
+    def held(self, *, with_moments: bool = False) -> list[torch.Tensor]:
+        """Parameters and, if asked for, what the optimizers have of them after a step."""
+        parameters = [parameter for stage in self.session.stages.values() for parameter in stage.parameters()]
+        states = [state for optimizer in self.session.optimizers.values() for state in optimizer.optimizer.state.values()]
+        moments = [state[name] for state in states for name in ("exp_avg", "exp_avg_sq", "step")] if with_moments else []
+        return parameters + moments
+
+    def fill(self, value: float, **which: bool) -> None:
+        """Give all elements of these one value."""
+        with torch.no_grad():
+            for tensor in self.held(**which):
+                tensor.fill_(value)
+
+    def found(self, **which: bool) -> set[float]:
+        """Return the values that their elements have."""
+        return {value for tensor in self.held(**which) for value in tensor.detach().unique().tolist()}
 
     def parameters(self) -> "RankParameters":
         """Copies of all parameters of this rank; the copy of tied embeddings on a last stage goes by a name of its own."""
@@ -303,3 +314,13 @@ def join_parameters(plan: Plan, shards: list[RankParameters]) -> dict[tuple[str,
                             joined = join_shards([torch.from_numpy(values) for _, values in parts], parts[0][0]).numpy()
                             assert np.array_equal(whole.setdefault(key, joined), joined), f"{key} differs between replicas"
     return whole
+
+
+def assert_resumed_bit_for_bit(found: list[RankReport], *, expected: list[RankReport]) -> None:
+    """The same losses, and parameters before and after them."""
+    assert len({tuple(report.losses) for report in expected}) == 1
+    for before, after in zip(expected, found, strict=True):
+        assert after.losses == before.losses
+        for moment in ("parameters_at_checkpoint", "parameters_at_end"):
+            saved, loaded = (getattr(report, moment) for report in (before, after))
+            assert loaded.keys() == saved.keys() and all(np.array_equal(loaded[key][1], saved[key][1]) for key in saved)

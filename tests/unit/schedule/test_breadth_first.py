@@ -7,7 +7,7 @@ import pytest
 
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS
-from multimodal.schedule.builders.breadth_first import build_breadth_first, served_microbatches
+from multimodal.schedule.builders.breadth_first import build_breadth_first
 from multimodal.schedule.builders.interleaved_1f1b import build_interleaved_1f1b, chain_of_replica
 from multimodal.schedule.execute_lanes import execute_lanes
 from multimodal.values.action import Action, ActionKind
@@ -166,21 +166,6 @@ def test_of_encoders_with_unequal_stages_all_microbatches_that_the_llm_takes_fir
     shared = build_breadth_first(on_ranks(ranks, chunks={"llm": 2}, num_microbatches=3)).lanes[0]
     forwards = [microbatch for kind, _, _, microbatch in computed(shared) if kind == "F"]
     assert forwards == [0, 0, 1, 1, 2, 2]
-
-
-def test_microbatches_serve_those_that_routes_lead_to_through_any_number_of_units() -> None:
-    painter = Unit("painter", Role.GENERATOR, SHAPE)
-    graph = build_graph("vision")
-    graph = ModelGraph((*graph.units, painter), (*graph.edges, ("llm", "painter")))
-    vision = (((Atom(0, 0), Atom(3, 0)), (Atom(2, 0),)),)
-    samples = (((Atom(0),), (Atom(1),), (Atom(2),), (Atom(3),)),)
-    drawn = (((Atom(3),), (Atom(1), Atom(2))),)
-    served = served_microbatches(Assignment({"vision": vision, "llm": samples, "painter": drawn}).shape(graph, Plan()))
-    assert {unit: [each.tolist() for each in span] for unit, span in served.items()} == {
-        "vision": [[0, 2], [3, 2]],
-        "llm": [[0, 1, 2, 3], [0, 1, 2, 3]],
-        "painter": [[3, 1], [3, 2]],
-    }
 
 
 LAYERS = 10

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 
-from multimodal.cost.model_costs import ModelCosts
 from multimodal.cost.step_costs import ComputeCost
 from multimodal.schedule import simulate_events
 from multimodal.schedule.bubbles import BUBBLE_KINDS
@@ -292,13 +291,3 @@ def test_units_on_the_same_ranks_send_what_other_shares_hold(vision_cp: int, llm
     kinds = Counter(action.kind for action in lane.actions)
     messages = ("SEND_FORWARD", "RECEIVE_FORWARD", "SEND_BACKWARD", "RECEIVE_BACKWARD")
     assert [kinds[ActionKind[kind]] for kind in messages] == [num_messages] * 4
-
-
-def test_a_simulated_step_is_so_much_shorter() -> None:
-    seconds = []
-    for size in (1, 4):
-        plan = plan_of(vision_cp=size, llm_cp=size)
-        costs = ModelCosts(ASSIGNMENT.shape(GRAPH, plan), ASSIGNMENT, LENGTHS, CLUSTER, vocab_size=512)
-        simulation = simulate_schedule(schedule_of(plan), costs)
-        seconds.append(simulation.iteration_seconds)
-    assert seconds[0] / 4 < seconds[1] < seconds[0] / 3  # a backward repeats attention

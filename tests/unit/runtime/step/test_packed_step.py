@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from megatron.runtime.execution.step_inputs import StepInputs
-from megatron.runtime.feed.step_planner import StepOptions, plan_step
+from megatron.runtime.feed.step_planner import StepOptions
 from megatron.runtime.step.step import ROUTES, FoldedLengths, Step
 from megatron.runtime.step.token_placement import ContextSharing
 from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.schedule.build_schedule import ScheduleCache
 from multimodal.schedule.builders import BUILDERS
 from multimodal.values.sample_lengths import SampleLengths
+from tests.distributed.gradient_case import plan_all
 from tests.distributed.spread_case import build_case, unit_plan
 
 CPU = torch.device("cpu")
@@ -21,18 +22,13 @@ CPU = torch.device("cpu")
 
 def plan_on_rank_0() -> Step:
     case = build_case(vision=unit_plan(0, cp=2), llm=unit_plan(0, cp=3), painter=unit_plan(0, cp=2))
-    return plan_step(
-        case.source,
-        lengths=[case.source.lengths(index) for index in range(len(case.source))],
-        assignment=case.assignment,
-        source_index={index: index for index in range(len(case.source))},
-        options=StepOptions(
-            ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"]),
-            rank=0,
-            sharing=ContextSharing(block_size=4),
-            build=BuildOptions(Precision(torch.float64), attention_backend="blocks"),
-        ),
+    options = StepOptions(
+        ScheduleCache(case.graph, case.plan, BUILDERS["1f1b"]),
+        rank=0,
+        sharing=ContextSharing(block_size=4),
+        build=BuildOptions(Precision(torch.float64), attention_backend="blocks"),
     )
+    return plan_all(case.source, case.assignment, options)
 
 
 def lengths_of(*sizes: int) -> dict[int, SampleLengths]:
