@@ -121,7 +121,10 @@ PROOFS = {
         "tensor (": (MASTER, "distributed/test_tensor_parallel_overlap.py::test_loss_and_every_gradient_equal_one_process"),
         "context (": ("distributed/test_context_parallel_training.py::test_every_distribution",),
         "pipeline (": (MASTER,),
-        "sharing ranks, or as a plan file says": (MASTER, f"{PRETRAIN}::test_a_plan_file_gives_any_layout"),
+        "sharing ranks, or as a plan file says": (
+            MASTER,
+            f"{PRETRAIN}::test_replicas_of_templates_train_as_one_process_and_save_for_any_plan",
+        ),
     },
     "Frozen modules and projectors": {
         "input gradients only, or nothing": (MASTER, f"{PRETRAIN}::test_a_frozen_encoder_trains_its_projector"),
