@@ -36,6 +36,8 @@ CODE = re.compile(r"^(?:    .*\n)+|^```\w*\n(.*?)^```$", re.MULTILINE | re.DOTAL
 PROGRAM = re.compile(r"^(?:[^`]*[ /])?(pretrain_mllm|tools/(?!launch)\w+)\.py (.*)")
 NO_WORD = re.compile(r"\$\([^()]*\)|(?<= )\$\w+(?= |$)|\"\$\{@[^}]*\}\"|\s#.*|<[^<>]*>|\[[^\[\]]*\]")
 """What a shell or a reader takes away: substitutions, comments, placeholders."""
+LEFT_AS_TEXT = re.compile(r"\n(?:\d+\.|[-*|]|```) .*")
+"""Lists and tables that code hosts know and Python's Markdown does not: what stands in a list wants four spaces."""
 QUOTED_MESSAGE = re.compile(r"`([^`]*)`")
 
 
@@ -146,7 +148,10 @@ def test_the_site_builds_without_a_warning_and_leads_to_the_repository(tmp_path)
     built = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, check=False)
     assert built.returncode == 0, built.stderr
     assert 'href="https://example.org/braid/blob/main/multimodal/hugging_face"' in (tmp_path / "hugging_face.html").read_text()
-    assert [page.name for page in tmp_path.glob("*.html") if 'href="../' in page.read_text()] == []
+    pages = {path.name: path.read_text() for path in tmp_path.glob("*.html")}
+    assert [name for name, page in pages.items() if 'href="../' in page] == []
+    articles = {name: re.sub(r"(?s)^.*<article|<pre.*?</pre>|</article>.*", "", page) for name, page in pages.items()}
+    assert {name: found for name, page in articles.items() if (found := LEFT_AS_TEXT.findall(page))} == {}
 
 
 def commands(text):
