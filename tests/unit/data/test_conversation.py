@@ -53,16 +53,8 @@ IMAGE = ItemSegment(3)
         ([TextSegment("document", "ab"), IMAGE, TextSegment("document", "c")], "^Dab[###]c$", "--xx-----xx"),
         ([TextSegment("document", "ab"), IMAGE], "^Dab[###]$", "--xx-----x"),
         ([IMAGE, TextSegment("document", "ab"), IMAGE], "^[###]Dab[###]$", "-------xx-----x"),
-        (
-            [TextSegment("document", "d"), TextSegment("user", "q"), TextSegment("assistant", "y")],
-            "^Dd$UqAy$",
-            "-------xx",
-        ),
-        (
-            [TextSegment(role, "t") for role in ("user", "assistant", "user", "assistant")],
-            "^UtAt$UtAt$",
-            "----xx---xx",
-        ),
+        ([TextSegment("document", "d"), TextSegment("user", "q"), TextSegment("assistant", "y")], "^Dd$UqAy$", "-------xx"),
+        ([TextSegment(role, "t") for role in ("user", "assistant", "user", "assistant")], "^UtAt$UtAt$", "----xx---xx"),
         ([TextSegment("assistant", "a"), IMAGE, TextSegment("assistant", "b")], "^Aa[###]b$", "--x-----xx"),
         ([TextSegment("assistant", "a"), IMAGE, TextSegment("user", "b")], "^Aa$[###]Ub", "--xx-------"),
         ([TextSegment("user", "q"), TextSegment("user", "r")], "^Uqr", "----"),

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from multimodal.data.image_processing import (
-    cut_patches,
-    image_grid,
-    image_to_patches,
-    patch_positions,
-    smart_resize,
-)
+from multimodal.data.image_processing import cut_patches, image_grid, image_to_patches, patch_positions, smart_resize
 from multimodal.values.errors import DataError
 from multimodal.values.model_graph import ImageInput
 

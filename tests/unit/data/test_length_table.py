@@ -119,10 +119,7 @@ def test_an_encoder_says_how_long_audio_is(tmp_path):
 
 @pytest.mark.parametrize("name", ["L.csv", "L.csv.gz"])
 def test_written_lengths_are_read_back(tmp_path, name):
-    samples = (
-        SampleLengths(0, (ItemLengths("vision", 16, 4), ItemLengths("vision", 64, 16)), 9, 3),
-        SampleLengths(1, (), 5, 5),
-    )
+    samples = (SampleLengths(0, (ItemLengths("vision", 16, 4), ItemLengths("vision", 64, 16)), 9, 3), SampleLengths(1, (), 5, 5))
     write_length_table(tmp_path / name, samples)
     assert read_length_table(tmp_path / name, graph=GRAPH) == samples
 

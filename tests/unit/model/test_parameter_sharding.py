@@ -4,13 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from multimodal.model.layers.registry import sharding_of
-from multimodal.model.parameter_sharding import (
-    WHOLE,
-    ParameterSharding,
-    full_shape,
-    mark_sharding,
-    take_shard,
-)
+from multimodal.model.parameter_sharding import WHOLE, ParameterSharding, full_shape, mark_sharding, take_shard
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.join_shards import join_shards
 

@@ -11,9 +11,7 @@ from tools.emulate import build_run
 
 SHAPE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 256}
 MODEL = {"units": {"llm": {"role": "backbone", **SHAPE}}}
-PLAN = {
-    "units": {"llm": {"replicas": [{"stages": [{"ranks": [0], "layers": [[0, 2]]}, {"ranks": [1], "layers": [[2, 4]]}]}]}},
-}
+PLAN = {"units": {"llm": {"replicas": [{"stages": [{"ranks": [0], "layers": [[0, 2]]}, {"ranks": [1], "layers": [[2, 4]]}]}]}}}
 CURVES = {"forward": [0.5, 0.0, 0.0], "input_gradient": [1.0, 0.0, 0.0], "weight_gradient": [0.25, 0.0, 0.0]}
 
 

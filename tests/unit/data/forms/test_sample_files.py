@@ -37,14 +37,8 @@ def human(text: str) -> dict[str, str]:
             {**shown(["a.png", "b.png"], human("<image>\n<image>\nor <image>"), SAY), "images": "c"},
             ["a.png", "b.png", ("user", "or "), "c", SAID],
         ),
-        (
-            shown("a.png", human("what?\n<image>"), SAY, human("why?"), SAY),
-            [ASKED, "a.png", SAID, ("user", "why?"), SAID],
-        ),
-        (
-            {"id": 3, "conversations": [{"from": "system", "value": "be"}, human(""), SAY]},
-            [("system", "be"), ("user", ""), SAID],
-        ),
+        (shown("a.png", human("what?\n<image>"), SAY, human("why?"), SAY), [ASKED, "a.png", SAID, ("user", "why?"), SAID]),
+        ({"id": 3, "conversations": [{"from": "system", "value": "be"}, human(""), SAY]}, [("system", "be"), ("user", ""), SAID]),
         ({"id": 1, "instruction": "a", "input": "what?", "output": "cats"}, [("user", "a\nwhat?"), SAID]),
         (
             {"query": "<image>why?", "response": "so", "images": ["a.png"], "history": [["what?", "cats"]], "system": "be"},

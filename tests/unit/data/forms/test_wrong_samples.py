@@ -137,8 +137,7 @@ CHATS: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("sample", "message"),
-    [*LINES, *[({"id": "x", **sample}, message) for sample, message in SEGMENTS], *CHATS],
+    ("sample", "message"), [*LINES, *[({"id": "x", **sample}, message) for sample, message in SEGMENTS], *CHATS]
 )
 def test_a_wrong_sample_is_named(data: DataFolder, sample: Any, message: str) -> None:
     """With its file and line, in JSON lines and in a list."""
