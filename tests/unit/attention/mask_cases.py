@@ -35,7 +35,7 @@ MASKS: dict[str, tuple[str, Sequence[Sequence[MaskSegment]]]] = {
         [[text(17)], [item(0, 0), text(1)], [text(3), item(19, 0, "audio")], [], [text(16)]],
     ),
     "whole blocks": ("embedded", [[item(32, 0), text(16)], [text(16)]]),
-    "window of 20": ("causal", [[text(90)], [text(7)]]),
+    "window of 20": ("causal", [[text(60)], [text(7)]]),
     "window of 5": ("embedded", [[text(40), item(19, 0), text(21)]]),
 }
 """Name -> mode and samples; lengths that do and do not fill blocks of 16."""

@@ -61,7 +61,7 @@ def draw(seed: int) -> Asked:
     others = [name for name in MODELS[model].unit_names if name not in ("llm", *fed_encoders(MODELS[model]))]
     idle = frozenset(name for name in others if choose.random() < 0.4)
     options = f"{choose.choice(OPTIONS)} {choose.choice(SIZES) if planner != 'fsdp' else ''}"
-    sizes = choose.choice(CLUSTERS), choose.randint(4, 16), choose.choice((16, 24))
+    sizes = choose.choice(CLUSTERS), choose.randint(4, 16), choose.choice((8, 12))
     return Asked(planner, model, *sizes, idle, choose.choice(("", *others)), options)
 
 
