@@ -28,6 +28,10 @@ from tests.distributed.wide_transformers import build_wide_model, double_precisi
 VOCABULARY, MULTIPLE = 61, 64
 RATE, DECAY, BETAS = 0.01, 0.1, (0.9, 0.99)
 """Of AdamW."""
+ONE_STEP: dict[str, object] = {"--lr": RATE, "--weight-decay": DECAY, "--adam-beta1": BETAS[0], "--adam-beta2": BETAS[1]}
+ONE_STEP |= {"--clip-grad": 0, "--dtype": "float64", "--global-batch-size": 4, "--train-iters": 1, "--split": "100"}
+ONE_STEP |= {"--tokenizer-type": "ByteTokenizer", "--num-workers": 0}
+"""Flags of a run that does what `step_in_torch` does."""
 NUM_TEXT_TOKENS = 54
 """Ids that are drawn; those from here on stand for items."""
 Plans = Mapping[str, tuple[dict[str, Any], dict[str, Any]]]

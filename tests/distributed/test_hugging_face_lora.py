@@ -114,6 +114,17 @@ def gradients_here(case: GradientCase, folder: Path, theirs: Mapping[str, Added]
     return found
 
 
+FILES = "adapter/adapter_model.safetensors", "merged/model.safetensors"
+
+
+def assert_alike(folder: Path, other: Path, files: tuple[str, ...]) -> None:
+    """The same tensors, but for the order of sums."""
+    for file in files:
+        mine, theirs = load_file(folder / file), load_file(other / file)
+        assert mine.keys() == theirs.keys(), f"{other / file}"
+        assert all(torch.allclose(mine[key], theirs[key], rtol=1e-12, atol=1e-14) for key in mine), f"{other / file}"
+
+
 def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     model = build_wide_model(llama, folder)
@@ -129,9 +140,7 @@ def test_adapters_are_those_of_peft_under_any_plan(ranks: RankPool, tmp_path: Pa
         assert_matches(
             case_of(graph, TEXTS, sizes, **options), ranks, run=WithAdapters(folder, tmp_path / name), expected=expected
         )
-        for kind, file in (("adapter", "adapter_model.safetensors"), ("merged", "model.safetensors")):
-            one, other = (load_file(tmp_path / each / kind / file) for each in ("alone", name))
-            assert all(torch.allclose(one[key], other[key], rtol=1e-12, atol=1e-14) for key in one) and one.keys() == other.keys()
+        assert_alike(tmp_path / "alone", tmp_path / name, FILES)
     with double_precision():
         merged = type(model).from_pretrained(tmp_path / "alone" / "merged", dtype=torch.float64)
     for mine, of_adapters in zip(run_transformers(merged, alone.source, only_text)[0], logits, strict=True):
@@ -194,34 +203,22 @@ def test_new_rows_beside_adapters_are_those_of_peft_under_any_plan(
         again = WithAdapters(folder, tmp_path / f"{name}, from files", alone / "adapter")
         ranks.run(again, case, world_size=case.plan.num_ranks)
         for kind in (name, f"{name}, from files"):
-            for file in ("adapter/adapter_model.safetensors", "merged/model.safetensors"):
-                one, other = (load_file(tmp_path / each / file) for each in ("alone", kind))
-                assert one.keys() == other.keys() and all(torch.allclose(one[key], other[key], rtol=1e-12) for key in one), kind
+            assert_alike(alone, tmp_path / kind, FILES)
     converted = tmp_path / "converted"
     assert convert.main(["--load-hf", str(folder), "--load-adapter", str(alone / "adapter"), "--save-hf", str(converted)]) == 0
-    one, other = (load_file(each / "model.safetensors") for each in (alone / "merged", converted))
-    assert one.keys() == other.keys() and all(torch.allclose(one[key], other[key], rtol=1e-12) for key in one)
+    assert_alike(alone / "merged", converted, ("model.safetensors",))
 
 
-PEFT_DEFAULTS: Mapping[str, Any] = {
+PEFT_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("alora_invocation_tokens", "arrow_config", "auto_mapping", "corda_config", "eva_config", "exclude_modules")),
     **dict.fromkeys(("kasa_config", "layer_replication", "layers_pattern", "layers_to_transform", "lora_ga_config")),
-    **dict.fromkeys(
-        ("megatron_config", "modules_to_save", "monteclora_config", "parent_library", "revision", "target_parameters")
-    ),
-    **dict.fromkeys(("trainable_token_indices", "use_bdlora", "velora_config")),
+    **dict.fromkeys(("megatron_config", "modules_to_save", "monteclora_config", "parent_library", "revision")),
+    **dict.fromkeys(("target_parameters", "trainable_token_indices", "use_bdlora", "velora_config")),
     **dict.fromkeys(("ensure_weight_tying", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_rslora"), False),
-    "base_model_name_or_path": "a/b",
-    "bias": "none",
-    "inference_mode": True,
-    "init_lora_weights": True,
-    "loftq_config": {},
-    "lora_dropout": 0.0,
-    "megatron_core": "megatron.core",
-    "peft_version": "0.18.0",
-    "qalora_group_size": 16,
-    "task_type": "CAUSAL_LM",
 }
+PEFT_DEFAULTS |= {"base_model_name_or_path": "a/b", "bias": "none", "inference_mode": True, "init_lora_weights": True}
+PEFT_DEFAULTS |= {"loftq_config": {}, "lora_dropout": 0.0, "megatron_core": "megatron.core", "peft_version": "0.18.0"}
+PEFT_DEFAULTS |= {"qalora_group_size": 16, "task_type": "CAUSAL_LM"}
 """The keys that PEFT writes beside those that matter, with its values."""
 
 

@@ -22,7 +22,7 @@ from multimodal.data.manifest import ManifestSource
 from multimodal.data.packing import pack_language_microbatch
 from multimodal.data.tokenizer import ByteTokenizer
 from multimodal.values.assignment import Atom
-from tests.distributed.hugging_face_comparison import BETAS, DECAY, RATE, step_in_torch, weights_of
+from tests.distributed.hugging_face_comparison import BETAS, DECAY, ONE_STEP, RATE, step_in_torch, weights_of
 from tests.distributed.hugging_face_models import MAX_TOKENS, omni_thinker, qwen2_audio
 from tests.distributed.launch import train
 from tests.distributed.wide_transformers import build_wide_model
@@ -119,22 +119,7 @@ def test_a_step_is_that_of_transformers(make: Any, plans: tuple[str, ...], fixed
     expected_loss = step_in_torch(model, source, inputs=items_of, rate=RATE, decay=DECAY, betas=BETAS)
     stepped = tmp_path / "stepped"
     model.save_pretrained(stepped)
-    shared = {
-        "--load-hf": folder,
-        "--data-path": manifest,
-        "--tokenizer-type": "ByteTokenizer",
-        "--global-batch-size": 4,
-        "--train-iters": 1,
-        "--lr": RATE,
-        "--weight-decay": DECAY,
-        "--adam-beta1": BETAS[0],
-        "--adam-beta2": BETAS[1],
-        "--clip-grad": 0,
-        "--dtype": "float64",
-        "--num-workers": 0,
-        "--split": "100",
-        "--seq-length": 256,
-    }
+    shared = {**ONE_STEP, "--load-hf": folder, "--data-path": manifest, "--seq-length": 256}
     for name in plans:
         target, log = tmp_path / name, tmp_path / f"{name}.jsonl"
         entries, _ = train({**shared, "--save-hf": target, "--log-json": log, **PLANS[name]}, num_ranks=4)

@@ -2,22 +2,20 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import DeferWeightGradients, LinearWeightGradient, WeightGradientQueue
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.model.rank_groups import build_stage
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -63,18 +61,7 @@ class CountedProducts(TorchDispatchMode):
         return result
 
 
-def build(unit: str, *, recompute: str | None = None) -> UnitStage:
-    num_layers = len(GRAPH.unit(unit).layers)
-    stage = UnitStage(
-        graph=GRAPH,
-        unit_name=unit,
-        layers=range(num_layers),
-        groups=ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_cp"), dist.group.WORLD)),
-        options=BuildOptions(Precision(torch.float64), recompute=recompute),
-        vocab_size=32,
-    )
-    initialize_parameters(stage, seed=5)
-    return stage.train()
+build = partial(build_stage, GRAPH)
 
 
 def forward(stage: UnitStage) -> Tensor:

@@ -4,20 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.runtime.profiler import build_layer, synthetic_input
-from multimodal.model.initialization import initialize_parameters
 from multimodal.model.inputs.noise_paths import NoisePath, draw_path
 from multimodal.model.layers.generator_ends import position_features
 from multimodal.model.layers.layer_kind import HeadOutput
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.assignment import Atom
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.units.unit import Flow
+from tests.unit.model.rank_groups import build_stage
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -37,21 +34,8 @@ TWO_IMAGES = PackedInput(
 CONDITIONS = torch.randn(2, 12, generator=torch.manual_seed(1), dtype=torch.float64)
 
 
-def build(unit: str = "painter", *, graph: ModelGraph = GRAPH) -> UnitStage:
-    stage = UnitStage(
-        graph=graph,
-        unit_name=unit,
-        layers=range(4),
-        groups=ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_cp"), dist.group.WORLD)),
-        options=BuildOptions(Precision(torch.float64)),
-        vocab_size=32,
-    )
-    initialize_parameters(stage, seed=5)
-    return stage.train()
-
-
 def run(batch: PackedInput, conditions: torch.Tensor) -> HeadOutput:
-    output = build()(None, batch, conditions)
+    output = build_stage(GRAPH, "painter")(None, batch, conditions)
     assert isinstance(output, HeadOutput)
     return output
 
@@ -66,7 +50,7 @@ def test_each_image_is_made_from_its_own_condition() -> None:
 
 
 def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
-    stage = build()
+    stage = build_stage(GRAPH, "painter")
     hidden = torch.randn(6, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
     head = stage.layers["3"]
     trained, evaluated = head(hidden, patches=TWO_IMAGES.patches), head.eval()(hidden, patches=TWO_IMAGES.patches)
@@ -77,7 +61,7 @@ def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
 
 
 def test_patches_of_one_image_differ_by_their_place_alone() -> None:
-    projector = build().layers["0"]
+    projector = build_stage(GRAPH, "painter").layers["0"]
     batch = PackedInput((3,), torch.tensor([[2, 3], [2, 3], [3, 2]]), condition_rows=torch.tensor([0, 0, 0]))
     hidden = projector(CONDITIONS, batch)[:, 0]
     torch.testing.assert_close(hidden[0], hidden[1])
@@ -89,7 +73,7 @@ def test_an_image_is_made_beside_what_encoders_give() -> None:
     edges = [["vision", "llm"], ["llm", "painter"], ["vision", "painter"]]
     vision = {"role": "encoder", **SHAPE, "hidden_size": 8}
     units = {"vision": vision, **GRAPH.to_dict()["units"]}
-    stage = build(graph=ModelGraph.from_dict({"units": units, "edges": edges}))
+    stage = build_stage(ModelGraph.from_dict({"units": units, "edges": edges}), "painter")
     beside = torch.tensor([[-1, 0], [-1, 1]])
     batch = PackedInput(
         (6,),
@@ -115,7 +99,8 @@ ITEMS = (Atom(5, 0), Atom(9, 1))
 
 def flow_stage(**flow: object) -> UnitStage:
     """Of a generator that learns a flow; what starts as zeros is drawn, as it would hide the rest."""
-    stage = build(graph=ModelGraph.from_dict({"units": {**UNITS, "painter": {**UNITS["painter"], "flow": flow}}})).eval()
+    graph = ModelGraph.from_dict({"units": {**UNITS, "painter": {**UNITS["painter"], "flow": flow}}})
+    stage = build_stage(graph, "painter").eval()
     for index in ("1", "2"):
         torch.nn.init.normal_(stage.layers[index].modulation.weight, std=0.3, generator=torch.manual_seed(6))
     return stage
@@ -183,7 +168,7 @@ def test_items_without_conditions_are_made_alike_whatever_the_llm_says() -> None
 
 def test_the_llm_hands_on_the_states_of_the_rows_asked_for() -> None:
     """And their gradient reaches the LLM beside that of its own loss."""
-    stage = build("llm")
+    stage = build_stage(GRAPH, "llm")
     batch = PackedInput(
         (5,),
         torch.arange(5),

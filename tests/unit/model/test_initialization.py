@@ -3,13 +3,10 @@ import math
 import pytest
 import torch
 
-from multimodal.model.initialization import initialize_parameters
 from multimodal.model.layers.registry import sharding_of
-from multimodal.model.transformer_config import BuildOptions, Precision
-from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph
 from tests.unit.model.join_shards import join_shards
-from tests.unit.model.rank_groups import groups_of
+from tests.unit.model.rank_groups import build_stage, groups_of
 
 # megatron-core takes every group for one of size 1 while torch.distributed is not initialised.
 pytestmark = pytest.mark.usefixtures("world_of_one")
@@ -27,26 +24,13 @@ GRAPH = ModelGraph.from_dict(
 )
 
 
-def build(unit: str, layers: range, *, size: int = 1, rank: int = 0, seed: int = 5) -> UnitStage:
-    stage = UnitStage(
-        graph=GRAPH,
-        unit_name=unit,
-        layers=layers,
-        groups=groups_of(size, rank=rank),
-        options=BuildOptions(Precision(torch.float64)),
-        vocab_size=32,
-    )
-    initialize_parameters(stage, seed=seed)
-    return stage
-
-
 def joined(unit: str, *, size: int, cuts: tuple[int, ...], seed: int = 5) -> dict[str, torch.Tensor]:
     """All parameters of a unit, whole, from the stages and shards that a layout has."""
     found = {}
     for first, last in zip((0, *cuts), (*cuts, 4), strict=True):
-        shards = [
-            dict(build(unit, range(first, last), size=size, rank=rank, seed=seed).named_parameters()) for rank in range(size)
-        ]
+        groups = [groups_of(size, rank=rank) for rank in range(size)]
+        stages = [build_stage(GRAPH, unit, layers=range(first, last), groups=each, seed=seed) for each in groups]
+        shards = [dict(stage.named_parameters()) for stage in stages]
         for name in shards[0]:
             whole = join_shards([shard[name].detach() for shard in shards], sharding_of(GRAPH.unit(unit), name))
             assert name not in found or torch.equal(found[name], whole), "two copies of one parameter differ"

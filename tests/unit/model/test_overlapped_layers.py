@@ -3,10 +3,8 @@
 import pytest
 
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
-from multimodal.model.transformer_config import BuildOptions
-from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import ModelGraph
-from tests.unit.model.rank_groups import groups_of
+from tests.unit.model.rank_groups import build_stage, groups_of
 
 SHAPE = {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 24}
 GRAPH = ModelGraph.from_dict(
@@ -22,14 +20,7 @@ GRAPH = ModelGraph.from_dict(
 @pytest.mark.parametrize("num_parts", [1, 3])
 @pytest.mark.parametrize("unit", ["vision", "llm"])
 def test_the_four_products_of_a_transformer_layer_overlap(unit: str, num_parts: int) -> None:
-    stage = UnitStage(
-        graph=GRAPH,
-        unit_name=unit,
-        layers=range(3),
-        groups=groups_of(2),
-        options=BuildOptions(sequence_parallel=True, num_overlapped_parts=num_parts),
-        vocab_size=32,
-    )
+    stage = build_stage(GRAPH, unit, groups=groups_of(2), sequence_parallel=True, num_overlapped_parts=num_parts)
     found = {
         name: module.num_overlapped_parts
         for name, module in stage.named_modules()

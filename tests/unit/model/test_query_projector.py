@@ -4,17 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from multimodal.model.initialization import initialize_parameters
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import ModelGraph
+from tests.unit.model.rank_groups import build_stage
 
 pytestmark = pytest.mark.usefixtures("world_of_one")
 
@@ -30,15 +27,12 @@ def graph_of(queries: dict[str, Any], **vision: Any) -> ModelGraph:
 
 
 def build(graph: ModelGraph) -> UnitStage:
-    groups = ProcessGroupCollection(**dict.fromkeys(("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_cp"), dist.group.WORLD))
     last = len(graph.unit("vision").layers) - 1
-    options = BuildOptions(Precision(torch.float64))
-    stage = UnitStage(graph=graph, unit_name="vision", layers=range(last, last + 1), groups=groups, options=options)
-    initialize_parameters(stage, seed=5)
+    stage = build_stage(graph, "vision", layers=range(last, last + 1))
     with torch.no_grad():
         for parameter in stage.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64) / 4)
-    return stage.train()
+    return stage
 
 
 def expected_of(weights: dict[str, Tensor], tokens: Tensor, *, num_layers: int, has_self: bool, merge: int) -> Tensor:

@@ -5,34 +5,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 pytest.importorskip("transformers", reason="transformers is not installed (pip install 'braid[hf]')")
 
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from multimodal.data.audio.audio_processing import audio_positions, frames_to_patches
 from multimodal.hugging_face.qwen_forms import WHISPER
 from multimodal.hugging_face.weight_names import rows_of
 from multimodal.model.stage_input import PackedInput
-from multimodal.model.transformer_config import BuildOptions, Precision
 from multimodal.model.unit_stage import UnitStage
 from multimodal.values.model_graph import AudioInput, ModelGraph
 from tests.distributed.wide_transformers import double_precision, randomize_vectors
+from tests.unit.model.rank_groups import build_stage
 
 MAX_TOKENS, HIDDEN, GRID = 6, 16, (12, 1)
 SHAPE = {"num_attention_heads": 4, "ffn_hidden_size": 20, "hidden_size": HIDDEN}
-EAR = {
-    "role": "encoder",
-    "num_layers": 2,
-    **SHAPE,
-    "normalization": "LayerNorm",
-    "activation": "gelu",
-    "add_bias_linear": True,
-    "has_rotary_positions": False,
-    "has_linear_projector": True,
-    "audio": {"num_mel_bins": 4, "merge_factor": 1, "max_tokens": MAX_TOKENS},
-}
+EAR = {"role": "encoder", "num_layers": 2, **SHAPE, "normalization": "LayerNorm", "activation": "gelu", "add_bias_linear": True}
+EAR |= {"has_rotary_positions": False, "has_linear_projector": True}
+EAR["audio"] = {"num_mel_bins": 4, "merge_factor": 1, "max_tokens": MAX_TOKENS}
 GRAPH = ModelGraph.from_dict({"units": {"ear": EAR, "llm": {"role": "backbone", "num_layers": 1, **SHAPE}}})
 
 
@@ -40,15 +30,8 @@ def whisper() -> Any:
     from transformers import WhisperConfig
     from transformers.models.whisper.modeling_whisper import WhisperEncoder
 
-    config = WhisperConfig(
-        d_model=HIDDEN,
-        encoder_layers=2,
-        encoder_attention_heads=4,
-        encoder_ffn_dim=20,
-        num_mel_bins=4,
-        max_source_positions=MAX_TOKENS,
-        init_std=0.3,
-    )
+    shape = {"d_model": HIDDEN, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 20, "init_std": 0.3}
+    config = WhisperConfig(**shape, num_mel_bins=4, max_source_positions=MAX_TOKENS)
     torch.manual_seed(3)
     with double_precision():
         model = WhisperEncoder(config).eval()
@@ -70,12 +53,10 @@ def fill(stage: UnitStage, weights: dict[str, torch.Tensor]) -> None:
                 parameter[rows.target : rows.target + rows.num_rows] = part[rows.start : rows.start + rows.num_rows]
 
 
-def test_hidden_states_are_those_of_transformers(world_of_one: dist.ProcessGroup) -> None:
+@pytest.mark.usefixtures("world_of_one")
+def test_hidden_states_are_those_of_transformers() -> None:
     """Two clips packed end to end."""
-    names = ("tp", "cp", "pp", "ep", "expt_tp", "tp_ep", "tp_cp")
-    groups = ProcessGroupCollection(**dict.fromkeys(names, world_of_one))
-    options = BuildOptions(Precision(torch.float64))
-    stage = UnitStage(graph=GRAPH, unit_name="ear", layers=range(4), groups=groups, options=options)
+    stage = build_stage(GRAPH, "ear")
     model = whisper()
     fill(stage, dict(model.state_dict()))
     audio = GRAPH.unit("ear").audio
