@@ -66,17 +66,12 @@ class CompiledSchedule:
     """Times of the work inside computations, once there are costs."""
 
     @cached_property
-    def filled_seconds(self) -> Floats:
-        """[entries of `arrays.lane_nodes`] seconds of the work that runs inside the entry in its lane."""
+    def unfilled_seconds(self) -> Floats:
+        """[entries of `arrays.lane_nodes`] seconds for which the lane waits for collectives inside the entry and runs nothing."""
         filled = np.zeros(len(self.slots))
         if self.inside is not None and self.carrier_times is not None:
             np.add.at(filled, np.searchsorted(self.slots, self.inside.carrier_slots), self.carrier_times.durations)
-        return filled
-
-    @cached_property
-    def unfilled_seconds(self) -> Floats:
-        """[entries of `arrays.lane_nodes`] seconds for which the lane waits for collectives inside the entry and runs nothing."""
-        return self.tensor_parallel_seconds[self.arrays.lane_nodes] - self.filled_seconds
+        return self.tensor_parallel_seconds[self.arrays.lane_nodes] - filled
 
     @property
     def computed_seconds(self) -> Floats:

@@ -114,7 +114,7 @@ def _fill_finely(whole: "_Filling", pipelines: Sequence[Integers], costs: StepCo
             lanes, num_segments = lanes | set(pipeline.tolist()), num_segments + count
     cut = cut_finely(shape, units, lanes=lanes)
     fine = _Filling(whole.in_line, cut, costs, movable, inside=units, lanes=lanes) if lanes else None
-    return fine if fine is not None and fine.has_waits else None
+    return fine if fine is not None and len(fine.waits) else None
 
 
 class _Filling:
@@ -178,20 +178,15 @@ class _Filling:
         self.goes_inside[filling] = collectives.fits_inside * (1 + collectives.ends_with_one.astype(np.uint8))
         self.behind[filling] = self.waiting[filling] * collectives.ends_with_one
 
-    @property
-    def has_waits(self) -> bool:
-        """True if computations that keep their order have waits that can be filled."""
-        return bool(len(self.waits))
-
     def has_cut(self, pipeline: Integers) -> bool:
         """True if a pipeline's encoders are cut."""
-        return bool((self.parts.counts[self.piece_of_part[self._pieces_of(pipeline)]] > 1).any())
+        return bool((self.parts.counts[self.piece_of_part[self.pieces[int(pipeline[0])]]] > 1).any())
 
     def alike_pipelines(self) -> list[list[Integers]]:
         """Return the lanes of all pipelines of a whole step, grouped: pipelines of a group are alike."""
         found: dict[bytes, list[Integers]] = {}
         for pipeline in connected_lanes(self.cut):
-            pieces = self._pieces_of(pipeline)
+            pieces = self.pieces[int(pipeline[0])]
             to_fill = self._lanes_to_fill(pieces, pipeline)
             group = found.setdefault(b"".join(array.tobytes() for array in (*vars(to_fill).values(), self.waiting[pieces])), [])
             if not group:
@@ -204,7 +199,7 @@ class _Filling:
         if source is target:
             return placed
         counterpart = np.full(self.work.num_computed + 1, NO_CARRIER)
-        counterpart[self._pieces_of(source)] = self._pieces_of(target)
+        counterpart[self.pieces[int(source[0])]] = self.pieces[int(target[0])]
 
         def moved(pieces: Integers) -> Integers:
             return counterpart[pieces]  # -1 (no carrier) reads the last entry
@@ -219,7 +214,7 @@ class _Filling:
 
     def fill(self, pipeline: Integers) -> "_FilledPipeline | None":
         """Fill a pipeline; None if it is too large."""
-        pieces = self._pieces_of(pipeline)
+        pieces = self.pieces[int(pipeline[0])]
         to_fill = self._known.get(int(pipeline[0])) or self._lanes_to_fill(pieces, pipeline)
         size = len(pieces) * (len(to_fill.queue_starts) - 1)
         if size > MOST_WORK:
@@ -241,13 +236,9 @@ class _Filling:
         rows = zip(*(np.split(column[slots], lane_starts[1:-1]) for column in columns), strict=True)
         return list(starmap(PlacedParts, rows))
 
-    def _pieces_of(self, pipeline: Integers) -> Integers:
-        """Return the computations of a pipeline's lanes, ascending."""
-        return self._pieces_of_lane[int(pipeline[0])]
-
     @cached_property
-    def _pieces_of_lane(self) -> Mapping[int, Integers]:
-        """The first lane of each pipeline -> its computations."""
+    def pieces(self) -> Mapping[int, Integers]:
+        """The first lane of each pipeline -> the computations of its lanes, ascending."""
         pipelines = connected_lanes(self.cut)
         pieces = np.flatnonzero(self.work.kinds != _REDUCTION)
         owners = component_of_lane(self.cut)[self.work.first_lanes][self.work.computed_stages[pieces]]

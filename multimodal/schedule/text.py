@@ -11,7 +11,6 @@ run inside that action, during its wait number 2.
 """
 
 import re
-from collections.abc import Iterable
 
 from multimodal.values.action import (
     ACTION_TABLE,
@@ -42,15 +41,11 @@ _BRACES = re.compile(r"[{}]|(?:[^{}]|\{\d+:\d+\})+")
 
 def schedule_to_text(schedule: Schedule) -> str:
     """Print a schedule; raises ScheduleError for an action that the row of its kind in the action table does not allow."""
-    return lanes_to_text(schedule.lanes)
+    return "".join(f"{lane_to_text(lane)}\n" for lane in schedule.lanes)
 
 
-def lanes_to_text(lanes: Iterable[Lane]) -> str:
-    """Print lanes, one per line."""
-    return "".join(f"{_lane_to_text(lane)}\n" for lane in lanes)
-
-
-def _lane_to_text(lane: Lane) -> str:
+def lane_to_text(lane: Lane) -> str:
+    """Print a lane."""
     pieces: list[str] = []
     filled = False
     for position, slot in enumerate(lane.slots):

@@ -11,7 +11,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.stage_layers import StageLayers
 from multimodal.schedule.inside_slots import NO_CARRIER, InsideSlots
 from multimodal.schedule.piece_collectives import MOST_COLLECTIVES, PieceCollectives, own_waits
-from multimodal.values.action import Action, Resource, action_to_text
+from multimodal.values.action import Resource, action_to_text
 from multimodal.values.arrays.rows import Bools, row_numbers, take_rows
 from multimodal.values.schedule import Schedule, slot_error
 from multimodal.values.work.step_work import KINDS, RESOURCE_NUMBERS
@@ -32,12 +32,10 @@ def validate_inside(schedule: Schedule, *, options: RunOptions | None = None) ->
     Raises ScheduleError that names the action. O(slots log slots).
     """
     checks = _Checks(schedule, options)
-    checks.check_kinds()
     checks.check_carriers()
     checks.check_waits()
     checks.check_collectives()
     checks.check_lanes()
-    checks.check_order()
     checks.check_needs()
 
 
@@ -48,19 +46,17 @@ class _Checks:
         self.layers = StageLayers(self.shape.graph, self.shape.plan, vocab_size=0)
         self.options, self.own_options = options or MOST_COLLECTIVES, options or _FEWEST_COLLECTIVES
 
-    def check_kinds(self) -> None:
-        is_wrong = self.work.resources[self.inside.pieces] != _COMPUTE
-        self._refuse(is_wrong, lambda _: "not a computation: only computations run inside others; run it by itself")
-
     def check_carriers(self) -> None:
-        """Check that carriers are computations of another unit whose place is not cut: ranges of segments report no waits."""
+        """Check that computations run in those of another unit whose place is not cut: ranges of segments report no waits."""
         inside, work = self.inside, self.work
+        no_computation = "not a computation: only computations run inside others; run it by itself"
+        self._refuse(work.resources[inside.pieces] != _COMPUTE, lambda _: no_computation)
         no_carrier = "no carrier: a computation must follow it in its lane"
         self._refuse(inside.carrier_slots == NO_CARRIER, lambda _: no_carrier)
         own, carriers = (work.pieces.unit_of_stage[work.computed_stages[each]] for each in (inside.pieces, inside.carriers))
         self._refuse(own == carriers, lambda text: f"it runs inside {text}, which is of the same unit; run it by itself")
         pieces, which = np.unique(inside.carriers, return_inverse=True)
-        is_cut = np.array([self._action(piece).place in self.shape.cuts.segments for piece in pieces.tolist()], bool)
+        is_cut = np.array([self.work.action(piece).place in self.shape.cuts.segments for piece in pieces.tolist()], bool)
         self._refuse(
             is_cut[which.ravel()],
             lambda text: (
@@ -77,7 +73,7 @@ class _Checks:
 
         def problem(text: str) -> str:
             index = int(np.argmax(self.inside.waits >= counts))
-            size = self.layers.tensor_size(self._action(int(self.inside.carriers[index]))[1:4])
+            size = self.layers.tensor_size(self.work.action(int(self.inside.carriers[index]))[1:4])
             found = f"numbered from 0, over {size} tensor parallel ranks" if size > 1 else "its tensor parallel size is 1"
             return (
                 f"it runs inside wait {self.inside.waits[index]} of {text}, which has {counts[index]} waits ({found}); "
@@ -97,7 +93,7 @@ class _Checks:
         """Check that the work waits for no collective, which would use the links that its carrier waits for."""
 
         def problem(_: str) -> str:
-            action = self._action(int(self.inside.pieces[np.argmin(self.collectives.fits_inside)]))
+            action = self.work.action(int(self.inside.pieces[np.argmin(self.collectives.fits_inside)]))
             plan, layers = self.shape.plan.units[action.unit], self.layers.in_order(action[1:4])
             if plan.context_parallel_size > 1:
                 return f"it exchanges keys and values over {plan.context_parallel_size} context parallel ranks; run it by itself"
@@ -115,7 +111,10 @@ class _Checks:
         return PieceCollectives.of(self.work, self.inside.pieces, options=self.own_options)
 
     def check_lanes(self) -> None:
-        """Check that all ranks that run the work together have it inside the same wait of the same computation."""
+        """Check that all ranks that run work together have it in the same wait of the same computation, and waits are in order.
+
+        So it never stands before work that it needs.
+        """
         inside, starts = self.inside, self.work.lane_rows[0]
         _, which = np.unique(np.stack((inside.pieces, inside.carriers, inside.waits)), axis=1, return_inverse=True)
         found = np.bincount(which.ravel())[which.ravel()]
@@ -127,10 +126,6 @@ class _Checks:
             return f"it runs {where} in {found[index]} of its {wanted[index]} lanes; let all of them have it there"
 
         self._refuse(found < wanted, problem)
-
-    def check_order(self) -> None:
-        """Check that work inside one computation is in the order of the waits, and never before work that it needs."""
-        inside = self.inside
         is_behind = np.append(False, (np.diff(inside.carrier_slots) == 0) & (np.diff(inside.waits) < 0))
         self._refuse(
             is_behind, lambda text: f"it stands behind what runs inside a later wait of {text}; order both by their waits"
@@ -176,8 +171,5 @@ class _Checks:
         index = int(np.argmax(is_wrong))
         lane, carrier = int(self.inside.lanes[index]), self.inside.carriers[index]
         position = int(self.inside.slots[index] - self.schedule.lane_starts[lane])
-        text = action_to_text(self._action(int(carrier)))
-        raise slot_error(self._action(int(self.inside.pieces[index])), problem(text), self.schedule.lanes, {lane: position})
-
-    def _action(self, piece: int) -> Action:
-        return self.work.action(piece)
+        text = action_to_text(self.work.action(int(carrier)))
+        raise slot_error(self.work.action(int(self.inside.pieces[index])), problem(text), self.schedule.lanes, {lane: position})

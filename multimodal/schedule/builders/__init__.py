@@ -197,7 +197,18 @@ def _factor(text: str) -> float:
 
 def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
     if value == IN_MEMORY:
-        return _run_ahead_in_memory(row, meaning="1F1B")
+        return replace(
+            row,
+            build=partial(build_in_memory, splits_backwards=row.splits_backwards),
+            meaning=f"{'zb-h1' if row.splits_backwards else '1F1B'} whose forwards run ahead as far as the memory model allows",
+            source=f"{_EAGER}; {row.source}" if row.splits_backwards else _EAGER,
+            is_tried_first=False,
+            fills_memory=True,
+            needs_costs=True,
+            needs_messages=True,
+        )
+    if row.splits_backwards:
+        raise ValueError(value)
     factor = _factor(value)
     return replace(
         row,
@@ -205,25 +216,6 @@ def _run_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
         meaning="1F1B whose forwards run ahead where memory allows",
         source=_EAGER,
         in_flight=factor,
-        needs_messages=True,
-    )
-
-
-def _run_zero_bubble_ahead(row: ScheduleRow, value: str) -> ScheduleRow:
-    if value != IN_MEMORY:
-        raise ValueError(value)
-    return replace(_run_ahead_in_memory(row, meaning="zb-h1"), source=f"{_EAGER}; {row.source}")
-
-
-def _run_ahead_in_memory(row: ScheduleRow, *, meaning: str) -> ScheduleRow:
-    return replace(
-        row,
-        build=partial(build_in_memory, splits_backwards=row.splits_backwards),
-        meaning=f"{meaning} whose forwards run ahead as far as the memory model allows",
-        source=_EAGER,
-        is_tried_first=False,
-        fills_memory=True,
-        needs_costs=True,
         needs_messages=True,
     )
 
@@ -312,7 +304,7 @@ BUILDERS = ScheduleTable(
             splits_backwards=True,
             virtual_stages=VirtualStages.OPTIONAL,
             is_tried_first=True,
-            parameters={"ahead": Parameter(IN_MEMORY, _run_zero_bubble_ahead)},
+            parameters={"ahead": Parameter(IN_MEMORY, _run_ahead)},
         ),
         "zb-v": ScheduleRow(
             build=build_zb_v,

@@ -41,9 +41,11 @@ def build_interleaved_1f1b(shape: StepShape) -> Schedule:
     depths, spans = _depths(shape), interleaved_spans(shape)
     limits = stage_limits(depths, spans=spans)
     groups: dict[StageKey, StageKey] = {}
+    orders = []
     for unit in (unit for unit in interleaved if interleaved[unit]):
         _limit_stages(unit, shape, spans, limits, groups)
-    orders = [order for unit in interleaved if interleaved[unit] for order in _orders(unit, shape)]
+        orders_of = partial(_orders_of_stage, is_exact=not shape.forward_only and not graph.downstream(unit))
+        orders += ordered_pieces(unit, step_work(shape), has_order=is_dealt, orders_of=orders_of)
     policy = Policy(forward_limits=limits, forward_floors=forward_floors(shape.plan, limits), group_of=groups, orders=orders)
     return list_schedule(shape, policy)
 
@@ -142,11 +144,6 @@ def _limit_stages(
         groups.update(dict.fromkeys(stages, stages[0]))
 
 
-def _orders(name: str, shape: StepShape) -> list[Integers]:
-    is_exact = not shape.forward_only and not shape.graph.downstream(name)
-    return ordered_pieces(name, step_work(shape), has_order=is_dealt, orders_of=partial(_orders_of_stage, is_exact=is_exact))
-
-
 @lru_cache(maxsize=256)
 def _orders_of_stage(
     stage_index: int, num_stages: int, chunks: int, num_microbatches: int, *, is_exact: bool
@@ -176,7 +173,11 @@ def _chain_orders(shape: StepShape) -> Iterator[Integers]:
         num_microbatches = shape.num_microbatches(graph.backbone.name, replica)
         for lane in range(num_lanes):
             order = interleaved_order(lane, **sizes_of_lane, num_microbatches=num_microbatches)
-            actions = chain_actions(order, positions, replica=replica, lane=lane, num_lanes=num_lanes)
+            actions = (
+                Action(KINDS[kind], unit, replica, stage, microbatch)
+                for kind, chunk, microbatch in zip(*(column.tolist() for column in order), strict=True)
+                for unit, stage in positions[chunk * num_lanes + lane][:: 1 if kind == _FORWARD else -1]
+            )
             yield integers(numbers[action] for action in actions if action in numbers)
 
 
@@ -222,14 +223,6 @@ def dealt_positions(units: Sequence[str], plan: Plan, replica: int) -> tuple[Pos
     if not is_dealt or len(positions) == num_lanes or num_lanes == 1:
         return None
     return tuple(tuple(position) for position in positions)
-
-
-def chain_actions(order: Order, positions: tuple[Position, ...], *, replica: int, lane: int, num_lanes: int) -> Iterator[Action]:
-    """Yield the actions of one lane's steps; lane: its number in the chain's order."""
-    for kind, chunk, microbatch in zip(*(column.tolist() for column in order), strict=True):
-        position = positions[chunk * num_lanes + lane]
-        for unit, stage in position if kind == _FORWARD else reversed(position):
-            yield Action(KINDS[kind], unit, replica, stage, microbatch)
 
 
 def _is_straight(shape: StepShape, source: str, target: str) -> bool:

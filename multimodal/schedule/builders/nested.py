@@ -72,7 +72,12 @@ class _Pauses:
     def __init__(self, shape: StepShape, costs: StepCosts) -> None:
         self.shape, self.work = shape, step_work(shape)
         self.units, self.llm = self.work.pieces.units, self.work.pieces.units[shape.graph.backbone.name]
-        self.start, self.end = _llm_times(shape, costs)
+        # When each computation of the LLM would start and end if nothing else took time; 0 for others.
+        llm, computed = shape.graph.backbone.name, np.flatnonzero(self.work.kinds != _REDUCTION)
+        in_line = (build_interleaved_1f1b if is_interleaved(shape.plan.units[llm]) else build_one_f_one_b)(shape)
+        seconds = np.full(self.work.num_computed, _SHORTEST_SECONDS)
+        seconds[computed] = np.maximum(_SHORTEST_SECONDS, costs.of_pieces(self.work, computed).seconds)
+        self.start, self.end = execute_unit(in_line, llm, seconds=seconds)
         self.component_of_lane = component_of_lane(shape)
 
     @property
@@ -186,12 +191,3 @@ class _Pauses:
         at = np.minimum(ready[groups], needed)
         moments = np.broadcast_to(at, unit.forward.shape)
         return _Moments(moments, moments)
-
-
-def _llm_times(shape: StepShape, costs: StepCosts) -> tuple[Floats, Floats]:
-    """Return when each computation of the LLM would start and end if nothing else took time, [num_computed]; 0 for others."""
-    llm, work = shape.graph.backbone.name, step_work(shape)
-    in_line = (build_interleaved_1f1b if is_interleaved(shape.plan.units[llm]) else build_one_f_one_b)(shape)
-    computed, seconds = np.flatnonzero(work.kinds != _REDUCTION), np.full(work.num_computed, _SHORTEST_SECONDS)
-    seconds[computed] = np.maximum(_SHORTEST_SECONDS, costs.of_pieces(work, computed).seconds)
-    return execute_unit(in_line, llm, seconds=seconds)

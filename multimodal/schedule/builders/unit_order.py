@@ -5,36 +5,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from multimodal.values.action import ActionKind
 from multimodal.values.arrays.rows import Integers
 from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import KIND_NUMBERS, StepWork
-
-
-class Step(NamedTuple):
-    """One action of one physical stage."""
-
-    kind: ActionKind
-    chunk: int
-    """Index among the stage's layer ranges, counted from upstream."""
-    microbatch: int
+from multimodal.values.work.step_work import StepWork
 
 
 class Order(NamedTuple):
-    """Steps as columns."""
+    """The actions of one physical stage, as columns."""
 
     kinds: Integers
     """`KIND_NUMBERS`."""
     chunks: Integers
+    """Indices among the stage's layer ranges, counted from upstream."""
     microbatches: Integers
-
-
-def order_of(steps: Iterable[Step]) -> Order:
-    """Return steps as columns."""
-    rows = np.array([(KIND_NUMBERS[step.kind], step.chunk, step.microbatch) for step in steps], np.int64).reshape(-1, 3)
-    return Order(*rows.T)
 
 
 def num_chunks(replica: Replica) -> int:

@@ -2,6 +2,8 @@
 
 from functools import lru_cache
 
+import numpy as np
+
 from multimodal.schedule.builders.one_f_one_b import (
     forward_floors,
     microbatch_spans,
@@ -9,7 +11,7 @@ from multimodal.schedule.builders.one_f_one_b import (
     stage_limits,
     storage_limits,
 )
-from multimodal.schedule.builders.unit_order import Order, Step, num_chunks, order_of, ordered_pieces, stages_that_share
+from multimodal.schedule.builders.unit_order import Order, num_chunks, ordered_pieces, stages_that_share
 from multimodal.schedule.list_schedule import Policy, list_schedule, split_units
 from multimodal.values.action import ActionKind
 from multimodal.values.errors import ScheduleError
@@ -17,7 +19,7 @@ from multimodal.values.parts.cuts import StageKey
 from multimodal.values.plan import Replica, UnitPlan
 from multimodal.values.schedule import Schedule
 from multimodal.values.shape import StepShape
-from multimodal.values.work.step_work import step_work
+from multimodal.values.work.step_work import KIND_NUMBERS, step_work
 
 
 def build_zb_v(shape: StepShape) -> Schedule:
@@ -79,41 +81,25 @@ def is_folded(replica: Replica) -> bool:
     )
 
 
-def zb_v_order(stage_index: int, *, num_stages: int, num_microbatches: int) -> list[Step]:
-    """Return the order of one stage as published with the paper; with fewer than 2 P - 1 microbatches the rest is left out."""
-    forward, gradient, weight = ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT
-    num_full = max(2 * num_stages - 1, num_microbatches)
-    order = _Order()
-    order.add((forward, 0), times=2 * (num_stages - stage_index) - 1)
-    order.add((forward, 1), (forward, 0), times=stage_index)
-    order.add((forward, 1), (gradient, 1), (weight, 1), times=num_stages - stage_index)
-    while order.count(forward, 1) < num_full:
-        if order.count(forward, 0) < num_full:
-            order.add((forward, 0))
-        order.add((gradient, 0), (weight, 0), (forward, 1), (gradient, 1), (weight, 1))
-    order.add((gradient, 0), (gradient, 1), times=stage_index)
-    order.add((gradient, 0), (weight, 0), times=num_stages - stage_index)
-    order.add((weight, 1), times=num_full - order.count(weight, 1))
-    order.add((weight, 0), times=num_full - order.count(weight, 0))
-    return [step for step in order.steps if step.microbatch < num_microbatches]
-
-
-class _Order:
-    """A list of steps that numbers the microbatches of each kind and chunk."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-        self.counts: dict[tuple[ActionKind, int], int] = {}
-
-    def count(self, kind: ActionKind, chunk: int) -> int:
-        return self.counts.get((kind, chunk), 0)
-
-    def add(self, *pattern: tuple[ActionKind, int], times: int = 1) -> None:
-        for kind, chunk in pattern * times:
-            self.steps.append(Step(kind, chunk, self.count(kind, chunk)))
-            self.counts[kind, chunk] = self.count(kind, chunk) + 1
-
-
 @lru_cache(maxsize=256)
 def _orders_of_stage(stage_index: int, num_stages: int, _: int, num_microbatches: int) -> tuple[Order]:
-    return (order_of(zb_v_order(stage_index, num_stages=num_stages, num_microbatches=num_microbatches)),)
+    """Return the order of one stage as published with the paper; with fewer than 2 P - 1 microbatches the rest is left out."""
+    kinds = (ActionKind.FORWARD, ActionKind.INPUT_GRADIENT, ActionKind.WEIGHT_GRADIENT)
+    forward, gradient, weight = map(KIND_NUMBERS.__getitem__, kinds)
+    num_full, num_left = max(2 * num_stages - 1, num_microbatches), num_stages - stage_index
+    steady = [(gradient, 0), (weight, 0), (forward, 1), (gradient, 1), (weight, 1)]
+    steps = [
+        *[(forward, 0)] * (2 * num_left - 1),
+        *[(forward, 1), (forward, 0)] * stage_index,
+        *[(forward, 1), (gradient, 1), (weight, 1)] * num_left,
+        *[(forward, 0), *steady] * (num_full - num_stages - num_left + 1),
+        *steady * (num_left - 1),
+        *[(gradient, 0), (gradient, 1)] * stage_index,
+        *[(gradient, 0), (weight, 0)] * num_left,
+        *[(weight, 1)] * stage_index,
+        *[(weight, 0)] * stage_index,
+    ]
+    rows, microbatches = np.array(steps), np.zeros(len(steps), np.int64)
+    # Each of the six steps is there once for each microbatch, in the order of these.
+    microbatches[np.lexsort(rows.T)] = np.tile(np.arange(num_full), 6)
+    return (Order(*np.column_stack((rows, microbatches))[microbatches < num_microbatches].T),)

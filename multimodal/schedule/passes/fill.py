@@ -10,24 +10,16 @@ from multimodal.values.schedule import Lane, Schedule, Slot, SlotMode
 from multimodal.values.shape import StepShape
 
 
-def fill(schedule: Schedule) -> Schedule:
+def fill(schedule: Schedule, *, splits: bool = True) -> Schedule:
     """Let every weight gradient that stands before an action with a message fill that action's idle slot.
 
     A backward right before such an action is split first: its input gradient runs at once, as other stages wait for it, and its
     weight gradient becomes the filler. A filler runs while the message is on its way; if the message is already there, the action
     comes first, and the filler right after it. So a lane's work never waits for a weight gradient, and at most one more
     microbatch's gradients are kept. Lanes that share a stage's actions with other lanes stay as they are (they must agree on the
-    order), and so do weight gradients before a reduction by layer. O(actions + dependencies).
+    order), and so do weight gradients before a reduction by layer. splits: False fills with existing weight gradients alone.
+    O(actions + dependencies).
     """
-    return _fill(schedule, splits=True)
-
-
-def refill(schedule: Schedule) -> Schedule:
-    """Do the same as `fill` with existing weight gradients, without splitting backwards. O(actions + dependencies)."""
-    return _fill(schedule, splits=False)
-
-
-def _fill(schedule: Schedule, *, splits: bool) -> Schedule:
     work = schedule.work
     receiving = {work.computed[piece] for piece in np.unique(work.message_ends[1]).tolist()}
     return schedule.with_lanes(_fill_lane(lane, schedule.shape, receiving, splits=splits) for lane in schedule.lanes)

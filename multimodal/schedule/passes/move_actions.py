@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from functools import wraps
 
 from multimodal.schedule.execute_lanes import execute_lanes
-from multimodal.schedule.passes.fill import refill
+from multimodal.schedule.passes.fill import fill
 from multimodal.schedule.passes.reduce_by_layer import cut_reductions, with_whole_reductions
 from multimodal.schedule.simulate import timeline_of_unit_costs
 from multimodal.values.action import Action, ActionKind, action_to_text
@@ -44,7 +44,7 @@ def keeps_earlier_passes(*, never_longer: bool = False) -> Callable[[Pass], Pass
                 if moved.shape.cuts.reduced_by_layer != cut:
                     return schedule
             if schedule.has_fillers:
-                moved = refill(moved)
+                moved = fill(moved, splits=False)
             elif not cut:
                 return moved
             pairs = zip(schedule.lanes, moved.lanes, strict=True)
