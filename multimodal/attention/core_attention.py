@@ -4,14 +4,12 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from multimodal.attention.attention_backend import FLASH, SEQUENCES, load_backend
+from multimodal.attention.attention_backend import FLASH, load_backend
 from multimodal.attention.attention_choice import BY_SEQUENCE, AttentionChoice
 from multimodal.attention.context_parallel import ContextGroup, attend_across_ranks
 from multimodal.attention.flash_attention import attend_by_flash
@@ -23,84 +21,17 @@ _Tensors = tuple[Tensor, Tensor, Tensor]
 
 
 class CoreAttention(torch.nn.Module):
-    """Plugs into a TransformerLayer spec as `core_attention`.
+    """Plugs into a TransformerLayer spec as `core_attention`: tokens attend by the mask rule, on one rank or over several.
 
-    recompute: keep no inner activations for the backward (Megatron's selective recomputation).
-    """
-
-    def __init__(self, *, recompute: bool, softmax_scale: float | None) -> None:
-        super().__init__()
-        self.recompute, self.softmax_scale = recompute, softmax_scale
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedLengths, **_: Any
-    ) -> Tensor:
-        """Attend.
-
-        query: [num_tokens, 1, heads / tp, head_channels]; key, value: [num_tokens, 1, groups / tp, head_channels].
-        Returns [num_tokens, 1, heads x head_channels / tp].
-        """
-        if not (self.recompute and torch.is_grad_enabled() and query.requires_grad):
-            return self._attend(query, key, value, packed_seq_params)
-        inputs = query, key, value, packed_seq_params
-        mixed: Tensor = checkpoint(self._attend, *inputs, use_reentrant=False, preserve_rng_state=False)
-        return mixed
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
-        raise NotImplementedError
-
-
-class PackedAttention(CoreAttention):
-    """Tokens attend only inside their own sequence: causally in an LLM, to all of it in an encoder.
-
-    Computed by FlashAttention's kernel for variable lengths, or by torch's scaled dot product attention sequence by sequence.
-    There may be several query heads per key head (grouped-query attention).
+    There may be several query heads per key head (grouped-query attention). choice: the rule; the backend of all tokens; and, if
+    ranks share sequences, that of whole ones. recompute: keep no inner activations for the backward (Megatron's selective
+    recomputation). repeats: True if attention over several ranks keeps none, as within recomputed layers (full recomputation).
+    pg_collection: its `cp` are the ranks that share a sequence. Raises ConfigError if a backend's package is missing.
     """
 
     def __init__(
         self,
         *,
-        config: TransformerConfig,
-        attn_mask_type: AttnMaskType,
-        backend: str = SEQUENCES,
-        recompute: bool = False,
-        softmax_scale: float | None = None,
-        **_: Any,
-    ) -> None:
-        super().__init__(recompute=recompute, softmax_scale=softmax_scale)
-        self.backend = backend
-        self.is_causal = attn_mask_type in (AttnMaskType.causal, AttnMaskType.padding_causal)
-
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
-        if self.backend == FLASH:
-            rows = query[:, 0], key[:, 0], value[:, 0]
-            flat = attend_by_flash(*rows, packed=packed, is_causal=self.is_causal, softmax_scale=self.softmax_scale)
-            return flat.flatten(1)[:, None]
-        groups = query.shape[2] // key.shape[2]
-        if groups > 1:
-            key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
-        # [num_tokens, 1, heads, channels] -> per sequence [1, heads, length, channels]
-        sequences = zip(*(tensor.permute(1, 2, 0, 3).split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
-        mixed = [
-            scaled_dot_product_attention(q, k, v, is_causal=self.is_causal, scale=self.softmax_scale) for q, k, v in sequences
-        ]
-        return torch.cat(mixed, dim=2).permute(2, 0, 1, 3).flatten(2)
-
-
-class MaskedAttention(CoreAttention):
-    """Tokens attend by the mask rule, with any backend, on one rank or over the ranks that share a sequence.
-
-    choice: the rule and the backend of all tokens, which takes a mask; if ranks share tokens, also the backend of whole
-    sequences, which may be `PackedAttention`. repeats: True if attention over several ranks keeps no inner activations, as within
-    recomputed layers (full recomputation). pg_collection: its `cp` are the ranks that share a sequence. Raises ConfigError if the
-    backend's package is missing.
-    """
-
-    def __init__(
-        self,
-        *,
-        config: TransformerConfig,
-        attn_mask_type: AttnMaskType,
         choice: AttentionChoice,
         recompute: bool = False,
         softmax_scale: float | None = None,
@@ -108,50 +39,60 @@ class MaskedAttention(CoreAttention):
         pg_collection: ProcessGroupCollection | None = None,
         **_: Any,
     ) -> None:
-        super().__init__(recompute=recompute, softmax_scale=softmax_scale)
-        self.repeats = recompute or repeats
-        options: dict[str, Any] = {"recompute": recompute, "softmax_scale": softmax_scale, "backend": choice.alone}
-        takes_sequences = choice.alone in BY_SEQUENCE
-        self.packed = PackedAttention(config=config, attn_mask_type=attn_mask_type, **options) if takes_sequences else None
-        self.rule, self.attend = choice.rule, load_backend(choice.backend)
-        self.context_group = getattr(pg_collection, "cp", None)
+        super().__init__()
+        self.choice, self.recompute, self.repeats = choice, recompute, recompute or repeats
+        self.softmax_scale, self.context_group = softmax_scale, getattr(pg_collection, "cp", None)
+        self.masked = {name: load_backend(name) for name in {choice.backend, choice.alone}.difference(BY_SEQUENCE)}
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *, packed_seq_params: PackedLengths, **_: Any
     ) -> Tensor:
         """Attend; if ranks share tokens, query, key and value are of this rank's tokens and their padding rows.
 
-        Returns zeros for padding.
+        query: [num_tokens, 1, heads / tp, head_channels]; key, value: [num_tokens, 1, groups / tp, head_channels].
+        Returns [num_tokens, 1, heads x head_channels / tp], zeros for padding.
         """
         packed, share = packed_seq_params, packed_seq_params.share
         if share is None:
-            return super().forward(query, key, value, attention_mask, packed_seq_params=packed)
+            return self._attend_alone((query, key, value), packed, self.choice.backend)
         own = query[: share.num_tokens], key[: share.num_tokens], value[: share.num_tokens]
         parts = packed.item_parts
         mixed = self._attend_across_ranks(own, packed) if parts is None else self._attend_by_item(own, parts)
         return torch.cat((mixed, mixed.new_zeros(query.shape[0] - share.num_tokens, *mixed.shape[1:])))
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
-        mask = packed.mask(self.rule)
-        mixed = self.attend(query[:, 0], key[:, 0], value[:, 0], mask=mask, softmax_scale=self.softmax_scale)
-        return mixed.flatten(1)[:, None]
+    def _attend(self, backend: str, query: Tensor, key: Tensor, value: Tensor, packed: PackedLengths) -> Tensor:
+        rule, scale = self.choice.rule, self.softmax_scale
+        if backend not in BY_SEQUENCE:
+            masked = self.masked[backend](query[:, 0], key[:, 0], value[:, 0], mask=packed.mask(rule), softmax_scale=scale)
+            return masked.flatten(1)[:, None]
+        if backend == FLASH:
+            rows = query[:, 0], key[:, 0], value[:, 0]
+            flat = attend_by_flash(*rows, packed=packed, is_causal=rule.is_causal, softmax_scale=scale)
+            return flat.flatten(1)[:, None]
+        groups = query.shape[2] // key.shape[2]
+        if groups > 1:
+            key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+        # [num_tokens, 1, heads, channels] -> per sequence [1, heads, length, channels]
+        sequences = zip(*(tensor.permute(1, 2, 0, 3).split(packed.lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        mixed = [scaled_dot_product_attention(q, k, v, is_causal=rule.is_causal, scale=scale) for q, k, v in sequences]
+        return torch.cat(mixed, dim=2).permute(2, 0, 1, 3).flatten(2)
 
     def _attend_by_item(self, own: _Tensors, parts: ItemParts) -> Tensor:
         """Attend to cut items over the ranks, all of which know if there are any, and to whole items alone."""
         if not parts.cut.lengths:
-            return self._attend_alone(own, parts.whole)
+            return self._attend_alone(own, parts.whole, self.choice.alone)
         parts = parts.on(own[0].device)
         cut = self._attend_across_ranks(_select(own, parts.cut_rows), parts.cut)
-        whole = self._attend_alone(_select(own, parts.whole_rows), parts.whole)
+        whole = self._attend_alone(_select(own, parts.whole_rows), parts.whole, self.choice.alone)
         return torch.cat((cut, whole)).index_select(0, parts.places)
 
-    def _attend_alone(self, own: _Tensors, packed: PackedLengths) -> Tensor:
+    def _attend_alone(self, own: _Tensors, packed: PackedLengths, backend: str) -> Tensor:
         """Attend on this rank; without items there are no rows, which not every backend accepts."""
         if not packed.lengths:
             return own[0].flatten(2)
-        attend = super().forward if self.packed is None else self.packed
-        mixed: Tensor = attend(*own, None, packed_seq_params=packed)
-        return mixed
+        if not (self.recompute and torch.is_grad_enabled() and own[0].requires_grad):
+            return self._attend(backend, *own, packed)
+        return checkpoint(self._attend, backend, *own, packed, use_reentrant=False, preserve_rng_state=False)
 
     def _attend_across_ranks(self, own: _Tensors, packed: PackedLengths) -> Tensor:
         """Attend over the ranks, without checkpointing, which would gather keys and values once more."""
@@ -163,8 +104,8 @@ class MaskedAttention(CoreAttention):
             key[:, 0],
             value[:, 0],
             context=ContextGroup(self.context_group, share.shares, packed.gathered_rows(query.device)),
-            mask=packed.mask(self.rule),
-            attend=self.attend,
+            mask=packed.mask(self.choice.rule),
+            attend=self.masked[self.choice.backend],
             softmax_scale=self.softmax_scale,
             recompute=self.repeats,
         )

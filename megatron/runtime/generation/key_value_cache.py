@@ -68,8 +68,7 @@ class KeyValueCache:
         if self._before:
             keys, values = self._before[len(self._behind)]
             key, value = torch.cat((keys, key)), torch.cat((values, value))
-            rule = getattr(attention, "rule", None) or MaskRule(is_causal=True)
-            output = attend_to_all(query, key, value, rule=rule, softmax_scale=attention.softmax_scale)
+            output = attend_to_all(query, key, value, rule=attention.choice.rule, softmax_scale=attention.softmax_scale)
         self._behind.append((key, value))
         return output
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn import Module
 
 from multimodal.attention.attention_backend import AttentionShape
-from multimodal.attention.attention_choice import BY_SEQUENCE, AttentionChoice, choose_attention
+from multimodal.attention.attention_choice import AttentionChoice, choose_attention
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.core_attention import MaskedAttention, PackedAttention
+from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear
 from multimodal.model.layers.layer_kind import InputContext, LayerContext, LayerKind, LayerPart, StagePass
@@ -97,8 +97,7 @@ class TransformerKind(LayerKind):
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Run the layer on packed sequences."""
         frequencies = self.frequencies(given)
-        output: Tensor = layer(hidden, attention_mask=None, rotary_pos_emb=frequencies, packed_seq_params=given.lengths)[0]
-        return output
+        return layer(hidden, attention_mask=None, rotary_pos_emb=frequencies, packed_seq_params=given.lengths)[0]
 
     def frequencies(self, given: StagePass) -> Tensor | None:
         """Return the rotary angles of the layer."""
@@ -129,8 +128,7 @@ class TransformerKind(LayerKind):
 
     def core_attention(self, layer: Module) -> Module | None:
         """Return megatron-core's `core_attention`."""
-        attention: Module = layer.self_attention.core_attention  # type: ignore[union-attr, assignment]
-        return attention
+        return layer.self_attention.core_attention  # type: ignore[union-attr, return-value]
 
 
 def accumulates_in_engine(options: BuildOptions) -> bool:
@@ -196,25 +194,17 @@ def transformer_layer_spec(
     self_attention.params = {"attn_mask_type": AttnMaskType.causal if choice.rule.is_causal else AttnMaskType.no_mask}
     if has_head_norms and implementation == "local":
         self_attention.submodules.q_layernorm = self_attention.submodules.k_layernorm = Norm
-    self_attention.submodules.core_attention = _core_attention(choice, recompute=recompute)
+    params = {"choice": choice, "recompute": recompute == "selective", "repeats": recompute == "full"}
+    self_attention.submodules.core_attention = ModuleSpec(module=CoreAttention, params=params)
     return spec
-
-
-def _core_attention(choice: AttentionChoice, *, recompute: str | None) -> ModuleSpec:
-    params = {"recompute": recompute == "selective"}
-    if choice.backend in BY_SEQUENCE:
-        return ModuleSpec(module=PackedAttention, params={**params, "backend": choice.backend})
-    return ModuleSpec(module=MaskedAttention, params={**params, "choice": choice, "repeats": recompute == "full"})
 
 
 def _local_spec(num_overlapped_parts: int) -> ModuleSpec:
     params = {"num_overlapped_parts": num_overlapped_parts}
     column = ModuleSpec(DeferrableColumnParallelLinear, params=params)
     row = ModuleSpec(DeferrableRowParallelLinear, params=params)
-    self_attention = ModuleSpec(
-        module=SelfAttention,
-        submodules=SelfAttentionSubmodules(linear_qkv=column, core_attention=PackedAttention, linear_proj=row),
-    )
+    parts = SelfAttentionSubmodules(linear_qkv=column, core_attention=CoreAttention, linear_proj=row)
+    self_attention = ModuleSpec(module=SelfAttention, submodules=parts)
     submodules = TransformerLayerSubmodules(
         input_layernorm=Norm,
         self_attention=self_attention,

@@ -17,7 +17,7 @@ from megatron.runtime.gradients import gradients
 from megatron.runtime.gradients.gradients import UnitGradients
 from megatron.runtime.session import Session
 from megatron.runtime.step.step import Step
-from multimodal.attention.core_attention import PackedAttention
+from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.layers.backbone_ends import LanguageHead
 from multimodal.model.layers.generator_ends import GeneratorProjector
@@ -145,9 +145,10 @@ def one_norm_not_summed(right: Any, found: UnitGradients, stage_index: int, laye
     return right(found, stage_index)
 
 
-def across_samples(right: Any, self: PackedAttention, query: Any, key: Any, value: Any, packed: PackedLengths) -> Any:
+def across_samples(right: Any, self: CoreAttention, backend: str, *given: Any) -> Any:
     """Packed samples as one."""
-    return right(self, query, key, value, PackedLengths(lengths=(sum(packed.lengths),)))
+    *tensors, packed = given
+    return right(self, backend, *tensors, PackedLengths(lengths=(sum(packed.lengths),)))
 
 
 IN_ANY_PLAN: Mapping[str, Error] = {
@@ -161,7 +162,7 @@ IN_ANY_PLAN: Mapping[str, Error] = {
     "gradients of tied embeddings are not summed": lambda: patch.object(Session, "finish_gradients"),
     "a norm is not summed under sequence parallelism": replaced(UnitGradients, "start_reduction", one_norm_not_summed),
     "gradients stop at a stage's border": lambda: patch.object(step_messages, "_gradient_of", torch.zeros_like),
-    "packed samples attend to each other": replaced(PackedAttention, "_attend", across_samples),
+    "packed samples attend to each other": replaced(CoreAttention, "_attend", across_samples),
 }
 
 

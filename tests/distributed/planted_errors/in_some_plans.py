@@ -18,7 +18,7 @@ from megatron.runtime.gradients.sharded_layer import ShardedLayer
 from megatron.runtime.gradients.unlike_gradients import UnlikeGradients
 from megatron.runtime.session import Session
 from multimodal.attention import context_parallel
-from multimodal.attention.core_attention import MaskedAttention
+from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import ItemParts, PackedLengths
 from multimodal.model import overlapped_product
 from multimodal.model.collectives import Arriving
@@ -68,14 +68,14 @@ IN_CONTEXT_PARALLELISM: Mapping[str, Error] = {
 }
 
 
-def parts_alone(right: Any, attention: MaskedAttention, own: tuple[torch.Tensor, ...], packed: PackedLengths) -> Any:
+def parts_alone(right: Any, attention: CoreAttention, own: tuple[torch.Tensor, ...], packed: PackedLengths) -> Any:
     """A part of an item attends to itself."""
     lengths = (own[0].shape[0],) if own[0].shape[0] else ()
-    return attention._attend_alone(own, PackedLengths(lengths=lengths))  # type: ignore[arg-type]
+    return attention._attend_alone(own, PackedLengths(lengths=lengths), attention.choice.alone)  # type: ignore[arg-type]
 
 
 OF_CUT_ITEMS: Mapping[str, Error] = {
-    "a part of an item attends to itself alone": replaced(MaskedAttention, "_attend_across_ranks", parts_alone),
+    "a part of an item attends to itself alone": replaced(CoreAttention, "_attend_across_ranks", parts_alone),
     "gradients of cut items' keys and values do not come home": replaced(context_parallel, "reduce_scatter_single", only_own),
     "rows of cut and whole items are exchanged": replaced(
         ItemParts, "on", lambda right, parts, device: parts._replace(places=torch.arange(len(parts.places)))

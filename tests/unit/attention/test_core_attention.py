@@ -4,14 +4,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from multimodal.attention.attention_backend import AttentionShape
 from multimodal.attention.attention_choice import choose_attention
 from multimodal.attention.bitfield import MaskMode
 from multimodal.attention.block_attention import attend_densely
-from multimodal.attention.core_attention import MaskedAttention, PackedAttention
+from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import ItemSpan, MaskRule, PackedLengths
 from multimodal.cost.token_shares import BlockShares, RankShare, WholeItemShares
 
@@ -38,8 +37,8 @@ def test_equals_attention_by_definition(recompute: bool, is_causal: bool, num_he
     generator = torch.Generator().manual_seed(3)
     shapes = [(sum(LENGTHS), 1, heads, 5) for heads in (num_heads, num_groups, num_groups)]
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    kind = AttnMaskType.causal if is_causal else AttnMaskType.no_mask
-    attention = PackedAttention(config=None, attn_mask_type=kind, recompute=recompute)  # type: ignore[arg-type]
+    choice = choose_attention("sequences", rule=MaskRule(is_causal=is_causal), shape=AttentionShape(), is_shared=False)
+    attention = CoreAttention(choice=choice, recompute=recompute)
     found = attention(*inputs, None, packed_seq_params=PackedLengths(lengths=LENGTHS))
     expected = token_by_token(*inputs, is_causal=is_causal)
     assert torch.allclose(found, expected, rtol=0, atol=1e-12)
@@ -61,12 +60,8 @@ def draw() -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
-    attention = MaskedAttention(
-        config=None,  # type: ignore[arg-type]
-        attn_mask_type=AttnMaskType.causal,
-        choice=choose_attention("blocks", rule=EMBEDDED, shape=AttentionShape(), is_shared=False),
-        recompute=recompute,
-    )
+    choice = choose_attention("blocks", rule=EMBEDDED, shape=AttentionShape(), is_shared=False)
+    attention = CoreAttention(choice=choice, recompute=recompute)
     inputs = draw()
     found = attention(*inputs, None, packed_seq_params=PACKED)
     expected = attend_densely(*(each[:, 0] for each in inputs), mask=PACKED.mask(EMBEDDED), softmax_scale=None)
@@ -80,24 +75,18 @@ def test_equals_the_reference_in_megatrons_layout(recompute: bool) -> None:
 
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_without_items_equals_one_sequence_at_a_time(is_causal: bool) -> None:
-    kind = AttnMaskType.causal if is_causal else AttnMaskType.no_mask
-    choice = choose_attention("blocks", rule=MaskRule(is_causal=is_causal), shape=AttentionShape(), is_shared=False)
-    masked = MaskedAttention(config=None, attn_mask_type=kind, choice=choice)  # type: ignore[arg-type]
-    sequences = PackedAttention(config=None, attn_mask_type=kind)  # type: ignore[arg-type]
+    given = {"rule": MaskRule(is_causal=is_causal), "shape": AttentionShape(), "is_shared": False}
+    attentions = (CoreAttention(choice=choose_attention(name, **given)) for name in ("blocks", "sequences"))  # type: ignore[arg-type]
     packed = PackedLengths(lengths=(6, 4))
-    found, expected = (each(*draw(), None, packed_seq_params=packed) for each in (masked, sequences))
+    found, expected = (each(*draw(), None, packed_seq_params=packed) for each in attentions)
     assert torch.allclose(found, expected, rtol=0, atol=1e-14)
 
 
 def test_ranks_with_whole_items_attend_without_each_other() -> None:
     """No process group is there to be asked; the third rank has nothing but its row of padding."""
     inputs = [torch.randn(sum(LENGTHS), 1, 2, 5, dtype=torch.float64, requires_grad=True) for _ in range(3)]
-    attention = MaskedAttention(
-        config=None,  # type: ignore[arg-type]
-        attn_mask_type=AttnMaskType.no_mask,
-        choice=choose_attention("blocks", rule=MaskRule(is_causal=False), shape=AttentionShape(), is_shared=True),
-        recompute=True,
-    )
+    choice = choose_attention("blocks", rule=MaskRule(is_causal=False), shape=AttentionShape(), is_shared=True)
+    attention = CoreAttention(choice=choice, recompute=True)
     expected = token_by_token(*inputs, is_causal=False)
     nothing = BlockShares(np.empty(0, dtype=np.int32), 3, num_tokens=0, block_size=2)
     shares = WholeItemShares(LENGTHS, np.array([1, 0, 1], dtype=np.int32), nothing, num_ranks=3)

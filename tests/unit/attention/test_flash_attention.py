@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
 from multimodal.attention import flash_attention
 from multimodal.attention.attention_backend import AttentionShape
-from multimodal.attention.attention_choice import choose_attention, choose_backend
+from multimodal.attention.attention_choice import AttentionChoice, choose_attention, choose_backend
 from multimodal.attention.bitfield import MaskMode
-from multimodal.attention.core_attention import PackedAttention
+from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import MaskRule, PackedLengths
 from multimodal.values.errors import ConfigError
 
@@ -63,8 +62,9 @@ def test_every_kernel_gives_what_one_sequence_at_a_time_gives(
     monkeypatch: pytest.MonkeyPatch, adapt: Callable[..., Any], kernel: Callable[..., Any], is_causal: bool
 ) -> None:
     monkeypatch.setattr(flash_attention, "find_kernel", lambda: adapt(kernel))
-    kind = AttnMaskType.causal if is_causal else AttnMaskType.no_mask
-    flash, plain = (PackedAttention(config=None, attn_mask_type=kind, backend=name) for name in ("flash", "sequences"))  # type: ignore[arg-type]
+    rule = MaskRule(is_causal=is_causal)
+    choices = (AttentionChoice(rule, AttentionShape(), backend=name, alone=name) for name in ("flash", "sequences"))
+    flash, plain = (CoreAttention(choice=choice) for choice in choices)
     generator = torch.Generator().manual_seed(1)
     shapes = ((9, 1, 4, 8), (9, 1, 2, 8), (9, 1, 2, 8))
     inputs = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
