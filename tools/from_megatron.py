@@ -218,7 +218,7 @@ class Conversion:
             )
 
     def _others(self) -> None:
-        flags, spellings = self.flags, FlagParser(self.graph).spellings()
+        flags, spellings = self.flags, FlagParser(self.graph).actions
         virtual = "virtual-pipeline-model-parallel-size", "num-layers-per-virtual-pipeline-stage"
         if flags.has(*virtual, "num-virtual-stages-per-pipeline-rank"):
             self.config["schedule"] = "interleaved-1f1b"

@@ -306,7 +306,7 @@ def _tokens(flag: str, value: Any, *, parser: FlagParser) -> list[str]:
     """Return an entry of a configuration file as it would be on the command line."""
     if flag in ("--config", "--help"):
         raise ConfigError(f"{flag} cannot stand in a configuration file")
-    action = parser.action_of(flag)
+    action = parser.actions.get(flag)
     if action is None:  # what it is, the parser says, together with all others that it does not know
         return [] if flag in FREEZES and value is False else [flag]
     if value is None:

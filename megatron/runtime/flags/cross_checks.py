@@ -81,7 +81,7 @@ def check_config(config: RunConfig, *, graph: ModelGraph) -> None:
         raise ConfigError(f"{shown_flag(row.name)} would be ignored: {row.reason}")
     for problem in chain(
         _problems_of_units(config, graph),
-        (rule.message.format(c=config) for rule in RULES if rule.is_broken(config)),
+        (message.format(c=config) for message, is_broken in RULES.items() if is_broken(config)),
         _problems_with_model(config, graph),
     ):
         raise ConfigError(problem)

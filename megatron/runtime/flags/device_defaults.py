@@ -39,9 +39,9 @@ def _with_engine(config: RunConfig) -> RunConfig:
     if "transformer_impl" in config.given or find_spec("transformer_engine") is None:
         return config
     engine = replace(config, model=replace(config.model, transformer_impl="transformer_engine"))
-    broken = next((rule for rule in RULES if rule.is_broken(engine)), None)
+    broken = next((message for message, is_broken in RULES.items() if is_broken(engine)), None)
     if broken is None:
         return engine
     if config.model.fp8_format is not None:
-        raise ConfigError(broken.message.format(c=engine))
+        raise ConfigError(broken.format(c=engine))
     return config

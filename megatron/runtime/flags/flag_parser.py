@@ -125,19 +125,16 @@ class FlagParser(argparse.ArgumentParser):
             raise ConfigError(
                 f"unexpected argument '{tokens[0]}'; flags start with --, and one that takes a single value got two"
             )
-        answers = {flag: explain_unknown(flag, spellings=self.spellings(), graph=self._graph) for flag in flags}
+        answers = {flag: explain_unknown(flag, spellings=self.actions, graph=self._graph) for flag in flags}
         if len(answers) > 1:
             raise ConfigError("unknown flags " + ", ".join(f"{flag} ({answer})" for flag, answer in answers.items()))
         for flag, answer in answers.items():
             raise ConfigError(f"unknown flag {flag}; {answer}")
 
-    def spellings(self) -> tuple[str, ...]:
-        """Every spelling of every flag."""
-        return tuple(self._option_string_actions)
-
-    def action_of(self, flag: str) -> argparse.Action | None:
-        """Return the action of a spelling; None if there is no such flag."""
-        return self._option_string_actions.get(flag)
+    @property
+    def actions(self) -> Mapping[str, argparse.Action]:
+        """Every spelling of every flag, with its action."""
+        return self._option_string_actions
 
 
 _SPELLED = " spelled"

@@ -158,7 +158,7 @@ def test_every_line_is_answered_as_written(tmp_path: Path, monkeypatch: pytest.M
 
 def test_every_rule_is_broken_by_a_line() -> None:
     text = GOLDEN.read_text()
-    messages = [re.sub(r"\\\{.*?\\\}", ".*", re.escape(rule.message)) for rule in RULES]
+    messages = [re.sub(r"\\\{.*?\\\}", ".*", re.escape(message)) for message in RULES]
     messages += [re.escape(f"{shown_flag(row.name)} would be ignored: {row.reason}") for row in IGNORED_FLAGS]
     messages += [re.escape(f"{shown_flag(a)} and {shown_flag(b)} exclude each other: {why}") for a, b, why in EXCLUSIVE_FLAGS]
     assert [message for message in messages if not re.search(message, text)] == []

@@ -8,6 +8,7 @@ import yaml
 from megatron.runtime.flags.arguments import build_plan, choose_trained, parse_arguments
 from megatron.runtime.flags.cross_checks import check_plan
 from megatron.runtime.flags.device_defaults import with_device_defaults
+from megatron.runtime.flags.device_rules import NeedsLocal
 from megatron.runtime.flags.flag_rules import RULES
 from multimodal.cost.layers.registry import read_model
 from multimodal.values.errors import ConfigError
@@ -18,7 +19,7 @@ DOCS = Path(__file__).parents[4] / "docs"
 
 def test_the_table_of_defaults_names_all_exceptions() -> None:
     rows = [line.split("|")[1:-1] for line in (DOCS / "gpu.md").read_text().splitlines() if line.startswith("| `--transformer")]
-    assert [row[2].strip() for row in rows] == ["; ".join(rule.keeps_local for rule in RULES if rule.keeps_local is not None)]
+    assert [row[2].strip() for row in rows] == ["; ".join(rule.name for rule in RULES.values() if isinstance(rule, NeedsLocal))]
 
 
 VARIANTS = {

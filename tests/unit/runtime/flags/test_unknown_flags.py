@@ -18,7 +18,7 @@ from multimodal.values.model_graph import ModelGraph, Transformer, Unit
 from tests.unit.runtime.flags.conftest import BACKBONE, ENCODER
 
 GRAPH = ModelGraph.from_dict({"units": {"vision": {**ENCODER, "image": {}}, "language": BACKBONE}})
-SPELLINGS = frozenset(FlagParser(GRAPH).spellings())
+SPELLINGS = frozenset(FlagParser(GRAPH).actions)
 TABLES = (IN_MODEL_FILE, CALLED, ALWAYS_ON, NOT_AVAILABLE)
 LISTED = [pattern for table in TABLES for names in table.values() for pattern in names.split()]
 LIST_FLAGS = """
@@ -48,7 +48,7 @@ def test_no_flag_of_braid_is_listed_and_none_is_listed_twice() -> None:
 
 
 def test_answers_name_flags_and_keys_that_exist() -> None:
-    spellings = SPELLINGS | set(FlagParser(None).spellings())
+    spellings = SPELLINGS | set(FlagParser(None).actions)
     answers = [
         word.strip("();,.")
         for table in (CALLED, KNOWN_ELSEWHERE, ALWAYS_ON, NOT_AVAILABLE, MULTIMODAL)
