@@ -10,6 +10,9 @@ from multimodal.attention.bitfield import MODALITY_BITS, TEXT_BIT, BitfieldMask
 from multimodal.kernels import kernels
 from multimodal.values.errors import DataError
 
+_Runs = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32], NDArray[np.int32], int]
+"""Starts of runs, [num_runs + 1]; bits, sample and item ids, [num_runs]; and a window, at most the number of tokens."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockLists:
@@ -42,20 +45,6 @@ class BlockLists:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _MaskRuns:
-    """A mask as runs of equal tokens; run r holds tokens starts[r] .. starts[r + 1] - 1."""
-
-    starts: NDArray[np.int64]
-    """[num_runs + 1]."""
-    bits: NDArray[np.int64]
-    """[num_runs], like the next two: the value of every token of the run."""
-    sample_ids: NDArray[np.int32]
-    item_ids: NDArray[np.int32]
-    window: int
-    """Keys that a causal token attends to, at most; the number of tokens if nothing bounds them."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class BlockWorkloads:
     """The work in every block of queries, in two measures; [num_query_blocks], int64."""
 
@@ -65,38 +54,36 @@ class BlockWorkloads:
     """Pairs (query, key) that are visible."""
 
 
-def list_blocks(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockLists:
+def list_blocks(mask: BitfieldMask, *, block_size: int = 128) -> BlockLists:
     """List the partial and full blocks of a mask, without any array of tokens x tokens.
 
-    block_size: queries per block, and keys per block unless `key_block_size` says otherwise; at least 1.
+    block_size: queries, and keys, per block; at least 1.
 
     Returns per block of queries its key blocks; the last blocks may be shorter. Runs as a C++ kernel, with the same result, if
-    the kernels are built. Raises DataError if the mask breaks a rule of `bitfield.py` or a size is below 1. O(tokens + listed
+    the kernels are built. Raises DataError if the mask breaks a rule of `bitfield.py` or the size is below 1. O(tokens + listed
     blocks) for masks of a few samples and items per block; a causal sample of n blocks lists n (n + 1) / 2, so if only workloads
     are needed, `count_block_workloads` is cheaper.
     """
-    runs, sizes = _prepare(mask, block_size, key_block_size)
+    runs = _find_runs(mask, block_size)
     if kernels is None:
-        return _evaluate(mask, *sizes)[0]
-    return BlockLists(*kernels.list_mask_blocks(runs.starts, runs.bits, runs.sample_ids, runs.item_ids, runs.window, *sizes)[:3])
+        return _evaluate(mask, block_size)[0]
+    return BlockLists(*kernels.list_mask_blocks(*runs, block_size, block_size)[:3])
 
 
-def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128, key_block_size: int | None = None) -> BlockWorkloads:
+def count_block_workloads(mask: BitfieldMask, *, block_size: int = 128) -> BlockWorkloads:
     """Count the work in every block of queries, for `distribute_tokens`, without listing blocks, in O(tokens).
 
     Arguments and errors as in `list_blocks`. Runs as a C++ kernel, with the same result, if the kernels are built.
     """
-    runs, sizes = _prepare(mask, block_size, key_block_size)
+    runs = _find_runs(mask, block_size)
     if kernels is None:
-        lists, visible_pairs = _evaluate(mask, *sizes)
+        lists, visible_pairs = _evaluate(mask, block_size)
         return BlockWorkloads(np.diff(lists.row_starts), visible_pairs)
-    row_starts, visible_pairs = kernels.count_mask_blocks(
-        runs.starts, runs.bits, runs.sample_ids, runs.item_ids, runs.window, *sizes
-    )
+    row_starts, visible_pairs = kernels.count_mask_blocks(*runs, block_size, block_size)
     return BlockWorkloads(np.diff(row_starts), visible_pairs)
 
 
-def _evaluate(mask: BitfieldMask, query_size: int, key_size: int) -> tuple[BlockLists, NDArray[np.int64]]:
+def _evaluate(mask: BitfieldMask, block_size: int) -> tuple[BlockLists, NDArray[np.int64]]:
     """Return the blocks with any visible pair, and the visible pairs of every block of queries, from the pairs themselves.
 
     O(sum of squares of the samples' tokens), where the kernels are O(tokens + listed blocks).
@@ -104,14 +91,14 @@ def _evaluate(mask: BitfieldMask, query_size: int, key_size: int) -> tuple[Block
     counts, visible_pairs = [], []
     blocks: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     is_full: list[NDArray[np.bool_]] = [np.empty(0, np.bool_)]
-    for begin in range(0, mask.num_tokens, query_size):
-        queries = np.arange(begin, min(begin + query_size, mask.num_tokens))
+    for begin in range(0, mask.num_tokens, block_size):
+        queries = np.arange(begin, min(begin + block_size, mask.num_tokens))
         of_samples = mask.sample_ids[queries[[0, -1]]]
-        first = int(np.searchsorted(mask.sample_ids, of_samples[0])) // key_size
-        keys = np.arange(first * key_size, np.searchsorted(mask.sample_ids, of_samples[1], side="right"))
-        starts = np.arange(0, len(keys), key_size)
+        first = int(np.searchsorted(mask.sample_ids, of_samples[0])) // block_size
+        keys = np.arange(first * block_size, np.searchsorted(mask.sample_ids, of_samples[1], side="right"))
+        starts = np.arange(0, len(keys), block_size)
         seen = np.add.reduceat(mask.visible(queries, keys).sum(axis=0), starts)
-        num_keys = np.minimum(key_size, mask.num_tokens - keys[starts])
+        num_keys = np.minimum(block_size, mask.num_tokens - keys[starts])
         listed = np.flatnonzero(seen)
         blocks.append(first + listed)
         is_full.append(seen[listed] == len(queries) * num_keys[listed])
@@ -122,10 +109,10 @@ def _evaluate(mask: BitfieldMask, query_size: int, key_size: int) -> tuple[Block
     return lists, np.array(visible_pairs, dtype=np.int64)
 
 
-def _prepare(mask: BitfieldMask, block_size: int, key_block_size: int | None) -> tuple[_MaskRuns, tuple[int, int]]:
-    sizes = (block_size, block_size if key_block_size is None else key_block_size)
-    if min(sizes) < 1:
-        raise DataError(f"cannot cut a mask into blocks of {sizes[0]} queries x {sizes[1]} keys; expected at least 1 x 1")
+def _find_runs(mask: BitfieldMask, block_size: int) -> _Runs:
+    """Return a mask as the kernels take it: as runs of equal tokens, and the keys that a causal token attends to, at most."""
+    if block_size < 1:
+        raise DataError(f"cannot cut a mask into blocks of {block_size} queries x {block_size} keys; expected at least 1 x 1")
     if kernels is None:
         arrays = (mask.bits, mask.sample_ids, mask.item_ids)
         changes = np.logical_or.reduce([np.diff(array) != 0 for array in arrays])
@@ -133,25 +120,20 @@ def _prepare(mask: BitfieldMask, block_size: int, key_block_size: int | None) ->
     else:
         starts = kernels.find_mask_runs(mask.bits, mask.sample_ids, mask.item_ids)
     firsts, size = starts[:-1], max(1, mask.num_tokens)
-    runs = _MaskRuns(starts, mask.bits[firsts], mask.sample_ids[firsts], mask.item_ids[firsts], min(mask.window or size, size))
-    _validate_runs(runs)
-    return runs, sizes
-
-
-def _validate_runs(runs: _MaskRuns) -> None:
-    """Raise DataError at the first run that breaks a rule."""
-    wrong = np.flatnonzero(np.diff(runs.sample_ids) < 0)
+    bits, sample_ids = mask.bits[firsts], mask.sample_ids[firsts]
+    wrong = np.flatnonzero(np.diff(sample_ids) < 0)
     if len(wrong):
-        token, before, after = runs.starts[wrong[0] + 1], runs.sample_ids[wrong[0]], runs.sample_ids[wrong[0] + 1]
+        token, before, after = starts[wrong[0] + 1], sample_ids[wrong[0]], sample_ids[wrong[0] + 1]
         raise DataError(
             f"token {token} of a mask has sample id {after} after {before}; expected ids that never descend: sort them"
         )
-    modality = runs.bits & MODALITY_BITS
+    modality = bits & MODALITY_BITS
     is_single = (modality != 0) & (modality & (modality - 1) == 0)
-    is_right = np.where(runs.bits < 0, modality & TEXT_BIT != 0, is_single & (modality != TEXT_BIT))
+    is_right = np.where(bits < 0, modality & TEXT_BIT != 0, is_single & (modality != TEXT_BIT))
     if not is_right.all():
         run = int(np.flatnonzero(~is_right)[0])
         raise DataError(
-            f"token {runs.starts[run]} of a mask has bits {int(runs.bits[run]) % 2**64:#x}; expected bit 0 (text) on a causal "
+            f"token {starts[run]} of a mask has bits {int(bits[run]) % 2**64:#x}; expected bit 0 (text) on a causal "
             "token, and exactly one bit of 1-61 on any other: build masks with build_bitfield_mask"
         )
+    return starts, bits, sample_ids, mask.item_ids[firsts], min(mask.window or size, size)

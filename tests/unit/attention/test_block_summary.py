@@ -38,13 +38,13 @@ def masks(draw):
     return BitfieldMask(np.where(mask.bits < 0, mask.bits & ~hidden, mask.bits), mask.sample_ids, mask.item_ids, mask.window)
 
 
-def summarize_dense(mask, query_size, key_size):
+def summarize_dense(mask, size):
     """Per block of queries: its (key block, is full), and its visible pairs; from the dense mask."""
     dense = mask.to_dense()
     rows, pairs = [], []
-    for first in range(0, mask.num_tokens, query_size):
-        row = dense[first : first + query_size]
-        blocks = [row[:, start : start + key_size] for start in range(0, mask.num_tokens, key_size)]
+    for first in range(0, mask.num_tokens, size):
+        row = dense[first : first + size]
+        blocks = [row[:, start : start + size] for start in range(0, mask.num_tokens, size)]
         rows.append([(index, bool(block.all())) for index, block in enumerate(blocks) if block.any()])
         pairs.append(int(row.sum()))
     return rows, pairs
@@ -61,10 +61,10 @@ def test_the_kernels_are_built_where_a_compiler_is():
 
 
 @LIST_BLOCKS
-@given(mask=masks(), query_size=SIZES, key_size=SIZES)
-def test_blocks_are_those_of_the_dense_mask(list_blocks, mask, query_size, key_size):
-    lists = list_blocks(mask, block_size=query_size, key_block_size=key_size)
-    assert listed(lists) == summarize_dense(mask, query_size, key_size)[0]
+@given(mask=masks(), size=SIZES)
+def test_blocks_are_those_of_the_dense_mask(list_blocks, mask, size):
+    lists = list_blocks(mask, block_size=size)
+    assert listed(lists) == summarize_dense(mask, size)[0]
 
 
 @given(mask=masks(), size=SIZES)
@@ -80,19 +80,19 @@ def test_the_kernel_equals_its_reference(mask, size):
 
 
 @COUNT
-@given(mask=masks(), query_size=SIZES, key_size=SIZES)
-def test_workloads_are_counted_without_listing(count, mask, query_size, key_size):
-    rows, pairs = summarize_dense(mask, query_size, key_size)
-    workloads = count(mask, block_size=query_size, key_block_size=key_size)
+@given(mask=masks(), size=SIZES)
+def test_workloads_are_counted_without_listing(count, mask, size):
+    rows, pairs = summarize_dense(mask, size)
+    workloads = count(mask, block_size=size)
     assert workloads.num_blocks.tolist() == [len(row) for row in rows]
     assert workloads.visible_pairs.tolist() == pairs
 
 
-@given(mask=masks(), query_size=SIZES, key_size=SIZES)
-def test_lists_by_key_are_the_transposed_lists(mask, query_size, key_size):
-    lists = list_blocks(mask, block_size=query_size, key_block_size=key_size)
-    by_key = lists.transposed(num_columns=-(-mask.num_tokens // key_size))
-    expected = [[] for _ in range(0, mask.num_tokens, key_size)]
+@given(mask=masks(), size=SIZES)
+def test_lists_by_key_are_the_transposed_lists(mask, size):
+    lists = list_blocks(mask, block_size=size)
+    by_key = lists.transposed(num_columns=-(-mask.num_tokens // size))
+    expected = [[] for _ in range(0, mask.num_tokens, size)]
     for query_block, row in enumerate(listed(lists)):
         for key_block, is_full in row:
             expected[key_block].append((query_block, is_full))
@@ -137,5 +137,5 @@ def test_masks_that_break_a_rule_are_refused(list_blocks, bits, sample_ids, mess
 
 @LIST_BLOCKS
 def test_blocks_have_at_least_one_token(list_blocks):
-    with pytest.raises(DataError, match="blocks of 4 queries x 0 keys; expected at least 1 x 1"):
-        list_blocks(build_bitfield_mask([], modalities=()), block_size=4, key_block_size=0)
+    with pytest.raises(DataError, match="blocks of 0 queries x 0 keys; expected at least 1 x 1"):
+        list_blocks(build_bitfield_mask([], modalities=()), block_size=0)
