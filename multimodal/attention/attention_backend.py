@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from types import MappingProxyType, ModuleType
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,21 +65,17 @@ BACKEND_NAMES = (AUTO, SEQUENCES, FLASH, *_FUNCTIONS)
 
 def load_backend(name: str) -> AttentionBackend:
     """Return the function of a backend that takes a mask; raises ConfigError when its package is missing."""
-    module, function, _ = _FUNCTIONS[name]
-    attend: AttentionBackend = getattr(_import(name, module), function)
-    return attend
+    return _load(name, 1)
 
 
 def load_preparation(name: str) -> Callable[[AttentionMask, AttentionShape], None]:
     """Return the function that derives, on the CPU, all that a backend reads from a mask; raises as `load_backend` does."""
-    module, _, function = _FUNCTIONS[name]
-    prepare: Callable[[AttentionMask, AttentionShape], None] = getattr(_import(name, module), function)
-    return prepare
+    return _load(name, 2)
 
 
-def _import(name: str, module: str) -> ModuleType:
+def _load(name: str, which: int) -> Any:
     try:
-        return import_module(f"multimodal.attention.{module}")
+        return getattr(import_module(f"multimodal.attention.{_FUNCTIONS[name][0]}"), _FUNCTIONS[name][which])
     except ModuleNotFoundError as problem:
         raise ConfigError(
             f"--attention-backend {name}: {problem.name} is not installed; install it (pip install 'braid[triton]' brings "

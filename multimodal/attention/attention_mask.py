@@ -50,14 +50,8 @@ class MaskTensors:
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "MaskTensors":
         """Return the same mask with every tensor changed."""
-        return MaskTensors(
-            change(self.bits),
-            change(self.key_bits),
-            change(self.sample_ids),
-            change(self.item_ids),
-            change(self.positions),
-            self.window,
-        )
+        tensors = {name: change(getattr(self, name)) for name in ("bits", "key_bits", "sample_ids", "item_ids", "positions")}
+        return replace(self, **tensors)
 
 
 def elementwise_sees(queries: MaskTensors, keys: MaskTensors) -> Tensor:
@@ -130,8 +124,7 @@ class AttentionMask:
         """Return the value that was built under this key, or build it now: for forms that depend on where they are used."""
         if key not in self._built:
             self._built[key] = build()
-        built: Built = self._built[key]
-        return built
+        return self._built[key]
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "AttentionMask":
         """Return the same mask with the tensors of its derived forms changed."""
@@ -139,11 +132,6 @@ class AttentionMask:
 
 
 def _to_tensors(mask: BitfieldMask, positions: NDArray[np.int64]) -> MaskTensors:
-    return MaskTensors(
-        bits=torch.from_numpy(mask.bits[positions]),
-        key_bits=torch.from_numpy(mask.key_bits[positions]),
-        sample_ids=torch.from_numpy(mask.sample_ids[positions]),
-        item_ids=torch.from_numpy(mask.item_ids[positions]),
-        positions=torch.from_numpy(positions.astype(np.int32)),
-        window=mask.window,
-    )
+    columns = (column[positions] for column in (mask.bits, mask.key_bits, mask.sample_ids, mask.item_ids))
+    bits, key_bits, sample_ids, item_ids = map(torch.from_numpy, columns)
+    return MaskTensors(bits, key_bits, sample_ids, item_ids, torch.from_numpy(positions.astype(np.int32)), mask.window)

@@ -107,8 +107,7 @@ class BitfieldMask:
         same_item = (self.item_ids[queries, None] == self.item_ids[keys]) | ((bits & ACROSS_ITEMS_BIT) != 0)
         distance = np.asarray(queries)[:, None] - keys
         is_near = (distance >= 0) & (distance < (self.window or self.num_tokens))
-        visible: NDArray[np.bool_] = seen & np.where(bits < 0, is_near, same_item)
-        return visible
+        return seen & np.where(bits < 0, is_near, same_item)
 
     def to_dense(self) -> NDArray[np.bool_]:
         """Return [num_tokens, num_tokens], True where the query (row) attends to the key (column). For tests and small masks."""

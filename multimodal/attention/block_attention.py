@@ -33,8 +33,7 @@ class _Row(NamedTuple):
 def attend_by_blocks(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None) -> Tensor:
     """Attend; shapes as in `attention_backend.AttentionBackend`. Time in proportion to the visible blocks."""
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
-    mixed: Tensor = _BlockAttention.apply(query, key, value, mask, scale)
-    return mixed
+    return _BlockAttention.apply(query, key, value, mask, scale)
 
 
 def attend_densely(query: Tensor, key: Tensor, value: Tensor, *, mask: AttentionMask, softmax_scale: float | None) -> Tensor:

@@ -7,6 +7,7 @@ returns the gradients by reduce-scatter while the next group is computed.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -69,13 +70,9 @@ def attend_across_ranks(
         at_once = count_groups_at_once(num_groups, bytes_per_group=num_rows * 2 * key.shape[2] * key.element_size())
     if num_groups % at_once:
         raise ConfigError(f"{num_groups} key heads cannot be gathered {at_once} at a time; choose a divisor of them")
-
-    def attend_to_group(queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        return attend(queries, keys, values, mask=mask, softmax_scale=softmax_scale)
-
+    attend_to_group = partial(attend, mask=mask, softmax_scale=softmax_scale)
     context, is_kept = replace(context, groups_at_once=at_once), torch.is_grad_enabled() and query.requires_grad and not recompute
-    mixed: Tensor = _ContextAttention.apply(query, key, value, context, attend_to_group, is_kept)
-    return mixed
+    return _ContextAttention.apply(query, key, value, context, attend_to_group, is_kept)
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -125,7 +122,7 @@ class _AttendedGroup:
         """keys_values: [num_tokens, 2 x key heads, channels], not used by anything else."""
         self._keys_values = keys_values
         self._leaves = [tensor.detach().requires_grad_() for tensor in (queries, *keys_values.chunk(2, dim=1))]
-        with torch.enable_grad(), saved_tensors_hooks(_keep, _return):
+        with torch.enable_grad(), saved_tensors_hooks(detached, lambda kept: kept):
             self._mixed = attend(*self._leaves)
 
     def release(self) -> Tensor:
@@ -144,13 +141,9 @@ class _AttendedGroup:
         return torch.autograd.grad(self._mixed, self._leaves, gradient)
 
 
-def _keep(tensor: Tensor) -> Tensor:
-    """Keep a tensor without other hooks; detached, since an operation's own output would create a reference cycle."""
+def detached(tensor: Tensor) -> Tensor:
+    """Return a tensor for a graph to keep: a hook that returned an operation's own output would create a reference cycle."""
     return tensor if tensor.is_leaf else tensor.detach()
-
-
-def _return(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _steps(tensor: Tensor, key: Tensor, context: ContextGroup) -> tuple[Tensor, ...]:

@@ -65,8 +65,7 @@ class DerivedValues:
         if any(tensor.device != device for tensor in tensors_of(value)):
             value = map_tensors(value, lambda tensor: tensor.to(device))
         self._values[name] = value
-        found: Value = value
-        return found
+        return value
 
     def map_tensors(self, change: Callable[[Any], Any]) -> "DerivedValues":
         """Return the same values with their tensors changed."""
@@ -85,10 +84,6 @@ class Parcel(NamedTuple):
     def pack(cls, value: Any) -> "Parcel":
         """Copy the tensors of a value, all on the CPU, into a buffer."""
         return Parcels.pack({"": value})[""]
-
-    def copy_to(self, device: torch.device) -> "Parcel":
-        """Start copying it to a device, on the current stream; complete for later work on that stream."""
-        return self._replace(buffer=self.buffer.to(device, non_blocking=True))
 
     def open(self) -> Any:
         """Return the value; its tensors are views of the buffer."""

@@ -52,10 +52,9 @@ def _of_package(function: Callable[..., Any]) -> VariableLengths:
     def attend(
         query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, is_causal: bool, scale: float | None
     ) -> Tensor:
-        mixed: Tensor = function(
+        return function(
             query, key, value, starts, starts, longest, longest, softmax_scale=scale, causal=is_causal
         )  # fmt: skip
-        return mixed
 
     return attend
 
@@ -79,7 +78,6 @@ def _of_torch(function: Callable[..., Any]) -> VariableLengths:
             options["enable_gqa"] = groups > 1
         elif groups > 1:
             key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        mixed: Tensor = function(query, key, value, starts, starts, longest, longest, **options)
-        return mixed
+        return function(query, key, value, starts, starts, longest, longest, **options)
 
     return attend

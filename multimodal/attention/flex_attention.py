@@ -79,5 +79,4 @@ def _padded_rows(lists: BlockLists, is_chosen: Tensor, num_columns: int) -> tupl
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    compiled: Callable[..., Any] = torch.compile(flex_attention, dynamic=True)
-    return compiled
+    return torch.compile(flex_attention, dynamic=True)

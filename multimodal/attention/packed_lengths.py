@@ -109,8 +109,7 @@ class PackedLengths(PackedSeqParams):
     def _make(self, key: Hashable, make: Callable[[], Made]) -> Made:
         if key not in self._made:
             self._made[key] = make()
-        made: Made = self._made[key]
-        return made
+        return self._made[key]
 
     def _divide(self) -> "ItemParts | None":
         if self.share is None or not isinstance(self.share.shares, WholeItemShares):

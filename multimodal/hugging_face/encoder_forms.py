@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from multimodal.hugging_face.architecture import Config, EncoderForm, Key, require
-from multimodal.hugging_face.weight_names import (
-    Names,
-    Rows,
-    Tensor,
-    UnitNames,
-    Weight,
-    layer_names,
-)
+from multimodal.hugging_face.weight_names import Names, Rows, Tensor, UnitNames, Weight, layer_names
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import Unit
 
@@ -19,10 +12,7 @@ ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": 
 """Their names of activations -> ours."""
 NO_DROPOUT = (0, 0.0, None)
 _LAYERS = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_channels": 3}
-OF_CLIP: Mapping[str, Any] = {
-    "mean": [0.48145466, 0.4578275, 0.40821073],
-    "std": [0.26862954, 0.26130258, 0.27577711],
-}
+OF_CLIP: Mapping[str, Any] = {"mean": [0.48145466, 0.4578275, 0.40821073], "std": [0.26862954, 0.26130258, 0.27577711]}
 _OF_IMAGENET: Mapping[str, Any] = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 VIT: Mapping[str, Any] = {
     "normalization": "LayerNorm",
@@ -290,13 +280,7 @@ def _write_internvit(unit: Unit) -> dict[str, Any]:
 INTERNVIT = EncoderForm(
     _VIT_KEYS,
     (),
-    {
-        "activation": "gelu",
-        "add_proj_bias": True,
-        "add_mlp_bias": True,
-        "has_rotary_positions": False,
-        "has_layer_scale": True,
-    },
+    {"activation": "gelu", "add_proj_bias": True, "add_mlp_bias": True, "has_rotary_positions": False, "has_layer_scale": True},
     {"merge_size": 2, "class_token": "dropped", **_OF_IMAGENET, "fit": "stretch"},
     UnitNames(
         first=tuple(each for each in _DINOV2_NAMES.first if each.ours != "registers"),

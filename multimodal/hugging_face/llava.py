@@ -105,11 +105,7 @@ def write_llava(graph: ModelGraph) -> dict[str, Any]:
         "architectures": ["LlavaForConditionalGeneration"],
         "model_type": "llava",
         "text_config": write_inner_text(graph.backbone),
-        "vision_config": {
-            **tower,
-            "num_hidden_layers": vision.transformer.num_layers + has_last_norm,
-            "vision_use_head": False,
-        },
+        "vision_config": {**tower, "num_hidden_layers": vision.transformer.num_layers + has_last_norm, "vision_use_head": False},
         "projector_hidden_act": "gelu",
         "multimodal_projector_bias": True,
         **({"image_seq_length": image.num_output_tokens((image.grid_size,) * 2)} if image.image_size else {}),

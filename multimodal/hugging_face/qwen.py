@@ -234,17 +234,8 @@ def _write_thinker(graph: ModelGraph) -> dict[str, Any]:
         "architectures": ["Qwen2_5OmniThinkerForConditionalGeneration"],
         "model_type": "qwen2_5_omni_thinker",
         "text_config": write_placed_text(llm, "qwen2_5_omni_text"),
-        "vision_config": {
-            **OMNI_VISION.write(vision),
-            "out_hidden_size": size,
-            "model_type": "qwen2_5_omni_vision_encoder",
-        },
-        "audio_config": {
-            **WHISPER.write(audio),
-            **chunks,
-            "model_type": "qwen2_5_omni_audio_encoder",
-            "output_dim": size,
-        },
+        "vision_config": {**OMNI_VISION.write(vision), "out_hidden_size": size, "model_type": "qwen2_5_omni_vision_encoder"},
+        "audio_config": {**WHISPER.write(audio), **chunks, "model_type": "qwen2_5_omni_audio_encoder", "output_dim": size},
         "tie_word_embeddings": llm.ties_embeddings,
     }
 
@@ -266,11 +257,7 @@ def _omni(name: str, *, is_alone: bool = False) -> Architecture:
         name,
         _read_thinker,
         _write_thinker if is_alone else None,
-        (
-            OMNI_VISION.names.inside(_VISION, _MERGER),
-            _audio_names("ln_post", f"{_AUDIO}proj"),
-            decoder_names(),
-        ),
+        (OMNI_VISION.names.inside(_VISION, _MERGER), _audio_names("ln_post", f"{_AUDIO}proj"), decoder_names()),
         is_unused=lambda key, graph: key.endswith(_ENDS_OF_SOUND) or key.startswith(("talker.", "token2wav.")),
         spellings=_OMNI_SPELLINGS,
         to_processor=_write_processor,

@@ -20,14 +20,7 @@ CONFIG_NAME = "config.json"
 Family = TypeVar("Family", Architecture, Encoder)
 ARCHITECTURES: dict[str, Architecture] = {
     architecture.name: architecture
-    for architecture in (
-        *map(text_architecture, TEXT_FAMILIES.values()),
-        LLAVA,
-        *QWEN,
-        INTERNVL,
-        QWEN2_AUDIO,
-        *QWEN2_5_OMNI,
-    )
+    for architecture in (*map(text_architecture, TEXT_FAMILIES.values()), LLAVA, *QWEN, INTERNVL, QWEN2_AUDIO, *QWEN2_5_OMNI)
 }
 """Families by their name in `architectures` of config.json."""
 _FREE = {"name", "freeze_module", "freeze_projector", "vocab_size", "has_exact_vocabulary", "new_tokens"}

@@ -69,11 +69,7 @@ _QWEN3_MOE = ExpertKeys(
 
 
 def decoder_names(
-    prefix: str = "",
-    *,
-    layer: Names = DECODER_LAYER,
-    embedding: str = "model.embed_tokens",
-    head: str = "lm_head",
+    prefix: str = "", *, layer: Names = DECODER_LAYER, embedding: str = "model.embed_tokens", head: str = "lm_head"
 ) -> UnitNames:
     """Return the names of an LLM's weights, all of which begin with `prefix`; layer: those inside a layer."""
     return UnitNames(

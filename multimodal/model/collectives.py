@@ -117,8 +117,7 @@ _Start = Callable[[RankLink, Tensor], Arriving]
 
 
 def _run(rows: Tensor, link: RankLink, there: _Start, back: _Start) -> Tensor:
-    found: Tensor = _Collective.apply(rows, link, there, back)
-    return found
+    return _Collective.apply(rows, link, there, back)
 
 
 class _Collective(torch.autograd.Function):

@@ -82,8 +82,7 @@ def deferrable_linear(
     gathered. Without either, it is a product of this rank alone.
     """
     queue = queue_of(weight, adapter)
-    output: Tensor = _Linear.apply(inputs, weight, bias, queue, gathered, summed, *(adapter or NO_ADAPTER))
-    return output
+    return _Linear.apply(inputs, weight, bias, queue, gathered, summed, *(adapter or NO_ADAPTER))
 
 
 class _Linear(torch.autograd.Function):

@@ -154,8 +154,7 @@ class UnitStage(MegatronModule):
         """This stage's copy of tied word embeddings, if it has one."""
         if not self.unit.ties_embeddings or "0" not in self.layers:
             return None
-        weight: Tensor = self.layers["0"].word_embeddings.weight  # type: ignore[union-attr, assignment]
-        return weight
+        return self.layers["0"].word_embeddings.weight  # type: ignore[union-attr, return-value]
 
     @property
     def shared_parameter(self) -> Tensor | None:
@@ -212,10 +211,7 @@ class UnitStage(MegatronModule):
         from megatron.core.fp8_utils import get_fp8_recipe
         from transformer_engine.pytorch import fp8_autocast  # type: ignore[import-not-found,unused-ignore]
 
-        context: AbstractContextManager[None] = fp8_autocast(
-            enabled=True, fp8_recipe=get_fp8_recipe(self.config), fp8_group=self.groups.tp
-        )
-        return context
+        return fp8_autocast(enabled=True, fp8_recipe=get_fp8_recipe(self.config), fp8_group=self.groups.tp)
 
     def prepare(self, batch: PackedInput, item_embeddings: Tensor | None) -> StagePass:
         """Return the inputs that all layers read of a microbatch; arguments as in `forward`."""
@@ -230,15 +226,15 @@ class UnitStage(MegatronModule):
         if index == 0:
             embedded = kind.run(layer, hidden, given)
             assert isinstance(embedded, Tensor)
-            return self._share_tokens(embedded, given.batch)
+            padded = pad_rows(embedded, self._num_padded_rows(given.batch.num_tokens))
+            return share_rows(padded, self.link) if self.config.sequence_parallel else padded
         if self.recomputes(index) and torch.is_grad_enabled() and _has_backward(layer, hidden):
             # The backward may recompute in another thread; it must find the queue there, or it would save other tensors than the
             # forward.
             contexts = (nullcontext(), self._recomputing(active_queue()))
-            recomputed: Tensor = checkpoint(
+            return checkpoint(
                 kind.run, layer, hidden, given, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: contexts
             )
-            return recomputed
         return kind.run(layer, hidden, given)
 
     @contextmanager
@@ -273,12 +269,6 @@ class UnitStage(MegatronModule):
     def recomputes(self, index: int) -> bool:
         """Return True if backwards recompute a layer's forward."""
         return kind_of(self.unit, index).recomputes and self.options.recompute == "full"
-
-    def _share_tokens(self, hidden: Tensor, batch: PackedInput) -> Tensor:
-        padded = pad_rows(hidden, self._num_padded_rows(batch.num_tokens))
-        if not self.config.sequence_parallel:
-            return padded
-        return share_rows(padded, self.link)
 
     def _layer_segments(self, index: int) -> tuple[tuple[LayerPart, ...], ...]:
         kind = kind_of(self.unit, index)

@@ -21,12 +21,7 @@ from multimodal.values.shape import StepShape
 
 
 def build_schedule(
-    builder: Builder,
-    shape: StepShape,
-    *,
-    passes: Sequence[Pass] = (),
-    is_checked: bool = True,
-    costs: StepCosts | None = None,
+    builder: Builder, shape: StepShape, *, passes: Sequence[Pass] = (), is_checked: bool = True, costs: StepCosts | None = None
 ) -> Schedule:
     """Return a lowered schedule of a shape. The run, the simulator and the emulator all use this function.
 

@@ -86,13 +86,7 @@ def _draw_lanes(axes: "Axes", timeline: Timeline, *, units: tuple[str, ...], sec
 
 
 def _draw_event(
-    axes: "Axes",
-    event: TimelineEvent,
-    units: tuple[str, ...],
-    seconds_per_inch: float,
-    *,
-    is_later_range: bool,
-    is_inside: bool,
+    axes: "Axes", event: TimelineEvent, units: tuple[str, ...], seconds_per_inch: float, *, is_later_range: bool, is_inside: bool
 ) -> None:
     kind, start, seconds = event.action.kind, event.start_seconds, event.end_seconds - event.start_seconds
     look = _look(kind, units.index(event.action.unit))
@@ -172,11 +166,7 @@ def _legend(timeline: Timeline, units: tuple[str, ...]) -> list[Any]:
         for kind, name in _COMPUTATIONS.items()
         if kind in {event.action.kind for event in timeline.events if event.action.unit == unit}
     ]
-    others = {
-        Resource.SEND: "sending",
-        Resource.RECEIVE: "waiting for a message",
-        Resource.COLLECTIVE: "reducing gradients",
-    }
+    others = {Resource.SEND: "sending", Resource.RECEIVE: "waiting for a message", Resource.COLLECTIVE: "reducing gradients"}
     for resource, name in others.items():
         if found := [kind for kind in ActionKind if kind in kinds and ACTION_TABLE[kind].resource is resource]:
             handles.append(Patch(label=name, **_look(found[0], 0)))

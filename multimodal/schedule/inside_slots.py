@@ -97,13 +97,7 @@ class CarrierTimes:
 
 
 def time_carriers(
-    inside: InsideSlots,
-    *,
-    carriers: Integers,
-    seconds: Floats,
-    waits: tuple[Integers, Floats],
-    durations: Floats,
-    behind: Floats,
+    inside: InsideSlots, *, carriers: Integers, seconds: Floats, waits: tuple[Integers, Floats], durations: Floats, behind: Floats
 ) -> CarrierTimes:
     """Return the times of carriers: they compute in equal intervals, and a wait lasts as long as the longest work inside it.
 

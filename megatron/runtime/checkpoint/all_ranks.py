@@ -49,5 +49,4 @@ def on_first_rank(action: Callable[[], _Result], *, what: str, group: ProcessGro
     result = on_this_rank(lambda: action() if dist.get_rank() == 0 else None, what=what, group=group)
     told: list[Any] = [result]
     dist.broadcast_object_list(told, src=0, group=group)
-    first: _Result = told[0]
-    return first
+    return told[0]

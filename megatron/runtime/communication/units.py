@@ -43,16 +43,12 @@ class Membership:
         """True if this rank is the first of those that hold the same weights: it counts, or writes, them for all."""
         if self.is_unlike:
             return self.replica_index == 0 and self.context_parallel_rank == 0
-        is_first: bool = self.groups.dp_cp.rank() == 0
-        return is_first
+        return self.groups.dp_cp.rank() == 0
 
     @property
     def is_first_expert_holder(self) -> bool:
         """The same for the experts that this rank holds."""
-        if self.is_unlike:
-            return self.is_first_holder
-        is_first: bool = self.groups.expt_dp.rank() == 0
-        return is_first
+        return self.is_first_holder if self.is_unlike else self.groups.expt_dp.rank() == 0
 
 
 class GroupBook:

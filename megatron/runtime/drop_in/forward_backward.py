@@ -71,7 +71,12 @@ class ForwardBackward:
         groups = _process_groups(p2p_communicator, pg_collection)
         config = get_model_config(chunks[0])
         shape = PipelineShape(groups.pp.size(), len(chunks), num_microbatches, forward_only)
-        _check_call(shape, num_iterators=len(iterators), adjusts_shapes=adjust_tensor_shapes_fn is not None)
+        if len(iterators) != len(chunks):
+            raise ConfigError(
+                f"{len(iterators)} data iterators were given for {len(chunks)} model chunks; give a list with one per chunk"
+            )
+        if adjust_tensor_shapes_fn is not None and (shape.num_stages == 1 or shape.num_chunks > 1):
+            raise ConfigError("adjust_tensor_shapes_fn works with several pipeline stages of one model chunk each; leave it out")
         check_options(config, num_stages=shape.num_stages, num_chunks=shape.num_chunks)
         schedule = build_pipeline_schedule(self._schedule, shape=shape)
         message_shapes = _message_shapes(
@@ -144,15 +149,6 @@ def _process_groups(communicator: P2PCommunicator | None, groups: ProcessGroupCo
     if communicator is not None and communicator.pp_group is not groups.pp:
         raise ConfigError("p2p_communicator and pg_collection have different pipeline groups; make both with the same one")
     return groups
-
-
-def _check_call(shape: PipelineShape, *, num_iterators: int, adjusts_shapes: bool) -> None:
-    if num_iterators != shape.num_chunks:
-        raise ConfigError(
-            f"{num_iterators} data iterators were given for {shape.num_chunks} model chunks; give a list with one per chunk"
-        )
-    if adjusts_shapes and (shape.num_stages == 1 or shape.num_chunks > 1):
-        raise ConfigError("adjust_tensor_shapes_fn works with several pipeline stages of one model chunk each; leave it out")
 
 
 def _message_shapes(adjust: Callable[..., Any] | None, **sizes: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -183,8 +183,7 @@ class PipelineStep(LaneRun):
                 f"forward_step_func returned {found}, but the next stage expects {dtype} of shape {shape} (sequence, microbatch, "
                 "hidden); correct seq_length, micro_batch_size or the config's pipeline_dtype"
             )
-        tensor: Tensor = output
-        return tensor
+        return output
 
 
 def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool | None]:
@@ -204,5 +203,4 @@ def _checkpointed_forwards(lane: Lane, *, num_keeping: int | None) -> list[bool 
 def _backward_step(**arguments: Any) -> Tensor | None:
     """Call megatron-core's backward step, whose later versions do not have `model_type`."""
     known = inspect.signature(schedules.backward_step).parameters
-    gradient: Tensor | None = schedules.backward_step(**{name: value for name, value in arguments.items() if name in known})
-    return gradient
+    return schedules.backward_step(**{name: value for name, value in arguments.items() if name in known})

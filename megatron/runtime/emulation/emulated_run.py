@@ -59,8 +59,7 @@ def emulate(run: EmulatedRun) -> tuple[Timeline, ...]:
 
     Raises RuntimeError or torch's ProcessRaisedException, with the traceback, if a rank fails.
     """
-    timelines: tuple[Timeline, ...] = run_on_ranks(emulate_on_rank, run, num_ranks=run.schedule.shape.plan.num_ranks)
-    return timelines
+    return run_on_ranks(emulate_on_rank, run, num_ranks=run.schedule.shape.plan.num_ranks)
 
 
 def run_on_ranks(function: Callable[..., Any], *args: Any, num_ranks: int) -> Any:

@@ -175,12 +175,7 @@ class _TimedWait(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        weight: Tensor | None,
-        hidden: Tensor | None,
-        embeddings: Tensor | None,
-        spend: Spend,
-        shape: tuple[int, ...],
+        ctx: Any, weight: Tensor | None, hidden: Tensor | None, embeddings: Tensor | None, spend: Spend, shape: tuple[int, ...]
     ) -> Tensor:
         spend(ActionKind.FORWARD)
         ctx.inputs, ctx.spend, ctx.weight, ctx.queue = (hidden, embeddings), spend, weight, active_queue()

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from multimodal.attention.context_parallel import detached
+
 
 class ActivationStore:
     """Stores values; every entry is taken exactly once, so that it is freed at its last use. Counts bytes and their peak."""
@@ -68,15 +70,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         return detached(tensor)
 
 
-def detached(tensor: Tensor) -> Tensor:
-    """Return a tensor for a graph to keep: a hook that returned an operation's own output would create a reference cycle."""
-    return tensor if tensor.is_leaf else tensor.detach()
-
-
 def storage_identity(tensor: Tensor) -> int:
     """Return the identity of a tensor's storage, constant as long as it exists, with or without memory."""
-    identity: int = tensor.untyped_storage()._cdata
-    return identity
+    return tensor.untyped_storage()._cdata
 
 
 def size_of(tensor: Tensor | None) -> int:

@@ -8,8 +8,9 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.runtime.communication.broker import Broker, Link, MessageKey
-from megatron.runtime.execution.activation_store import ActivationStore, detached, size_of
+from megatron.runtime.execution.activation_store import ActivationStore, size_of
 from megatron.runtime.execution.step_clock import StepClock
+from multimodal.attention.context_parallel import detached
 from multimodal.model.weight_gradient_queue import DeferWeightGradients
 from multimodal.values.action import ACTION_TABLE, Action, ActionKind, Resource, action_to_text
 from multimodal.values.errors import ScheduleError
@@ -89,8 +90,7 @@ class LaneRun(ABC):
     def collect(self, key: MessageKey) -> Tensor:
         """Take a tensor that another action published here, or that a message brings; waits for it."""
         if key in self.store:  # a tensor that travels has left the store with its send
-            tensor: Tensor = self.store.take(key)
-            return tensor
+            return self.store.take(key)
         kind = ActionKind.RECEIVE_FORWARD if key.direction == "forward" else ActionKind.RECEIVE_BACKWARD
         with self.clock.span(Action(kind, *key.target, peer=key.source, covers=key.covers)):
             self.broker.wait(key)
@@ -129,12 +129,6 @@ class LaneRun(ABC):
         for start in self.held_back:
             start()
         self.held_back.clear()
-
-    def fill_waits_left(self) -> None:
-        """Run the remaining work inside a computation that had fewer waits than planned, because it had less to compute."""
-        for number in sorted(self.inside):
-            self.fill_wait(number)
-            self.end_wait()
 
     def start_collective(self, action: Action, start: Callable[[int], Callable[[], None]]) -> None:
         """Start a collective action of a stage; `start` returns a wait for it, called when needed or at the step's end."""

@@ -188,7 +188,7 @@ class RunningStep(StepMessages):
 
     def _collect(self, action: Action) -> tuple[Inputs, tuple[PackedInput, ...]]:
         """Take all inputs of a forward: hidden states, upstream outputs, and the data of its sample subsets."""
-        inputs = self.collect_inputs(action.place)
+        inputs = {route: self.collect(key) for route, key in self.inputs_of(action.place)}
         self.finish_collective(Action(ActionKind.GATHER_PARAMETERS, *action.place[:3]))
         has_backward = self._need(action).has_backward
         for route, tensor in inputs.items():
@@ -246,6 +246,8 @@ class RunningStep(StepMessages):
             # Without an item for a first stage with adapters, no gradient passes the first adapter.
             is_short = not opened.inputs and self.step.graph.unit(action.unit).lora is not None
             if not self.is_filling and (not roots or is_short):
-                self.fill_waits_left()
+                for number in sorted(self.inside):  # there were fewer waits than planned, because there was less to compute
+                    self.fill_wait(number)
+                    self.end_wait()
         self.publish_input_gradients(action, opened.inputs)
         return opened.queue

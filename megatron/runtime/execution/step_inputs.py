@@ -30,12 +30,11 @@ class StepInputs:
             stream = _copy_stream(device)
             with torch.cuda.stream(stream):
                 for key, parcel in step.parcels.items():
-                    self._coming[key] = parcel.copy_to(device), stream.record_event()
+                    self._coming[key] = parcel._replace(buffer=parcel.buffer.to(device, non_blocking=True)), stream.record_event()
 
     def of(self, place: MicrobatchPlace) -> tuple[PackedInput, ...]:
         """Return the inputs of a microbatch, one per sample subset."""
-        found: tuple[PackedInput, ...] = self._open(place)
-        return found
+        return self._open(place)
 
     def output_rows(self, route: Route) -> Tensor:
         """[num_rows]: for each row that this rank sends on a route, its index in the result of the sample subset."""
@@ -48,8 +47,7 @@ class StepInputs:
         return self._rows(route).shares
 
     def _rows(self, route: Route) -> RouteRows:
-        found: RouteRows = self._open(ROUTES)[route.source, route.target]
-        return found
+        return self._open(ROUTES)[route.source, route.target]
 
     def _open(self, key: Hashable) -> Any:
         if key not in self._opened and self._step.parcels:

@@ -88,7 +88,7 @@ class StepMessages(LaneRun):
         """Return the ranks and the shape of a message."""
         upstream, downstream = (key.source, key.target) if key.direction == "forward" else (key.target, key.source)
         source_ranks, target_ranks = (self._virtual_stage(each).ranks for each in (key.source, key.target))
-        width = self._width_behind(upstream)
+        width = self.step.graph.width_behind(upstream.unit, self._virtual_stage(upstream).layers.stop - 1)
         if upstream.unit == downstream.unit and len(source_ranks) != len(target_ranks):
             return self._resized_link(key, width=width)
         if upstream.unit == downstream.unit:
@@ -118,10 +118,6 @@ class StepMessages(LaneRun):
         routes = self.step.routes.from_source.get(place.microbatch_place, ())
         ends = ((route, route.target) for route in routes)
         return [(route, MessageKey("forward", place, Place(end.unit, end.replica, 0, end.microbatch))) for route, end in ends]
-
-    def collect_inputs(self, place: Place) -> Inputs:
-        """Take the inputs of a forward."""
-        return {route: self.collect(key) for route, key in self.inputs_of(place)}
 
     def publish_outputs(self, place: Place, outputs: Sequence[Tensor]) -> None:
         """Hand on a forward's outputs (one per sample subset): all to the next stage, or to each consumer its rows."""
@@ -173,8 +169,7 @@ class StepMessages(LaneRun):
 
     def _context_rank(self, unit: str) -> int:
         """Return the index of this rank's share of the tokens in a unit."""
-        rank: int = self.executor.groups[unit].cp.rank()
-        return rank
+        return self.executor.groups[unit].cp.rank()
 
     def _rows_by_rank(self, place: Place, covers: Coverage, *, size: int) -> tuple[NDArray[np.int64], ...]:
         """Return the rows of each tensor parallel rank of a stage of this size; sample subsets have distant row numbers."""
@@ -189,10 +184,6 @@ class StepMessages(LaneRun):
             np.concatenate([index * _FAR_APART + number * rows + np.arange(rows) for index, rows in of_subsets])
             for number in range(size)
         )
-
-    def _width_behind(self, place: Place) -> int:
-        """Return the channels of a virtual stage's output."""
-        return self.step.graph.width_behind(place.unit, self._virtual_stage(place).layers.stop - 1)
 
     def _hidden_shape(self, place: Place, covers: Coverage, *, width: int) -> tuple[int, ...]:
         """Return the shape of hidden states of this rank's tokens, of one sample subset or all."""

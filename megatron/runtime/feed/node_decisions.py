@@ -51,7 +51,9 @@ class NodeDecisions:
                     part = key.with_suffix(".part")
                     part.write_bytes(pickle.dumps(found))
                     part.rename(key)
-                    self._drop_oldest()
+                    newest_first = sorted(self._folder.iterdir(), key=os.path.getmtime, reverse=True)
+                    for file in newest_first[2 * _MOST_KEPT :]:
+                        file.unlink(missing_ok=True)
         return decide() if found is None else found
 
     def close(self) -> None:
@@ -66,8 +68,3 @@ class NodeDecisions:
         for each in (getattr(arrays, field.name) for field in fields(arrays)):
             digest.update(np.ascontiguousarray(each).tobytes() if isinstance(each, np.ndarray) else repr(each).encode())
         return digest.hexdigest()
-
-    def _drop_oldest(self) -> None:
-        newest_first = sorted(self._folder.iterdir(), key=os.path.getmtime, reverse=True)
-        for file in newest_first[2 * _MOST_KEPT :]:
-            file.unlink(missing_ok=True)

@@ -137,14 +137,10 @@ class SampleExchange:
         ]
         incoming = self._all_to_all(outgoing)
         received = {piece: content for message in incoming for piece, content in pickle.loads(message).items()}
-        return ExchangedSamples(share.described, received, bytes_between_nodes=self._add_up(outgoing))
-
-    def _add_up(self, outgoing: Sequence[bytes]) -> int:
-        """Return the bytes that all ranks together send to other nodes."""
-        node = self._rank // self._ranks_per_node
-        total = torch.tensor(sum(len(message) for rank, message in enumerate(outgoing) if rank // self._ranks_per_node != node))
-        dist.all_reduce(total, group=self._group)
-        return int(total)
+        node, size = self._rank // self._ranks_per_node, self._ranks_per_node
+        leaving = torch.tensor(sum(len(message) for rank, message in enumerate(outgoing) if rank // size != node))
+        dist.all_reduce(leaving, group=self._group)
+        return ExchangedSamples(share.described, received, bytes_between_nodes=int(leaving))
 
     def _all_to_all(self, outgoing: Sequence[bytes]) -> list[bytearray]:
         sizes = torch.tensor([len(message) for message in outgoing])

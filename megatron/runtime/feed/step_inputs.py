@@ -134,12 +134,7 @@ def _held(samples: tuple[int, ...], whole: PackedInput, own: PackedInput) -> tup
 
 
 def _encoder_input(
-    source: SampleSource,
-    unit: Unit,
-    atoms: Microbatch,
-    source_index: Mapping[int, int],
-    *,
-    with_pixels: bool,
+    source: SampleSource, unit: Unit, atoms: Microbatch, source_index: Mapping[int, int], *, with_pixels: bool
 ) -> PackedInput:
     assert unit.item_input is not None
     packed = pack_encoder_microbatch(
@@ -245,10 +240,7 @@ def _rows_handed_over(
 
 
 def _language_input(
-    source: SampleSource,
-    place: MicrobatchPlace,
-    step: StepDecision,
-    source_index: Mapping[int, int],
+    source: SampleSource, place: MicrobatchPlace, step: StepDecision, source_index: Mapping[int, int]
 ) -> tuple[PackedInput, tuple[int, ...]]:
     has_places = bool(step.graph.backbone.transformer.rotary_sections)
     merge_sizes = {
@@ -258,10 +250,7 @@ def _language_input(
         if not unit.image.has_row_ends
     }  # results of queries, and of other encoders' joins, have no rows and columns, and row ends none that are known
     packed = pack_language_microbatch(
-        step.assignment.atoms(place),
-        source=source,
-        index_of_sample=source_index,
-        merge_sizes=merge_sizes if has_places else None,
+        step.assignment.atoms(place), source=source, index_of_sample=source_index, merge_sizes=merge_sizes if has_places else None
     )
     lengths = _lengths(packed.cu_seqlens)
     items = tuple(

@@ -126,8 +126,7 @@ def _follow(
 
 
 def _predict(stage: UnitStage, batch: PackedInput, conditions: Tensor) -> Tensor:
-    predicted: Tensor = stage(None, batch, conditions).predicted
-    return predicted
+    return stage(None, batch, conditions).predicted
 
 
 def image_of(patches: Tensor, places: Tensor, image: ImageInput) -> Image.Image:

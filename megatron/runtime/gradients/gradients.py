@@ -182,8 +182,7 @@ def wrap_in_gradient_buffers(
 
 def main_gradient(parameter: Tensor) -> Tensor:
     """Return the buffer that backwards add a parameter's gradient to."""
-    gradient: Tensor = parameter.main_grad  # type: ignore[attr-defined]
-    return gradient
+    return parameter.main_grad  # type: ignore[attr-defined]
 
 
 def global_gradient_norm(optimizers: Sequence[tuple[MegatronOptimizer, bool]], *, device: torch.device) -> float:

@@ -103,10 +103,7 @@ def buckets_of_replicas(wrapped: DistributedDataParallel, *, prepare: Callable[[
 
 
 def _note(
-    watcher: "weakref.ref[ReductionByLayer]",
-    parameter: "weakref.ref[Parameter]",
-    _: object,
-    gradients: tuple[Tensor | None, ...],
+    watcher: "weakref.ref[ReductionByLayer]", parameter: "weakref.ref[Parameter]", _: object, gradients: tuple[Tensor | None, ...]
 ) -> None:
     """Record a gradient; an input gradient that defers a weight's has none for it.
 

@@ -61,8 +61,7 @@ class ShardedStage:
         """Called before a layer's forward; hidden: its input, which marks where its backward ends."""
         self.enter(layer)
         if hidden is not None and hidden.requires_grad and torch.is_grad_enabled():
-            marked: Tensor = _OnBackward.apply(hidden, lambda: self.leave(layer))  # type: ignore[no-untyped-call]
-            return marked
+            return _OnBackward.apply(hidden, lambda: self.leave(layer))  # type: ignore[no-untyped-call]
         return hidden
 
     def after(self, layer: int, output: Tensor | HeadOutput) -> Tensor | HeadOutput:
@@ -88,8 +87,7 @@ class ShardedStage:
     def _mark_beginning(self, layer: int, output: Tensor) -> Tensor:
         if not (output.requires_grad and torch.is_grad_enabled()):
             return output
-        marked: Tensor = _OnBackward.apply(output, lambda: self.enter(layer))  # type: ignore[no-untyped-call]
-        return marked
+        return _OnBackward.apply(output, lambda: self.enter(layer))  # type: ignore[no-untyped-call]
 
     def _reached(self, layer: int) -> Callable[[Tensor], None]:
         """Return the hook of a layer's gradients: in a weight gradient, layers come in the order of the backward."""

@@ -82,13 +82,7 @@ class StateShares:
     """The shares of this rank in all trained layers of its stages of one unit."""
 
     def __init__(
-        self,
-        stages: Mapping[int, UnitStage],
-        *,
-        membership: Membership,
-        unit: UnitPlan,
-        book: GroupBook,
-        num_copies: int,
+        self, stages: Mapping[int, UnitStage], *, membership: Membership, unit: UnitPlan, book: GroupBook, num_copies: int
     ) -> None:
         """stages: virtual stage -> module; book: has the groups of `sharing_groups`."""
         self._member, self._unit, self._book = membership, unit, book

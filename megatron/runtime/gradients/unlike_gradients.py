@@ -17,13 +17,7 @@ from megatron.runtime.gradients.scheduled_collectives import Bucket, start_sum
 from megatron.runtime.gradients.state_shares import StateShares
 from multimodal.model.parameter_sharding import ParameterSharding
 from multimodal.model.unit_stage import UnitStage
-from multimodal.plan.communicators import (
-    WeightPart,
-    holders_of_embeddings,
-    holders_of_layer,
-    weight_parts,
-    whole_holders,
-)
+from multimodal.plan.communicators import WeightPart, holders_of_embeddings, holders_of_layer, weight_parts, whole_holders
 from multimodal.values.action import LayerRange
 from multimodal.values.plan import UnitPlan, VirtualStage
 

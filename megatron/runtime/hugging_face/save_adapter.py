@@ -18,14 +18,7 @@ from megatron.runtime.hugging_face.unit_weights import is_composed
 from megatron.runtime.hugging_face.write_folder import Export, write_folder
 from megatron.runtime.session import Session
 from megatron.runtime.state.held_tensors import HeldTensor, merged_tensors, model_tensors
-from multimodal.hugging_face.adapter_files import (
-    ADAPTER_CONFIG,
-    ADAPTER_WEIGHTS,
-    DOWN_ENDING,
-    PREFIX,
-    TOKENS_ENDING,
-    UP_ENDING,
-)
+from multimodal.hugging_face.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, DOWN_ENDING, PREFIX, TOKENS_ENDING, UP_ENDING
 from multimodal.hugging_face.registry import architecture_of, read_config
 from multimodal.model.adapter import is_adapter, is_new_rows
 from multimodal.values.errors import CheckpointError

@@ -90,8 +90,7 @@ class WeightFiles:
 
     def read_whole(self, key: str) -> Tensor:
         """Return a tensor."""
-        values: Tensor = self._open[self.weights[key].file].get_tensor(key)
-        return values
+        return self._open[self.weights[key].file].get_tensor(key)
 
     def _open_file(self, name: str) -> "safe_open":
         try:

@@ -30,11 +30,6 @@ class StopReason(IntEnum):
         """Return the cause of the stop in words."""
         return "--exit-duration-in-mins" if self is StopReason.DURATION else self.name
 
-    @property
-    def is_signal(self) -> bool:
-        """True if a signal requested the stop."""
-        return self >= StopReason.SIGUSR1
-
 
 _ASKING = {signal.SIGTERM: StopReason.SIGTERM, signal.SIGUSR1: StopReason.SIGUSR1}
 _TAKEN = (*_ASKING, signal.SIGINT)

@@ -64,7 +64,9 @@ class RunPage:
         """Write loss.png and index.html, with the timeline.png that is there; nothing without a step."""
         if not self._steps:
             return
-        loss = self._draw_loss()
+        figure, axes = _figure("Training loss", "loss per target token")
+        self._plot(axes, [each.loss for each in self._steps], _COLOURS[0], label="")
+        loss = _png(figure)
         (folder / "loss.png").write_bytes(loss)
         timeline = folder / "timeline.png"
         evaluated = [
@@ -91,11 +93,6 @@ class RunPage:
         head = f'<meta charset="utf-8"><title>{title}</title><style>{_STYLE}</style>'
         page = f'<!doctype html><html lang="en"><head>{head}</head><body><h1>{title}</h1>{body}</body></html>\n'
         (folder / "index.html").write_text(page, encoding="utf-8")
-
-    def _draw_loss(self) -> bytes:
-        figure, axes = _figure("Training loss", "loss per target token")
-        self._plot(axes, [each.loss for each in self._steps], _COLOURS[0], label="")
-        return _png(figure)
 
     def _draw_throughput(self) -> bytes:
         figure, axes = _figure("Throughput", "tokens/s")

@@ -113,12 +113,7 @@ def _named(imbalance: Imbalance) -> dict[str, float]:
 
 
 def report_balance(
-    before: Assignment,
-    after: Assignment,
-    work: BatchWork,
-    *,
-    balance_seconds: float,
-    node_bytes: NodeBytes | None = None,
+    before: Assignment, after: Assignment, work: BatchWork, *, balance_seconds: float, node_bytes: NodeBytes | None = None
 ) -> BalanceReport:
     """Compare an assignment with another one, which keeps the data loader's order. O(atoms)."""
     return BalanceReport(

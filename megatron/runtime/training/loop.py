@@ -116,7 +116,9 @@ def _run_steps(run: Run, reporter: Reporter, progress: Progress, *, last_step: i
             agreed = check_agreement(step, number=number, wait_seconds=wait_seconds, stop=wish, device=device)
             if agreed.stop is StopReason.JOIN:
                 raise NodesJoinError("nodes have joined")
-            if agreed.stop.is_signal or (agreed.stop and progress.step > progress.first_step):  # time limits allow one step
+            if agreed.stop >= StopReason.SIGUSR1 or (
+                agreed.stop and progress.step > progress.first_step
+            ):  # time limits allow one step
                 raise _StoppedError(agreed.stop)
             if run.background_save is not None:
                 run.background_save.check()

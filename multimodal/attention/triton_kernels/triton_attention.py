@@ -58,8 +58,7 @@ def attend_by_triton(
     scale = 1 / math.sqrt(query.shape[-1]) if softmax_scale is None else softmax_scale
     chosen = options or _choose_options(query, mask=mask)
     query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
-    mixed: Tensor = _TritonAttention.apply(query, key, value, mask, scale, chosen)
-    return mixed
+    return _TritonAttention.apply(query, key, value, mask, scale, chosen)
 
 
 def prepare_triton_mask(mask: AttentionMask, shape: AttentionShape) -> None:

@@ -69,13 +69,11 @@ def _compute_on_owners(copies: Tensor, counts: Tensor, *, group: dist.ProcessGro
 
 
 def _permuted(rows: Tensor, order: _Order, *, num_copies: int = 1) -> Tensor:
-    permuted: Tensor = _Permute.apply(rows, order, num_copies)  # type: ignore[no-untyped-call]
-    return permuted
+    return _Permute.apply(rows, order, num_copies)  # type: ignore[no-untyped-call]
 
 
 def _exchanged(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-    exchanged: Tensor = _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
-    return exchanged
+    return _Exchange.apply(rows, sent, received, group)  # type: ignore[no-untyped-call]
 
 
 class _Permute(torch.autograd.Function):

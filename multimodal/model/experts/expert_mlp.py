@@ -10,11 +10,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList
 
 from multimodal.model.collectives import RankLink, gather_for_products, sum_rows
-from multimodal.model.deferrable_linear import (
-    DeferrableColumnParallelLinear,
-    DeferrableRowParallelLinear,
-    deferrable_linear,
-)
+from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, deferrable_linear
 from multimodal.model.experts.dispatch import compute_by_experts
 from multimodal.model.experts.grouped_linear import build_engine_linear, grouped_linear, has_grouped_kernel
 from multimodal.model.experts.router import Router, RowSequences, attach_loss, sequence_balance_loss

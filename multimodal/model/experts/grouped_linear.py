@@ -32,8 +32,7 @@ def grouped_linear(rows: Tensor, counts: RowCounts, weights: Sequence[Tensor]) -
 
     rows: [num_rows, input_size], sorted by expert; weights: [output_size, input_size], of each expert.
     """
-    output: Tensor = _GroupedLinear.apply(rows, counts, queue_of(weights[0], None), *weights)  # type: ignore[no-untyped-call]
-    return output
+    return _GroupedLinear.apply(rows, counts, queue_of(weights[0], None), *weights)  # type: ignore[no-untyped-call]
 
 
 def build_engine_linear(weights: Sequence[Tensor], *, accumulates: bool, delays: bool) -> Module:

@@ -83,8 +83,7 @@ def attach_loss(values: Tensor, loss: Tensor, *, weight: float, note: Callable[[
 
     A forward may run twice under recomputation; a backward does not.
     """
-    attached: Tensor = _AttachLoss.apply(values, loss, weight, note)  # type: ignore[no-untyped-call]
-    return attached
+    return _AttachLoss.apply(values, loss, weight, note)  # type: ignore[no-untyped-call]
 
 
 class _AttachLoss(torch.autograd.Function):

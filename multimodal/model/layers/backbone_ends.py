@@ -99,8 +99,7 @@ class TokenEmbeddingKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Look up all tokens."""
-        embedded: Tensor = layer(given.batch.token_ids, given.batch.item_rows, given.item_embeddings, given.batch.item_ends)
-        return embedded
+        return layer(given.batch.token_ids, given.batch.item_rows, given.item_embeddings, given.batch.item_ends)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return token ids."""
@@ -200,7 +199,7 @@ class HeadKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
         """Compute the losses of the targets."""
-        output: HeadOutput = layer(
+        return layer(
             hidden,
             target_rows=given.batch.target_rows,
             targets=given.batch.targets,
@@ -208,7 +207,6 @@ class HeadKind(LayerKind):
             shared_weight=given.shared_weight,
             generator_rows=given.batch.generator_rows,
         )
-        return output
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return a target for every token."""

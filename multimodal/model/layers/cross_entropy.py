@@ -43,8 +43,7 @@ def vocab_parallel_cross_entropy(
     width = logits.shape[-1]
     first_id = group.rank() * width
     num_known = width if num_tokens_known is None else min(max(num_tokens_known - first_id, 0), width)
-    losses: Tensor = _VocabParallelCrossEntropy.apply(logits, targets, VocabularyShare(group, first_id, num_known))
-    return losses
+    return _VocabParallelCrossEntropy.apply(logits, targets, VocabularyShare(group, first_id, num_known))
 
 
 class _VocabParallelCrossEntropy(torch.autograd.Function):
@@ -62,8 +61,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         all_reduce(total, group=share.group)
         ctx.save_for_backward(logits, targets, largest, total[0])
         ctx.share = share
-        losses: Tensor = total[0].log() - total[1]
-        return losses
+        return total[0].log() - total[1]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]

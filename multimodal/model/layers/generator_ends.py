@@ -151,8 +151,7 @@ class GeneratorProjectorKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Spread the conditions over all patches."""
-        projected: Tensor = layer(given.item_embeddings, given.batch)
-        return projected
+        return layer(given.item_embeddings, given.batch)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return one condition for each image."""
@@ -210,8 +209,7 @@ class GeneratorHeadKind(LayerKind):
         """Predict all patches."""
         batch = given.batch
         noise = None if batch.path is None else batch.path.noise
-        output: HeadOutput = layer(hidden, patches=batch.patches, rows=batch.target_rows, noise=noise)
-        return output
+        return layer(hidden, patches=batch.patches, rows=batch.target_rows, noise=noise)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return target patches."""

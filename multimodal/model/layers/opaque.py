@@ -49,13 +49,14 @@ class OpaqueEncoder(torch.nn.Module):
 
     def _hear(self, clip: Tensor, *, audio: AudioInput) -> Tensor:
         """clip: [num_tokens, values of a token]; returns [num_tokens, hidden_size]."""
-        given = samples_of(clip, audio) if audio.waveform is not None else frames_of(clip, audio)
-        hidden: Tensor = self._run(given[None])[0, : len(clip)]
-        return hidden
+        if audio.waveform is None:
+            given = frames_of(clip, audio)
+        else:  # tokens overlap
+            given = torch.cat((clip[:-1, : audio.waveform.samples_per_token].flatten(), clip[-1]))
+        return self._run(given[None])[0, : len(clip)]
 
     def _run(self, given: Tensor) -> Tensor:
-        hidden: Tensor = self._after(self.module(**{argument_of(self._item): self._before(given)}).last_hidden_state)
-        return hidden
+        return self._after(self.module(**{argument_of(self._item): self._before(given)}).last_hidden_state)
 
     def _see(self, patches: Tensor, places: Tensor, lengths: tuple[int, ...], *, image: ImageInput) -> Tensor:
         """places: [num_tokens, 2], negative for tokens that are not patches; all images at once."""
@@ -73,12 +74,6 @@ class OpaqueEncoder(torch.nn.Module):
         first_patch = hidden.shape[1] - size**2
         of_token = torch.where(is_patch, index + first_patch, 0)
         return hidden[image_of_token, of_token]
-
-
-def samples_of(clip: Tensor, audio: AudioInput) -> Tensor:
-    """Return the samples of a clip, whose tokens overlap; clip: [num_tokens, samples_seen]."""
-    assert audio.waveform is not None
-    return torch.cat((clip[:-1, : audio.waveform.samples_per_token].flatten(), clip[-1]))
 
 
 def frames_of(clip: Tensor, audio: AudioInput) -> Tensor:
@@ -113,8 +108,7 @@ class OpaqueKind(LayerKind):
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Compute all items."""
         assert given.batch.patches is not None
-        output: Tensor = layer(given.batch.patches, given.batch.positions, given.batch.lengths)
-        return output
+        return layer(given.batch.patches, given.batch.positions, given.batch.lengths)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return images, some of whose last patches may be missing (the image then takes as long as a whole one), or clips."""

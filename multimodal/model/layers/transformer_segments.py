@@ -40,7 +40,8 @@ class _Product(Module):
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the product on this rank, and the bias if the caller adds it."""
         (linear,) = self._held
-        bias, left = (None, bias_of(linear)) if _leaves_bias(linear) else (bias_of(linear), None)
+        leaves_bias = linear.te_return_bias if is_engine_linear(linear) else linear.skip_bias_add
+        bias, left = (None, bias_of(linear)) if leaves_bias else (bias_of(linear), None)
         return deferrable_linear(rows, linear.weight, bias, adapter_of(linear)), left
 
 
@@ -60,11 +61,6 @@ class _AsIs(Module):
 def bias_of(linear: Any) -> Tensor | None:
     """Return the bias of a linear layer; Transformer Engine has an empty one where there is none."""
     return linear.bias if linear.bias is not None and linear.bias.numel() else None
-
-
-def _leaves_bias(linear: Any) -> bool:
-    """Return True if the caller adds the bias."""
-    return bool(linear.te_return_bias if is_engine_linear(linear) else linear.skip_bias_add)
 
 
 class _Within:
@@ -181,5 +177,4 @@ def _sum(layer: Any) -> Any:
 
 def _residual_sum(layer: Any, bias_dropout_add: Any, branch: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     add = bias_dropout_add(layer.training, layer.config.bias_dropout_fusion)
-    summed: Tensor = add((branch, bias), residual, layer.hidden_dropout)
-    return summed
+    return add((branch, bias), residual, layer.hidden_dropout)

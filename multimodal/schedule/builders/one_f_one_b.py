@@ -56,10 +56,7 @@ def build_in_memory(shape: StepShape, *, costs: StepCosts, splits_backwards: boo
 
 
 def _build(
-    shape: StepShape,
-    limits: Mapping[StageKey, int],
-    stored: Mapping[StageKey, int],
-    scaled: Callable[[StageKey, int], int],
+    shape: StepShape, limits: Mapping[StageKey, int], stored: Mapping[StageKey, int], scaled: Callable[[StageKey, int], int]
 ) -> Schedule:
     """Build 1F1B, or ZB-H1 if stages have limits of what they store; scaled: the limit of a stage for a limit of 1F1B."""
     in_flight = {stage: scaled(stage, limit) for stage, limit in limits.items()}

@@ -52,11 +52,7 @@ def stages_that_share(
 
 
 def ordered_pieces(
-    name: str,
-    work: StepWork,
-    *,
-    has_order: Callable[[Replica], bool],
-    orders_of: Callable[[int, int, int, int], Iterable[Order]],
+    name: str, work: StepWork, *, has_order: Callable[[Replica], bool], orders_of: Callable[[int, int, int, int], Iterable[Order]]
 ) -> list[Integers]:
     """Return the pieces of each order of a unit's physical stages; actions that a stage does not have (frozen) are left out.
 

@@ -114,7 +114,8 @@ class ProducedItems:
 
     def _take(self, wanted: Wanted) -> ItemPixels | IndexedBlock | None:
         """Wait until the wanted item arrives; None if there is no producer. Raises DataError if it cannot be read."""
-        if self._process != os.getpid() or not self._is_expected(wanted):
+        is_expected = wanted in self._arrived or wanted in self._unasked or self._find_debtor(wanted) is not None
+        if self._process != os.getpid() or not is_expected:
             self.expect([wanted])
         while wanted not in self._arrived:
             if (address := self._find_debtor(wanted)) is not None:
@@ -135,9 +136,6 @@ class ProducedItems:
         self._unasked: tuple[Wanted, ...] = ()
         """Items that lost producers still owed, or for which there was no producer."""
         self._arrived: dict[Wanted, Answer] = {}
-
-    def _is_expected(self, wanted: Wanted) -> bool:
-        return wanted in self._arrived or wanted in self._unasked or self._find_debtor(wanted) is not None
 
     def _find_debtor(self, wanted: Wanted) -> str | None:
         return next((address for address, connection in self._connections.items() if wanted in connection.owed), None)

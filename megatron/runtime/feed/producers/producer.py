@@ -154,7 +154,7 @@ class Producer:
             else:
                 self._data_sets.move_to_end(peer)
                 wanted = unpack_wanted(unpack_message(text))
-                found = await asyncio.wrap_future(self._produce(self._data_sets[peer], wanted))
+                found = await asyncio.wrap_future(self._decode(self._data_sets[peer], wanted))
                 said, payload = pack_pixels(found) if isinstance(found, ItemPixels) else pack_index(found)
         except BraidError as problem:
             said = {"error": str(problem)}
@@ -182,19 +182,16 @@ class Producer:
             self._data_sets.popitem(last=False)
         return {"ahead": self._num_ahead}
 
-    def _produce(self, data_set: str, wanted: Wanted) -> "Future[Any]":
-        if isinstance(wanted, WantedItem):
-            return self._decode(data_set, wanted)
-        return self._pool.submit(index_block, data_set, wanted)
-
-    def _decode(self, data_set: str, item: WantedItem) -> "Future[ItemPixels]":
-        key = data_set, item
+    def _decode(self, data_set: str, wanted: Wanted) -> "Future[Any]":
+        if not isinstance(wanted, WantedItem):
+            return self._pool.submit(index_block, data_set, wanted)
+        key = data_set, wanted
         with self._lock:
             found = self._items.get(key)
             if found is not None:
                 self._items.move_to_end(key)
                 return found
-            future = self._pool.submit(decode_item, data_set, item)
+            future = self._pool.submit(decode_item, data_set, wanted)
             self._items[key] = future
         future.add_done_callback(lambda done: self._keep(key, done))
         return future

@@ -77,7 +77,13 @@ def pack_wanted(wanted: Wanted) -> Any:
 def unpack_wanted(said: Any) -> Wanted:
     """Return the argument of `pack_wanted`; raises WireError."""
     try:
-        return _unpack_block(said) if isinstance(said, list) else _unpack_item(**said)
+        if not isinstance(said, list):
+            return _unpack_item(**said)
+        number, *samples = said
+        found = ((where, weight, map(_unpack_segment, segments)) for where, weight, *segments in samples)
+        return SampleBlock(
+            int(number), tuple(SegmentedSample(str(where), tuple(own), float(weight)) for where, weight, own in found)
+        )
     except (KeyError, TypeError, ValueError) as problem:
         raise WireError(f"a request that is none ({problem})") from problem
 
@@ -98,16 +104,9 @@ def _pack_block(block: SampleBlock) -> list[Any]:
     ]
 
 
-def _unpack_block(said: Sequence[Any]) -> SampleBlock:
-    number, *samples = said
-    return SampleBlock(int(number), tuple(_unpack_sample(*each) for each in samples))
-
-
-def _unpack_sample(where: str, loss_weight: float, *segments: Mapping[str, Any]) -> SegmentedSample:
-    return SegmentedSample(str(where), tuple(_unpack_segment(**each) for each in segments), float(loss_weight))
-
-
-def _unpack_segment(*, kind: str, size: Sequence[int] | None = None, **fields: Any) -> Segment:
+def _unpack_segment(said: Mapping[str, Any]) -> Segment:
+    fields = dict(said)
+    kind, size = fields.pop("kind"), fields.pop("size", None)
     for name, value in fields.items():
         if not isinstance(value, str | bool | None):
             raise TypeError(f"a segment whose {name} is {type(value).__name__}")

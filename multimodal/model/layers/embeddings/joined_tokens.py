@@ -46,8 +46,7 @@ class JoinedTokensKind(LayerKind):
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Put all rows into their places."""
         batch = given.batch
-        joined: Tensor = layer(given.item_embeddings, batch.item_rows, batch.item_sources, batch.num_tokens)
-        return joined
+        return layer(given.item_embeddings, batch.item_rows, batch.item_sources, batch.num_tokens)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return random rows: as many of each encoder as there are tokens, or (joined as a sequence) as many of all together."""

@@ -131,8 +131,7 @@ class PatchEmbeddingKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Embed all patches."""
-        embedded: Tensor = layer(given.batch.patches, given.batch.positions)
-        return embedded
+        return layer(given.batch.patches, given.batch.positions)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Patches, all at the first place of their image."""

@@ -87,8 +87,7 @@ class AudioEmbeddingKind(LayerKind):
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Embed all frames."""
-        embedded: Tensor = layer(given.batch.patches, given.batch.positions)
-        return embedded
+        return layer(given.batch.patches, given.batch.positions)
 
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return the positions: sines and cosines."""

@@ -109,8 +109,7 @@ class _Attention(torch.nn.Module):
 
     def project(self, mixed: Tensor) -> Tensor:
         """mixed: [rows, heads / tp, channels]; returns [rows, 1, hidden_size]."""
-        output: Tensor = self.linear_proj(mixed.flatten(1)[:, None])[0]
-        return output
+        return self.linear_proj(mixed.flatten(1)[:, None])[0]
 
     def column_parallel(self, num_inputs: int, num_outputs: int) -> DeferrableColumnParallelLinear:
         """Build a product whose outputs are heads."""
@@ -168,8 +167,7 @@ class QueryProjectorKind(ProjectorKind):
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Attend and map; returns [num_items x num_queries, output_size]."""
         batch = given.batch
-        found: Tensor = layer(hidden, batch.positions, batch.kept_rows, batch.own_lengths)
-        return found
+        return layer(hidden, batch.positions, batch.kept_rows, batch.own_lengths)
 
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return 1: costs are counted in tokens, not in outputs."""
