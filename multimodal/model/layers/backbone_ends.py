@@ -4,12 +4,9 @@ import dataclasses
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module
 
 from multimodal.attention.block_attention import capped
 from multimodal.model.adapter import adapter_of
@@ -27,44 +24,33 @@ class TokenEmbedding(torch.nn.Module):
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(
-        self,
-        *,
-        config: TransformerConfig,
-        groups: ProcessGroupCollection,
-        vocab_size: int,
-        num_channels: int | None = None,
-        scale: float = 1.0,
-    ) -> None:
-        """scale: factor of the words' embeddings."""
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.scale = scale
-        self.num_channels = num_channels or config.hidden_size
+        config, size = context.config, context.config.hidden_size
+        self.scale = size**0.5 if context.unit.transformer.scales_embeddings else 1.0
+        self.num_channels = context.graph.width_behind(context.unit.name, 0)
         self.word_embeddings = VocabParallelEmbedding(
-            vocab_size, config.hidden_size, init_method=config.init_method, config=config, tp_group=groups.tp
+            context.vocab_size, size, init_method=config.init_method, config=config, tp_group=context.groups.tp
         )
-        self.link = RankLink(groups.tp, is_sequence_parallel=False)
+        self.link = RankLink(context.groups.tp, is_sequence_parallel=False)
 
-    def forward(
-        self, token_ids: Tensor, item_rows: Tensor | None, item_embeddings: Tensor | None, item_ends: Tensor | None = None
-    ) -> Tensor:
-        """Look up the tokens' embeddings and insert the items'.
+    def forward(self, _: None, given: StagePass) -> Tensor:
+        """Look up the embeddings of all tokens and insert the items'.
 
-        token_ids: [num_tokens]; item_rows: [num_item_tokens], the row for each row of item_embeddings [num_item_tokens,
-        channels]; item_ends: [num_item_tokens], True where the token's own embedding stays. The inputs of the LLM's first layers
-        from items (deepstack) are in the channels behind the hidden states.
-
-        Returns [num_tokens, 1, channels], the same on every tensor parallel rank.
+        The inputs of the LLM's first layers from items (deepstack) are in the channels behind the hidden states. Returns
+        [num_tokens, 1, channels], the same on every tensor parallel rank.
         """
-        hidden = sum_rows(self._look_up(token_ids), self.link._replace(waits=self.waits))
+        batch = given.batch
+        assert batch.token_ids is not None
+        hidden = sum_rows(self._look_up(batch.token_ids), self.link._replace(waits=self.waits))
         if self.scale != 1.0:  # rounded to the type of the embeddings, as transformers do
             hidden = hidden * torch.tensor(self.scale, dtype=hidden.dtype, device=hidden.device)
         hidden = pad_channels(hidden, self.num_channels)
-        if item_rows is not None and item_embeddings is not None:
-            given = pad_channels(item_embeddings, self.num_channels).to(hidden.dtype)
-            if item_ends is not None:
-                given = torch.where(item_ends[:, None], hidden.index_select(0, item_rows), given)
-            hidden = hidden.index_copy(0, item_rows, given)
+        if batch.item_rows is not None and given.item_embeddings is not None:
+            items = pad_channels(given.item_embeddings, self.num_channels).to(hidden.dtype)
+            if batch.item_ends is not None:
+                items = torch.where(batch.item_ends[:, None], hidden.index_select(0, batch.item_rows), items)
+            hidden = hidden.index_copy(0, batch.item_rows, items)
         return hidden[:, None]
 
     def _look_up(self, token_ids: Tensor) -> Tensor:
@@ -86,20 +72,7 @@ class TokenEmbeddingKind(LayerKind):
 
     column_parallel = ("word_embeddings",)
     takes_hidden = False
-
-    def build(self, context: LayerContext, index: int) -> TokenEmbedding:
-        """Build it for the padded vocabulary."""
-        return TokenEmbedding(
-            config=context.config,
-            groups=context.groups,
-            vocab_size=context.vocab_size,
-            num_channels=context.graph.width_behind(context.unit.name, 0),
-            scale=context.config.hidden_size**0.5 if context.unit.transformer.scales_embeddings else 1.0,
-        )
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Look up all tokens."""
-        return layer(given.batch.token_ids, given.batch.item_rows, given.item_embeddings, given.batch.item_ends)
+    module = TokenEmbedding
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return token ids."""
@@ -111,59 +84,40 @@ class LanguageHead(torch.nn.Module):
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(
-        self,
-        *,
-        config: TransformerConfig,
-        groups: ProcessGroupCollection,
-        vocab_size: int,
-        shares_embedding: bool,
-        num_tokens_known: int,
-        softcap: float | None = None,
-    ) -> None:
-        """softcap: bound of the logits, if any."""
+    def __init__(self, context: LayerContext) -> None:
+        """Build it for the padded vocabulary, without its own weights if the embeddings are tied."""
         super().__init__()
-        self.softcap = softcap
-        plain = dataclasses.replace(config, sequence_parallel=False)
+        config, self.group, self.softcap = context.config, context.groups.tp, context.unit.transformer.logit_softcap
         self.is_sequence_sharded = config.sequence_parallel
-        self.group = groups.tp
-        self.num_tokens_known = num_tokens_known
+        self.num_tokens_known = context.unit.num_tokens_known(context.vocab_size)
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.output_layer = DeferrableColumnParallelLinear(
             config.hidden_size,
-            vocab_size,
-            config=plain,
+            context.vocab_size,
+            config=dataclasses.replace(config, sequence_parallel=False),
             init_method=config.init_method,
             bias=False,
             gather_output=False,
-            skip_weight_param_allocation=shares_embedding,
-            tp_group=groups.tp,
+            skip_weight_param_allocation=context.unit.ties_embeddings,
+            tp_group=self.group,
         )
 
-    def forward(
-        self,
-        hidden: Tensor,
-        *,
-        target_rows: Tensor,
-        targets: Tensor,
-        shared_weight: Tensor | None,
-        target_weights: Tensor | None = None,
-        generator_rows: Tensor | None = None,
-    ) -> HeadOutput:
-        """Compute the targets' losses, and the hidden states that generators receive.
+    def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
+        """Compute the targets' losses, and the normalised hidden states that generators receive.
 
-        hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism); target_rows, targets: [num_targets];
-        target_weights: [num_targets], None: all 1; generator_rows: [num_conditions], rows whose normalised hidden states
-        generators receive.
+        hidden: [rows, 1, hidden_size] (padded and / tp under sequence parallelism).
         """
-        hidden = self.norm(hidden)
+        batch = given.batch
+        assert batch.target_rows is not None and batch.targets is not None
+        hidden, targets = self.norm(hidden), batch.targets
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
-        conditions = None if generator_rows is None else hidden.index_select(0, generator_rows)[:, 0]
-        logits, _ = self.output_layer(hidden.index_select(0, target_rows), weight=shared_weight)
+        conditions = None if batch.generator_rows is None else hidden.index_select(0, batch.generator_rows)[:, 0]
+        logits, _ = self.output_layer(hidden.index_select(0, batch.target_rows), weight=given.shared_weight)
         logits = capped(logits[:, 0], self.softcap)
         losses = vocab_parallel_cross_entropy(logits, targets, group=self.group, num_tokens_known=self.num_tokens_known)
-        losses = losses if target_weights is None else losses * target_weights.to(losses.dtype)
+        if batch.target_weights is not None:
+            losses = losses * batch.target_weights.to(losses.dtype)
         if self.training:
             return HeadOutput(losses.sum(), None, conditions, token_losses=losses.detach())
         all_logits = gather_from_tensor_model_parallel_region(self._without_padding(logits.detach()), group=self.group)
@@ -185,28 +139,7 @@ class HeadKind(LayerKind):
     column_parallel = ("output_layer",)
     gives_loss = True
     picks_tokens = True
-
-    def build(self, context: LayerContext, index: int) -> LanguageHead:
-        """Build it for the padded vocabulary, without its own weights if the embeddings are tied."""
-        return LanguageHead(
-            config=context.config,
-            groups=context.groups,
-            vocab_size=context.vocab_size,
-            shares_embedding=context.unit.ties_embeddings,
-            num_tokens_known=context.unit.num_tokens_known(context.vocab_size),
-            softcap=context.unit.transformer.logit_softcap,
-        )
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
-        """Compute the losses of the targets."""
-        return layer(
-            hidden,
-            target_rows=given.batch.target_rows,
-            targets=given.batch.targets,
-            target_weights=given.batch.target_weights,
-            shared_weight=given.shared_weight,
-            generator_rows=given.batch.generator_rows,
-        )
+    module = LanguageHead
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return a target for every token."""

@@ -3,10 +3,7 @@
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module
 
 from multimodal.model.collectives import RankLink, gather_rows
 from multimodal.model.deferrable_linear import deferrable_linear
@@ -16,19 +13,16 @@ from multimodal.model.layers.layer_kind import HeadOutput, LayerContext, LayerKi
 from multimodal.model.norm import Norm
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
-from multimodal.model.transformer_config import Precision
-from multimodal.values.model_graph import ImageInput
 
 
 class ConditionProjector(torch.nn.Module):
     """One linear map from the LLM's hidden size, the same on every tensor parallel rank."""
 
-    def __init__(self, *, condition_size: int, hidden_size: int, precision: Precision) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        device, dtype = torch.cuda.current_device(), precision.params_dtype
-        self.condition_size = condition_size
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, condition_size, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.condition_size = context.condition_size
+        self.weight = context.empty(context.config.hidden_size, context.condition_size)
+        self.bias = context.empty(context.config.hidden_size)
 
     def project(self, conditions: Tensor) -> Tensor:
         """conditions: [num_conditions, condition_size or more]; channels beyond are for the LLM's first layers (deepstack)."""
@@ -38,11 +32,10 @@ class ConditionProjector(torch.nn.Module):
 class NoisyPatches(torch.nn.Module):
     """A linear map of (1 - t) data + t noise, the same on every tensor parallel rank."""
 
-    def __init__(self, *, patch_channels: int, hidden_size: int, precision: Precision, image: ImageInput | None) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        device, dtype = torch.cuda.current_device(), precision.params_dtype
-        self.image, self.wide = image, precision.rotary_dtype
-        self.weight = torch.nn.Parameter(torch.empty(hidden_size, patch_channels, device=device, dtype=dtype))
+        self.image, self.wide = context.unit.image, context.options.precision.rotary_dtype
+        self.weight = context.empty(context.config.hidden_size, context.patch_channels)
 
     def forward(self, hidden: Tensor, batch: PackedInput) -> Tensor:
         """Return hidden states, [num_tokens, hidden_size], with the noisy patches added at their rows."""
@@ -61,37 +54,23 @@ class GeneratorProjector(ConditionProjector):
     every layer, since rotary angles change nothing if all values are equal.
     """
 
-    def __init__(
-        self,
-        *,
-        condition_size: int,
-        hidden_size: int,
-        rotary_base: float,
-        precision: Precision,
-        sources: tuple[str, ...] = ("",),
-        noisy: NoisyPatches | None = None,
-    ) -> None:
-        """Build the maps.
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        unit, graph = context.unit, context.graph
+        self.rotary_base, self.feature_dtype = unit.transformer.rotary_base, context.options.precision.rotary_dtype
+        self.noisy = None if unit.flow is None else NoisyPatches(context)
+        self.sources = tuple("" if name == graph.backbone.name else name for name in graph.upstream(unit.name))
+        """The units that feed this one, in the order of the model's edges; the empty name stands for the LLM."""
+        self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(context) for name in self.sources if name})
 
-        noisy: what adds noisy patches, where a flow is learnt; sources: the units that feed this one, in the order of the model's
-        edges; the empty name stands for the LLM.
-        """
-        super().__init__(condition_size=condition_size, hidden_size=hidden_size, precision=precision)
-        self.rotary_base, self.feature_dtype, self.sources = rotary_base, precision.rotary_dtype, sources
-        self.noisy = noisy
-        sizes: dict[str, Any] = {"condition_size": condition_size, "hidden_size": hidden_size, "precision": precision}
-        self.encoders = torch.nn.ModuleDict({f"{name}_tokens": ConditionProjector(**sizes) for name in sources if name})
-
-    def forward(self, conditions: Tensor, batch: PackedInput) -> Tensor:
+    def forward(self, _: None, given: StagePass) -> Tensor:
         """Spread every image's condition over its patches, and put the tokens of encoders and of the LLM before them.
-
-        conditions: [num_conditions, condition_size], the LLM's hidden states and encoders' tokens; batch: `condition_rows`,
-        `positions`, and `item_sources`, the index in `sources` of each condition (None: all come from the LLM).
 
         Returns [num_tokens, 1, hidden_size], the same on every tensor parallel rank.
         """
-        assert batch.condition_rows is not None
-        sources = batch.item_sources
+        conditions, batch = given.item_embeddings, given.batch
+        assert conditions is not None and batch.condition_rows is not None
+        sources = batch.item_sources  # None: all come from the LLM
         projected = self.project(conditions) if sources is None else self._project_all(conditions, sources)
         width, dtype = projected.shape[-1], self.feature_dtype
         features = position_features(batch.positions, hidden_size=width, base=self.rotary_base, dtype=dtype).to(projected.dtype)
@@ -129,29 +108,7 @@ class GeneratorProjectorKind(LayerKind):
     """Reads what the LLM and encoders hand over, `batch.condition_rows` and `batch.item_sources`."""
 
     takes_hidden = False
-
-    def build(self, context: LayerContext, index: int) -> GeneratorProjector:
-        """Build it for the LLM's hidden states, and the outputs of encoders that feed the unit."""
-        graph, llm = context.graph, context.graph.backbone.name
-        return GeneratorProjector(
-            sources=tuple("" if name == llm else name for name in graph.upstream(context.unit.name)),
-            condition_size=context.condition_size,
-            hidden_size=context.config.hidden_size,
-            rotary_base=context.unit.transformer.rotary_base,
-            precision=context.options.precision,
-            noisy=NoisyPatches(
-                patch_channels=context.patch_channels,
-                hidden_size=context.config.hidden_size,
-                precision=context.options.precision,
-                image=context.unit.image,
-            )
-            if context.unit.flow is not None
-            else None,
-        )
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Spread the conditions over all patches."""
-        return layer(given.item_embeddings, given.batch)
+    module = GeneratorProjector
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return one condition for each image."""
@@ -165,25 +122,22 @@ class GeneratorHead(torch.nn.Module):
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(
-        self, *, config: TransformerConfig, groups: ProcessGroupCollection, patch_channels: int, image: ImageInput | None = None
-    ) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        device, dtype = torch.cuda.current_device(), config.params_dtype
-        self.image = image
+        config, self.image, self.group = context.config, context.unit.image, context.groups.tp
         self.is_sequence_sharded = config.sequence_parallel
-        self.group = groups.tp
         self.norm = Norm(config, config.hidden_size, eps=config.layernorm_epsilon)
-        self.weight = torch.nn.Parameter(torch.empty(patch_channels, config.hidden_size, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(patch_channels, device=device, dtype=dtype))
+        self.weight = context.empty(context.patch_channels, config.hidden_size)
+        self.bias = context.empty(context.patch_channels)
 
-    def forward(self, hidden: Tensor, *, patches: Tensor, rows: Tensor | None = None, noise: Tensor | None = None) -> HeadOutput:
-        """Predict the patches, or noise - patches if `noise` is given, and compute the loss.
+    def forward(self, hidden: Tensor, given: StagePass) -> HeadOutput:
+        """Predict the patches of the target image, or noise - patches if there is noise, and compute the loss.
 
-        hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size]; patches: [num_patches, patch_channels],
-        the target image, bytes or any float dtype; rows: [num_patches], the tokens of the patches; None: all tokens.
+        hidden: [num_tokens (padded and / tp under sequence parallelism), 1, hidden_size].
         """
-        hidden = self.norm(hidden)
+        patches, rows, path = given.batch.patches, given.batch.target_rows, given.batch.path
+        assert patches is not None
+        hidden, noise = self.norm(hidden), None if path is None else path.noise
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         hidden = hidden[: len(patches), 0] if rows is None else hidden[:, 0].index_select(0, rows)
@@ -198,18 +152,7 @@ class GeneratorHeadKind(LayerKind):
     """Compares with `batch.patches`, at `batch.target_rows`."""
 
     gives_loss = True
-
-    def build(self, context: LayerContext, index: int) -> GeneratorHead:
-        """Build it for the patches of the unit's images."""
-        return GeneratorHead(
-            config=context.config, groups=context.groups, patch_channels=context.patch_channels, image=context.unit.image
-        )
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> HeadOutput:
-        """Predict all patches."""
-        batch = given.batch
-        noise = None if batch.path is None else batch.path.noise
-        return layer(hidden, patches=batch.patches, rows=batch.target_rows, noise=noise)
+    module = GeneratorHead
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return target patches."""

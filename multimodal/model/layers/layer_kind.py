@@ -1,7 +1,6 @@
 """Base class of all kinds of layers as a stage builds and runs them, and the values that they exchange."""
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
@@ -11,7 +10,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.adapter import DOWN, UP
@@ -75,6 +74,10 @@ class LayerContext:
     def condition_size(self) -> int:
         """Width of the conditions that the LLM and encoders hand to generators."""
         return self.graph.backbone.transformer.hidden_size
+
+    def empty(self, *shape: int) -> Parameter:
+        """Return an uninitialised parameter."""
+        return Parameter(torch.empty(*shape, device=torch.cuda.current_device(), dtype=self.config.params_dtype))
 
     def random(self, *shape: int) -> Tensor:
         """Return random values on the device, of the type that the unit computes in."""
@@ -142,7 +145,7 @@ class LayerPart(NamedTuple):
     """The collective behind the part."""
 
 
-class LayerKind(ABC):
+class LayerKind:
     """Builds, splits, initialises and runs layers of one kind. Has no state: weights are in the module."""
 
     column_parallel: ClassVar[tuple[str, ...]] = ()
@@ -166,17 +169,20 @@ class LayerKind(ABC):
     picks_tokens: ClassVar[bool] = False
     """True if the HeadOutput says, outside of training, which targets decoding picks."""
 
-    @abstractmethod
+    module: type[Module]
+    """Class of the module, which is built from a LayerContext and called as `run` is; unless `build` and `run` are overridden."""
+
     def build(self, context: LayerContext, index: int) -> Module:
         """Build the layer at `index` of its unit, uninitialised."""
+        return self.module(context)
 
-    @abstractmethod
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor | HeadOutput:
         """Run the layer.
 
         hidden: [rows, 1, hidden_size], padded and / tp under sequence parallelism. Returns the same shape; a unit's first layer
         (`hidden` is None) returns all rows of the batch, [num_tokens, 1, hidden_size], which the stage pads and shares.
         """
+        return layer(hidden, given)
 
     def prepare(self, packed: PackedLengths, context: InputContext) -> None:
         """Derive, on the CPU and ahead of the step, the values that layers of this kind need from a microbatch's lengths."""

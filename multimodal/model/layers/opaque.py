@@ -36,11 +36,10 @@ class OpaqueEncoder(torch.nn.Module):
         self.module.eval()
         return self
 
-    def forward(self, patches: Tensor, places: Tensor, lengths: tuple[int, ...]) -> Tensor:
-        """patches: [num_tokens, values of a token]; places: [num_tokens, ...]; lengths: tokens of each item.
-
-        Returns [num_tokens, 1, hidden_size].
-        """
+    def forward(self, _: None, given: StagePass) -> Tensor:
+        """Compute all items; returns [num_tokens, 1, hidden_size]."""
+        patches, places, lengths = given.batch.patches, given.batch.positions, given.batch.lengths
+        assert patches is not None
         if isinstance(self._item, ImageInput):
             return self._see(patches, places, lengths, image=self._item)[:, None]
         values = patches.to(next(self.module.parameters()).dtype)
@@ -104,11 +103,6 @@ class OpaqueKind(LayerKind):
         unused = find_unused(context.unit, described, item)
         device, dtype = torch.cuda.current_device(), context.options.precision.params_dtype
         return OpaqueEncoder(module.to(device=device, dtype=dtype), described=described, item=item, unused=unused)
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Compute all items."""
-        assert given.batch.patches is not None
-        return layer(given.batch.patches, given.batch.positions, given.batch.lengths)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Return images, some of whose last patches may be missing (the image then takes as long as a whole one), or clips."""

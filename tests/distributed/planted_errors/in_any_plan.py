@@ -21,6 +21,7 @@ from multimodal.attention.core_attention import CoreAttention
 from multimodal.attention.packed_lengths import PackedLengths
 from multimodal.model.layers.backbone_ends import LanguageHead
 from multimodal.model.layers.generator_ends import GeneratorProjector
+from multimodal.model.layers.layer_kind import StagePass
 from multimodal.model.stage_input import PackedInput
 from multimodal.model.unit_stage import UnitStage
 from multimodal.model.weight_gradient_queue import LinearWeightGradient
@@ -185,14 +186,16 @@ IN_CUT_BACKWARDS: Mapping[str, Error] = {
 }
 
 
-def for_other_images(right: Any, self: GeneratorProjector, conditions: Any, batch: PackedInput) -> Any:
+def for_other_images(right: Any, self: GeneratorProjector, hidden: None, given: StagePass) -> Any:
     """Every image is made from what the LLM said of another one of the microbatch."""
-    return right(self, conditions, replace(batch, condition_rows=len(conditions) - 1 - batch.condition_rows))
+    rows = len(given.item_embeddings) - 1 - given.batch.condition_rows
+    return right(self, hidden, replace(given, batch=replace(given.batch, condition_rows=rows)))
 
 
-def a_token_late(right: Any, self: LanguageHead, hidden: Any, *, generator_rows: torch.Tensor | None, **keywords: Any) -> Any:
+def a_token_late(right: Any, self: LanguageHead, hidden: torch.Tensor, given: StagePass) -> Any:
     """The LLM hands on the hidden state of the token behind the right one."""
-    return right(self, hidden, generator_rows=None if generator_rows is None else generator_rows + 1, **keywords)
+    rows = given.batch.generator_rows
+    return right(self, hidden, replace(given, batch=replace(given.batch, generator_rows=None if rows is None else rows + 1)))
 
 
 def not_from_generators(right: Any, run: Any, action: Any, shape: torch.Size) -> torch.Tensor:

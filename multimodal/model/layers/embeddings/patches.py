@@ -4,9 +4,7 @@ import dataclasses
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.functional import embedding
 
 from multimodal.model.deferrable_linear import deferrable_linear
@@ -19,45 +17,40 @@ from multimodal.values.model_graph import ImageInput
 class PatchEmbedding(torch.nn.Module):
     """One linear map per patch, and perhaps a norm; the same on every tensor parallel rank."""
 
-    def __init__(self, *, image: ImageInput | None, patch_channels: int, config: TransformerConfig) -> None:
-        """image: None for patches of other items, which are normalised."""
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
-        self.image, self.config = image, config
-        self.weight = self._parameter(config.hidden_size, patch_channels)
-        self.bias = self._parameter(config.hidden_size) if image is None or image.has_patch_bias else None
+        config, image = context.config, context.unit.image
+        self.image = image  # None for patches of other items, which are normalised
+        self.weight = context.empty(config.hidden_size, context.patch_channels)
+        self.bias = context.empty(config.hidden_size) if image is None or image.has_patch_bias else None
         if image is not None:
-            self._add_tables(image)
+            self._add_tables(image, context)
         whole, has_norm = dataclasses.replace(config, sequence_parallel=False), image is not None and image.has_pre_norm
         self.norm = Norm(whole, config.hidden_size, eps=config.layernorm_epsilon) if has_norm else None
 
-    def _parameter(self, *shape: int) -> torch.nn.Parameter:
-        return torch.nn.Parameter(torch.empty(*shape, device=torch.cuda.current_device(), dtype=self.config.params_dtype))
-
-    def _add_tables(self, image: ImageInput) -> None:
+    def _add_tables(self, image: ImageInput, context: LayerContext) -> None:
         """Add the parameters of positions; overridden by embeddings that have some."""
 
     def _place(self, hidden: Tensor, places: Tensor) -> Tensor:
         """Add positions; hidden: [num_tokens, hidden_size]; places: as each class says."""
         return hidden
 
-    def forward(self, patches: Tensor, places: Tensor) -> Tensor:
-        """patches: [num_tokens, patch_channels], bytes or any float dtype, anything for class tokens; places: [num_tokens, axes].
-
-        Returns [num_tokens, 1, hidden_size].
-        """
-        values = normalised_patches(patches, self.image).to(self.weight.dtype)
-        hidden = self._place(deferrable_linear(values, self.weight, self.bias), places)
+    def forward(self, _: None, given: StagePass) -> Tensor:
+        """Embed all patches, of which those of class tokens may be anything; returns [num_tokens, 1, hidden_size]."""
+        assert given.batch.patches is not None
+        values = normalised_patches(given.batch.patches, self.image).to(self.weight.dtype)
+        hidden = self._place(deferrable_linear(values, self.weight, self.bias), given.batch.positions)
         return (hidden if self.norm is None else self.norm(hidden))[:, None]
 
 
 class LearnedPatchEmbedding(PatchEmbedding):
     """Adds class tokens, registers and learned positions, of images of one size; places: [num_tokens, 2]."""
 
-    def _add_tables(self, image: ImageInput) -> None:
-        size = self.config.hidden_size
-        self.class_token = self._parameter(size) if image.class_token is not None else None
-        self.registers = self._parameter(image.num_registers, size) if image.num_registers else None
-        self.positions = self._parameter(image.num_positions, size)
+    def _add_tables(self, image: ImageInput, context: LayerContext) -> None:
+        size = context.config.hidden_size
+        self.class_token = context.empty(size) if image.class_token is not None else None
+        self.registers = context.empty(image.num_registers, size) if image.num_registers else None
+        self.positions = context.empty(image.num_positions, size)
 
     def _place(self, hidden: Tensor, places: Tensor) -> Tensor:
         assert self.image is not None
@@ -94,10 +87,10 @@ class StretchedPatchEmbedding(PatchEmbedding):
     places: [num_tokens, 4], row, column, and the image's numbers of both.
     """
 
-    def _add_tables(self, image: ImageInput) -> None:
+    def _add_tables(self, image: ImageInput, context: LayerContext) -> None:
         assert image.position_grid is not None
         self.grid_size = image.position_grid
-        self.positions = self._parameter(self.grid_size**2, self.config.hidden_size)
+        self.positions = context.empty(self.grid_size**2, context.config.hidden_size)
 
     def _place(self, hidden: Tensor, places: Tensor) -> Tensor:
         low, high, weights = self._between(places)
@@ -124,14 +117,6 @@ class PatchEmbeddingKind(LayerKind):
     def __init__(self, module: type[PatchEmbedding], *, first_place: tuple[int, ...] = ()) -> None:
         """first_place: of an image, where random patches stand; empty: positions are not read."""
         self.module, self.first_place = module, first_place
-
-    def build(self, context: LayerContext, index: int) -> PatchEmbedding:
-        """Build it for the patches of the unit's images."""
-        return self.module(image=context.unit.image, patch_channels=context.patch_channels, config=context.config)
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Embed all patches."""
-        return layer(given.batch.patches, given.batch.positions)
 
     def random_input(self, context: LayerContext, *, num_tokens: int, num_sequences: int) -> tuple[dict[str, Any], Tensor | None]:
         """Patches, all at the first place of their image."""

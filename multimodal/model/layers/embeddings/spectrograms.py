@@ -4,13 +4,10 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module, Parameter
 
 from multimodal.model.deferrable_linear import deferrable_linear
 from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePass
-from multimodal.values.model_graph import AudioInput
 from multimodal.values.units.items import FRAMES_PER_TOKEN
 
 _TAPS = 3
@@ -20,11 +17,10 @@ _MAX_TIMESCALE = 10000
 class Convolution(torch.nn.Module):
     """One product for each position of a convolution of width 3."""
 
-    def __init__(self, in_channels: int, config: TransformerConfig) -> None:
+    def __init__(self, in_channels: int, context: LayerContext) -> None:
         super().__init__()
-        device, dtype = torch.cuda.current_device(), config.params_dtype
-        self.weight = Parameter(torch.empty(config.hidden_size, in_channels * _TAPS, device=device, dtype=dtype))
-        self.bias = Parameter(torch.empty(config.hidden_size, device=device, dtype=dtype))
+        self.weight = context.empty(context.config.hidden_size, in_channels * _TAPS)
+        self.bias = context.empty(context.config.hidden_size)
 
     def forward(self, windows: Tensor) -> Tensor:
         """windows: [..., in_channels, 3]; returns [..., hidden_size], with a GELU."""
@@ -37,21 +33,18 @@ class AudioEmbedding(torch.nn.Module):
     Outputs of the first convolution that two successive tokens need are computed twice.
     """
 
-    def __init__(self, *, audio: AudioInput, config: TransformerConfig) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
+        audio, size = context.unit.audio, context.config.hidden_size
+        assert audio is not None
         self.chunk_tokens = audio.chunk_tokens
-        self.conv1 = Convolution(audio.num_mel_bins, config)
-        self.conv2 = Convolution(config.hidden_size, config)
-        self.positions: Parameter | None = None
-        if audio.num_positions:
-            shape = audio.num_positions, config.hidden_size
-            self.positions = Parameter(torch.empty(shape, device=torch.cuda.current_device(), dtype=config.params_dtype))
+        self.conv1, self.conv2 = Convolution(audio.num_mel_bins, context), Convolution(size, context)
+        self.positions = context.empty(audio.num_positions, size) if audio.num_positions else None
 
-    def forward(self, frames: Tensor, places: Tensor) -> Tensor:
-        """frames: [num_tokens, 5 * num_mel_bins], any float dtype; places: [num_tokens, 3], as `audio_positions` makes them.
-
-        Returns [num_tokens, 1, hidden_size].
-        """
+    def forward(self, _: None, given: StagePass) -> Tensor:
+        """Embed all frames; returns [num_tokens, 1, hidden_size]."""
+        frames, places = given.batch.patches, given.batch.positions
+        assert frames is not None
         place = places[:, 0] if self.chunk_tokens is None else places[:, 0] % self.chunk_tokens
         windows = frames.to(self.conv1.weight.dtype).unflatten(1, (FRAMES_PER_TOKEN, -1)).unfold(1, _TAPS, 1)
         inner = self.conv1(windows)  # [num_tokens, 3, hidden_size]
@@ -79,15 +72,7 @@ class AudioEmbeddingKind(LayerKind):
 
     takes_hidden = False
     fixed = ("positions",)
-
-    def build(self, context: LayerContext, index: int) -> AudioEmbedding:
-        """Build it for the unit's sound."""
-        assert context.unit.audio is not None
-        return AudioEmbedding(audio=context.unit.audio, config=context.config)
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Embed all frames."""
-        return layer(given.batch.patches, given.batch.positions)
+    module = AudioEmbedding
 
     def initial_matrix(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Return the positions: sines and cosines."""

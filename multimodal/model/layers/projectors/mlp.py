@@ -4,9 +4,7 @@ import dataclasses
 from typing import ClassVar
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import Module
 
@@ -16,7 +14,7 @@ from multimodal.model.layers.layer_kind import LayerContext, LayerKind, StagePas
 from multimodal.model.layers.opaque_module import find_callback
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
-from multimodal.model.stage_input import find_row_ends
+from multimodal.model.stage_input import PackedInput, find_row_ends
 from multimodal.model.tensor_parallel_waits import TensorParallelWaits
 from multimodal.values.errors import ModelError
 from multimodal.values.model_graph import AudioInput, ImageInput, Unit
@@ -27,12 +25,12 @@ class MergedTokens(torch.nn.Module):
 
     waits: TensorParallelWaits | None = None
 
-    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(self, context: LayerContext) -> None:
         super().__init__()
+        unit, config, self.group = context.unit, context.config, context.groups.tp
         self.merge_factor, self.merged_size = unit.merge_factor, unit.merged_size
         self.callback = find_callback(unit.module.after_projector if unit.module is not None else None)
         self.is_sequence_sharded = config.sequence_parallel
-        self.group = groups.tp
         self.drops_tokens = drops_tokens(unit)
         self.has_row_ends = unit.image is not None and unit.image.has_row_ends
         self.normalises_merged = unit.projector_norm == "merged"
@@ -42,13 +40,12 @@ class MergedTokens(torch.nn.Module):
         epsilon = unit.projector_norm_epsilon or config.layernorm_epsilon
         self.norm = None if unit.projector_norm == "none" else Norm(whole, size, eps=epsilon)
 
-    def gather(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
-        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, channels]; places: [num_tokens, axes].
-
-        kept_rows: tokens that are not dropped; None: they are found here.
+    def gather(self, hidden: Tensor, batch: PackedInput) -> Tensor:
+        """hidden: [num_tokens (padded and / tp under sequence parallelism), 1, channels].
 
         Returns [num_kept_tokens, 1, channels], the same on every tensor parallel rank.
         """
+        places, kept_rows = batch.positions, batch.kept_rows
         if self.is_sequence_sharded:
             hidden = gather_rows(hidden, RankLink(self.group, True, self.waits))
         hidden = hidden[: len(places)]
@@ -71,20 +68,21 @@ class MergedTokens(torch.nn.Module):
 class UnprojectedTokens(MergedTokens):
     """Returns merged tokens as they are, for another encoder."""
 
-    def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
-        """Return [num_merged_tokens, merged_size], the same on every tensor parallel rank; arguments as those of `gather`."""
-        return self.callback(self.merge(self.gather(hidden, places, kept_rows))[:, 0])
+    def forward(self, hidden: Tensor, given: StagePass) -> Tensor:
+        """Return [num_merged_tokens, merged_size], the same on every tensor parallel rank."""
+        return self.callback(self.merge(self.gather(hidden, given.batch))[:, 0])
 
 
 class Projector(MergedTokens):
     """Two products with a GELU between them (Qwen2-VL's patch merger)."""
 
-    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
-        super().__init__(unit, config=config, groups=groups)
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        unit = context.unit
         inner_size = unit.projector_inner_size
         plain = dataclasses.replace(
-            config,
-            hidden_size=output_size,
+            context.config,
+            hidden_size=output_size(context),
             ffn_hidden_size=inner_size,
             sequence_parallel=False,
             gated_linear_unit=False,
@@ -92,17 +90,16 @@ class Projector(MergedTokens):
             bias_activation_fusion=False,
             add_bias_linear=True,
         )
-        self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner_size, tp_group=groups.tp)
-        self.deepstack = torch.nn.ModuleList(
-            Projector(each, config=config, groups=groups, output_size=output_size) for each in deepstack_units(unit)
-        )
+        self.mlp = MLP(plain, MLP_SUBMODULES, input_size=unit.merged_size, ffn_hidden_size=inner_size, tp_group=self.group)
+        alone = [dataclasses.replace(context, unit=each) for each in deepstack_units(unit)]
+        self.deepstack = torch.nn.ModuleList(map(Projector, alone))
 
-    def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
-        """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `gather`.
+    def forward(self, hidden: Tensor, given: StagePass) -> Tensor:
+        """Return [num_merged_tokens, output_size], the same on every tensor parallel rank.
 
         If earlier layers also go to the LLM, their channels follow those of the last one, in input and output.
         """
-        rows = self.gather(hidden, places, kept_rows)
+        rows = self.gather(hidden, given.batch)
         parts = [part.contiguous() for part in rows.chunk(1 + len(self.deepstack), dim=-1)]  # else norms keep it all
         projected = [each.project(part) for each, part in zip((self, *self.deepstack), parts, strict=True)]  # type: ignore[operator]
         return self.callback(projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1))
@@ -116,16 +113,24 @@ class Projector(MergedTokens):
 class LinearProjector(MergedTokens):
     """One product with a bias, not sharded over tensor parallel ranks."""
 
-    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
-        super().__init__(unit, config=config, groups=groups)
-        device, dtype = torch.cuda.current_device(), config.params_dtype
-        self.weight = torch.nn.Parameter(torch.empty(output_size, unit.merged_size, device=device, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.empty(output_size, device=device, dtype=dtype))
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        size = output_size(context)
+        self.weight, self.bias = context.empty(size, context.unit.merged_size), context.empty(size)
 
-    def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None) -> Tensor:
-        """Return [num_merged_tokens, output_size], the same on every tensor parallel rank; arguments as those of `gather`."""
-        merged = self.merge(self.gather(hidden, places, kept_rows))
+    def forward(self, hidden: Tensor, given: StagePass) -> Tensor:
+        """Return [num_merged_tokens, output_size], the same on every tensor parallel rank."""
+        merged = self.merge(self.gather(hidden, given.batch))
         return self.callback(deferrable_linear(merged, self.weight, self.bias)[:, 0])
+
+
+def output_size(context: LayerContext) -> int:
+    """Return the hidden size of the units downstream; raises ModelError if they differ."""
+    unit, graph = context.unit, context.graph
+    sizes = {taker.transformer.hidden_size for taker in graph.takers(unit.name)}
+    if len(sizes) > 1:
+        raise ModelError(f"unit '{unit.name}' feeds units of different hidden sizes {sorted(sizes)}; it can feed only one size")
+    return graph.projected_size(unit.name)
 
 
 def deepstack_units(unit: Unit) -> list[Unit]:
@@ -148,30 +153,15 @@ class ProjectorKind(LayerKind):
 
     column_parallel: ClassVar[tuple[str, ...]] = ("linear_fc1",)
     row_parallel: ClassVar[tuple[str, ...]] = ("linear_fc2",)
-
-    def build(self, context: LayerContext, index: int) -> Module:
-        """Build it for the LLM downstream."""
-        size = self.output_size(context)
-        return Projector(context.unit, config=context.config, groups=context.groups, output_size=size)
+    module: type[Module] = Projector
 
     def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
         """Merge and project; returns [num_merged_tokens, output_size], with rows of zeros in the places of row ends."""
-        batch = given.batch
-        projected: Tensor = layer(hidden, batch.positions, batch.kept_rows)
+        batch, projected = given.batch, layer(hidden, given)
         if not layer.has_row_ends:
             return projected
         sources = find_row_ends(batch.positions) if batch.kept_rows is None else batch.kept_rows
         return torch.cat((projected, projected.new_zeros(1, projected.shape[1]))).index_select(0, sources)
-
-    def output_size(self, context: LayerContext) -> int:
-        """Return the hidden size of the units downstream; raises ModelError if they differ."""
-        unit, graph = context.unit, context.graph
-        sizes = {taker.transformer.hidden_size for taker in graph.takers(unit.name)}
-        if len(sizes) > 1:
-            raise ModelError(
-                f"unit '{unit.name}' feeds units of different hidden sizes {sorted(sizes)}; it can feed only one size"
-            )
-        return graph.projected_size(unit.name)
 
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return the number of neighbouring tokens that are merged."""
@@ -181,15 +171,10 @@ class ProjectorKind(LayerKind):
 class MergedTokensKind(ProjectorKind):
     """Makes rows for other encoders; their width is that of merged tokens."""
 
-    def build(self, context: LayerContext, index: int) -> Module:
-        """Build it for any encoder downstream."""
-        return UnprojectedTokens(context.unit, config=context.config, groups=context.groups)
+    module = UnprojectedTokens
 
 
 class LinearProjectorKind(ProjectorKind):
     """A projector of one product."""
 
-    def build(self, context: LayerContext, index: int) -> Module:
-        """Build it for the LLM downstream."""
-        size = self.output_size(context)
-        return LinearProjector(context.unit, config=context.config, groups=context.groups, output_size=size)
+    module = LinearProjector

@@ -9,12 +9,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
-from torch.nn import Module
 from torch.nn.functional import scaled_dot_product_attention
 
 from multimodal.model.deferrable_linear import DeferrableColumnParallelLinear, DeferrableRowParallelLinear, deferrable_linear
 from multimodal.model.layers.layer_kind import LayerContext, StagePass
-from multimodal.model.layers.projectors.mlp import MergedTokens, ProjectorKind
+from multimodal.model.layers.projectors.mlp import MergedTokens, ProjectorKind, output_size
 from multimodal.model.layers.transformer import MLP_SUBMODULES
 from multimodal.model.norm import Norm
 from multimodal.values.model_graph import Unit
@@ -27,12 +26,13 @@ class QueryProjector(MergedTokens):
     and the MLP's inner width.
     """
 
-    def __init__(self, unit: Unit, *, config: TransformerConfig, groups: ProcessGroupCollection, output_size: int) -> None:
-        super().__init__(unit, config=config, groups=groups)
+    def __init__(self, context: LayerContext) -> None:
+        super().__init__(context)
+        unit, size = context.unit, output_size(context)
         assert unit.queries is not None
         self.unit, shape = unit, unit.queries.shape(unit.transformer)
         plain = dataclasses.replace(
-            config,
+            context.config,
             hidden_size=shape.hidden_size,
             num_attention_heads=shape.num_attention_heads,
             num_query_groups=shape.num_attention_heads,
@@ -45,20 +45,16 @@ class QueryProjector(MergedTokens):
             add_bias_linear=True,
             qk_layernorm=False,
         )
-        empty = {"device": torch.cuda.current_device(), "dtype": config.params_dtype}
-        self.queries = torch.nn.Parameter(torch.empty(unit.queries.num_queries, shape.hidden_size, **empty))
-        self.layers = torch.nn.ModuleList(QueryLayer(unit, config=plain, groups=groups) for _ in range(shape.num_layers))
+        self.queries = context.empty(unit.queries.num_queries, shape.hidden_size)
+        layers = (QueryLayer(unit, config=plain, groups=context.groups) for _ in range(shape.num_layers))
+        self.layers = torch.nn.ModuleList(layers)
         self.final_norm = Norm(plain, shape.hidden_size, eps=plain.layernorm_epsilon)
-        self.weight = torch.nn.Parameter(torch.empty(output_size, shape.hidden_size, **empty))
-        self.bias = torch.nn.Parameter(torch.empty(output_size, **empty))
+        self.weight, self.bias = context.empty(size, shape.hidden_size), context.empty(size)
 
-    def forward(self, hidden: Tensor, places: Tensor, kept_rows: Tensor | None, lengths: Sequence[int]) -> Tensor:
-        """Return [num_items x num_queries, output_size], the same on every tensor parallel rank.
-
-        lengths: tokens of each item inside the encoder; the rest as those of `gather`.
-        """
-        tokens = self.merge(self.gather(hidden, places, kept_rows))
-        counts = [self.unit.num_merged_tokens(length) for length in lengths]
+    def forward(self, hidden: Tensor, given: StagePass) -> Tensor:
+        """Return [num_items x num_queries, output_size], the same on every tensor parallel rank."""
+        tokens = self.merge(self.gather(hidden, given.batch))
+        counts = [self.unit.num_merged_tokens(length) for length in given.batch.own_lengths]
         found = self.queries[:, None].repeat(len(counts), 1, 1)
         if hidden.requires_grad:
             found.requires_grad_()  # even if nothing before it is trained, so that ranks wait for the same number of sums
@@ -158,16 +154,7 @@ class QueryProjectorKind(ProjectorKind):
 
     column_parallel = ("linear_q", "linear_kv", "linear_qkv", "linear_fc1")
     row_parallel = ("linear_proj", "linear_fc2")
-
-    def build(self, context: LayerContext, index: int) -> Module:
-        """Build it for the LLM downstream."""
-        size = self.output_size(context)
-        return QueryProjector(context.unit, config=context.config, groups=context.groups, output_size=size)
-
-    def run(self, layer: Module, hidden: Tensor, given: StagePass) -> Tensor:
-        """Attend and map; returns [num_items x num_queries, output_size]."""
-        batch = given.batch
-        return layer(hidden, batch.positions, batch.kept_rows, batch.own_lengths)
+    module = QueryProjector
 
     def num_tokens_per_output(self, unit: Unit) -> int:
         """Return 1: costs are counted in tokens, not in outputs."""
