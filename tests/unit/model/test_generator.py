@@ -52,8 +52,8 @@ def test_each_image_is_made_from_its_own_condition() -> None:
 def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
     stage = build_stage(GRAPH, "painter")
     hidden = torch.randn(6, 1, 16, generator=torch.manual_seed(2), dtype=torch.float64)
-    head = stage.layers["3"]
-    trained, evaluated = head(hidden, patches=TWO_IMAGES.patches), head.eval()(hidden, patches=TWO_IMAGES.patches)
+    head, given = stage.layers["3"], stage.prepare(TWO_IMAGES, None)
+    trained, evaluated = head(hidden, given), head.eval()(hidden, given)
     assert trained.predicted is None and evaluated.predicted.shape == (6, 12)
     for output in (trained, evaluated):
         torch.testing.assert_close(output.loss_sum, ((evaluated.predicted - TWO_IMAGES.patches) ** 2).sum())
@@ -61,9 +61,9 @@ def test_the_loss_is_the_squared_error_of_what_is_predicted() -> None:
 
 
 def test_patches_of_one_image_differ_by_their_place_alone() -> None:
-    projector = build_stage(GRAPH, "painter").layers["0"]
+    stage = build_stage(GRAPH, "painter")
     batch = PackedInput((3,), torch.tensor([[2, 3], [2, 3], [3, 2]]), condition_rows=torch.tensor([0, 0, 0]))
-    hidden = projector(CONDITIONS, batch)[:, 0]
+    hidden = stage.layers["0"](None, stage.prepare(batch, CONDITIONS))[:, 0]
     torch.testing.assert_close(hidden[0], hidden[1])
     assert not torch.allclose(hidden[0], hidden[2])
 
