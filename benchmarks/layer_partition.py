@@ -24,7 +24,7 @@ from multimodal.cost.cluster import Cluster
 from multimodal.cost.layers.registry import read_model
 from multimodal.data.length_table import read_length_table
 from multimodal.plan.disaggregated import plan_disaggregated
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.layer_times import layer_times
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.unit_grid import EVEN, LayerSeconds
 from multimodal.plan.unit_sizes import UnitSizes
@@ -55,8 +55,7 @@ def step_seconds(graph: ModelGraph, lengths: Sequence[SampleLengths], *, stages:
     request = PlanningRequest(
         graph, cluster, world_size, len(lengths), tuple(lengths), micro_batch_size=SAMPLES, vocab_size=vocab_size
     )
-    times = PlanningTimes(request)
-    predicted: LayerSeconds = {name: times.of_unit(name, StageSize(TENSOR_SIZE)).total for name in graph.unit_names}
+    predicted: LayerSeconds = {name: layer_times(request, name, StageSize(TENSOR_SIZE)).total for name in graph.unit_names}
     plan = plan_disaggregated(graph, sizes=sizes, world_size=world_size, layer_seconds=EVEN if is_even else predicted)
     schedules = ScheduleCache(graph, plan, BUILDERS["1f1b"])
     options = BalanceOptions(vocab_size=vocab_size, micro_batch_size=SAMPLES)

@@ -183,7 +183,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def describe_plan(name: str, request: PlanningRequest) -> dict[str, Any]:
     """Plan with one planner, and describe the plan."""
     try:
-        run, prediction = PLANNERS[name].plan_best(request, max_actions=request.max_actions)
+        run, prediction = PLANNERS[name].plan_best(request)
     except BraidError as problem:
         return {"error": str(problem), "plan": None}
     return {

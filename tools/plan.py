@@ -24,7 +24,7 @@ from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.filling_report import report_filling, with_filling
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, plan_per_gpu
-from multimodal.plan.planners.search.prediction import SEED, predict_run
+from multimodal.plan.planners.search.prediction import SEED, judge_run
 from multimodal.plan.planners.templates.template_plan import run_of_templates
 from multimodal.plan.planners.templates.template_set import TemplateSet
 from multimodal.values.errors import BraidError, ConfigError
@@ -83,10 +83,9 @@ def _given_plan(text: str) -> NoReturn:
 
 def plan(name: str, request: PlanningRequest, flags: argparse.Namespace) -> PredictedRun:
     """Plan with one planner; raises PlanError."""
-    max_actions = None if flags.simulate_all else request.max_actions
-    plan_best = partial(PLANNERS[name].plan_best, max_actions=max_actions)
-    planner = partial(plan_per_gpu, plan_best) if flags.prefer == "per-gpu" else plan_best
-    return plan_or_advise(PLANNERS[name], request, max_actions=max_actions, plan=planner)
+    row = PLANNERS[name]
+    planner = partial(plan_per_gpu, row.plan_best) if flags.prefer == "per-gpu" else row.plan_best
+    return plan_or_advise(row, request, plan=planner)
 
 
 def compare(flags: argparse.Namespace, request: PlanningRequest, main_plan: PredictedRun) -> dict[str, PredictedRun | str]:
@@ -141,7 +140,7 @@ def write_plan(path: Path, planned: PredictedRun, request: PlanningRequest, flag
 def run(argv: Sequence[str]) -> None:
     """Plan, compare, write and print according to the flags; raises BraidError."""
     flags = build_parser().parse_args(argv)
-    request = build_request(flags)
+    request = build_request(flags).changed(simulates_whole_steps=flags.simulate_all)
     if flags.planner in TEMPLATE_PLANNERS:
         run_templates(flags, request)
         return
@@ -182,7 +181,7 @@ def plan_first_instances(
     templates = TEMPLATE_PLANNERS[name](request, fault_tolerance=fault_tolerance, replicas_per_copy=replicas_per_copy)
     found = run_of_templates(templates, request, planner=name)
     found = replace(found, planning_seconds=time.perf_counter() - started)
-    predicted = predict_run(found, request, max_actions=request.max_actions, num_batches=request.num_batches)
+    predicted = judge_run(found, request)
     return templates, PredictedRun(found, predicted)
 
 

@@ -15,7 +15,7 @@ from multimodal.cost.seconds.layer_costs import LayerCosts
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
-from multimodal.plan.planners.search.prediction import Prediction, predict_run
+from multimodal.plan.planners.search.prediction import Prediction, judge_run
 from multimodal.values.model_graph import ModelGraph
 from multimodal.values.sample_lengths import SampleLengths
 
@@ -23,8 +23,6 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 REDUCTION_BY_LAYER = "reduce-by-layer"
 """A pass of every plan of ours, but of no paper's system here: DistTrain reduces when all is done (section 3), Optimus'
 Megatron-LM chunk by chunk, of which a stage without virtual ones has one."""
-MAX_ACTIONS = 8_000
-"""Beyond so many computations a share of the replicas is simulated, or two smaller batches (see `predict_run`)."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class Setup:
 
     def predict(self, run: PlannedRun, cluster: Cluster) -> Prediction:
         """Simulate a plan."""
-        return predict_run(run, self.request(cluster), max_actions=MAX_ACTIONS, num_batches=self.num_batches)
+        return judge_run(run, self.request(cluster).changed(num_batches=self.num_batches))
 
     def simulate(self, cluster: Cluster) -> Prediction:
         """Plan and simulate on the same cluster."""

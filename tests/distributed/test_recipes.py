@@ -14,7 +14,7 @@ from multimodal.balance import BALANCERS
 from multimodal.balance.balance_options import BalanceOptions
 from multimodal.plan.planners import PLANNERS, TEMPLATE_PLANNERS
 from multimodal.plan.planners.braid import PlanSearch
-from multimodal.plan.planners.search.trials import QUICK, SearchBudget
+from multimodal.plan.planners.search.simulated_part import QUICK
 from multimodal.schedule.builders import BUILDERS
 from tests.distributed.added_rows import BALANCER, PLANNER, SCHEDULE, add_rows
 from tests.distributed.launch import REPOSITORY
@@ -40,7 +40,7 @@ def rows() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def search(rows: None) -> PlanSearch:
     """A search that looks at one planner's plan, with an unlimited budget to vary it."""
-    found = PlanSearch(request(TWO), budget=SearchBudget(float("inf")))
+    found = PlanSearch(request(TWO, time_budget_seconds=float("inf")))
     found.rank_others([PLANNERS["megatron"]])
     found.vary_best()
     return found

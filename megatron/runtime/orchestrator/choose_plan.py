@@ -110,7 +110,7 @@ def choose_plan(request: PlanningRequest, *, may_share_weights: bool, made_for: 
 
 def _plan(request: PlanningRequest, *, may_share_weights: bool) -> PredictedRun:
     try:
-        found = plan_or_advise(PLANNERS[PLANNER], request, max_actions=request.max_actions)
+        found = plan_or_advise(PLANNERS[PLANNER], request)
     except PlanError:
         if not may_share_weights or request.sharding != "optim" or request.transformer_impl != "local":
             raise
@@ -125,7 +125,7 @@ def _plan_with_all(request: PlanningRequest, best: PredictedRun) -> PredictedRun
         if row.searches_others:
             continue
         try:
-            planned = row.plan_best(request, max_actions=request.max_actions)
+            planned = row.plan_best(request)
         except BraidError:
             continue
         if planned.run.num_gpus == request.num_gpus and not planned.run.repeats_encoders:
@@ -149,7 +149,7 @@ def _describe(planned: PredictedRun, request: PlanningRequest) -> Iterator[str]:
     )
     looked_at = run.notes[0] if run.notes else "one plan of each planner"
     try:
-        other = PLANNERS[BASELINE].plan_best(request, max_actions=request.max_actions)
+        other = PLANNERS[BASELINE].plan_best(request)
     except BraidError as problem:
         yield f"why: the shortest step of {looked_at}; there is no plan of one grid ({problem})"
     else:

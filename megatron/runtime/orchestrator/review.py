@@ -11,7 +11,7 @@ from megatron.runtime.orchestrator.orchestrate import Planned, keep_choice
 from megatron.runtime.step.step import Step
 from multimodal.cost.model_costs import ModelCosts
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.prediction import predict_run
+from multimodal.plan.planners.search.prediction import judge_run
 from multimodal.values.action import ACTION_TABLE, Resource
 from multimodal.values.timeline import Timeline
 
@@ -120,7 +120,7 @@ class PlanReview:
         run, request = self.planned.choice.run, self._request
         assert request.profile is not None
         corrected = replace(request, profile=request.profile.times(self.factors), sharding=run.sharding)
-        current = predict_run(run, corrected, max_actions=corrected.max_actions, num_batches=corrected.num_batches)
+        current = judge_run(run, corrected)
         made_for = {"what was measured": "times what was profiled, " + str(dict(self.factors))}
         other = choose_plan(corrected, may_share_weights=False, made_for=made_for, cluster_name="cluster.yaml")
         return current.iteration_seconds, other

@@ -24,7 +24,7 @@ from multimodal.cost.run_options import RunOptions
 from multimodal.cost.step_costs import ComputeCost, StepCosts
 from multimodal.data.sample_source import SampleSource
 from multimodal.plan.planners.entrain import LARGEST_BATCH, POOL_SIZE, stable_batch_size
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
+from multimodal.plan.planners.estimate.layer_times import layer_times
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.unit_grid import EVEN, LayerSeconds
 from multimodal.schedule.build_schedule import ScheduleCache
@@ -91,7 +91,7 @@ def predict_layer_seconds(config: RunConfig, inputs: Inputs) -> LayerSeconds:
                 tp_comm_overlap=config.parallelism.tp_comm_overlap,
             )
             size = StageSize(sizes.tensor_parallel_size, sizes.context_parallel_size)
-            found[name] = PlanningTimes(request).of_unit(name, size).total
+            found[name] = layer_times(request, name, size).total
     return found
 
 

@@ -49,13 +49,12 @@ class PlannerRow:
     takes_fed_encoders: bool = True
     """False if it is only for models in which no encoder feeds another one."""
 
-    def plan_best(self, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
+    def plan_best(self, request: PlanningRequest) -> PredictedRun:
         """Plan as well as the planner's user would: with its best microbatch size and its best balancer (`plan_tuned`).
 
-        max_actions: as for `predict_run`. Raises PlanError if nothing fits.
+        Raises PlanError if nothing fits.
         """
-        plan = plan_to_fit if self.searches_others else plan_tuned
-        return plan(self, request, max_actions=max_actions)
+        return (plan_to_fit if self.searches_others else plan_tuned)(self, request)
 
     def __call__(self, request: PlanningRequest) -> PlannedRun:
         """Plan, and record the planner's name and time in the plan; raises PlanError, which names the planner, if nothing fits.

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
-from itertools import groupby, product
+from itertools import product
 
 import numpy as np
 
@@ -14,10 +14,8 @@ from multimodal.plan.planners.allowed_sizes import (
     shared_data_parallel_sizes,
     shared_stage_sizes,
 )
-from multimodal.plan.planners.estimate.candidate import Candidate, fits, with_replicas
-from multimodal.plan.planners.estimate.grid import Grid, chain_pieces, cut_grid, grid_fits, grid_run, grid_seconds, list_shapes
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
+from multimodal.plan.planners.estimate.grid import cut_grid, list_shapes
 from multimodal.plan.planners.estimate.step_estimate import choose_candidates, choose_near, choose_run, estimate_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.estimate.unit_options import Floats, Integers, UnitOptions, infeasible, list_options
@@ -85,21 +83,14 @@ def plan_megatron_balanced(request: PlanningRequest) -> PlannedRun:
     they follow each other in the chain. tp, cp, pp, V and dp are those with the shortest expected step. Raises PlanError if
     nothing fits.
     """
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
-    grids = choose_near(request, _balanced_grids(times), seconds=partial(grid_seconds, request), fits=partial(grid_fits, memory))
-    grid, seconds = grids[0]
-    return grid_run(request, grid, seconds=seconds)
-
-
-def _balanced_grids(times: PlanningTimes) -> Iterator[Grid]:
-    """Yield the grid of every tp, cp, dp, pp and V."""
-    request = times.request
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
-    for size, shapes in groupby(list_shapes(request), key=lambda shape: shape.size):
-        pieces = chain_pieces(times, size)
-        for shape, virtual_stages in product(shapes, (fixed,) if fixed else _VIRTUAL_STAGES):
-            if shape.can_hold(virtual_stages):
-                yield cut_grid(pieces, shape, virtual_stages=virtual_stages)
+    grids = (
+        cut_grid(request, shape, virtual_stages=virtual_stages)
+        for shape, virtual_stages in product(list_shapes(request), (fixed,) if fixed else _VIRTUAL_STAGES)
+        if shape.can_hold(virtual_stages)
+    )
+    grid, seconds = choose_near(request, grids, seconds=lambda request, grid: grid.seconds(request))[0]
+    return grid.to_run(request, seconds=seconds)
 
 
 _NUM_LIMITS = 64
@@ -113,14 +104,14 @@ def plan_alpa(request: PlanningRequest) -> PlannedRun:
     (Alpa, Eq. 3 and Alg. 1); the first T whose plan fits into the memory is taken. O(limits x units x GPUs x meshes). As in Alpa,
     reductions over replicas and uneven lengths are ignored. Raises PlanError if nothing fits.
     """
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
-    names = request.graph.unit_names
-    options = {name: list_options(times, memory, unit=name, max_gpus=request.num_gpus - len(names) + 1) for name in names}
-    if all(len(each) for each in options.values()):
+    units = request.graph.units
+    options = {unit.name: list_options(request, unit.name, max_gpus=request.num_gpus - len(units) + 1) for unit in units}
+    if all(map(len, options.values())):
         for seconds, rows in sorted(_pipelines(options, request), key=lambda each: each[0]):
-            layouts = {name: options[name].layout(row, request.graph.unit(name)) for name, row in zip(names, rows, strict=True)}
-            candidate = Candidate(layouts)
-            if fits(memory, candidate):
+            candidate = Candidate(
+                {unit.name: options[unit.name].layout(row, unit) for unit, row in zip(units, rows, strict=True)}
+            )
+            if candidate.fits(request):
                 return candidate.to_run(request, seconds=seconds)
     raise infeasible(request)
 
@@ -204,14 +195,13 @@ def plan_flops_ratio(request: PlanningRequest) -> PlannedRun:
     This ignores what DistTrain's allocation is about: tensor parallelism costs communication, so equal FLOPs per GPU are not
     equal times. A unit gets at least the fewest GPUs that it fits in. Raises PlanError if nothing fits.
     """
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
     names = request.graph.unit_names
-    options = {name: list_options(times, memory, unit=name, max_gpus=request.num_gpus) for name in names}
+    options = {name: list_options(request, name, max_gpus=request.num_gpus) for name in names}
     layouts = _divide_gpus(request, options)
     if layouts is None:
         raise infeasible(request)
     candidate = Candidate({name: layouts[name] for name in names})
-    return candidate.to_run(request, seconds=estimate_seconds(times, candidate))
+    return candidate.to_run(request, seconds=estimate_seconds(request, candidate))
 
 
 def _divide_gpus(request: PlanningRequest, options: Mapping[str, UnitOptions]) -> dict[str, UnitLayout] | None:

@@ -28,7 +28,8 @@ from multimodal.plan.planners.search.run_variants import (
     overlapped,
     placements,
 )
-from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, Fidelity, SearchBudget, Trials
+from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING, Fidelity
+from multimodal.plan.planners.search.trials import Trials
 from multimodal.plan.planners.search.tune_planner import judge_tuned, tune
 from multimodal.schedule.builders import BUILDERS
 
@@ -48,8 +49,6 @@ LAYOUTS_UNTIL, RANKED_UNTIL, VARIANTS_UNTIL = 0.4, 0.5, 0.8
 """Shares of the time budget after which no further layout, closer simulation or variant is tried."""
 LEAST_VARIANTS = 0.15
 """Share of the time budget for variants, even if other planners' plans have used up the rest; more where glances cost more."""
-HEAVY_BUDGET = 2.0
-"""Factor on the time budget where some samples are very heavy, since every simulation is larger there."""
 NUM_RANKED = 12
 """Layouts that are simulated more closely."""
 NUM_OVERLAPPED = 16
@@ -83,14 +82,12 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
     best, so that this planner is not behind them.
     5. One flag of the winner is changed at a time until no neighbour is better.
 
-    The search ends when `request.time_budget_seconds` of nominal work are used up (`SearchBudget`; twice as many where some
-    samples are very heavy): the same inputs give the same plan on every machine, however fast it is. Steps 3 and 5 are always
+    The search ends when `request.time_budget_seconds` of nominal work are used up (`Trials`; twice as many where some samples are
+    very heavy): the same inputs give the same plan on every machine, however fast it is. Steps 3 and 5 are always
     done. When interrupted from the keyboard (Ctrl-C), it returns the best plan so far; a second interrupt aborts it. others: the
     planners of step 3; without them step 5 is left out, too. Raises PlanError if nothing fits.
     """
-    search = PlanSearch(request, budget=SearchBudget(request.time_budget_seconds))
-    if search.trials.has_heavy_samples:
-        search.trials.budget.seconds *= HEAVY_BUDGET
+    search = PlanSearch(request)
     try:
         search.rank_layouts()
         search.vary_best()
@@ -115,10 +112,10 @@ def plan_braid(request: PlanningRequest, others: Sequence[Planner]) -> PlannedRu
 class PlanSearch:
     """A search: chooses the next runs to simulate."""
 
-    def __init__(self, request: PlanningRequest, *, budget: SearchBudget) -> None:
+    def __init__(self, request: PlanningRequest) -> None:
         most = max(request.most_context_parallel, LARGEST_CONTEXT_PARALLEL)
         self.request = request.changed(most_context_parallel=most)
-        self.trials = Trials(request, budget, request.max_actions)
+        self.trials = Trials(request)
         self.tuned: list[tuple[Planner, list[PredictedRun]]] = []
         self.judged: set[str] = set()
         self.varied: dict[str, Placed] = {}
@@ -139,7 +136,7 @@ class PlanSearch:
         for _ in range(NUM_RANKED):
             waiting = (each for each in self.trials.expected() if (each.run.key, RANKING) not in self.trials.found)
             chosen = next(waiting, None)
-            if chosen is None or (self.trials.fitting(RANKING) and self.trials.budget.left(RANKED_UNTIL) < 0):
+            if chosen is None or (self.trials.fitting(RANKING) and self.trials.left(RANKED_UNTIL) < 0):
                 return
             self.trials.try_run(chosen.run, RANKING)
 
@@ -149,11 +146,11 @@ class PlanSearch:
         A kind's estimates are corrected by the mean ratio of its simulations to them; those of a kind without simulations by the
         smallest such ratio of any kind of the same placement.
         """
-        budget = self.trials.budget
+        trials = self.trials
 
         def takes_more() -> bool:
-            is_open = budget.left(ESTIMATES_UNTIL) > 0
-            budget.spent_seconds += is_open * (SECONDS_PER_ESTIMATE + SECONDS_PER_ESTIMATED_GPU * request.num_gpus)
+            is_open = trials.left(ESTIMATES_UNTIL) > 0
+            trials.spent_seconds += is_open * (SECONDS_PER_ESTIMATE + SECONDS_PER_ESTIMATED_GPU * request.num_gpus)
             return is_open
 
         kinds = best_layouts(request, takes_more=takes_more)
@@ -163,15 +160,17 @@ class PlanSearch:
         forms: dict[Placed, Form] = {}
         penalties = dict.fromkeys(position, 1.0)
         best = math.inf
-        while position and budget.left(LAYOUTS_UNTIL) > 0:
+        while position and trials.left(LAYOUTS_UNTIL) > 0:
             least = {
-                placement: min((min(ratios[index]) for index in ratios if kinds[index][0].placement == placement), default=1.0)
-                for placement in {kind[0].placement for kind in kinds}
+                placement: min(
+                    (min(ratios[index]) for index in ratios if kinds[index][0].form.placement == placement), default=1.0
+                )
+                for placement in {kind[0].form.placement for kind in kinds}
             }
             expected = {
                 index: penalties[index]
                 * kinds[index][place].seconds
-                * (fmean(ratios[index]) if index in ratios else least[kinds[index][place].placement])
+                * (fmean(ratios[index]) if index in ratios else least[kinds[index][place].form.placement])
                 for index, place in position.items()
             }
             index = min(position, key=lambda each: (expected[each], each))
@@ -253,9 +252,9 @@ class PlanSearch:
 
     def vary_best(self) -> None:
         """Try variants of the best runs, and of the best variants, while the budget lasts and that helps."""
-        budget = self.trials.budget
-        least = LEAST_VARIANTS * self.trials.cost_of_a_glance * budget.seconds
-        until = max(VARIANTS_UNTIL * budget.seconds, budget.spent_seconds + least)
+        trials = self.trials
+        least = LEAST_VARIANTS * trials.cost_of_a_glance * trials.budget_seconds
+        until = max(VARIANTS_UNTIL * trials.budget_seconds, trials.spent_seconds + least)
         while (chosen := self.next_to_vary()) is not None:
             run = chosen
             self.trials.try_run(run, RANKING)
@@ -263,7 +262,7 @@ class PlanSearch:
             for kind in (*forms, self._other_layouts, other_passes, other_partitions):
                 glances = []
                 for variant in kind(run, self.request):
-                    if budget.spent_seconds > until:
+                    if trials.spent_seconds > until:
                         return
                     glances.append(self._glance(variant))
                 better = self.closer_variant(run, filter(None, glances))
@@ -322,17 +321,16 @@ class PlanSearch:
         At least one is judged, then promising plans of other planners, then more of the search as long as another one is expected
         to fit the budget, or none has fitted.
         """
-        budget = self.trials.budget
         while not self._fitting(FINAL) and self._judge_next():
             pass
         if not self.is_interrupted:
             self._judge_others()
             slowest = 0.0
-            while not self._fitting(FINAL) or self._is_undecided() or budget.left(1.0) > slowest:
-                before = budget.spent_seconds
+            while not self._fitting(FINAL) or self._is_undecided() or self.trials.left(1.0) > slowest:
+                before = self.trials.spent_seconds
                 if not self._judge_next():
                     break
-                slowest = max(slowest, budget.spent_seconds - before)
+                slowest = max(slowest, self.trials.spent_seconds - before)
         if not self._fitting(FINAL):
             raise infeasible(self.request)
         return self._fitting(FINAL)[0]
@@ -374,7 +372,7 @@ class PlanSearch:
         least = self._least_seconds(FINAL)
         for planner, tuned in sorted(self.tuned, key=lambda entry: entry[1][0].key):
             behind = tuned[0].prediction.iteration_seconds / least
-            if behind > PROMISING or (behind > CLOSE and self.trials.budget.left(1.0) < 0):
+            if behind > PROMISING or (behind > CLOSE and self.trials.left(1.0) < 0):
                 break
             if self.trials.least_step_seconds(tuned[0].run) <= least:
                 judge_tuned(planner, tuned, self.trials)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from multimodal.plan.planners.allowed_sizes import pipeline_parallel_sizes, shared_data_parallel_sizes, stage_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate, with_replicas
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, stage_times
+from multimodal.plan.planners.estimate.layer_times import balanced_layout, stage_times
 from multimodal.plan.planners.estimate.step_estimate import choose_run
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
@@ -18,11 +18,11 @@ def plan_cornstarch(request: PlanningRequest, *, is_frozen_aware: bool = True) -
 
     is_frozen_aware: False plans as if every backward took twice its forward, the baseline of Cornstarch's Table 3.
     """
-    times = PlanningTimes(request, is_frozen_aware=is_frozen_aware)
-    return choose_run(request, _candidates(request, times), times=times)
+    asked = request.changed(is_frozen_aware=is_frozen_aware)
+    return choose_run(asked, _candidates(asked))
 
 
-def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Candidate]:
+def _candidates(request: PlanningRequest) -> Iterator[Candidate]:
     """Yield, for each number of LLM stages, its partition and those of other units that keep up with it; one dp for all."""
     graph, backbone = request.graph, request.graph.backbone
     data_sizes = shared_data_parallel_sizes(request, graph.unit_names)
@@ -30,27 +30,28 @@ def _candidates(request: PlanningRequest, times: PlanningTimes) -> Iterator[Cand
         for num_stages in pipeline_parallel_sizes(request, backbone.name):
             if size.tensor * size.context * num_stages > request.num_gpus:
                 break
-            llm = balanced_layout(times, backbone, size, data=1, num_stages=num_stages)
-            target_seconds = _slowest_stage(times, backbone, llm)
+            llm = balanced_layout(request, backbone, size, data=1, num_stages=num_stages)
+            target_seconds = _slowest_stage(request, backbone, llm)
             layouts = {
-                unit.name: llm if unit is backbone else _match_stage_seconds(times, unit, target_seconds) for unit in graph.units
+                unit.name: llm if unit is backbone else _match_stage_seconds(request, unit, target_seconds)
+                for unit in graph.units
             }
             yield from with_replicas(request, layouts, data_sizes)
 
 
-def _slowest_stage(times: PlanningTimes, unit: Unit, layout: UnitLayout) -> float:
-    return max(stage_times(times.of_unit(unit.name, layout.stage_size), layout.stages))
+def _slowest_stage(request: PlanningRequest, unit: Unit, layout: UnitLayout) -> float:
+    return max(stage_times(request, unit.name, layout.stage_size, layout.stages))
 
 
-def _match_stage_seconds(times: PlanningTimes, unit: Unit, target_seconds: float) -> UnitLayout:
+def _match_stage_seconds(request: PlanningRequest, unit: Unit, target_seconds: float) -> UnitLayout:
     """Return the unit's parallelism with fewest GPUs whose slowest stage takes at most `target_seconds`; else the fastest one."""
-    request, best = times.request, list[tuple[bool, float, float, UnitLayout]]()
+    best = list[tuple[bool, float, float, UnitLayout]]()
     for size in stage_sizes(request, unit.name):
         for num_stages in pipeline_parallel_sizes(request, unit.name):
             if size.tensor * size.context * num_stages > request.num_gpus:
                 break
-            layout = balanced_layout(times, unit, size, data=1, num_stages=num_stages)
-            seconds = _slowest_stage(times, unit, layout)
+            layout = balanced_layout(request, unit, size, data=1, num_stages=num_stages)
+            seconds = _slowest_stage(request, unit, layout)
             is_late = seconds > target_seconds * (1 + 1e-9)
             best.append((is_late, seconds if is_late else layout.num_ranks, seconds, layout))
             if not is_late:

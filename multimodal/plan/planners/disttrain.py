@@ -12,8 +12,6 @@ from multimodal.plan.planners.estimate.allocation_search import (
     search_allocation,
 )
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds
 from multimodal.plan.planners.estimate.unit_options import infeasible, list_options, pareto_rows
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -39,14 +37,14 @@ def plan_disttrain(request: PlanningRequest) -> PlannedRun:
     as the objective, which is hardly ever longer than that, is below the best step; and the best of them with other sizes of
     encoders and generators (`_fill_sooner`). Of nearly equal ones, the least objective is taken.
     """
-    problem, times = build_problem(request), PlanningTimes(request)
+    problem = build_problem(request)
     try:
         shortest = search_allocation(problem)
     except PlanError:
         raise infeasible(request) from None
 
     def seconds(choice: AllocationChoice) -> float:
-        return estimate_seconds(times, build_candidate(request, problem, choice))
+        return estimate_seconds(request, build_candidate(request, problem, choice))
 
     slack = seconds(shortest) / (1 + TOLERANCE) / shortest.seconds
     found = [shortest, *(rank_allocations(problem, slack=slack) if slack > 1 else ())]
@@ -100,12 +98,11 @@ def build_problem(request: PlanningRequest, *, virtual_stages: int | None = None
 
     virtual_stages: of the LLM, if no number is fixed. leaves_ranks: True if every other unit needs a rank of its own.
     """
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
     backbone = request.graph.backbone.name
     virtual_stages = request.fixed(backbone).virtual_stages or virtual_stages or 1
     names = request.graph.unit_names
     max_gpus = request.num_gpus - (len(names) - 1 if leaves_ranks else 0)
-    options = {name: list_options(times, memory, unit=name, max_gpus=max_gpus) for name in names}
+    options = {name: list_options(request, name, max_gpus=max_gpus) for name in names}
     llm = options.pop(backbone)
     most_stages = request.graph.backbone.num_inner_layers // virtual_stages
     can_interleave = (llm.pipeline <= most_stages) & ((llm.pipeline > 1) | (virtual_stages == 1))

@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +18,8 @@ from multimodal.plan.planners.allowed_sizes import (
     tensor_parallel_sizes,
 )
 from multimodal.plan.planners.baselines import proportional_gpus
-from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, unit_seconds
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.layer_times import balanced_layout, unit_seconds
 from multimodal.plan.planners.estimate.step_estimate import choose_near, unit_stage_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -41,21 +39,16 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     dynamic programming, and the combination with the least T = sum of tau + (K - 1) beta_max + resharding is taken (Alg. 3).
     Backwards are split, and forwards run ahead if memory allows it (4.5.3). Raises PlanError if nothing fits.
     """
-    times, memory = PlanningTimes(request), MemoryEstimate(request)
     work, block = sample_work(request), gpu_block(request)
     batch_sizes = {
         data: stable_batch_size(work, num_gpus=request.num_gpus, data_parallel_size=data, block=block)
         for data in shared_data_parallel_sizes(request, request.graph.unit_names)
         if request.num_gpus // data // block >= len(request.graph.units)
     }
-    chosen, seconds = choose_near(
-        request,
-        (each for data, size in batch_sizes.items() for each in _candidates(times, work, size, data)),
-        seconds=partial(iteration_seconds, request, times),
-        fits=partial(fits, memory),
-    )[0]
+    candidates = (each for data, size in batch_sizes.items() for each in _candidates(request, work, size, data))
+    chosen, seconds = choose_near(request, candidates, seconds=iteration_seconds)[0]
     is_pipeline = sum(layout.pipeline_parallel_size for layout in chosen.layouts.values()) > 1
-    schedule = AHEAD if is_pipeline and fits(memory, chosen, schedule=AHEAD) else None
+    schedule = AHEAD if is_pipeline and chosen.fits(request, schedule=AHEAD) else None
     run = chosen.to_run(request, seconds=seconds, balance=BALANCE, schedule=schedule)
     batch_size = batch_sizes[chosen.layouts[request.graph.backbone.name].data_parallel_size]
     notes = (f"minimum stable profiling batch: {batch_size} samples ({NUM_TRIALS} trials)",)
@@ -63,33 +56,35 @@ def plan_entrain(request: PlanningRequest) -> PlannedRun:
     return replace(run, passes=passes, notes=notes)
 
 
-def _candidates(times: PlanningTimes, work: Mapping[str, NDArray[np.float64]], batch_size: int, data: int) -> Iterator[Candidate]:
+def _candidates(
+    request: PlanningRequest, work: Mapping[str, NDArray[np.float64]], batch_size: int, data: int
+) -> Iterator[Candidate]:
     """Yield every parallelism of the GPUs that the work of one batch of this size gives to each unit of a replica."""
-    request, graph = times.request, times.request.graph
+    graph = request.graph
     rows = np.random.default_rng(1).integers(0, len(next(iter(work.values()))), batch_size)
     proportions = {unit: float(seconds[rows].mean()) for unit, seconds in work.items()}
     gpus = replica_allocation(proportions, num_gpus=request.num_gpus, data_parallel_size=data, block=gpu_block(request))
-    layouts = [list(_factorisations(times, unit, gpus[unit.name], data)) for unit in graph.units]
+    layouts = [list(_factorisations(request, unit, gpus[unit.name], data)) for unit in graph.units]
     for choice in itertools.product(*layouts):
         yield Candidate(dict(zip(graph.unit_names, choice, strict=True)))
 
 
-def _factorisations(times: PlanningTimes, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
+def _factorisations(request: PlanningRequest, unit: Unit, gpus: int, data: int) -> Iterator[UnitLayout]:
     """Yield every tp x cp x pp of a replica's GPUs, or of the largest smaller number that has any (for units with few layers)."""
-    allowed = set(pipeline_parallel_sizes(times.request, unit.name))
+    allowed = set(pipeline_parallel_sizes(request, unit.name))
     for count in range(gpus, 0, -1):
-        sizes = [(size, *divmod(count, size.tensor * size.context)) for size in stage_sizes(times.request, unit.name)]
+        sizes = [(size, *divmod(count, size.tensor * size.context)) for size in stage_sizes(request, unit.name)]
         whole = [(size, num_stages) for size, num_stages, rest in sizes if not rest and num_stages in allowed]
         if whole:
             break
     for size, num_stages in whole:
-        yield balanced_layout(times, unit, size, data=data, num_stages=num_stages)
+        yield balanced_layout(request, unit, size, data=data, num_stages=num_stages)
 
 
-def iteration_seconds(request: PlanningRequest, times: PlanningTimes, candidate: Candidate) -> float:
+def iteration_seconds(request: PlanningRequest, candidate: Candidate) -> float:
     """Return T_iter of Alg. 3: Eq. 4.2 and the resharding cost."""
-    stages = unit_stage_seconds(times, candidate)
-    count = num_unit_microbatches(request, candidate, request.graph.backbone.name)
+    stages = unit_stage_seconds(request, candidate)
+    count = candidate.num_microbatches(request, request.graph.backbone.name)
     slowest = max(max(seconds) for seconds in stages.values())
     return sum(map(sum, stages.values())) + (count - 1) * slowest + count * reshard_seconds(request, candidate)
 

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import stage_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit, even_layout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest
@@ -79,9 +79,8 @@ def _in_chain(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPlan | No
     turn = list(dict.fromkeys(busy))
     here = plan.units[after[0]].replicas[0].virtual_stages[0].ranks if after else busy[-1]
     first = turn.index(here) if after else turn.index(here) + 1
-    memory = MemoryEstimate(request)
     for ranks in ([here], turn[first:] + turn[:first]):
-        if len(ranks) <= unit.num_inner_layers and _is_small(memory, unit, even_layout(unit, tensor, 1, len(ranks))):
+        if len(ranks) <= unit.num_inner_layers and _is_small(request, unit, even_layout(unit, tensor, 1, len(ranks))):
             ranges = split_layers(unit.layers, num_stages=len(ranks))
             stages = (Stage(each, (layers,)) for each, layers in zip(ranks, ranges, strict=True))
             return UnitPlan((Replica(tuple(stages)),), tensor)
@@ -100,14 +99,14 @@ def _beside(pattern: UnitPlan, unit: Unit) -> UnitPlan:
 
 def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPlan:
     """Lay out one replica, with the LLM's tp if possible, in as few stages as its share of the memory allows."""
-    llm, memory, fixed = plan.units[request.graph.backbone.name], MemoryEstimate(request), request.fixed(unit.name)
+    llm, fixed = plan.units[request.graph.backbone.name], request.fixed(unit.name)
     sizes = tensor_parallel_sizes(request, unit.name)
     tensor = max((size for size in sizes if llm.tensor_parallel_size % size == 0), default=sizes[0])
     context, data = fixed.context_parallel_size or 1, fixed.data_parallel_size or 1
     most_stages = max(1, min(unit.num_inner_layers, plan.num_ranks // (tensor * context * data)))
     counts = (fixed.pipeline_parallel_size,) if fixed.pipeline_parallel_size else range(1, most_stages + 1)
     layouts = [even_layout(unit, tensor, data, count, context=context) for count in counts]
-    layout = next((layout for layout in layouts if _is_small(memory, unit, layout)), layouts[-1])
+    layout = next((layout for layout in layouts if _is_small(request, unit, layout)), layouts[-1])
     if layout.num_ranks > request.num_gpus:
         raise PlanError(
             f"unit '{unit.name}' is asked for nothing by these lengths, but its fixed sizes take {layout.num_ranks} GPUs of "
@@ -117,7 +116,7 @@ def _on_first_ranks(plan: Plan, unit: Unit, request: PlanningRequest) -> UnitPla
     return build_unit(layout, first_rank=first - first % layout.tensor_parallel_size)  # a whole number of groups per node
 
 
-def _is_small(memory: MemoryEstimate, unit: Unit, layout: UnitLayout) -> bool:
+def _is_small(request: PlanningRequest, unit: Unit, layout: UnitLayout) -> bool:
     stages = range(layout.pipeline_parallel_size)
-    largest = max(memory.stage_bytes(unit.name, layout, stage, num_samples=0) for stage in stages)
-    return largest <= MOST_MEMORY_SHARE * memory.request.memory_bytes
+    largest = max(stage_bytes(request, unit.name, layout, stage, num_samples=0) for stage in stages)
+    return largest <= MOST_MEMORY_SHARE * request.memory_bytes

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from multimodal.plan.planners.allowed_sizes import (
@@ -12,9 +13,8 @@ from multimodal.plan.planners.allowed_sizes import (
     stage_sizes,
     tensor_parallel_sizes,
 )
-from multimodal.plan.planners.estimate.candidate import Candidate, build_run, fits, num_unit_microbatches
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, stage_times
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.candidate import Candidate, build_run
+from multimodal.plan.planners.estimate.layer_times import balanced_layout, layer_times, stage_times
 from multimodal.plan.planners.estimate.step_estimate import exposed_reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.estimate.unit_options import infeasible
@@ -87,7 +87,6 @@ class _Search:
 
     def __init__(self, request: PlanningRequest) -> None:
         self.request, self.graph = request, request.graph
-        self.times, self.memory = PlanningTimes(request), MemoryEstimate(request)
         self.num_looked_at = self.num_simulated = 0
         self.nominal_seconds = 0.0
         _check_sizes(request)
@@ -115,7 +114,7 @@ class _Search:
         encoding_seconds = 0.0
         for unit in (unit.name for unit in self.graph.encoders):
             sizes = tensor_parallel_sizes(request, unit)
-            encoding_seconds += min(size * sum(self.times.of_unit(unit, StageSize(size)).total) for size in sizes)
+            encoding_seconds += min(size * sum(layer_times(request, unit, StageSize(size)).total) for size in sizes)
         encoding_seconds *= request.num_microbatches
         data_sizes = data_parallel_sizes(request, backbone.name)
         for size, pipeline in product(stage_sizes(request, backbone.name), pipeline_parallel_sizes(request, backbone.name)):
@@ -144,7 +143,7 @@ class _Search:
         agrees = all(each in (None, own) for each, own in zip(given, (*size, pipeline, data), strict=True))
         if not agrees or count > unit.num_inner_layers:
             return None
-        return balanced_layout(self.times, unit, size, data=data, num_stages=pipeline, virtual_stages=count // pipeline)
+        return balanced_layout(self.request, unit, size, data=data, num_stages=pipeline, virtual_stages=count // pipeline)
 
     def _candidate(self, layouts: Mapping[str, UnitLayout]) -> Candidate:
         ordered = {name: layouts[name] for name in self.graph.unit_names if name in layouts}
@@ -159,17 +158,17 @@ class _Search:
         encoders = {unit.name for unit in self.graph.encoders}
         ends = slowest = bubbles = reducing = 0.0
         for name, layout in candidate.layouts.items():
-            total = self.times.of_unit(name, layout.stage_size)
-            stages = stage_times(total, layout.stages)
+            times_of = partial(stage_times, self.request, name, layout.stage_size)
+            stages = times_of(layout.stages)
             reducing = max(reducing, exposed_reduction_seconds(self.request, name, layout, stage_seconds=max(stages)))
             if name in encoders:
                 ends = max(ends, sum(stages))
                 continue
-            rounds = [stage_times(total, [(each,) for each in ranges]) for ranges in zip(*layout.stages, strict=True)]
+            rounds = [times_of([(each,) for each in ranges]) for ranges in zip(*layout.stages, strict=True)]
             slowest += sum(map(max, rounds))  # in a full pipeline all stages change ranges together
             bubbles += (sum(stages) - max(stages)) / layout.virtual_stages
         llm = self.graph.backbone.name
-        count = num_unit_microbatches(self.request, candidate, llm)
+        count = candidate.num_microbatches(self.request, llm)
         if count < candidate.layouts[llm].pipeline_parallel_size:  # nothing to interleave
             bubbles *= candidate.layouts[llm].virtual_stages
         return count * slowest + max(bubbles + ends, encoding_seconds) + reducing
@@ -181,13 +180,13 @@ class _Search:
         found = []
         for combination in product(*layouts):
             candidate = self._candidate({**llm.layouts, **dict(zip(names, combination, strict=True))})
-            schedule = next((name for name in SCHEDULES if fits(self.memory, candidate, schedule=name)), None)
+            schedule = next((name for name in SCHEDULES if candidate.fits(self.request, schedule=name)), None)
             if schedule:
                 encoding = 0.0  # seconds on the busiest ranks
                 for name in names:
                     layout = candidate.layouts[name]
-                    busiest = max(stage_times(self.times.of_unit(name, layout.stage_size), layout.stages))
-                    encoding += busiest * num_unit_microbatches(self.request, candidate, name)
+                    busiest = max(stage_times(self.request, name, layout.stage_size, layout.stages))
+                    encoding += busiest * candidate.num_microbatches(self.request, name)
                 found.append(_Scored(candidate, self._seconds(candidate, encoding), schedule))
         return sorted(found, key=lambda each: each.seconds)
 

@@ -6,8 +6,6 @@ from functools import partial
 
 from multimodal.plan.planners import PLANNERS, PlannerRow
 from multimodal.plan.planners.allowed_sizes import fewest_enough
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.idle_units import without_idle_units
 from multimodal.plan.planners.planning_request import PlanningRequest
@@ -22,19 +20,14 @@ SEARCH_BUDGET_SECONDS = 1.0
 
 
 def plan_or_advise(
-    planner: PlannerRow,
-    request: PlanningRequest,
-    *,
-    max_actions: int | None,
-    plan: Callable[[PlanningRequest], PredictedRun] | None = None,
+    planner: PlannerRow, request: PlanningRequest, *, plan: Callable[[PlanningRequest], PredictedRun] | None = None
 ) -> PredictedRun:
     """Plan; if nothing fits, raise PlanError with a sufficient number of GPUs, or with the unit that never fits.
 
     plan: runs the planner, by default `plan_to_fit`.
     """
-    plan = plan or partial(plan_to_fit, planner, max_actions=max_actions)
     try:
-        return plan(request)
+        return plan(request) if plan else plan_to_fit(planner, request)
     except NothingFitsError as problem:
         if stuck := _stuck_unit(request):
             raise PlanError(
@@ -42,7 +35,7 @@ def plan_or_advise(
                 "with more memory, freeze it, lower the memory headroom, or unfix its sizes"
             ) from None
         # More GPUs do not help every planner, so smaller sufficient numbers may exist.
-        too_few, works = request.num_gpus, partial(_works, planner, request, max_actions)
+        too_few, works = request.num_gpus, partial(_works, planner, request)
         enough = fewest_enough(works, too_few=too_few, first=2 * too_few, most=LARGEST_SEARCH)
         if enough is None:
             raise PlanError(
@@ -56,14 +49,11 @@ def _stuck_unit(request: PlanningRequest) -> str | None:
     """Return a unit that does not fit on any number of GPUs by itself, with every concession to memory."""
     *_, last = memory_concessions(without_idle_units(replace(request, num_gpus=LARGEST_SEARCH)))
     forms = [last, replace(last, sharding="optim_grads_params")] if request.sharding is None else [last]
-    estimates = [(PlanningTimes(form), MemoryEstimate(form)) for form in forms]
-    for unit in last.graph.unit_names:
-        if not any(len(list_options(*each, unit=unit, max_gpus=LARGEST_SEARCH)) for each in estimates):
-            return unit
-    return None
+    fitting = {unit for form in forms for unit in last.graph.unit_names if len(list_options(form, unit, max_gpus=LARGEST_SEARCH))}
+    return next((unit for unit in last.graph.unit_names if unit not in fitting), None)
 
 
-def _works(planner: PlannerRow, request: PlanningRequest, max_actions: int | None, num_gpus: int) -> bool:
+def _works(planner: PlannerRow, request: PlanningRequest, num_gpus: int) -> bool:
     """Return True if the planner finds a plan.
 
     A planner that searches by simulation is asked for a plan with the least memory, one sample per microbatch and full
@@ -72,7 +62,7 @@ def _works(planner: PlannerRow, request: PlanningRequest, max_actions: int | Non
 
     def find(row: PlannerRow, asked: PlanningRequest) -> PredictedRun | None:
         try:
-            return plan_to_fit(row, asked, max_actions=max_actions)
+            return plan_to_fit(row, asked)
         except BraidError:
             return None
 

@@ -101,6 +101,16 @@ class DataLoads:
         """Units for which none of the samples has work."""
         return frozenset(name for name, load in self.mean.items() if not load[0] and name != self.graph.backbone.name)
 
+    @cached_property
+    def spreads(self) -> Mapping[str, tuple[float, float]]:
+        """Unit -> standard deviation and maximum of a sample's tokens, relative to the mean."""
+        tokens = {unit: loads[:, 0] for unit, loads in self.of_samples.items()}
+        means = {unit: float(each.mean()) for unit, each in tokens.items()}
+        return {
+            unit: (float(each.std()) / means[unit], float(each.max()) / means[unit]) if means[unit] else (0.0, 1.0)
+            for unit, each in tokens.items()
+        }
+
     def of_average(self, unit: str, num_samples: float) -> UnitLoad:
         """Return the load of this many average samples on a unit."""
         return UnitLoad(*(round(num_samples * each) for each in self.mean[unit]))
@@ -166,6 +176,10 @@ class PlanningRequest:
     """Randomly drawn global batches on which a plan is judged; one if samples are alike."""
     max_actions: int = 8_000
     """Most computations of a step that is simulated as a whole (see `predict_run`)."""
+    simulates_whole_steps: bool = False
+    """True: plans are judged by whole steps, however many computations these have."""
+    is_frozen_aware: bool = True
+    """False: formulas take every backward for twice its forward (Cornstarch's baseline, 4.2)."""
 
     def __post_init__(self) -> None:
         for name in ("num_gpus", "global_batch_size", "num_batches"):

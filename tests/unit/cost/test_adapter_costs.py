@@ -11,7 +11,7 @@ import yaml
 from multimodal.cost.layers.registry import describe_layer, read_model
 from multimodal.cost.unit_load import UnitLoad
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import range_bytes
 from multimodal.plan.planners.planning_request import StageSize
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.schedule.unit_cost import unit_cost
@@ -81,7 +81,7 @@ def test_planners_see_shorter_steps_and_less_memory() -> None:
     for name, lora in (("whole", None), ("adapters", Lora(8, None, tuple(f"transformer.{name}" for name in MODULES)))):
         asked = request(replace(TEXT_ONLY, units=(replace(TEXT_ONLY.backbone, lora=lora),)), transformer_impl="local")
         seconds[name] = predict_run(PLANNERS["megatron"](asked), asked).iteration_seconds
-        memory[name] = MemoryEstimate(asked).range_bytes("llm", ((0, num_layers),), StageSize(1), 1)[0]
+        memory[name] = range_bytes(asked, "llm", ((0, num_layers),), StageSize(1), 1)[0]
     assert 0.6 * seconds["whole"] < seconds["adapters"] < 0.85 * seconds["whole"], "a third of the products is left out"
     assert memory["adapters"] < 0.2 * memory["whole"], "2 of 18 bytes per weight are left, and adapters"
 

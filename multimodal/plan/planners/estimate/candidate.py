@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 
 from multimodal.plan.planners.allowed_sizes import largest_fitting
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, build_unit
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, plain_schedule
@@ -81,6 +80,54 @@ class Candidate:
         plan = self.build_plan(request.graph)
         return build_run(request, plan, schedule=schedule or self.schedule, seconds=seconds, balance=balance)
 
+    @property
+    def placement(self) -> str:
+        """The kind of placement: estimates have about the same error for all layouts of a kind."""
+        return "all units on all ranks" if self.groups else "ranks of its own for each unit"
+
+    def num_microbatches(self, request: PlanningRequest, unit: str) -> int:
+        """Return the microbatches of the unit's busiest replica; each unit has one per LLM microbatch, dealt to its replicas."""
+        return -(-request.num_microbatches // self.layouts[unit].data_parallel_size)
+
+    def samples_in_flight(self, request: PlanningRequest, unit: str, stage_index: int, *, schedule: str | None = None) -> float:
+        """Return the samples whose activations a stage keeps under a schedule, by default the candidate's.
+
+        Under 1F1B (interleaved if it has several layer ranges), stage s of P keeps P - s microbatches, plus those that keep the
+        downstream units full: an encoder keeps as many of its microbatches as the LLM has in flight, the units upstream of a
+        generator as many as the generator. See `forward_limits` in schedule/builders.
+        """
+        layout, row = self.layouts[unit], BUILDERS[schedule or self.schedule]
+        depth, chunks = layout.pipeline_parallel_size, layout.virtual_stages
+        fills = row.only_encoders_keep_more and request.graph.unit(unit).role is Role.ENCODER
+        is_plain = fills or chunks == 1
+        own = depth - stage_index if is_plain else (2 * (depth - stage_index - 1) + (chunks - 1) * depth + 1) / chunks
+        behind = self._in_flight_downstream(request.graph, unit) / layout.data_parallel_size
+        factor = row.in_flight if fills or not row.only_encoders_keep_more else 1.0
+        return request.default_micro_batch_size * min(factor * (own + behind), self.num_microbatches(request, unit))
+
+    def _in_flight_downstream(self, graph: ModelGraph, unit: str) -> float:
+        """Return the microbatches that units downstream keep in flight, over all their replicas."""
+        targets = [(self.layouts[target], target) for target in graph.downstream(unit)]
+        counts = (
+            each.pipeline_parallel_size * each.data_parallel_size + self._in_flight_downstream(graph, target)
+            for each, target in targets
+        )
+        return max(counts, default=0.0)
+
+    def fits(self, request: PlanningRequest, *, schedule: str | None = None) -> bool:
+        """Return True if the estimated peak under a schedule, by default the candidate's, is within the planned memory."""
+        peaks, working = {}, {}
+        for unit, layout in self.layouts.items():
+            samples = [
+                self.samples_in_flight(request, unit, stage, schedule=schedule) for stage in range(layout.pipeline_parallel_size)
+            ]
+            peaks[unit] = max(stage_bytes(request, unit, layout, stage, num_samples=each) for stage, each in enumerate(samples))
+            working[unit] = working_bytes(request, unit, layout.stage_size)
+        return all(
+            sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= request.planned_memory_bytes
+            for group in self.all_groups
+        )
+
 
 def with_replicas(
     request: PlanningRequest, layouts: Mapping[str, UnitLayout], data_sizes: Sequence[int], *, groups: Groups = ()
@@ -115,60 +162,4 @@ def build_run(request: PlanningRequest, plan: Plan, *, schedule: str, seconds: f
         tp_comm_overlap=request.tp_comm_overlap,
         sharding=request.sharding or "optim",
         objective_seconds=seconds,
-    )
-
-
-def num_unit_microbatches(request: PlanningRequest, candidate: Candidate, unit: str) -> int:
-    """Return the microbatches of the unit's busiest replica; each unit has one per LLM microbatch, dealt to its replicas."""
-    return -(-request.num_microbatches // candidate.layouts[unit].data_parallel_size)
-
-
-def samples_in_flight(
-    request: PlanningRequest, candidate: Candidate, unit: str, stage_index: int, *, schedule: str | None = None
-) -> float:
-    """Return the samples whose activations a stage keeps under a schedule, by default the candidate's.
-
-    Under 1F1B (interleaved if it has several layer ranges), stage s of P keeps P - s microbatches, plus those that keep the
-    downstream units full: an encoder keeps as many of its microbatches as the LLM has in flight, the units upstream of a
-    generator as many as the generator. See `forward_limits` in schedule/builders.
-    """
-    graph, layouts, size = request.graph, candidate.layouts, request.default_micro_batch_size
-    layout = layouts[unit]
-    depth = layout.pipeline_parallel_size
-    chunks, row = layout.virtual_stages, BUILDERS[schedule or candidate.schedule]
-    fills = row.only_encoders_keep_more and graph.unit(unit).role is Role.ENCODER
-    is_plain = fills or chunks == 1
-    own = depth - stage_index if is_plain else (2 * (depth - stage_index - 1) + (chunks - 1) * depth + 1) / chunks
-    behind = _in_flight_downstream(graph, layouts, unit) / layout.data_parallel_size
-    factor = row.in_flight if fills or not row.only_encoders_keep_more else 1.0
-    in_flight = factor * (own + behind)
-    return size * min(in_flight, num_unit_microbatches(request, candidate, unit))
-
-
-def _in_flight_downstream(graph: ModelGraph, layouts: Mapping[str, UnitLayout], unit: str) -> float:
-    """Return the microbatches that units downstream keep in flight, over all their replicas."""
-    return max(
-        (
-            layouts[target].pipeline_parallel_size * layouts[target].data_parallel_size
-            + _in_flight_downstream(graph, layouts, target)
-            for target in graph.downstream(unit)
-        ),
-        default=0.0,
-    )
-
-
-def fits(memory: MemoryEstimate, candidate: Candidate, *, schedule: str | None = None) -> bool:
-    """Return True if the estimated peak under a schedule, by default the candidate's, is within the planned memory."""
-    in_flight = partial(samples_in_flight, memory.request, candidate, schedule=schedule)
-    peaks = {
-        unit: max(
-            memory.stage_bytes(unit, layout, stage, num_samples=in_flight(unit, stage))
-            for stage in range(layout.pipeline_parallel_size)
-        )
-        for unit, layout in candidate.layouts.items()
-    }
-    working = {unit: memory.working_bytes(unit, layout.stage_size) for unit, layout in candidate.layouts.items()}
-    return all(
-        sum(peaks[unit] for unit in group) + max(working[unit] for unit in group) <= memory.request.planned_memory_bytes
-        for group in candidate.all_groups
     )

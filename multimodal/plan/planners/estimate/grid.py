@@ -5,12 +5,18 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+from multimodal.cost.memoize import memoized
 from multimodal.plan.partition_layers import Range, partition_layers, unit_pieces
 from multimodal.plan.planners.allowed_sizes import largest_fitting, shared_data_parallel_sizes, shared_stage_sizes
-from multimodal.plan.planners.estimate.candidate import Candidate, build_run, samples_in_flight
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import LengthSpread, exposed_reduction_seconds, reduction_seconds
+from multimodal.plan.planners.estimate.candidate import Candidate, build_run
+from multimodal.plan.planners.estimate.layer_times import layer_times
+from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
+from multimodal.plan.planners.estimate.step_estimate import (
+    exposed_reduction_seconds,
+    heaviest_seconds,
+    reduction_seconds,
+    slowdown,
+)
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize, plain_schedule
@@ -78,13 +84,40 @@ class Grid:
         """Total number of ranks."""
         return self.num_stages * self.shape.size.tensor * self.shape.size.context * self.shape.data_parallel_size
 
+    @property
+    def placement(self) -> str:
+        """The kind of placement, as in `Candidate`."""
+        return "one chain over a grid"
 
-def grid_run(request: PlanningRequest, grid: Grid, *, seconds: float) -> PlannedRun:
-    """Assign ranks to a grid."""
-    (tensor, context), data = grid.shape.size, grid.shape.data_parallel_size
-    place = partial(place_stages, tensor=tensor, context=context, data=data)
-    plan = Plan({name: place(grid.held[name]) for name in request.graph.unit_names})
-    return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=grid.virtual_stages > 1), seconds=seconds)
+    def to_run(self, request: PlanningRequest, *, seconds: float) -> PlannedRun:
+        """Assign ranks."""
+        (tensor, context), data = self.shape.size, self.shape.data_parallel_size
+        place = partial(place_stages, tensor=tensor, context=context, data=data)
+        plan = Plan({name: place(self.held[name]) for name in request.graph.unit_names})
+        return build_run(request, plan, schedule=plain_schedule(has_virtual_stages=self.virtual_stages > 1), seconds=seconds)
+
+    def seconds(self, request: PlanningRequest, *, has_spread: bool = False) -> float:
+        """Return the expected step: interleaving divides the warm-up; has_spread: as in `estimate_seconds`."""
+        count, slowest, through_all = self.num_microbatches(request), max(self.stage_seconds), sum(self.stage_seconds)
+        ends = (through_all - slowest) / self.virtual_stages
+        if not has_spread:
+            return ends + count * slowest + max(reduction_seconds(request, *each) for each in self.layouts.items())
+        waits = slowdown(request, self.layouts, num_stages=self.num_stages, num_microbatches=count)
+        heaviest = max(heaviest_seconds(request, unit, self.shape.size) for unit in self.layouts)
+        exposed = max(exposed_reduction_seconds(request, *each, stage_seconds=slowest) for each in self.layouts.items())
+        return max(ends + count * slowest * waits, heaviest, through_all) + exposed
+
+    def fits(self, request: PlanningRequest) -> bool:
+        """Return True if the units' estimated bytes fit together in every stage of the grid."""
+        candidate = Candidate(self.layouts)
+        total, working = ([0.0] * self.num_stages for _ in range(2))
+        for unit, stages in self.held.items():
+            layout = self.layouts[unit]
+            for index, stage in enumerate(stages):
+                samples = candidate.samples_in_flight(request, unit, index)
+                total[stage] += stage_bytes(request, unit, layout, index, num_samples=samples)
+                working[stage] = max(working[stage], working_bytes(request, unit, layout.stage_size))
+        return max(map(sum, zip(total, working, strict=True))) <= request.planned_memory_bytes
 
 
 def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
@@ -100,17 +133,19 @@ def list_shapes(request: PlanningRequest) -> Iterator[GridShape]:
                 yield GridShape(size, num_stages, data, num_pieces)
 
 
-def cut_grid(pieces: Sequence[Piece], shape: GridShape, *, virtual_stages: int) -> Grid:
-    """Cut a chain so that the slowest range is as fast as possible."""
+def cut_grid(request: PlanningRequest, shape: GridShape, *, virtual_stages: int) -> Grid:
+    """Cut the chain of all layers so that the slowest range is as fast as possible."""
+    pieces = chain_pieces(request, shape.size)
     cuts = partition_layers([piece.seconds for piece in pieces], num_stages=shape.num_stages * virtual_stages)
     return build_grid(pieces, cuts, shape=shape)
 
 
-def chain_pieces(times: PlanningTimes, size: StageSize) -> tuple[Piece, ...]:
+@memoized
+def chain_pieces(request: PlanningRequest, size: StageSize) -> tuple[Piece, ...]:
     """List the layers of all units as one chain."""
     pieces = []
-    for unit in times.request.graph.units:
-        of_unit = times.of_unit(unit.name, size)
+    for unit in request.graph.units:
+        of_unit = layer_times(request, unit.name, size)
         for first, end in unit_pieces(unit):
             pieces.append(Piece(unit.name, (first, end), sum(of_unit.forward[first:end]), sum(of_unit.backward[first:end])))
     return tuple(pieces)
@@ -136,29 +171,3 @@ def build_grid(pieces: Sequence[Piece], cuts: Sequence[Range], *, shape: GridSha
     layouts = {unit: UnitLayout(tensor, data, tuple(stages.values()), context) for unit, stages in frozen.items()}
     ranges_of = tuple(tuple(pieces[first:end]) for first, end in cuts)
     return Grid(shape, frozen, layouts, tuple(stage_seconds), ranges_of)
-
-
-def grid_seconds(request: PlanningRequest, grid: Grid, *, spread: LengthSpread | None = None) -> float:
-    """Return the expected step: interleaving divides the warm-up by the virtual stages; spread: as for `estimate_seconds`."""
-    count, slowest, through_all = grid.num_microbatches(request), max(grid.stage_seconds), sum(grid.stage_seconds)
-    ends = (through_all - slowest) / grid.virtual_stages
-    if spread is None:
-        return ends + count * slowest + max(reduction_seconds(request, *each) for each in grid.layouts.items())
-    waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count)
-    heaviest = max(spread.heaviest_seconds(unit, grid.shape.size) for unit in grid.layouts)
-    exposed = max(exposed_reduction_seconds(request, *each, stage_seconds=slowest) for each in grid.layouts.items())
-    return max(ends + count * slowest * waits, heaviest, through_all) + exposed
-
-
-def grid_fits(memory: MemoryEstimate, grid: Grid) -> bool:
-    """Return True if the units' estimated bytes fit together in every stage of the grid."""
-    request = memory.request
-    candidate = Candidate(grid.layouts)
-    total, working = ([0.0] * grid.num_stages for _ in range(2))
-    for unit, stages in grid.held.items():
-        for index, stage in enumerate(stages):
-            samples = samples_in_flight(request, candidate, unit, index)
-            layout = grid.layouts[unit]
-            total[stage] += memory.stage_bytes(unit, layout, index, num_samples=samples)
-            working[stage] = max(working[stage], memory.working_bytes(unit, layout.stage_size))
-    return max(map(sum, zip(total, working, strict=True))) <= request.planned_memory_bytes

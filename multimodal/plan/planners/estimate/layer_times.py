@@ -1,12 +1,11 @@
 """Seconds of every layer of a unit for a microbatch of average samples, which planners add up over stages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from multimodal.cost.memoize import memoized
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.partition_layers import partition_unit
+from multimodal.plan.partition_layers import Range, partition_unit, range_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, deal_ranges
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.model_graph import Unit
@@ -22,26 +21,16 @@ class LayerTimes(NamedTuple):
     @property
     def total(self) -> tuple[float, ...]:
         """Seconds of forward and backward together: a microbatch's time in a stage of a full pipeline."""
-        return tuple(forward + backward for forward, backward in zip(self.forward, self.backward, strict=True))
+        return tuple(map(sum, zip(self.forward, self.backward, strict=True)))
 
 
-@dataclass(frozen=True)
-class PlanningTimes:
-    """Layer times, each computed once. One object per planning request."""
-
-    request: PlanningRequest
-    is_frozen_aware: bool = True
-    """False: every backward is assumed to cost twice its forward (Cornstarch's baseline, 4.2)."""
-
-    @memoized
-    def of_unit(self, unit: str, size: StageSize) -> LayerTimes:
-        """Return the seconds of each layer for a microbatch of average samples on a stage's ranks from a node's first on."""
-        load = self.request.loads.of_average(unit, self.request.default_micro_batch_size)
-        kinds = kind_seconds(self.request, unit, load, size)
-        if not self.is_frozen_aware:
-            kinds = {kind: (forward, 2 * forward) for kind, (forward, _) in kinds.items()}
-        layers = self.request.graph.unit(unit).layers
-        return LayerTimes(tuple(kinds[kind][0] for kind in layers), tuple(kinds[kind][1] for kind in layers))
+@memoized
+def layer_times(request: PlanningRequest, unit: str, size: StageSize) -> LayerTimes:
+    """Return the seconds of each layer for a microbatch of average samples on a stage's ranks from a node's first on."""
+    kinds = kind_seconds(request, unit, request.loads.of_average(unit, request.default_micro_batch_size), size)
+    if not request.is_frozen_aware:
+        kinds = {kind: (forward, 2 * forward) for kind, (forward, _) in kinds.items()}
+    return LayerTimes(*zip(*(kinds[kind] for kind in request.graph.unit(unit).layers), strict=True))
 
 
 def kind_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: StageSize) -> dict[str, tuple[float, float]]:
@@ -68,22 +57,21 @@ def unit_seconds(request: PlanningRequest, unit: str, load: UnitLoad, size: Stag
     return sum(layers.count(kind) * sum(seconds) for kind, seconds in kind_seconds(request, unit, load, size).items())
 
 
-def stage_times(times: LayerTimes, stages: Sequence[Sequence[tuple[int, int]]]) -> tuple[float, ...]:
+def stage_times(request: PlanningRequest, unit: str, size: StageSize, stages: Sequence[Sequence[Range]]) -> tuple[float, ...]:
     """Return the seconds of each stage per microbatch, forward and backward; stages: layer ranges of each."""
-    total = times.total
-    return tuple(sum(sum(total[first:end]) for first, end in ranges) for ranges in stages)
+    total = layer_times(request, unit, size).total
+    return tuple(sum(range_seconds(total, ranges)) for ranges in stages)
 
 
-def unit_plan_times(times: PlanningTimes, name: str, unit: UnitPlan) -> tuple[float, ...]:
+def unit_plan_times(request: PlanningRequest, name: str, unit: UnitPlan) -> tuple[float, ...]:
     """Return the seconds of each stage of a unit's first replica per microbatch, forward and backward."""
     size = StageSize(unit.tensor_parallel_size, unit.context_parallel_size)
-    return stage_times(times.of_unit(name, size), [stage.layer_ranges for stage in unit.replicas[0].stages])
+    return stage_times(request, name, size, [stage.layer_ranges for stage in unit.replicas[0].stages])
 
 
 def balanced_layout(
-    times: PlanningTimes, unit: Unit, size: StageSize, *, data: int, num_stages: int, virtual_stages: int = 1
+    request: PlanningRequest, unit: Unit, size: StageSize, *, data: int, num_stages: int, virtual_stages: int = 1
 ) -> UnitLayout:
     """Cut a unit's layers by their times, so that the slowest range is as fast as possible; virtual stages are dealt in turn."""
-    total = times.of_unit(unit.name, size).total
-    ranges = partition_unit(unit, total, num_stages=num_stages * virtual_stages)
+    ranges = partition_unit(unit, layer_times(request, unit.name, size).total, num_stages=num_stages * virtual_stages)
     return UnitLayout(size.tensor, data, deal_ranges(ranges, num_stages=num_stages), size.context)

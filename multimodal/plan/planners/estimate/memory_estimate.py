@@ -1,9 +1,11 @@
-"""Bytes that a rank needs under a layout, in closed form, by which planners prune before they simulate."""
+"""Bytes that a rank needs under a layout, in closed form, by which planners prune before they simulate.
+
+Static bytes are exact. Activations are those of the microbatches in flight; the samples of these are assumed to weigh, in total,
+three standard deviations more than the mean, but no sample more than the heaviest.
+"""
 
 import math
 from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -77,114 +79,100 @@ class LayerMemory(NamedTuple):
         )
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Memory of stages. One object per planning request.
+@memoized
+def range_bytes(
+    request: PlanningRequest, unit: str, ranges: tuple[Range, ...], size: StageSize, weight_copies: int
+) -> tuple[float, float]:
+    """Return the static bytes of layer ranges per rank, and the activations of one average sample on all ranks.
 
-    Static bytes are exact. Activations are those of the microbatches in flight; the samples of these are assumed to weigh, in
-    total, three standard deviations more than the mean, but no sample more than the heaviest.
+    weight_copies: ranks that hold the same weights, context parallel ones included.
     """
+    layers = request.graph.unit(unit).layers
+    counts = Counter(layers[layer] for first, end in ranges for layer in range(first, end))
+    static = sum(count * layer_memory(request, unit, kind).static_bytes(weight_copies) for kind, count in counts.items())
+    kept = sum(count * layer_memory(request, unit, kind).activation_bytes(*size) for kind, count in counts.items())
+    return static / size.tensor, kept
 
-    request: PlanningRequest
 
-    @memoized
-    def range_bytes(self, unit: str, ranges: tuple[Range, ...], size: StageSize, weight_copies: int) -> tuple[float, float]:
-        """Return the static bytes of layer ranges per rank, and the activations of one average sample on all ranks.
+def stage_bytes(request: PlanningRequest, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
+    """Weights, gradients and optimizer state of one stage and the activations of `num_samples` samples in it, per rank."""
+    static, kept = range_bytes(request, unit, layout.stages[stage_index], layout.stage_size, layout.weight_copies)
+    return static + (kept * heavy_count(request, unit, num_samples) / layout.tensor_parallel_size if num_samples > 0 else 0.0)
 
-        weight_copies: ranks that hold the same weights, context parallel ones included.
-        """
-        layers = self.request.graph.unit(unit).layers
-        counts = Counter(layers[layer] for first, end in ranges for layer in range(first, end))
-        static = sum(count * self.layer(unit, kind).static_bytes(weight_copies) for kind, count in counts.items())
-        kept = sum(count * self.layer(unit, kind).activation_bytes(*size) for kind, count in counts.items())
-        return static / size.tensor, kept
 
-    def stage_bytes(self, unit: str, layout: UnitLayout, stage_index: int, *, num_samples: float) -> float:
-        """Weights, gradients and optimizer state of one stage and the activations of `num_samples` samples in it, per rank."""
-        static, kept = self.range_bytes(unit, layout.stages[stage_index], layout.stage_size, layout.weight_copies)
-        return static + (kept * self.heavy_count(unit, num_samples) / layout.tensor_parallel_size if num_samples > 0 else 0.0)
+@memoized
+def working_bytes(request: PlanningRequest, unit: str, size: StageSize) -> float:
+    """Return the bytes that a rank needs while one layer of the unit runs: recomputed activations and gathered weights.
 
-    @memoized
-    def working_bytes(self, unit: str, size: StageSize) -> float:
-        """Return the bytes that a rank needs while one layer of the unit runs: recomputed activations and gathered weights.
+    Counted as in `StepMemory`; of units that share ranks, one works at a time.
+    """
+    shape, kinds = request.graph.unit(unit).transformer, dict.fromkeys(request.graph.unit(unit).layers)
+    samples = heavy_count(request, unit, request.default_micro_batch_size)
+    working = 0.0
+    if request.recompute == "full":
+        layers = [layer_memory(request, unit, kind, is_recomputed=False) for kind in kinds if LAYER_KINDS[kind].recomputes]
+        largest = max((layer.activation_bytes(*size) for layer in layers), default=0.0)
+        working = samples * largest / size.tensor
+    if request.zero_stage == 3:
+        weights = max(layer_memory(request, unit, kind).num_weights for kind in kinds)
+        working += 2 * weights * request.cluster.bytes_per_element / size.tensor
+    if size.context > 1:
+        num_tokens = samples * request.loads.mean[unit][0]
+        bytes_per_group = num_tokens * 2 * shape.head_channels * request.cluster.bytes_per_element
+        working += held_key_bytes(shape.query_groups // size.tensor, bytes_per_group=bytes_per_group)
+    return working
 
-        Counted as in `StepMemory`; of units that share ranks, one works at a time.
-        """
-        request, shape = self.request, self.request.graph.unit(unit).transformer
-        samples = self.heavy_count(unit, request.default_micro_batch_size)
-        working = 0.0
-        if request.recompute == "full":
-            repeated = [kind for kind in dict.fromkeys(request.graph.unit(unit).layers) if LAYER_KINDS[kind].recomputes]
-            layers = [self.layer(unit, kind, is_recomputed=False) for kind in repeated]
-            largest = max((layer.activation_bytes(*size) for layer in layers), default=0.0)
-            working = samples * largest / size.tensor
-        if request.zero_stage == 3:
-            kinds = dict.fromkeys(request.graph.unit(unit).layers)
-            weights = max(self.layer(unit, kind).num_weights for kind in kinds)
-            working += 2 * weights * request.cluster.bytes_per_element / size.tensor
-        if size.context > 1:
-            num_tokens = samples * request.loads.mean[unit][0]
-            bytes_per_group = num_tokens * 2 * shape.head_channels * request.cluster.bytes_per_element
-            working += held_key_bytes(shape.query_groups // size.tensor, bytes_per_group=bytes_per_group)
-        return working
 
-    @cached_property
-    def _spreads(self) -> dict[str, tuple[float, float]]:
-        """Unit -> standard deviation and maximum of a sample's tokens, relative to the mean."""
-        spreads = {}
-        for unit, loads in self.request.loads.of_samples.items():
-            tokens = loads[:, 0]
-            mean = float(tokens.mean())
-            spreads[unit] = (float(tokens.std()) / mean, float(tokens.max()) / mean) if mean else (0.0, 1.0)
-        return spreads
+def heavy_count(request: PlanningRequest, unit: str, num_samples: float) -> float:
+    """Return the number of average samples that weigh as much as `num_samples` heavy ones may."""
+    deviation, heaviest = request.loads.spreads[unit]
+    return min(num_samples + 3 * deviation * math.sqrt(num_samples), num_samples * heaviest)
 
-    def heavy_count(self, unit: str, num_samples: float) -> float:
-        """Return the number of average samples that weigh as much as `num_samples` heavy ones may."""
-        deviation, heaviest = self._spreads[unit]
-        return min(num_samples + 3 * deviation * math.sqrt(num_samples), num_samples * heaviest)
 
-    def heaviest_share(self, unit: str, *, count: int, of: int) -> float:
-        """Return the mean tokens of the `count` heaviest of `of` balanced microbatches, relative to an average microbatch.
+def samples_within(request: PlanningRequest, unit: str, average: ArrayLike) -> NDArray[np.float64]:
+    """Return the number of heavy samples that may weigh as much as `average` average ones: the inverse of `heavy_count`."""
+    weight = np.asarray(average, dtype=np.float64)
+    deviation, heaviest = request.loads.spreads[unit]
+    root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
+    return np.asarray(np.maximum(root**2, weight / heaviest))
 
-        These are in flight together if a balancer puts the heaviest first.
-        """
-        if not self._spreads[unit][0]:
-            return 1.0
-        sums = self._microbatch_tokens(unit)
-        heaviest = sums[: max(1, round(len(sums) * min(1.0, count / of)))]
-        return float(heaviest.mean() / sums.mean()) if sums.any() else 1.0
 
-    @memoized
-    def _microbatch_tokens(self, unit: str) -> NDArray[np.float64]:
-        return draw_microbatches(self.request.loads.of_samples[unit][:, 0], self.request.default_micro_batch_size)
+def heaviest_share(request: PlanningRequest, unit: str, *, count: int, of: int) -> float:
+    """Return the mean tokens of the `count` heaviest of `of` balanced microbatches, relative to an average microbatch.
 
-    def samples_within(self, unit: str, average: ArrayLike) -> NDArray[np.float64]:
-        """Return the number of heavy samples that may weigh as much as `average` average ones: the inverse of `heavy_count`."""
-        weight = np.asarray(average, dtype=np.float64)
-        deviation, heaviest = self._spreads[unit]
-        root = (np.sqrt(9 * deviation**2 + 4 * weight) - 3 * deviation) / 2
-        return np.asarray(np.maximum(root**2, weight / heaviest))
+    These are in flight together if a balancer puts the heaviest first.
+    """
+    if not request.loads.spreads[unit][0]:
+        return 1.0
+    sums = _microbatch_tokens(request, unit)
+    heaviest = sums[: max(1, round(len(sums) * min(1.0, count / of)))]
+    return float(heaviest.mean() / sums.mean()) if sums.any() else 1.0
 
-    @memoized
-    def layer(self, unit: str, kind: str, *, is_recomputed: bool = True) -> LayerMemory:
-        """Return the memory of one layer of this kind; is_recomputed: True if it is recomputed as the request says."""
-        request, described = self.request, self.request.graph.unit(unit)
-        need = request.backward_need(unit, kind)
-        load = UnitLoad(*(math.ceil(each) for each in request.loads.mean[unit]))
-        layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
-        case = ActivationCase(
-            need,
-            request.cluster.bytes_per_element,
-            "local" if described.needs_local_layers else request.implementation(plain_schedule()),
-            request.recompute if is_recomputed else None,
-        )
-        return LayerMemory(
-            layer.num_held_weights,
-            layer.num_trained_weights if need.trains_weights else 0,
-            layer.num_expert_weights,
-            request.experts_of(unit),
-            layer.activation_bytes(load, case),
-            layer.activation_bytes(load, case._replace(is_spread=True)),
-            request.cluster.bytes_per_element,
-            request.zero_stage,
-        )
+
+@memoized
+def _microbatch_tokens(request: PlanningRequest, unit: str) -> NDArray[np.float64]:
+    return draw_microbatches(request.loads.of_samples[unit][:, 0], request.default_micro_batch_size)
+
+
+@memoized
+def layer_memory(request: PlanningRequest, unit: str, kind: str, *, is_recomputed: bool = True) -> LayerMemory:
+    """Return the memory of one layer of this kind; is_recomputed: True if it is recomputed as the request says."""
+    described, need = request.graph.unit(unit), request.backward_need(unit, kind)
+    load = UnitLoad(*map(math.ceil, request.loads.mean[unit]))
+    layer = describe_layer(request.graph, described, kind, vocab_size=request.vocab_size)
+    case = ActivationCase(
+        need,
+        request.cluster.bytes_per_element,
+        "local" if described.needs_local_layers else request.implementation(plain_schedule()),
+        request.recompute if is_recomputed else None,
+    )
+    return LayerMemory(
+        layer.num_held_weights,
+        layer.num_trained_weights if need.trains_weights else 0,
+        layer.num_expert_weights,
+        request.experts_of(unit),
+        layer.activation_bytes(load, case),
+        layer.activation_bytes(load, case._replace(is_spread=True)),
+        request.cluster.bytes_per_element,
+        request.zero_stage,
+    )

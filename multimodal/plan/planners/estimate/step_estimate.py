@@ -3,7 +3,6 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Protocol, TypeVar
 
@@ -15,10 +14,10 @@ from multimodal.cost.communication import collective_seconds
 from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.cost.unit_load import UnitLoad
-from multimodal.plan.planners.estimate.candidate import Candidate, fits, num_unit_microbatches
+from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.chain_estimate import slowdown_by_lengths
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, stage_times, unit_seconds
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate, draw_microbatches
+from multimodal.plan.planners.estimate.layer_times import stage_times, unit_seconds
+from multimodal.plan.planners.estimate.memory_estimate import draw_microbatches
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout
 from multimodal.plan.planners.estimate.unit_options import infeasible
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -32,117 +31,110 @@ LEAST_ROUNDS, MOST_NODES = 3, 20_000
 """Fewest microbatches that are run, as a multiple of the stages, and most computations."""
 
 
-@dataclass(frozen=True)
-class LengthSpread:
-    """The imbalance of microbatches. One object per planning request."""
+def slowdown(
+    request: PlanningRequest, units: Iterable[str], *, num_stages: int, num_microbatches: int, num_chunks: int = 1
+) -> float:
+    """Return the time of a pipeline's step relative to one of average microbatches.
 
-    request: PlanningRequest
-
-    def slowdown(self, units: Iterable[str], *, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> float:
-        """Return the time of a pipeline's step relative to one of average microbatches.
-
-        Runs 1F1B over equal ranges on microbatches as a balancer leaves them, the heaviest first: next to each other, heavy
-        microbatches cause one wait, while in random order each of them would cause one. Over several units together, a microbatch
-        weighs the work of all of its samples in them. num_microbatches: of a replica; if there are many, fewer are run.
-        num_chunks: layer ranges of each stage.
-        """
-        if num_stages <= 1 or not self.request.loads.vary:
-            return 1.0
-        chunks = min(num_chunks, MOST_CHUNKS)
-        most_rounds = max(LEAST_ROUNDS, MOST_NODES // (2 * num_stages**2 * chunks))
-        rounds = min(-(-num_microbatches // num_stages), most_rounds)
-        return self._slowdown(tuple(units), num_stages, chunks, rounds)
-
-    @memoized
-    def _slowdown(self, units: tuple[str, ...], num_stages: int, num_chunks: int, rounds: int) -> float:
-        sums, count = self._microbatches(units), num_stages * rounds
-        works = sums[len(sums) * (2 * np.arange(count) + 1) // (2 * count)]
-        return max(1.0, slowdown_by_lengths(works, num_lanes=num_stages, num_chunks=num_chunks)) if works.any() else 1.0
-
-    @memoized
-    def heaviest_seconds(self, unit: str, size: StageSize) -> float:
-        """Return the seconds that the heaviest sample spends in all stages of a unit: no step is shorter."""
-        loads = self.request.loads.of_samples[unit]
-        heaviest = loads[int(np.argmax(self._seconds_of_samples(unit)))]
-        return unit_seconds(self.request, unit, UnitLoad(*map(int, heaviest)), size)
-
-    @memoized
-    def _microbatches(self, units: tuple[str, ...]) -> NDArray[np.float64]:
-        """Return the work of microbatches (`draw_microbatches`) in all layers of these units."""
-        graph, size = self.request.graph, self.request.default_micro_batch_size
-        works = sum((len(graph.unit(unit).layers) * self._seconds_of_samples(unit) for unit in units), np.zeros(1))
-        return draw_microbatches(works, size)
-
-    @memoized
-    def _seconds_of_samples(self, unit: str) -> NDArray[np.float64]:
-        """Return each sample's seconds in one layer of the unit on one rank: the mean over all but the two outer layers."""
-        rows, index = np.unique(self.request.loads.of_samples[unit].astype(np.int64), axis=0, return_inverse=True)
-        body = self.request.graph.unit(unit).inner_layers
-        shares = {kind: count / len(body) for kind, count in Counter(body).items()}
-        seconds_of = partial(self.request.layer_costs.seconds, unit)
-        seconds = [
-            sum(share * seconds_of(kind, UnitLoad(*row)).forward for kind, share in shares.items()) for row in rows.tolist()
-        ]
-        return np.array(seconds)[index.ravel()]
+    Runs 1F1B over equal ranges on microbatches as a balancer leaves them, the heaviest first: next to each other, heavy
+    microbatches cause one wait, while in random order each of them would cause one. Over several units together, a microbatch
+    weighs the work of all of its samples in them. num_microbatches: of a replica; if there are many, fewer are run. num_chunks:
+    layer ranges of each stage.
+    """
+    if num_stages <= 1 or not request.loads.vary:
+        return 1.0
+    chunks = min(num_chunks, MOST_CHUNKS)
+    most_rounds = max(LEAST_ROUNDS, MOST_NODES // (2 * num_stages**2 * chunks))
+    return _slowdown(request, tuple(units), num_stages, chunks, min(-(-num_microbatches // num_stages), most_rounds))
 
 
-def unit_stage_seconds(times: PlanningTimes, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
+@memoized
+def _slowdown(request: PlanningRequest, units: tuple[str, ...], num_stages: int, num_chunks: int, rounds: int) -> float:
+    sums, count = _microbatch_works(request, units), num_stages * rounds
+    works = sums[len(sums) * (2 * np.arange(count) + 1) // (2 * count)]
+    return max(1.0, slowdown_by_lengths(works, num_lanes=num_stages, num_chunks=num_chunks)) if works.any() else 1.0
+
+
+@memoized
+def heaviest_seconds(request: PlanningRequest, unit: str, size: StageSize) -> float:
+    """Return the seconds that the heaviest sample spends in all stages of a unit: no step is shorter."""
+    heaviest = request.loads.of_samples[unit][int(np.argmax(_seconds_of_samples(request, unit)))]
+    return unit_seconds(request, unit, UnitLoad(*map(int, heaviest)), size)
+
+
+@memoized
+def _microbatch_works(request: PlanningRequest, units: tuple[str, ...]) -> NDArray[np.float64]:
+    """Return the work of microbatches (`draw_microbatches`) in all layers of these units."""
+    works = sum((len(request.graph.unit(unit).layers) * _seconds_of_samples(request, unit) for unit in units), np.zeros(1))
+    return draw_microbatches(works, request.default_micro_batch_size)
+
+
+@memoized
+def _seconds_of_samples(request: PlanningRequest, unit: str) -> NDArray[np.float64]:
+    """Return each sample's seconds in one layer of the unit on one rank: the mean over all but the two outer layers."""
+    rows, index = np.unique(request.loads.of_samples[unit].astype(np.int64), axis=0, return_inverse=True)
+    body = request.graph.unit(unit).inner_layers
+    shares = {kind: count / len(body) for kind, count in Counter(body).items()}
+    seconds_of = partial(request.layer_costs.seconds, unit)
+    seconds = [sum(share * seconds_of(kind, UnitLoad(*row)).forward for kind, share in shares.items()) for row in rows.tolist()]
+    return np.array(seconds)[index.ravel()]
+
+
+def unit_stage_seconds(request: PlanningRequest, candidate: Candidate) -> Mapping[str, tuple[float, ...]]:
     """Return unit -> seconds of each stage per microbatch, forward and backward; at least those of moving sharded weights."""
-    stage_seconds, first_ranks = {}, candidate.first_ranks if times.request.zero_stage == 3 else {}
+    stage_seconds, firsts = {}, candidate.first_ranks if request.zero_stage == 3 else {}
     for unit, layout in candidate.layouts.items():
-        computing = stage_times(times.of_unit(unit, layout.stage_size), layout.stages)
-        least = 0.0
-        if times.request.zero_stage == 3:
-            # Twice the weights, and once the gradients.
-            per_weight = 2 * times.request.cluster.bytes_per_element + GRADIENT_BYTES
-            least = per_weight / GRADIENT_BYTES * reduction_seconds(times.request, unit, layout, first_rank=first_ranks[unit])
+        computing, least = stage_times(request, unit, layout.stage_size, layout.stages), 0.0
+        if firsts:  # twice the weights, and once the gradients
+            per_weight = 2 * request.cluster.bytes_per_element + GRADIENT_BYTES
+            least = per_weight / GRADIENT_BYTES * reduction_seconds(request, unit, layout, first_rank=firsts[unit])
         stage_seconds[unit] = tuple(max(seconds, least) for seconds in computing)
     return stage_seconds
 
 
-def lower_bound_seconds(times: PlanningTimes, candidate: Candidate) -> float:
+def lower_bound_seconds(request: PlanningRequest, candidate: Candidate) -> float:
     """Return the busiest lane's work: no schedule of average microbatches is shorter."""
-    stages = unit_stage_seconds(times, candidate)
-    busy = {unit: num_unit_microbatches(times.request, candidate, unit) * max(seconds) for unit, seconds in stages.items()}
+    stages = unit_stage_seconds(request, candidate)
+    busy = {unit: candidate.num_microbatches(request, unit) * max(seconds) for unit, seconds in stages.items()}
     return max(sum(busy[unit] for unit in group) for group in candidate.all_groups)
 
 
-def estimate_seconds(times: PlanningTimes, candidate: Candidate, *, spread: LengthSpread | None = None) -> float:
+def estimate_seconds(request: PlanningRequest, candidate: Candidate, *, has_spread: bool = False) -> float:
     """Return the time of a step of average microbatches under 1F1B.
 
     The sum of tau over the longest chain of units, plus (n_u - 1) beta_u of the slowest group of units, where unit u's replicas
     run n_u microbatches each; with equal numbers everywhere and separate ranks for each unit, this is Eq. 4.2. Encoders on
     separate ranks work side by side, so only the slowest one's stages count in the chain. Virtual stages divide a unit's warm-up.
-    spread: if given, pipelines wait for their heaviest microbatches, no step is shorter than its heaviest sample, and reductions
-    hide behind the last backwards.
+    has_spread: pipelines wait for their heaviest microbatches, no step is shorter than its heaviest sample, and reductions hide
+    behind the last backwards.
     """
-    request, stages = times.request, unit_stage_seconds(times, candidate)
+    stages, layouts, groups = unit_stage_seconds(request, candidate), candidate.layouts, candidate.all_groups
     warmup = {
         unit: sum(seconds) / chunks + max(seconds) * (1 - 1 / chunks)
         for unit, seconds in stages.items()
-        for chunks in [candidate.layouts[unit].virtual_stages]
+        for chunks in [layouts[unit].virtual_stages]
     }
     encoders = {unit.name for unit in request.graph.encoders}
     chain = sum(seconds for unit, seconds in warmup.items() if unit not in encoders)
-    groups = candidate.all_groups
     chain += max((sum(warmup[unit] for unit in group if unit in encoders) for group in groups), default=0.0)
-    counts = {unit: num_unit_microbatches(request, candidate, unit) for unit in stages}
+    counts = {unit: candidate.num_microbatches(request, unit) for unit in stages}
     depth = sum(max(len(stages[unit]) for unit in group) for group in groups)  # stages that a microbatch passes in sequence
     waits = {
-        unit: spread.slowdown((unit,), num_stages=depth, num_microbatches=counts[unit]) if spread else 1.0 for unit in stages
+        unit: slowdown(request, (unit,), num_stages=depth, num_microbatches=counts[unit]) if has_spread else 1.0
+        for unit in stages
     }
     steady = max(sum((counts[unit] - 1) * max(stages[unit]) * waits[unit] for unit in group) for group in groups)
-    layouts, reducing, least = candidate.layouts.items(), 0.0, 0.0
+    reducing = least = 0.0
     if request.zero_stage != 3:
         firsts = candidate.first_ranks
         reducing = max(
             exposed_reduction_seconds(request, unit, each, stage_seconds=max(stages[unit]), first_rank=firsts[unit])
-            if spread
+            if has_spread
             else reduction_seconds(request, unit, each, first_rank=firsts[unit])
-            for unit, each in layouts
+            for unit, each in layouts.items()
         )
-    if spread:
-        heaviest = max(spread.heaviest_seconds(unit, layout.stage_size) for unit, layout in layouts)
+    if has_spread:
+        heaviest = max(heaviest_seconds(request, unit, layout.stage_size) for unit, layout in layouts.items())
         least = max(heaviest, sum(map(sum, (stages[unit] for unit in stages if unit not in encoders))))
     return max(chain + steady, least) + reducing
 
@@ -195,12 +187,14 @@ def exposed_reduction_seconds(
 
 
 class Sized(Protocol):
-    """Something that takes GPUs."""
+    """Something that takes GPUs and memory."""
 
     @property
     def num_gpus(self) -> int:
         """GPUs in all."""
-        ...
+
+    def fits(self, request: PlanningRequest) -> bool:
+        """Return True if the estimated peak is within the planned memory."""
 
 
 Choice = TypeVar("Choice", bound=Sized)
@@ -210,9 +204,8 @@ def choose_near(
     request: PlanningRequest,
     candidates: Iterable[Choice],
     *,
-    seconds: Callable[[Choice], float],
-    fits: Callable[[Choice], bool],
-    least_seconds: Callable[[Choice], float] = lambda _: 0.0,
+    seconds: Callable[[PlanningRequest, Choice], float],
+    least_seconds: Callable[[PlanningRequest, Choice], float] = lambda *_: 0.0,
     within: float = 1.0,
 ) -> list[tuple[Choice, float]]:
     """Return the candidates that fit and whose steps are at most `within` times the shortest, in order, with their seconds.
@@ -222,10 +215,10 @@ def choose_near(
     """
     best, found = math.inf, list[tuple[float, int, Choice]]()
     for candidate in candidates:
-        if candidate.num_gpus > request.num_gpus or least_seconds(candidate) > within * best:
+        if candidate.num_gpus > request.num_gpus or least_seconds(request, candidate) > within * best:
             continue
-        taken = seconds(candidate)
-        if taken <= within * best and fits(candidate):
+        taken = seconds(request, candidate)
+        if taken <= within * best and candidate.fits(request):
             best = min(best, taken)
             found.append((taken, candidate.num_gpus, candidate))
     if not found:
@@ -234,22 +227,14 @@ def choose_near(
     return [(candidate, taken) for taken, _, candidate in near]
 
 
-def choose_run(request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None) -> PlannedRun:
-    """Return the run of the best candidate (`choose_candidates`)."""
-    chosen, seconds = choose_candidates(request, candidates, times=times)[0]
-    return chosen.to_run(request, seconds=seconds)
-
-
 def choose_candidates(
-    request: PlanningRequest, candidates: Iterable[Candidate], *, times: PlanningTimes | None = None, within: float = 1.0
+    request: PlanningRequest, candidates: Iterable[Candidate], *, within: float = 1.0
 ) -> list[tuple[Candidate, float]]:
     """Return the candidates within a factor of the best by `estimate_seconds` that fit by the memory estimate (`choose_near`)."""
-    times = times or PlanningTimes(request)
-    return choose_near(
-        request,
-        candidates,
-        seconds=partial(estimate_seconds, times),
-        fits=partial(fits, MemoryEstimate(request)),
-        least_seconds=partial(lower_bound_seconds, times),
-        within=within,
-    )
+    return choose_near(request, candidates, seconds=estimate_seconds, least_seconds=lower_bound_seconds, within=within)
+
+
+def choose_run(request: PlanningRequest, candidates: Iterable[Candidate]) -> PlannedRun:
+    """Return the run of the best candidate (`choose_candidates`)."""
+    chosen, seconds = choose_candidates(request, candidates)[0]
+    return chosen.to_run(request, seconds=seconds)

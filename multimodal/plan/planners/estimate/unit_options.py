@@ -7,8 +7,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from multimodal.plan.planners.allowed_sizes import data_parallel_sizes, pipeline_parallel_sizes, stage_sizes
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import LayerMemory, MemoryEstimate
+from multimodal.plan.planners.estimate.layer_times import layer_times
+from multimodal.plan.planners.estimate.memory_estimate import LayerMemory, layer_memory, samples_within, working_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import NothingFitsError
@@ -50,17 +50,16 @@ class UnitOptions:
         return even_layout(unit, tensor, data, pipeline, virtual_stages, context=context)
 
 
-def list_options(times: PlanningTimes, memory: MemoryEstimate, *, unit: str, max_gpus: int) -> UnitOptions:
+def list_options(request: PlanningRequest, unit: str, *, max_gpus: int) -> UnitOptions:
     """List the parallelisms of a unit that fit `max_gpus` and, with nothing downstream in flight, the memory.
 
     Data parallel sizes divide the number of microbatches. The first stage (an embedding, the most layers, P microbatches in
     flight under 1F1B) and the last one (projector or head) determine the memory. O(tp x cp x dp x pp).
     """
-    request = times.request
     axes = np.array(data_parallel_sizes(request, unit)), np.array(pipeline_parallel_sizes(request, unit))
     data, pipeline = (axis.ravel() for axis in np.meshgrid(*axes, indexing="ij"))
     columns = [
-        _of_stage_size(times, memory, unit, size, data, pipeline)
+        _of_stage_size(request, unit, size, data, pipeline)
         for size in stage_sizes(request, unit)
         if size.tensor * size.context <= max_gpus or size.context == 1
     ]
@@ -77,22 +76,20 @@ class _Stage(NamedTuple):
     """Microbatches in flight of the unit itself under 1F1B."""
 
 
-def _of_stage_size(
-    times: PlanningTimes, memory: MemoryEstimate, unit: str, size: StageSize, data: Integers, pipeline: Integers
-) -> UnitOptions:
+def _of_stage_size(request: PlanningRequest, unit: str, size: StageSize, data: Integers, pipeline: Integers) -> UnitOptions:
     """Return the options of one tp and cp; data, pipeline: all combinations of the other sizes, flat."""
-    seconds = times.of_unit(unit, size).total
+    seconds = layer_times(request, unit, size).total
     num_layers = len(seconds) - 2
     most, least = -(-num_layers // pipeline), num_layers // pipeline
     slowest_body = max(seconds[1:-1], default=0.0)
     first, last = seconds[0] + most * slowest_body, seconds[-1] + least * slowest_body
     slowest = np.where(pipeline == 1, sum(seconds), np.maximum(first, last))
-    kinds = times.request.graph.unit(unit).layers
+    kinds = request.graph.unit(unit).layers
     allowed = np.full(len(slowest), _UNLIMITED)
     one = np.ones_like(pipeline)
     for stage in (_Stage((kinds[0],), most, pipeline), _Stage((kinds[-1],), least, one)):
-        allowed = np.minimum(allowed, _in_flight_downstream(memory, unit, size, data, stage))
-    alone = _in_flight_downstream(memory, unit, size, data, _Stage((kinds[0], kinds[-1]), most, one))
+        allowed = np.minimum(allowed, _in_flight_downstream(request, unit, size, data, stage))
+    alone = _in_flight_downstream(request, unit, size, data, _Stage((kinds[0], kinds[-1]), most, one))
     allowed = np.where(pipeline == 1, alone, allowed)
     return UnitOptions(
         size.tensor * one,
@@ -106,14 +103,13 @@ def _of_stage_size(
     )
 
 
-def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, data: Integers, stage: _Stage) -> Floats:
+def _in_flight_downstream(request: PlanningRequest, unit: str, size: StageSize, data: Integers, stage: _Stage) -> Floats:
     """Return the microbatches that downstream units may keep in flight for a stage to fit; -1 if it does not fit at all.
 
     Solves static + working + activations(own + downstream / dp microbatches) <= memory for the downstream microbatches.
     """
-    request = memory.request
-    outer = [memory.layer(unit, kind) for kind in stage.layers]
-    bodies = [memory.layer(unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).inner_layers)]
+    outer = [layer_memory(request, unit, kind) for kind in stage.layers]
+    bodies = [layer_memory(request, unit, kind) for kind in dict.fromkeys(request.graph.unit(unit).inner_layers)]
     copies, position = np.unique(data * size.context, return_inverse=True)
 
     def static_bytes(layer: LayerMemory) -> Floats:
@@ -122,10 +118,9 @@ def _in_flight_downstream(memory: MemoryEstimate, unit: str, size: StageSize, da
     static = stage.num_body * np.maximum.reduce([*map(static_bytes, bodies)]) + sum(map(static_bytes, outer))
     per_body = max(layer.activation_bytes(*size) for layer in bodies)
     per_sample = stage.num_body * per_body + sum(layer.activation_bytes(*size) for layer in outer)
-    working = memory.working_bytes(unit, size)
-    room = (request.planned_memory_bytes - working) * size.tensor - static
+    room = (request.planned_memory_bytes - working_bytes(request, unit, size)) * size.tensor - static
     kept = np.where(per_sample > 0, per_sample, 1.0)
-    capacity = np.where(per_sample > 0, memory.samples_within(unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
+    capacity = np.where(per_sample > 0, samples_within(request, unit, np.maximum(room, 0.0) / kept), _UNLIMITED)
     micro_batch_size = request.default_micro_batch_size
     in_step = request.num_microbatches / data
     downstream = (capacity / micro_batch_size - np.minimum(stage.in_flight, in_step)) * data

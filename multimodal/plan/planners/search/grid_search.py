@@ -13,20 +13,9 @@ from multimodal.cost.memoize import memoized
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.partition_layers import Range
 from multimodal.plan.planners.estimate.chain_estimate import ChainRange, chain_seconds, chunks_in_flight, num_nodes
-from multimodal.plan.planners.estimate.grid import (
-    Grid,
-    GridShape,
-    Piece,
-    build_grid,
-    chain_pieces,
-    cut_grid,
-    grid_fits,
-    grid_seconds,
-    list_shapes,
-)
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import LengthSpread, replicas_seconds
+from multimodal.plan.planners.estimate.grid import Grid, GridShape, build_grid, chain_pieces, cut_grid, list_shapes
+from multimodal.plan.planners.estimate.memory_estimate import heaviest_share, heavy_count, range_bytes, working_bytes
+from multimodal.plan.planners.estimate.step_estimate import heaviest_seconds, replicas_seconds, slowdown
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.values.errors import PlanError
 
@@ -48,21 +37,19 @@ KnownRanges = dict[tuple[int, str, Range, str, Range], ChainRange]
 """(Lane, unit and layers of the first piece, and of the last one) -> range; for one shape, so moves only cost what changes."""
 
 
-def best_grids(
-    times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, *, known_seconds: float = math.inf
-) -> Iterator[list[ScoredGrid]]:
+def best_grids(request: PlanningRequest, *, known_seconds: float = math.inf) -> Iterator[list[ScoredGrid]]:
     """Yield the best pipelines of one range per stage, then the best interleaved ones, each the shortest estimate first.
 
     Every number of ranges per stage is examined: the one with the least waiting depends on how the layers' times combine
     (`chain_seconds`). Then cuts are moved while that shortens the estimate. Yields nothing if units cannot share tp and dp.
     known_seconds: the best estimate so far; grids far above it are not improved.
     """
-    search = _GridSearch(times, memory, spread, known_seconds)
+    search = _GridSearch(request, known_seconds)
     try:
-        shapes = list(list_shapes(times.request))
+        shapes = list(list_shapes(request))
     except PlanError:
         return
-    fixed = times.request.fixed(times.request.graph.backbone.name).virtual_stages
+    fixed = request.fixed(request.graph.backbone.name).virtual_stages
     if fixed in (None, 1):
         yield search.look_at(shapes, [1])
     if fixed != 1:
@@ -72,26 +59,16 @@ def best_grids(
 
 @dataclass
 class _GridSearch:
-    times: PlanningTimes
-    memory: MemoryEstimate
-    spread: LengthSpread
+    request: PlanningRequest
     known_seconds: float
     _ranges: dict[GridShape, KnownRanges] = field(default_factory=dict)
 
-    @property
-    def request(self) -> PlanningRequest:
-        return self.times.request
-
-    @memoized
-    def pieces(self, size: StageSize) -> tuple[Piece, ...]:
-        return chain_pieces(self.times, size)
-
     @memoized
     def chain_seconds(self, size: StageSize) -> float:
-        return sum(piece.seconds for piece in self.pieces(size))
+        return sum(piece.seconds for piece in chain_pieces(self.request, size))
 
     def estimate(self, grid: Grid) -> float:
-        return grid_estimate(self.spread, grid, known=self._ranges.setdefault(grid.shape, {}))
+        return grid_estimate(self.request, grid, known=self._ranges.setdefault(grid.shape, {}))
 
     def look_at(self, shapes: Sequence[GridShape], numbers: Iterable[int]) -> list[ScoredGrid]:
         """Return the best grids with these numbers of ranges per stage, trying first those that are best with even ranges."""
@@ -103,8 +80,8 @@ class _GridSearch:
         for bound, shape, number in sorted(forms):
             if bound > BOUND_SLACK * least or len(found) == MOST_ESTIMATED:
                 break
-            grid = cut_grid(self.pieces(shape.size), shape, virtual_stages=number)
-            if _least_seconds(self.request, grid) <= BOUND_SLACK * least and self.fits(grid):
+            grid = cut_grid(self.request, shape, virtual_stages=number)
+            if _least_seconds(self.request, grid) <= BOUND_SLACK * least and fits(self.request, grid):
                 found.append((self.estimate(grid), grid))
                 least = min(least, found[-1][0])
         kept: list[ScoredGrid] = []
@@ -128,7 +105,7 @@ class _GridSearch:
     def move_cuts(self, scored: ScoredGrid) -> ScoredGrid:
         """Move neighbouring cuts by one layer, at random with a fixed seed, and keep each move that makes nothing longer."""
         draw, (best, grid) = Random(SEED), scored
-        pieces, shape = self.pieces(grid.shape.size), grid.shape
+        pieces, shape = chain_pieces(self.request, grid.shape.size), grid.shape
         cuts = [0, *accumulate(map(len, grid.ranges))]
         count = grid.num_microbatches(self.request)
         nodes = num_nodes(num_ranges=len(grid.ranges), num_lanes=shape.num_stages, num_microbatches=count)
@@ -140,12 +117,9 @@ class _GridSearch:
                 continue
             other = build_grid(pieces, tuple(pairwise(moved)), shape=shape)
             seconds = self.estimate(other)
-            if seconds <= best and self.fits(other):
+            if seconds <= best and fits(self.request, other):
                 best, grid, cuts = seconds, other, moved
         return best, grid
-
-    def fits(self, grid: Grid) -> bool:
-        return (grid_fits if grid.virtual_stages == 1 else chain_fits)(self.memory, grid)
 
 
 def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
@@ -155,14 +129,13 @@ def _least_seconds(request: PlanningRequest, grid: Grid) -> float:
     return max(count * max(grid.stage_seconds), count * grid.stage_seconds[-1] + filling)
 
 
-def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None = None) -> float:
+def grid_estimate(request: PlanningRequest, grid: Grid, *, known: KnownRanges | None = None) -> float:
     """Return the expected step of a grid, with gathers and reductions hidden as far as possible.
 
     known: cache of the ranges of grids of the same shape.
     """
-    request = spread.request
     if grid.virtual_stages == 1:
-        return grid_seconds(request, grid, spread=spread)
+        return grid.seconds(request, has_spread=True)
     known, ranges = {} if known is None else known, []
     for position, pieces in enumerate(grid.ranges):
         key = position % grid.num_stages, pieces[0].unit, pieces[0].layers, pieces[-1].unit, pieces[-1].layers
@@ -172,37 +145,38 @@ def grid_estimate(spread: LengthSpread, grid: Grid, *, known: KnownRanges | None
     count = grid.num_microbatches(request)
     seconds = chain_seconds(ranges, num_lanes=grid.num_stages, num_microbatches=count)
     chunks = grid.virtual_stages
-    waits = spread.slowdown(grid.layouts, num_stages=grid.num_stages, num_microbatches=count, num_chunks=chunks)
-    return max(seconds * waits, *(spread.heaviest_seconds(unit, grid.shape.size) for unit in grid.layouts))
+    waits = slowdown(request, grid.layouts, num_stages=grid.num_stages, num_microbatches=count, num_chunks=chunks)
+    return max(seconds * waits, *(heaviest_seconds(request, unit, grid.shape.size) for unit in grid.layouts))
 
 
-def chain_fits(memory: MemoryEstimate, grid: Grid) -> bool:
-    """Return True if the bytes that lanes of an interleaved chain keep at any time of a step are within the planned memory.
+def fits(request: PlanningRequest, grid: Grid) -> bool:
+    """Return True if the bytes that lanes of a chain keep at any time of a step are within the planned memory.
 
-    Each lane keeps less than the one before it, but the first one has the embedding in addition, and the last one the head.
+    Each lane of an interleaved one keeps less than the one before it, but the first one has the embedding in addition, and the
+    last one the head.
     """
-    lanes = {0, 1, grid.num_stages - 1}
-    return all(_lane_bytes(memory, grid, lane) <= memory.request.planned_memory_bytes for lane in lanes)
+    if grid.virtual_stages == 1:
+        return grid.fits(request)
+    return all(_lane_bytes(request, grid, lane) <= request.planned_memory_bytes for lane in {0, 1, grid.num_stages - 1})
 
 
-def _lane_bytes(memory: MemoryEstimate, grid: Grid, lane: int) -> float:
-    request, held = memory.request, grid.ranges[lane :: grid.num_stages]
-    count = grid.num_microbatches(request)
+def _lane_bytes(request: PlanningRequest, grid: Grid, lane: int) -> float:
+    held, count = grid.ranges[lane :: grid.num_stages], grid.num_microbatches(request)
     states = chunks_in_flight(lane, num_lanes=grid.num_stages, chunks=len(held), num_microbatches=count)
     most, size = int(states.max()), request.default_micro_batch_size
     # A few samples may be heavier on average than many.
     heavy = {
-        unit: max(memory.heavy_count(unit, most * size) / most, size * memory.heaviest_share(unit, count=most, of=count))
+        unit: max(heavy_count(request, unit, most * size) / most, size * heaviest_share(request, unit, count=most, of=count))
         for unit in grid.layouts
     }
     static, of_chunks, units = 0.0, np.zeros(len(held)), set()
     for chunk, piece in ((chunk, piece) for chunk, pieces in enumerate(held) for piece in pieces):
         copies = grid.layouts[piece.unit].weight_copies
-        own, kept = memory.range_bytes(piece.unit, (piece.layers,), grid.shape.size, copies)
+        own, kept = range_bytes(request, piece.unit, (piece.layers,), grid.shape.size, copies)
         static += own
         of_chunks[chunk] += kept / grid.shape.size.tensor * heavy[piece.unit]
         units.add(piece.unit)
-    working = max(memory.working_bytes(unit, grid.shape.size) for unit in units)
+    working = max(working_bytes(request, unit, grid.shape.size) for unit in units)
     return static + working + float((states @ of_chunks).max())
 
 

@@ -10,11 +10,10 @@ import numpy as np
 from multimodal.plan.planners.allowed_sizes import micro_batch_sizes, stage_sizes, tensor_parallel_sizes
 from multimodal.plan.planners.disttrain import build_candidate, build_problem
 from multimodal.plan.planners.estimate.allocation_search import AllocationProblem, rank_allocations
-from multimodal.plan.planners.estimate.candidate import Candidate, fits
-from multimodal.plan.planners.estimate.grid import Grid, grid_run
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, balanced_layout, stage_times
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import LengthSpread, estimate_seconds, lower_bound_seconds
+from multimodal.plan.planners.estimate.candidate import Candidate
+from multimodal.plan.planners.estimate.grid import Grid
+from multimodal.plan.planners.estimate.layer_times import balanced_layout, stage_times
+from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, lower_bound_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.planned_run import PlannedRun
@@ -49,20 +48,9 @@ class Layout:
     whole: PlanningRequest | None = None
     """The request including units without work in the data; None if there are none."""
 
-    @property
-    def placement(self) -> str:
-        """The kind of placement: estimates have about the same error for all layouts of a kind."""
-        if isinstance(self.form, Grid):
-            return "one chain over a grid"
-        return "all units on all ranks" if self.form.groups else "ranks of its own for each unit"
-
     def to_run(self) -> PlannedRun:
         """Assign ranks."""
-        if isinstance(self.form, Grid):
-            run = grid_run(self.request, self.form, seconds=self.seconds)
-        else:
-            run = self.form.to_run(self.request, seconds=self.seconds)
-        return place_idle_units(run, self.whole or self.request)
+        return place_idle_units(self.form.to_run(self.request, seconds=self.seconds), self.whole or self.request)
 
 
 def best_layouts(request: PlanningRequest, *, takes_more: Callable[[], bool] = lambda: True) -> list[list[Layout]]:
@@ -116,28 +104,25 @@ def _best_first(best: Mapping[int, float]) -> list[int]:
 
 
 def _kinds(request: PlanningRequest, *, known_seconds: float) -> Iterator[list[Layout]]:
-    times, memory, spread = PlanningTimes(request), MemoryEstimate(request), LengthSpread(request)
     fixed = request.fixed(request.graph.backbone.name).virtual_stages
     for virtual_stages in (fixed,) if fixed else VIRTUAL_STAGES:
         for list_scored, leaves_ranks in ((_disaggregated, True), (_colocated, False)):
             problem = build_problem(request, virtual_stages=virtual_stages, leaves_ranks=leaves_ranks)
-            scored = list_scored(times, memory, spread, problem) if len(problem.llm) else ()
+            scored = list_scored(request, problem) if len(problem.llm) else ()
             yield [Layout(request, candidate, seconds) for candidate, seconds in scored]
     if request.zero_stage != 3:  # its estimate would have to consider shared state
-        for grids in best_grids(times, memory, spread, known_seconds=known_seconds):
+        for grids in best_grids(request, known_seconds=known_seconds):
             yield [Layout(request, grid, seconds) for seconds, grid in grids]
 
 
-def _disaggregated(
-    times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem
-) -> list[Scored]:
+def _disaggregated(request: PlanningRequest, problem: AllocationProblem) -> list[Scored]:
     """Return the best choice of the other units for each parallelism of the LLM, with layers partitioned by their times."""
-    request, scored = times.request, []
+    scored = []
     for choice in rank_allocations(problem, slack=SLACK)[: 2 * MOST_PER_KIND]:
         even = build_candidate(request, problem, choice)
         layouts = {
             name: balanced_layout(
-                times,
+                request,
                 request.graph.unit(name),
                 layout.stage_size,
                 data=layout.data_parallel_size,
@@ -147,15 +132,14 @@ def _disaggregated(
             for name, layout in even.layouts.items()
         }
         balanced = replace(even, layouts=layouts)
-        if chosen := next((each for each in (balanced, even) if fits(memory, each)), None):
-            scored.append((chosen, estimate_seconds(times, chosen, spread=spread)))
+        if chosen := next((each for each in (balanced, even) if each.fits(request)), None):
+            scored.append((chosen, estimate_seconds(request, chosen, has_spread=True)))
     return sorted(scored, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
 
 
-def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSpread, problem: AllocationProblem) -> list[Scored]:
+def _colocated(request: PlanningRequest, problem: AllocationProblem) -> list[Scored]:
     """Return layouts with every unit on all of the LLM's ranks; encoders and generators have one stage per replica."""
-    request, llm = times.request, problem.llm
-    graph, backbone = request.graph, request.graph.backbone
+    llm, graph, backbone = problem.llm, request.graph, request.graph.backbone
     others = [unit for unit in graph.units if unit.name != backbone.name]
     if not others:
         return []
@@ -168,7 +152,7 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
         if busy_seconds[row] > SLACK * best:
             break
         if count not in spreads:
-            spreads[count] = _spreads(times, others, count)
+            spreads[count] = _spreads(request, others, count)
         own = llm.layout(row, backbone, virtual_stages=problem.virtual_stages)
         for others_seconds, layouts in spreads[count]:
             if busy_seconds[row] + others_seconds > SLACK * best:
@@ -176,18 +160,17 @@ def _colocated(times: PlanningTimes, memory: MemoryEstimate, spread: LengthSprea
             chosen = {**{unit.name: layout for unit, layout in zip(others, layouts, strict=True)}, backbone.name: own}
             ordered = {name: chosen[name] for name in graph.unit_names}
             candidate = Candidate(ordered, (graph.unit_names,))
-            if lower_bound_seconds(times, candidate) > SLACK * best:
+            if lower_bound_seconds(request, candidate) > SLACK * best:
                 continue
-            seconds = estimate_seconds(times, candidate, spread=spread)
-            if seconds <= SLACK * best and fits(memory, candidate):
+            seconds = estimate_seconds(request, candidate, has_spread=True)
+            if seconds <= SLACK * best and candidate.fits(request):
                 found.append((candidate, seconds))
                 best = min(best, seconds)
     return sorted(found, key=lambda each: (each[1], each[0].num_gpus))[:MOST_PER_KIND]
 
 
-def _spreads(times: PlanningTimes, units: Sequence[Unit], num_gpus: int) -> list[tuple[float, tuple[UnitLayout, ...]]]:
+def _spreads(request: PlanningRequest, units: Sequence[Unit], num_gpus: int) -> list[tuple[float, tuple[UnitLayout, ...]]]:
     """Return every choice of layouts over all ranks, with the seconds for which a rank is busy with average microbatches."""
-    request = times.request
 
     def spread(unit: Unit) -> Iterator[tuple[float, UnitLayout]]:
         """Yield replicas of one stage over all ranks, for every tensor and context parallel size; fixed sizes are kept."""
@@ -197,7 +180,7 @@ def _spreads(times: PlanningTimes, units: Sequence[Unit], num_gpus: int) -> list
             data, rest = divmod(num_gpus, size.tensor * size.context * stages)
             if data and not rest and fixed.data_parallel_size in (None, data):
                 layout = even_layout(unit, size.tensor, data, stages, context=size.context)
-                seconds = max(stage_times(times.of_unit(unit.name, size), layout.stages))
+                seconds = max(stage_times(request, unit.name, size, layout.stages))
                 yield seconds * request.num_microbatches / data, layout
 
     choices = product(*map(spread, units))

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from typing import NamedTuple
 
@@ -11,7 +10,7 @@ from multimodal.cost.layers.layer import Recompute
 from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import BLOCK_SIZE, LARGEST_CONTEXT_PARALLEL, PlanningRequest
-from multimodal.plan.planners.search.prediction import Prediction, predict_run
+from multimodal.plan.planners.search.prediction import Prediction, judge_run
 from multimodal.values.errors import NothingFitsError, PlanError
 from multimodal.values.plan import UnitPlan
 from multimodal.values.validate import validate_plan
@@ -44,24 +43,21 @@ def plan_to_fit(
     planner: Planner,
     request: PlanningRequest,
     *,
-    max_actions: int | None = None,
-    predict: Callable[[PlannedRun, PlanningRequest], Prediction] | None = None,
+    predict: Callable[[PlannedRun, PlanningRequest], Prediction] = judge_run,
 ) -> PredictedRun:
     """Plan, simulate, and plan again with less memory while the simulated peak does not fit.
 
     Planners estimate activations in closed form; real batches and schedules can need more. If nothing fits, full recomputation is
     tried, unless the request chooses; if that is not enough, context parallelism is allowed, even for planners that otherwise do
-    not use it. max_actions: as for `predict_run`. predict: simulates a run, by default `predict_run`. Raises the PlanError of the
-    last attempt if nothing fits.
+    not use it. predict: simulates a run. Raises the PlanError of the last attempt if nothing fits.
     """
-    simulate = predict or partial(predict_run, max_actions=max_actions, num_batches=request.num_batches)
     *attempts, last = memory_concessions(request)
     for attempt in attempts:
         try:
-            return _plan_attempt(planner, attempt, simulate)
+            return _plan_attempt(planner, attempt, predict)
         except PlanError:
             pass
-    return _plan_attempt(planner, last, simulate)
+    return _plan_attempt(planner, last, predict)
 
 
 def memory_concessions(request: PlanningRequest) -> Iterator[PlanningRequest]:

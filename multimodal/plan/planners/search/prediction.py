@@ -19,7 +19,7 @@ from multimodal.cost.step_costs import StepCosts
 from multimodal.plan.planners.encoders_replicated import RepeatedStep
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
-from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICAS, choose_part
+from multimodal.plan.planners.search.simulated_part import FINAL, WHOLE, Fidelity, choose_part
 from multimodal.schedule.build_schedule import build_schedule
 from multimodal.schedule.builders import BUILDERS, Builder
 from multimodal.schedule.compile_schedule import CompiledSchedule
@@ -94,31 +94,16 @@ class ShareCosts(ModelCosts):
         return round(super().static_bytes(lane) - excess)
 
 
-def predict_run(
-    run: PlannedRun,
-    request: PlanningRequest,
-    *,
-    max_actions: int | None = None,
-    num_batches: int = 1,
-    filling: float = FILLING,
-    kept_replicas: int = KEPT_REPLICAS,
-    is_checked: bool = True,
-) -> Prediction:
-    """Simulate `num_batches` global batches; one if samples are alike.
+def predict_run(run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity = WHOLE) -> Prediction:
+    """Simulate global batches, or the part of them that `choose_part` leaves.
 
-    max_actions: if a step has more computations than this (if lengths vary: `VARIED_FACTOR` times as many), only a part of it is
-    simulated. First, as many replicas (and the same share of each batch) are left out as the common divisor of the data parallel
-    sizes allows: replicas of one unit are alike and meet only in collectives, so only the spread between replicas and their
-    contention for network cards is lost. If that is not enough, two smaller batches are simulated and all seconds are
-    extrapolated linearly: after its warm-up, a pipeline is periodic. None: simulate all. filling: number of times that the larger
-    of the two fills all pipelines at least. kept_replicas: fewest replicas of every unit if lengths vary. is_checked: True if
-    assignments and schedules are validated. Raises ScheduleError or AssignmentError if the run is impossible.
+    From two smaller batches, all seconds are extrapolated linearly: after its warm-up, a pipeline is periodic. Raises
+    ScheduleError or AssignmentError if the run is impossible.
     """
-    part = choose_part(run, request, max_actions=max_actions, filling=filling, kept_replicas=kept_replicas)
-    simulate = partial(_simulate, run, request, part.plan, is_checked=is_checked)
-    batches = draw_length_batches(
-        request.lengths, batch_size=request.global_batch_size, num_batches=num_batches if request.loads.vary else 1, seed=SEED
-    )
+    part = choose_part(run, request, fidelity)
+    simulate = partial(_simulate, run, request, part.plan, is_checked=fidelity.is_checked)
+    count = fidelity.num_batches(request)
+    batches = draw_length_batches(request.lengths, batch_size=request.global_batch_size, num_batches=count, seed=SEED)
     keeps_all = BUILDERS[run.schedule].keeps_all
     steps = [_of_batch(batch[:: part.share], part.sample_counts, simulate, keeps_all=keeps_all) for batch in batches]
     num_ranks = sum(map(len, part.plan.lanes))
@@ -136,6 +121,10 @@ def predict_run(
         update_seconds=_update_seconds(run, request),
         replica_share=part.share,
     )
+
+
+judge_run = partial(predict_run, fidelity=FINAL)
+"""Simulates a run as every plan is judged in the end."""
 
 
 @dataclass(frozen=True)

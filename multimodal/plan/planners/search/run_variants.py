@@ -10,7 +10,7 @@ import numpy as np
 from multimodal.balance import BALANCERS, UNBALANCED, Placement, placements_of
 from multimodal.balance.placement import turns_of
 from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_plan_times
+from multimodal.plan.planners.estimate.layer_times import unit_plan_times
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.unit_grid import fold_stages
@@ -188,14 +188,14 @@ def _pipelines(run: PlannedRun, request: PlanningRequest, unit: str) -> _Pipelin
     if remainder or not set(stage_of_rank).issuperset(rank for each in ranks for rank in each):
         return None
     groups = tuple(tuple(sorted({stage_of_rank[rank] for rank in each})) for each in ranks)
-    times = PlanningTimes(request.changed(micro_batch_size=run.micro_batch_size, recompute=run.recompute))
+    like_run = request.changed(micro_batch_size=run.micro_batch_size, recompute=run.recompute)
     count = -(-request.global_batch_size // run.micro_batch_size) // llm.data_parallel_size
-    of_llm = unit_plan_times(times, name, llm)
+    of_llm = unit_plan_times(like_run, name, llm)
     turns = turns_of(own.microbatch_shares or (1,) * num_pipelines)
     shares = np.bincount(turns[np.arange(count) % len(turns)], minlength=num_pipelines)
     return _Pipelines(
         groups=groups,
         llm_seconds=tuple(count * max(of_llm[stage] for stage in stages) for stages in groups),
-        microbatch_seconds=max(unit_plan_times(times, unit, own)),
+        microbatch_seconds=max(unit_plan_times(like_run, unit, own)),
         shares=tuple(shares.tolist()),
     )

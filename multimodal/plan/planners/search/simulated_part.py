@@ -20,6 +20,39 @@ SECONDS_PER_SIMULATION, SECONDS_PER_SAMPLE, SECONDS_PER_COMPUTATION = 15e-3, 0.0
 """Nominal seconds of assigning, building and simulating on one core of 2024, rounded from `benchmarks/planning.py`."""
 
 
+class Fidelity(NamedTuple):
+    """How much of a run is simulated."""
+
+    name: str
+    share: float
+    """The largest simulation, as a share of `PlanningRequest.max_actions`; infinite: whole steps."""
+    filling: float = FILLING
+    """Fewest times that the larger of two parts of a step fills the pipelines."""
+    kept_replicas: int = KEPT_REPLICAS
+    """Fewest replicas of every unit if lengths vary."""
+    is_final: bool = False
+    """True if it covers all batches, as every plan is judged."""
+    is_checked: bool = True
+    """True if assignments and schedules are validated."""
+
+    def max_actions(self, request: PlanningRequest) -> int | None:
+        """Return the most computations of a step that is simulated as a whole; None: any number."""
+        is_whole = self.share == math.inf or (self.is_final and request.simulates_whole_steps)
+        return None if is_whole else int(request.max_actions * self.share)
+
+    def num_batches(self, request: PlanningRequest) -> int:
+        """Return the number of global batches; one if samples are alike."""
+        return request.num_batches if self.is_final and request.loads.vary else 1
+
+
+WHOLE = Fidelity("whole", math.inf)
+"""One batch."""
+QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1, is_checked=False)
+"""Distinguishes plans that differ by more than a tenth."""
+RANKING = Fidelity("ranked", 0.1, 2.0, is_checked=False)
+FINAL = Fidelity("judged", 1.0, is_final=True)
+
+
 class StepPart(NamedTuple):
     """The part of a step that is simulated."""
 
@@ -31,36 +64,33 @@ class StepPart(NamedTuple):
     """Samples of the one batch that is simulated (all of those of the kept replicas), or of a larger and a smaller part of it."""
 
 
-def choose_part(
-    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, filling: float, kept_replicas: int
-) -> StepPart:
-    """Choose the part of a step to simulate: first, replicas are left out, then samples. Arguments as in `predict_run`."""
+def choose_part(run: PlannedRun, request: PlanningRequest, fidelity: Fidelity) -> StepPart:
+    """Choose the part of a step to simulate.
+
+    If a step has more computations than `Fidelity.max_actions` (if lengths vary: `VARIED_FACTOR` times as many), it is a part of
+    the step. First, as many replicas (and the same share of each batch) are left out as the common divisor of the data
+    parallel sizes allows: replicas of one unit are alike and meet only in collectives, so only the spread between replicas and
+    their contention for network cards is lost. If that is not enough, there are two smaller batches.
+    """
+    max_actions = fidelity.max_actions(request)
     if max_actions is not None and request.loads.vary:
         max_actions *= VARIED_FACTOR
-    share = choose_share(run, request, max_actions=max_actions, kept_replicas=kept_replicas)
+    share = choose_share(run, request, max_actions=max_actions, kept_replicas=fidelity.kept_replicas)
     plan = kept_plan(run.plan, request, share) or run.plan
     whole = -(-request.global_batch_size // share)
-    count = _num_samples(run, _busy_units(plan, request), whole, max_actions, filling)
+    count = _num_samples(run, _busy_units(plan, request), whole, max_actions, fidelity.filling)
     return StepPart(plan, share, (whole,) if count == whole else (count, count // 2))
 
 
-def nominal_seconds(
-    run: PlannedRun,
-    request: PlanningRequest,
-    *,
-    max_actions: int | None,
-    num_batches: int,
-    filling: float = FILLING,
-    kept_replicas: int = KEPT_REPLICAS,
-) -> float:
+def nominal_seconds(run: PlannedRun, request: PlanningRequest, fidelity: Fidelity) -> float:
     """Return the nominal seconds of `predict_run`, from sizes alone: the same on every machine, fast or slow, busy or not."""
-    part = choose_part(run, request, max_actions=max_actions, filling=filling, kept_replicas=kept_replicas)
+    part = choose_part(run, request, fidelity)
     units = _busy_units(part.plan, request)
     seconds = sum(
         SECONDS_PER_SIMULATION + SECONDS_PER_SAMPLE * count + SECONDS_PER_COMPUTATION * _num_actions(run, units, count)
         for count in part.sample_counts
     )
-    return (num_batches if request.loads.vary else 1) * seconds
+    return fidelity.num_batches(request) * seconds
 
 
 def _busy_units(plan: Plan, request: PlanningRequest) -> list[UnitPlan]:
@@ -90,9 +120,7 @@ def _num_samples(run: PlannedRun, units: Sequence[UnitPlan], num_samples: int, m
     return rounded if rounded < 0.8 * num_samples else num_samples
 
 
-def choose_share(
-    run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int = KEPT_REPLICAS
-) -> int:
+def choose_share(run: PlannedRun, request: PlanningRequest, *, max_actions: int | None, kept_replicas: int) -> int:
     """Return the smallest common divisor of all data parallel sizes and the batch that reduces the computations enough.
 
     Units without work do not count; replicas that share experts count as one.

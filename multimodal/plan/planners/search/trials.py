@@ -5,94 +5,64 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any, NamedTuple
 
 from multimodal.cost.layers.layer import Recompute
 from multimodal.cost.memoize import memoized
 from multimodal.plan.planners.allowed_sizes import micro_batch_sizes
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes, unit_plan_times
+from multimodal.plan.planners.estimate.layer_times import unit_plan_times
 from multimodal.plan.planners.planned_run import PlannedRun
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun, describe
 from multimodal.plan.planners.search.prediction import Prediction, predict_run
 from multimodal.plan.planners.search.run_variants import Placed, placements, with_first_balance
-from multimodal.plan.planners.search.simulated_part import FILLING, KEPT_REPLICAS, nominal_seconds
+from multimodal.plan.planners.search.simulated_part import QUICK, RANKING, Fidelity, nominal_seconds
 from multimodal.values.errors import BraidError
 
 MISFIT = 1.1
 """Factor on the quick estimate of a run that did not fit when ranked; it also applies to others of its kind."""
 CONCAVITY = 0.95
 """Average microbatches may be slower than the mean of different ones by this factor: some have no items of a unit at all."""
+HEAVY_BUDGET = 2.0
+"""Factor on the time budget where some samples are very heavy."""
 OVERHEAD = 1.15
 """Nominal seconds of the whole search over those of its simulations."""
 
 
-class Fidelity(NamedTuple):
-    """The part of a step that is simulated."""
-
-    name: str
-    share: float
-    """The largest simulation, as a share of `max_actions`."""
-    filling: float
-    """Fewest times that it fills the pipelines."""
-    kept_replicas: int = KEPT_REPLICAS
-    is_final: bool = False
-    """True if it covers all batches and is checked, as every plan is judged."""
-
-    def size(self, request: PlanningRequest, *, max_actions: int | None = None) -> dict[str, Any]:
-        """Return the arguments of `predict_run` and `nominal_seconds`; max_actions: of a final simulation."""
-        return {
-            "max_actions": max_actions if self.is_final else int(request.max_actions * self.share),
-            "num_batches": request.num_batches if self.is_final else 1,
-            "filling": self.filling,
-            "kept_replicas": self.kept_replicas,
-        }
-
-
-QUICK = Fidelity("at a glance", 0.02, 1.0, kept_replicas=1)
-"""Distinguishes plans that differ by more than a tenth."""
-RANKING = Fidelity("ranked", 0.1, 2.0)
-FINAL = Fidelity("judged", 1.0, FILLING, is_final=True)
 HEAVY = 3.0
 """Ratio of the LLM's heaviest sample to an efficient microbatch, in tokens, from which a part of a step is unreliable."""
-OF_HEAVY_SAMPLES = {QUICK: RANKING, RANKING: Fidelity("ranked whole", 1.0, FILLING)}
+OF_HEAVY_SAMPLES = {QUICK: RANKING, RANKING: Fidelity("ranked whole", 1.0, is_checked=False)}
 """Fidelity that replaces another one where some samples are very heavy: part of such a step says little about the whole."""
 
 
 @dataclass
-class SearchBudget:
-    """The nominal seconds of a search, counted from the sizes of its work instead of measured by a clock.
+class Trials:
+    """The runs that have been simulated for a request, and the nominal seconds of a search.
 
-    So a search ends at the same point on any machine, fast, slow or busy, with C++ kernels and without.
+    Seconds are counted from the sizes of its work instead of measured by a clock, so a search ends at the same point on any
+    machine, fast, slow or busy, with C++ kernels and without.
     """
 
-    seconds: float
-    spent_seconds: float = 0.0
-
-    def left(self, share: float) -> float:
-        """Return the seconds until this share of the budget is used."""
-        return share * self.seconds - self.spent_seconds
-
-
-@dataclass
-class Trials:
-    """The runs that have been simulated for a request."""
-
     request: PlanningRequest
-    budget: SearchBudget
-    max_actions: int | None
-    """Most computations of a final simulation; None simulates whole steps."""
+    spent_seconds: float = 0.0
     found: dict[tuple[str, Fidelity], PredictedRun | None] = field(default_factory=dict)
     """Simulated runs; None: the run is impossible, or does not fit the memory."""
     _placed: dict[str, Placed] = field(default_factory=dict, repr=False)
 
+    @cached_property
+    def budget_seconds(self) -> float:
+        """The request's time budget; more where some samples are very heavy, since every simulation is larger there."""
+        return self.request.time_budget_seconds * (HEAVY_BUDGET if self.has_heavy_samples else 1.0)
+
+    def left(self, share: float) -> float:
+        """Return the seconds until this share of the budget is used."""
+        return share * self.budget_seconds - self.spent_seconds
+
     def predict(self, run: PlannedRun, request: PlanningRequest, *, fidelity: Fidelity) -> Prediction:
         """Simulate a run, and count it; raises ScheduleError or AssignmentError if the run is impossible."""
         used = OF_HEAVY_SAMPLES.get(fidelity, fidelity) if self.has_heavy_samples else fidelity
-        size = used.size(request, max_actions=self.max_actions)
-        self.budget.spent_seconds += OVERHEAD * nominal_seconds(run, request, **size)
-        return predict_run(run, request, is_checked=fidelity.is_final, **size)
+        self.spent_seconds += OVERHEAD * nominal_seconds(run, request, used)
+        return predict_run(run, request, fidelity=used)
 
     @cached_property
     def has_heavy_samples(self) -> bool:
@@ -111,20 +81,19 @@ class Trials:
 
         Counted on average microbatches: balancers move work between replicas, schedules in time.
         """
-        times = self._planning_times(run.micro_batch_size, run.recompute, run.tp_comm_overlap)
+        like_run = self._request_of(run.micro_batch_size, run.recompute, run.tp_comm_overlap)
         per_microbatch = self.request.global_batch_size / run.micro_batch_size
         busy: dict[int, float] = defaultdict(float)
         for name, unit in run.plan.units.items():
-            seconds = unit_plan_times(times, name, unit)
+            seconds = unit_plan_times(like_run, name, unit)
             for replica in unit.replicas:
                 for stage, each in zip(replica.stages, seconds, strict=True):
                     busy[stage.ranks[0]] += each * per_microbatch / unit.data_parallel_size
         return CONCAVITY * max(busy.values())
 
     @memoized
-    def _planning_times(self, micro_batch_size: int, recompute: Recompute | None, tp_comm_overlap: bool) -> PlanningTimes:
-        changes = {"micro_batch_size": micro_batch_size, "recompute": recompute, "tp_comm_overlap": tp_comm_overlap}
-        return PlanningTimes(self.request.changed(**changes))
+    def _request_of(self, size: int, recompute: Recompute | None, tp_comm_overlap: bool) -> PlanningRequest:
+        return self.request.changed(micro_batch_size=size, recompute=recompute, tp_comm_overlap=tp_comm_overlap)
 
     def try_run(self, run: PlannedRun, fidelity: Fidelity) -> PredictedRun | None:
         """Simulate a run unless it has been simulated; None if it does not fit the memory, or is impossible."""
@@ -140,7 +109,7 @@ class Trials:
         """Record a simulated run; report it if it is better than all others of the same fidelity that fit."""
         fits = tried.prediction.peak_memory_bytes <= self.request.memory_bytes
         if fits and self.request.on_progress and all(tried.key < each.key for each in self.fitting(fidelity)):
-            spent = f"{self.budget.spent_seconds:.0f} of {self.budget.seconds:g} s"
+            spent = f"{self.spent_seconds:.0f} of {self.budget_seconds:g} s"
             self.request.on_progress(f"{spent}: best so far, {fidelity.name}: {describe(tried)}")
         self.found[tried.run.key, fidelity] = tried if fits else None
 
@@ -190,10 +159,10 @@ def simulate_run(run: PlannedRun, request: PlanningRequest) -> tuple[PredictedRu
 
     Returns None if the run is impossible, or does not fit the memory; and the nominal seconds that the simulation took.
     """
-    size = RANKING._replace(kept_replicas=1).size(request)
-    nominal = nominal_seconds(run, request, **size)
+    fidelity = RANKING._replace(kept_replicas=1)
+    nominal = nominal_seconds(run, request, fidelity)
     try:
-        prediction = predict_run(run, request, **size, is_checked=False)
+        prediction = predict_run(run, request, fidelity=fidelity)
     except BraidError:
         return None, nominal
     return PredictedRun(run, prediction) if prediction.peak_memory_bytes <= request.planned_memory_bytes else None, nominal

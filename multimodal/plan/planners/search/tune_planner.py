@@ -12,7 +12,8 @@ from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.search.plan_to_fit import Planner, PredictedRun, plan_to_fit
 from multimodal.plan.planners.search.prediction import Prediction
 from multimodal.plan.planners.search.run_variants import other_balances, with_first_balance
-from multimodal.plan.planners.search.trials import FINAL, QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING
+from multimodal.plan.planners.search.trials import Trials
 from multimodal.values.errors import BraidError
 
 NUM_RANKED = 3
@@ -35,13 +36,13 @@ class HopelessError(BraidError):
         self.least_seconds = least_seconds
 
 
-def plan_tuned(planner: Planner, request: PlanningRequest, *, max_actions: int | None) -> PredictedRun:
+def plan_tuned(planner: Planner, request: PlanningRequest) -> PredictedRun:
     """Return a planner's plan with the microbatch size and the balancer that make its step shortest, judged.
 
     A microbatch size in the request is kept. Raises PlanError if nothing fits.
     """
     started = time.perf_counter()
-    trials = Trials(request, SearchBudget(request.time_budget_seconds), max_actions)
+    trials = Trials(request)
     found = judge_tuned(planner, tune(planner, trials), trials)
     return found._replace(run=replace(found.run, planning_seconds=time.perf_counter() - started))
 
@@ -102,14 +103,14 @@ def _runs_of_size(planner: Planner, trials: Trials, size: int, below: float) -> 
             raise HopelessError(least)
         return trials.predict(run, request, fidelity=QUICK)
 
-    trials.budget.spent_seconds += SECONDS_PER_PLANNED_GPU * trials.request.num_gpus
+    trials.spent_seconds += SECONDS_PER_PLANNED_GPU * trials.request.num_gpus
     try:
         planned = plan_to_fit(planner, trials.request.changed(micro_batch_size=size), predict=predict)
     except HopelessError as problem:
         return [], problem.least_seconds
     except BraidError:
         return [], float("inf")
-    trials.budget.spent_seconds += planned.run.nominal_seconds
+    trials.spent_seconds += planned.run.nominal_seconds
     trials.keep(planned, QUICK)
     balanced = with_first_balance(planned.run, trials.request)
     runs = [planned, *filter(None, [trials.try_run(balanced, QUICK) if balanced.balance != planned.run.balance else None])]

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from multimodal.kernels import kernels
 from multimodal.plan.partition_layers import Range, unit_pieces
 from multimodal.plan.planners.allowed_sizes import tensor_parallel_sizes
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.layer_times import layer_times
+from multimodal.plan.planners.estimate.memory_estimate import heavy_count, layer_memory, working_bytes
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.templates.template_set import Tolerance
 from multimodal.values.arrays.rows import Integers
@@ -81,12 +81,11 @@ class Chain:
     @cached_property
     def seconds(self) -> Floats:
         """[2, num_sizes, num_pieces]: of one microbatch's forward and backward; NaN if a piece's unit cannot have the size."""
-        times = PlanningTimes(self.request)
         found = np.full((2, len(self.sizes), len(self.pieces)), np.nan)
         for row, size in enumerate(self.sizes):
             for column, (unit, (first, end), _) in enumerate(self.pieces):
                 if size in tensor_parallel_sizes(self.request, unit):
-                    found[:, row, column] = [sum(each[first:end]) for each in times.of_unit(unit, StageSize(size))]
+                    found[:, row, column] = [sum(each[first:end]) for each in layer_times(self.request, unit, StageSize(size))]
         return found
 
     @cached_property
@@ -105,26 +104,25 @@ class Chain:
         """Return the microbatches in flight that fit into every stage's memory, up to the number of pieces.
 
         Optimizer state is shared by at least the replicas per copy that are there at all times: it is not shared unless more
-        replicas are requested than fault tolerance needs. Samples are assumed to be heavy together, as in `MemoryEstimate`.
+        replicas are requested than fault tolerance needs. Samples are assumed to be heavy together, as in `heavy_count`.
         """
-        request, memory = self.request, MemoryEstimate(self.request)
-        shape = len(self.sizes), len(self.pieces)
+        request, shape = self.request, (len(self.sizes), len(self.pieces))
         static, kept, working = np.zeros(shape), np.zeros(shape), np.zeros(shape)
         units = np.array([piece.unit for piece in self.pieces])
         for row, size in enumerate(self.sizes):
             for column, (unit, (first, end), _) in enumerate(self.pieces):
-                layers = [memory.layer(unit, kind) for kind in request.graph.unit(unit).layers[first:end]]
+                layers = [layer_memory(request, unit, kind) for kind in request.graph.unit(unit).layers[first:end]]
                 static[row, column] = sum(layer.static_bytes(self.tolerance.replicas_per_copy) for layer in layers) / size
                 kept[row, column] = sum(layer.activation_bytes(size, 1) for layer in layers) / size
             for unit in request.graph.unit_names:
-                working[row, units == unit] = memory.working_bytes(unit, StageSize(size))
+                working[row, units == unit] = working_bytes(request, unit, StageSize(size))
         fixed = _of_ranges(static) + _of_ranges(working, np.maximum)
         fixed[_of_ranges(np.isnan(self.seconds[0]).astype(np.float64)) > 0] = np.inf
         per_sample = {unit: _of_ranges(np.where(units == unit, kept, 0.0)) for unit in request.graph.unit_names}
         found = np.zeros(fixed.shape, np.int64)
         for in_flight in range(1, len(self.pieces) + 1):
             samples = in_flight * request.default_micro_batch_size
-            activations = sum(each * memory.heavy_count(unit, samples) for unit, each in per_sample.items())
+            activations = sum(each * heavy_count(request, unit, samples) for unit, each in per_sample.items())
             fits = fixed + activations <= request.planned_memory_bytes
             if not fits.any():
                 break

@@ -6,7 +6,7 @@ from itertools import takewhile
 
 from multimodal.cost.step_memory import GRADIENT_BYTES
 from multimodal.plan.planners.allowed_sizes import fewest_enough, micro_batch_sizes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import layer_memory
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.layout_search import efficient_first
 from multimodal.plan.planners.templates.chain import Chain, StageMapping, StageTables, list_chain, map_stages
@@ -194,11 +194,10 @@ def place_stages(gpus: Sequence[int], gpus_per_node: int) -> tuple[int, ...]:
 
 def layer_bytes(request: PlanningRequest) -> tuple[int, ...]:
     """Return the bytes of weights and optimizer state of every layer of the chain, all tensor parallel ranks together."""
-    memory = MemoryEstimate(request)
     found = []
     for unit in request.graph.units:
         for kind in unit.layers:
-            layer = memory.layer(unit.name, kind)
+            layer = layer_memory(request, unit.name, kind)
             gradients = layer.num_trained * max(GRADIENT_BYTES, layer.bytes_per_element)
             found.append(round(layer.static_bytes(1) - gradients))
     return tuple(found)

@@ -8,8 +8,7 @@ import pytest
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.allowed_sizes import context_parallel_sizes
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import stage_bytes, working_bytes
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
@@ -84,9 +83,9 @@ def test_ranks_of_a_stage_are_neighbours_and_tensor_parallel_groups_stay_in_a_no
 
 def test_braid_spreads_long_documents_where_there_are_few_of_them():
     asked = long_request()
-    run, prediction = plan_to_fit(PLANNERS["braid"], asked, max_actions=asked.max_actions)
+    run, prediction = plan_to_fit(PLANNERS["braid"], asked)
     assert run.plan.units["llm"].context_parallel_size > 1
-    other = plan_to_fit(PLANNERS["megatron-balanced"], asked, max_actions=asked.max_actions)[1]
+    other = plan_to_fit(PLANNERS["megatron-balanced"], asked)[1]
     assert prediction.iteration_seconds < 0.5 * other.iteration_seconds
     assert any("cp 4" in note for note in run.notes)
 
@@ -96,7 +95,7 @@ def test_context_parallelism_is_the_last_resort_of_planners_that_do_not_look_at_
     asked = with_memory(long_request(fixed_sizes={"llm": sizes, "vision": sizes}), 6.0)
     with pytest.raises(PlanError, match="no plan on 32 GPUs fits"):
         PLANNERS["disttrain"](replace(asked, recompute="full"))
-    run, prediction = plan_to_fit(PLANNERS["disttrain"], asked, max_actions=asked.max_actions)
+    run, prediction = plan_to_fit(PLANNERS["disttrain"], asked)
     assert run.plan.units["llm"].context_parallel_size > 1
     assert prediction.peak_memory_bytes <= asked.memory_bytes
 
@@ -114,9 +113,8 @@ def test_estimated_and_simulated_memory_agree(context, implementation, recompute
     asked = replace(asked, transformer_impl=implementation, recompute=recompute)
     candidate = candidate_of(context=context, data=2)
     found = predict_run(candidate.to_run(asked, seconds=0.0), asked).peak_memory_bytes
-    memory = MemoryEstimate(asked)
-    estimated = max(memory.stage_bytes("llm", candidate.layouts["llm"], stage, num_samples=2 - stage) for stage in (0, 1))
-    estimated += memory.working_bytes("llm", StageSize(2, context))
+    estimated = max(stage_bytes(asked, "llm", candidate.layouts["llm"], stage, num_samples=2 - stage) for stage in (0, 1))
+    estimated += working_bytes(asked, "llm", StageSize(2, context))
     assert estimated == pytest.approx(found, rel=0.1)
 
 
@@ -128,7 +126,7 @@ def test_estimated_and_simulated_time_agree():
         candidate = candidate_of(context=context)
         run = candidate.to_run(asked, seconds=0.0)
         seconds[context] = predict_run(run, asked).iteration_seconds
-        assert estimate_seconds(PlanningTimes(asked), candidate) == pytest.approx(seconds[context], rel=0.03)
+        assert estimate_seconds(asked, candidate) == pytest.approx(seconds[context], rel=0.03)
     assert seconds[4] < 0.35 * seconds[1]
 
 

@@ -96,7 +96,7 @@ def test_few_microbatches_per_replica_leave_no_pipeline_waiting(name, num_gpus):
     """As many samples as GPUs: with a replica for each one there is nothing to fill a pipeline with, and much to reduce."""
     graph = GRAPHS[name]
     asked = request(graph, num_gpus=num_gpus, global_batch_size=num_gpus, lengths=random_lengths(graph)[:1])
-    found, rigid = (plan_to_fit(plan, asked, max_actions=None).prediction for plan in (plan_disttrain, plan_megatron))
+    found, rigid = (plan_to_fit(plan, asked).prediction for plan in (plan_disttrain, plan_megatron))
     assert found.iteration_seconds <= 1.01 * rigid.iteration_seconds
     problem = build_problem(asked)
     alone = build_candidate(asked, problem, search_allocation(problem)).to_run(asked, seconds=0.0, balance=BALANCE)

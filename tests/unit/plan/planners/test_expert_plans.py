@@ -19,7 +19,7 @@ ONE_STAGE = {"llm": FixedSizes(tensor_parallel_size=1, pipeline_parallel_size=1)
 
 
 def shared_by(name: str, asked: PlanningRequest) -> int:
-    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=None)
+    run, prediction = plan_to_fit(PLANNERS[name], asked)
     assert prediction.peak_memory_bytes <= asked.memory_bytes
     assert run.transformer_impl == "transformer_engine"
     return run.plan.units["llm"].expert_parallel_size

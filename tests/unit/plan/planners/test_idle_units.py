@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import range_bytes
 from multimodal.plan.planners.idle_units import MOST_MEMORY_SHARE, place_idle_units, without_idle_units
 from multimodal.plan.planners.planning_request import FixedSizes, PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
@@ -54,11 +54,11 @@ def test_a_unit_without_work_costs_no_time(name: str, case: str) -> None:
     graph, idle, smaller = CASES[case]
     asked = without_items(graph, idle)
     assert asked.loads.idle_units == {idle}
-    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=None)
+    run, prediction = plan_to_fit(PLANNERS[name], asked)
     validate_plan(run.plan, graph=graph, world_size=run.num_gpus)
     others = {rank for unit, plan in run.plan.units.items() if unit != idle for rank in plan.ranks}
     assert others.issuperset(run.plan.units[idle].ranks)
-    alone, without = plan_to_fit(PLANNERS[name], replace(asked, graph=smaller), max_actions=None)
+    alone, without = plan_to_fit(PLANNERS[name], replace(asked, graph=smaller))
     if name != "braid":  # whose search ends at another place
         assert {unit: run.plan.units[unit] for unit in smaller.unit_names} == dict(alone.plan.units)
     is_exact = run.balance != "disttrain" and run.schedule != "encoders-colocated" and not run.repeats_encoders
@@ -84,7 +84,7 @@ def test_it_is_cut_into_stages_until_it_takes_little_memory() -> None:
     ranges = [stage.layer_ranges for stage in generator.replicas[0].stages]
     assert 1 < len(ranges) <= GENERATOR.transformer.num_layers
     size = StageSize(generator.tensor_parallel_size)
-    taken = [MemoryEstimate(asked).range_bytes("generator", each, size, 1)[0] for each in ranges]
+    taken = [range_bytes(asked, "generator", each, size, 1)[0] for each in ranges]
     assert max(taken) <= MOST_MEMORY_SHARE * asked.memory_bytes
 
 

@@ -10,7 +10,8 @@ from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.braid import CHANCE, PlanSearch
 from multimodal.plan.planners.planning_request import PlanningRequest
 from multimodal.plan.planners.search.run_variants import neighbours
-from multimodal.plan.planners.search.trials import FINAL, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.simulated_part import FINAL, RANKING
+from multimodal.plan.planners.search.trials import Trials
 from multimodal.values.errors import PlanError
 from tests.unit.plan.planners.planning_cases import GRAPHS, TEXT_ONLY, random_lengths, request, with_memory
 
@@ -35,10 +36,10 @@ def random_request(seed: int) -> PlanningRequest:
 @pytest.mark.parametrize("seed", range(12))
 def test_no_planner_is_better_on_a_random_request(seed):
     asked = random_request(seed)
-    best = PLANNERS["braid"].plan_best(asked, max_actions=asked.max_actions).prediction.iteration_seconds
+    best = PLANNERS["braid"].plan_best(asked).prediction.iteration_seconds
     for name, row in PLANNERS.items():
         try:
-            run, prediction = row.plan_best(asked, max_actions=asked.max_actions)
+            run, prediction = row.plan_best(asked)
         except PlanError:
             continue
         if not run.repeats_encoders:
@@ -48,11 +49,8 @@ def test_no_planner_is_better_on_a_random_request(seed):
 def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
     lengths = tuple(replace(sample, items=()) for sample in random_lengths(TEXT_ONLY, count=64, seed=3))
     asked = request(TEXT_ONLY, num_gpus=4, global_batch_size=64, lengths=lengths)
-    by_size = {
-        size: PLANNERS["disttrain"].plan_best(asked.changed(micro_batch_size=size), max_actions=asked.max_actions)
-        for size in (1, 2, 4, 8, 16)
-    }
-    tuned = PLANNERS["disttrain"].plan_best(asked, max_actions=asked.max_actions)
+    by_size = {size: PLANNERS["disttrain"].plan_best(asked.changed(micro_batch_size=size)) for size in (1, 2, 4, 8, 16)}
+    tuned = PLANNERS["disttrain"].plan_best(asked)
     seconds = {size: prediction.iteration_seconds for size, (_, prediction) in by_size.items()}
     assert tuned.prediction.iteration_seconds <= min(seconds.values()) * (1 + 1e-9) < seconds[1]
     assert tuned.run.balance != UNBALANCED
@@ -60,16 +58,16 @@ def test_a_tuned_planner_takes_the_best_microbatch_size_and_balancer():
 
 def test_the_bound_of_a_run_is_below_its_step():
     asked = request(num_gpus=4)
-    trials = Trials(asked, SearchBudget(1.0), None)
+    trials = Trials(asked)
     for name, row in PLANNERS.items():
-        run, prediction = row.plan_best(asked, max_actions=None)
+        run, prediction = row.plan_best(asked)
         assert 0 < trials.least_step_seconds(run) <= prediction.iteration_seconds, name
 
 
 @pytest.mark.parametrize("planner", ["megatron", "disttrain"])
 def test_one_flag_is_changed_until_no_neighbour_is_better(planner: str):
     asked = request(num_gpus=8, global_batch_size=16, lengths=random_lengths(GRAPHS["two"], count=16, seed=5))
-    search = PlanSearch(asked, budget=SearchBudget(0.0))
+    search = PlanSearch(asked.changed(time_budget_seconds=0.0))
     first = search.trials.try_run(PLANNERS[planner](asked), FINAL)
     assert first is not None
     best = search.settle(first)

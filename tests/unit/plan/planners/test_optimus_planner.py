@@ -137,7 +137,7 @@ def test_the_less_memory_there_is_the_less_the_schedule_keeps():
     )
     planner, seen = PLANNERS["optimus"], []
     for memory_gb in (4.0, 1.8, 1.3, 1.15):
-        run, prediction = planner.plan_best(with_memory(asked, memory_gb), max_actions=None)
+        run, prediction = planner.plan_best(with_memory(asked, memory_gb))
         assert prediction.peak_memory_bytes <= 0.9e9 * memory_gb
         assert run.transformer_impl == "transformer_engine"
         seen.append(run.schedule)

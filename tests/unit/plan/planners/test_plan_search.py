@@ -10,18 +10,19 @@ from multimodal.plan.planners.braid import PlanSearch
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.search.trials import QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.simulated_part import QUICK, RANKING
+from multimodal.plan.planners.search.trials import Trials
 from multimodal.schedule.builders import BUILDERS, VirtualStages
 from multimodal.schedule.builders.zb_v import is_v_shaped
 from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request
 
-UNLIMITED = SearchBudget(float("inf"))
+UNLIMITED = float("inf")
 
 
 def varied(asked, planner):
     """Search the variants of one planner's plan."""
-    search = PlanSearch(asked, budget=UNLIMITED)
+    search = PlanSearch(asked.changed(time_budget_seconds=UNLIMITED))
     search.rank_others([PLANNERS[planner]])
     search.vary_best()
     return [tried.run for tried in search.trials.fitting(QUICK)]
@@ -34,7 +35,8 @@ def test_all_balancers_that_suit_are_tried():
 
 def test_where_glances_cost_more_variants_get_more_of_a_spent_budget(monkeypatch):
     def count(asked):
-        search = PlanSearch(asked, budget=SearchBudget(0.1, spent_seconds=0.1))
+        search = PlanSearch(asked.changed(time_budget_seconds=0.1))
+        search.trials.spent_seconds = 0.1
         search.rank_others([PLANNERS["megatron"]])
         known = len(search.trials.found)
         search.vary_best()
@@ -77,7 +79,7 @@ def test_all_schedules_for_virtual_stages_are_tried_and_zb_v_on_folded_ones():
 
 def searched(*glances):
     """Return a search that has glanced at runs, which seemed to take so many seconds."""
-    search = PlanSearch(request(TWO), budget=UNLIMITED)
+    search = PlanSearch(request(TWO, time_budget_seconds=UNLIMITED))
     prediction = predict_run(glances[0][0], search.request)
     for run, seconds in glances:
         search.trials.keep(PredictedRun(run, replace(prediction, iteration_seconds=seconds)), QUICK)

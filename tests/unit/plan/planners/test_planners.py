@@ -5,8 +5,6 @@ from itertools import count, product
 import pytest
 
 from multimodal.plan.planners import PLANNERS
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
 from multimodal.plan.planners.estimate.unit_options import list_options
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search import trials
@@ -39,7 +37,7 @@ def test_every_plan_validates_fits_and_is_simulated(name, graph, context):
         with pytest.raises(PlanError, match=f"planner '{name}' is for models whose encoders all feed the LLM, but joint takes"):
             PLANNERS[name](asked)
         return
-    run, prediction = plan_to_fit(PLANNERS[name], asked, max_actions=asked.max_actions if context else None)
+    run, prediction = plan_to_fit(PLANNERS[name], asked)
     validate_plan(run.plan, graph=asked.graph, world_size=run.num_gpus)
     assert context is None or run.plan.units["llm"].context_parallel_size == context
     assert run.planner == name and run.num_gpus <= asked.num_gpus
@@ -166,8 +164,7 @@ def test_fsdp_shares_weights_on_all_ranks():
 def test_alpa_finds_the_least_latency_of_all_meshes():
     """Against all combinations of meshes."""
     asked = request(TWO, num_gpus=6)
-    times, memory = PlanningTimes(asked), MemoryEstimate(asked)
-    options = [list_options(times, memory, unit=name, max_gpus=5) for name in asked.graph.unit_names]
+    options = [list_options(asked, name, max_gpus=5) for name in asked.graph.unit_names]
 
     def seconds(rows):
         chosen = list(zip(options, rows, strict=True))

@@ -11,7 +11,7 @@ from multimodal.cost.layers.registry import linear_layers
 from multimodal.cost.step_memory import layer_static_bytes
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
+from multimodal.plan.planners.estimate.memory_estimate import layer_memory, stage_bytes
 from multimodal.plan.planners.estimate.unit_layout import UnitLayout, even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
 from multimodal.plan.planners.search.layout_search import best_layouts
@@ -82,7 +82,7 @@ def test_the_implementation_decides_what_is_kept():
         asked = request(TEXT_ONLY, transformer_impl=implementation)
         run = Candidate({"llm": even_layout(LLM, 1, 1, 1)}).to_run(asked, seconds=0.0)
         assert run.transformer_impl == implementation and f"--transformer-impl {implementation}" in run.flags
-        kept = MemoryEstimate(asked).layer("llm", "transformer").activation_bytes(1, 1)
+        kept = layer_memory(asked, "llm", "transformer").activation_bytes(1, 1)
         peaks[implementation] = predict_run(run, asked).peak_memory_bytes, kept
     assert all(local > fused for local, fused in zip(*(peaks[name] for name in ("local", "transformer_engine")), strict=True))
 
@@ -92,14 +92,13 @@ def test_the_optimizer_is_shared_as_training_shares_it(dtype, size, zero_stage):
     asked = request(TEXT_ONLY)
     asked = replace(asked, cluster=replace(CLUSTER, dtype=dtype))
     assert asked.zero_stage == zero_stage
-    layer = MemoryEstimate(asked).layer("llm", "transformer")
+    layer = layer_memory(asked, "llm", "transformer")
     expected = layer_static_bytes(
         layer.num_weights, is_trained=True, data_parallel_size=4, zero_stage=zero_stage, bytes_per_element=size
     )
     assert layer.static_bytes(4) == expected
     run = Candidate({"llm": even_layout(LLM, 1, 4, 1)}).to_run(asked, seconds=0.0)
-    memory = MemoryEstimate(asked)
-    estimated = memory.stage_bytes("llm", even_layout(LLM, 1, 4, 1), 0, num_samples=1)
+    estimated = stage_bytes(asked, "llm", even_layout(LLM, 1, 4, 1), 0, num_samples=1)
     assert predict_run(run, asked).peak_memory_bytes == pytest.approx(estimated, rel=0.1)
 
 

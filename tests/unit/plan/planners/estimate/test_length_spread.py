@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid, grid_run
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import LengthSpread
+from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
+from multimodal.plan.planners.estimate.memory_estimate import heaviest_share
+from multimodal.plan.planners.estimate.step_estimate import heaviest_seconds
+from multimodal.plan.planners.estimate.step_estimate import slowdown as slowdown_of
 from multimodal.plan.planners.planning_request import PlanningRequest, StageSize
 from multimodal.plan.planners.search.layout_search import best_layouts
 from multimodal.plan.planners.search.prediction import predict_run
@@ -20,7 +20,7 @@ def text_only(*lengths: int) -> PlanningRequest:
 
 
 def slowdown(asked: PlanningRequest, **shape: int) -> float:
-    return LengthSpread(asked).slowdown(["llm"], **shape)
+    return slowdown_of(asked, ["llm"], **shape)
 
 
 def test_uniform_lengths_slow_no_pipeline():
@@ -43,9 +43,9 @@ def test_the_slowdown_is_that_of_a_simulation(virtual_stages):
     seconds = []
     for asked in (text_only(*lengths), text_only(*[round(sum(lengths) / len(lengths))] * 64)):
         asked = replace(asked.changed(micro_batch_size=2), num_gpus=2, global_batch_size=64)
-        pieces = chain_pieces(PlanningTimes(asked), StageSize(1))
-        grid = cut_grid(pieces, GridShape(StageSize(1), 2, 1, len(pieces)), virtual_stages=virtual_stages)
-        run = replace(grid_run(asked, grid, seconds=0.0), balance="llm-only", passes=())
+        num_pieces = len(chain_pieces(asked, StageSize(1)))
+        grid = cut_grid(asked, GridShape(StageSize(1), 2, 1, num_pieces), virtual_stages=virtual_stages)
+        run = replace(grid.to_run(asked, seconds=0.0), balance="llm-only", passes=())
         found = predict_run(run, asked)
         seconds.append((found.iteration_seconds - found.update_seconds, found.ideal_seconds))
     (varied, varied_ideal), (even, even_ideal) = seconds
@@ -56,16 +56,16 @@ def test_the_slowdown_is_that_of_a_simulation(virtual_stages):
 
 
 def test_the_heaviest_microbatches_together_weigh_more_the_fewer_they_are():
-    memory = MemoryEstimate(text_only(*[128] * 15, 4096).changed(micro_batch_size=2))
-    shares = [memory.heaviest_share("llm", count=count, of=32) for count in (1, 8, 32)]
+    asked = text_only(*[128] * 15, 4096).changed(micro_batch_size=2)
+    shares = [heaviest_share(asked, "llm", count=count, of=32) for count in (1, 8, 32)]
     assert shares == sorted(shares, reverse=True) and shares[0] > 2 and shares[-1] == pytest.approx(1.0)
-    assert MemoryEstimate(text_only(512, 512)).heaviest_share("llm", count=1, of=32) == 1.0
+    assert heaviest_share(text_only(512, 512), "llm", count=1, of=32) == 1.0
 
 
 def test_the_heaviest_sample_takes_as_long_as_all_its_layers():
     asked = text_only(64, 2048)
     one = asked.layer_costs
-    alone, shared = (LengthSpread(asked).heaviest_seconds("llm", StageSize(tensor)) for tensor in (1, 4))
+    alone, shared = (heaviest_seconds(asked, "llm", StageSize(tensor)) for tensor in (1, 4))
     body = one.seconds("llm", LLM.layers[1], request_load(asked, 2048))
     assert alone > len(LLM.layers[1:-1]) * (body.forward + body.input_gradient + body.weight_gradient)
     assert shared < alone

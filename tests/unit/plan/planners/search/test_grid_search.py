@@ -2,18 +2,15 @@
 
 import pytest
 
-from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid, grid_run
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
-from multimodal.plan.planners.estimate.memory_estimate import MemoryEstimate
-from multimodal.plan.planners.estimate.step_estimate import LengthSpread
+from multimodal.plan.planners.estimate.grid import GridShape, chain_pieces, cut_grid
 from multimodal.plan.planners.planning_request import FixedSizes, StageSize
-from multimodal.plan.planners.search.grid_search import best_grids, chain_fits, grid_estimate
+from multimodal.plan.planners.search.grid_search import best_grids, fits, grid_estimate
 from multimodal.plan.planners.search.prediction import predict_run
 from tests.unit.plan.planners.planning_cases import TEXT_ONLY, TWO, request, with_memory
 
 
 def found_for(asked):
-    return list(best_grids(PlanningTimes(asked), MemoryEstimate(asked), LengthSpread(asked)))
+    return list(best_grids(asked))
 
 
 def test_plain_pipelines_come_first_then_interleaved_ones_the_shortest_estimate_first():
@@ -38,26 +35,25 @@ def test_sizes_that_no_grid_can_have_leave_none():
 
 def test_moved_cuts_cover_all_layers_and_are_never_estimated_longer():
     asked = request(TWO, global_batch_size=32)
-    times, spread = PlanningTimes(asked), LengthSpread(asked)
     for seconds, grid in found_for(asked)[1]:
-        pieces = chain_pieces(times, grid.shape.size)
+        pieces = chain_pieces(asked, grid.shape.size)
         assert tuple(piece for pieces in grid.ranges for piece in pieces) == pieces
-        cut = cut_grid(pieces, grid.shape, virtual_stages=grid.virtual_stages)
-        assert seconds == grid_estimate(spread, grid) <= grid_estimate(spread, cut)
+        cut = cut_grid(asked, grid.shape, virtual_stages=grid.virtual_stages)
+        assert seconds == grid_estimate(asked, grid) <= grid_estimate(asked, cut)
 
 
 @pytest.mark.parametrize("virtual_stages", [2, 4])
 def test_the_estimate_is_that_of_a_simulation(virtual_stages):
     asked = request(TEXT_ONLY, num_gpus=4, global_batch_size=16)
-    pieces = chain_pieces(PlanningTimes(asked), StageSize(1))
-    grid = cut_grid(pieces, GridShape(StageSize(1), 2, 2, len(pieces)), virtual_stages=virtual_stages)
-    seconds = grid_estimate(LengthSpread(asked), grid)
-    found = predict_run(grid_run(asked, grid, seconds=seconds), asked)
+    num_pieces = len(chain_pieces(asked, StageSize(1)))
+    grid = cut_grid(asked, GridShape(StageSize(1), 2, 2, num_pieces), virtual_stages=virtual_stages)
+    seconds = grid_estimate(asked, grid)
+    found = predict_run(grid.to_run(asked, seconds=seconds), asked)
     assert seconds == pytest.approx(found.iteration_seconds - found.update_seconds, rel=0.1)
 
 
 def test_a_chain_that_keeps_more_than_there_is_does_not_fit():
     asked = request(TWO, global_batch_size=32)
     _, grid = found_for(asked)[1][0]
-    assert chain_fits(MemoryEstimate(asked), grid)
-    assert not chain_fits(MemoryEstimate(with_memory(asked, 1e-3)), grid)
+    assert fits(asked, grid)
+    assert not fits(with_memory(asked, 1e-3), grid)

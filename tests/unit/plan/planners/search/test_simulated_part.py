@@ -8,7 +8,7 @@ from multimodal.plan.planners.estimate.candidate import Candidate
 from multimodal.plan.planners.estimate.unit_layout import build_unit, even_layout
 from multimodal.plan.planners.idle_units import place_idle_units, without_idle_units
 from multimodal.plan.planners.search.prediction import predict_run
-from multimodal.plan.planners.search.simulated_part import keep_replicas, kept_plan
+from multimodal.plan.planners.search.simulated_part import WHOLE, Fidelity, keep_replicas, kept_plan
 from multimodal.values.plan import Plan
 from tests.unit.plan.planners.planning_cases import LLM, TWO, VISION
 from tests.unit.plan.planners.test_idle_units import without_items
@@ -46,7 +46,9 @@ def test_units_without_work_keep_no_replica_from_being_left_out():
     kept = kept_plan(run.plan, asked, 4)
     assert kept is not None and [kept.units[unit].data_parallel_size for unit in ("vision", "llm")] == [1, 1]
     assert ranks(kept, "vision") <= ranks(kept, "llm")
-    whole, share = (predict_run(run, asked, max_actions=most, kept_replicas=1) for most in (None, 16))
+    whole, share = (
+        predict_run(run, asked.changed(max_actions=16), fidelity=each) for each in (WHOLE, Fidelity("part", 1.0, kept_replicas=1))
+    )
     assert (whole.replica_share, share.replica_share) == (1, 4)
     assert share.iteration_seconds == pytest.approx(whole.iteration_seconds, rel=0.06)
 

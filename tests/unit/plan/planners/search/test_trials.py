@@ -6,7 +6,6 @@ import pytest
 
 from multimodal.plan.planners import PLANNERS
 from multimodal.plan.planners.estimate.candidate import Candidate
-from multimodal.plan.planners.estimate.layer_times import PlanningTimes
 from multimodal.plan.planners.estimate.step_estimate import estimate_seconds, exposed_reduction_seconds, reduction_seconds
 from multimodal.plan.planners.estimate.unit_layout import even_layout
 from multimodal.plan.planners.planning_request import FixedSizes
@@ -14,7 +13,8 @@ from multimodal.plan.planners.search import trials
 from multimodal.plan.planners.search.plan_to_fit import PredictedRun
 from multimodal.plan.planners.search.prediction import predict_run
 from multimodal.plan.planners.search.run_variants import other_passes, other_sizes
-from multimodal.plan.planners.search.trials import FINAL, MISFIT, QUICK, RANKING, SearchBudget, Trials
+from multimodal.plan.planners.search.simulated_part import FINAL, QUICK, RANKING
+from multimodal.plan.planners.search.trials import MISFIT, Trials
 from multimodal.values.sample_lengths import SampleLengths
 from tests.unit.plan.planners.planning_cases import LLM, TEXT_ONLY, TWO, VISION, frozen, request, with_memory
 
@@ -24,9 +24,9 @@ def calls(monkeypatch):
     """The sizes of all simulations: most actions, and number of batches."""
     found = []
 
-    def recorded(run, asked, **size):
-        found.append((size["max_actions"], size["num_batches"]))
-        return predict_run(run, asked, **size)
+    def recorded(run, asked, *, fidelity):
+        found.append((fidelity.max_actions(asked), fidelity.num_batches(asked)))
+        return predict_run(run, asked, fidelity=fidelity)
 
     monkeypatch.setattr(trials, "predict_run", recorded)
     return found
@@ -34,21 +34,21 @@ def calls(monkeypatch):
 
 def test_a_run_is_simulated_once_and_counted(calls):
     asked = request(TWO)
-    search = Trials(asked, SearchBudget(1.0), asked.max_actions)
+    search = Trials(asked)
     run = PLANNERS["disttrain"](asked)
     first = search.try_run(run, QUICK)
-    spent = search.budget.spent_seconds
+    spent = search.spent_seconds
     assert first is not None and spent > 0 and search.try_run(replace(run, planner="other"), QUICK) is first
-    assert search.budget.spent_seconds == spent and calls == [(asked.max_actions * QUICK.share, 1)]
-    assert search.try_run(run, FINAL) is not None and search.budget.spent_seconds > spent
+    assert search.spent_seconds == spent and calls == [(asked.max_actions * QUICK.share, 1)]
+    assert search.try_run(run, FINAL) is not None and search.spent_seconds > spent
     assert [each.run.key for each in search.fitting(FINAL)] == [run.key] and not search.fitting(RANKING)
 
 
 def test_where_some_samples_are_very_heavy_more_of_a_step_is_simulated(calls):
     heavy = tuple(SampleLengths(index, (), 4096 if index == 0 else 64, 8) for index in range(32))
     asked = request(TEXT_ONLY, lengths=heavy)
-    search, run = Trials(asked, SearchBudget(1.0), asked.max_actions), PLANNERS["megatron"](asked)
-    usual = Trials(request(TWO), SearchBudget(1.0), None)
+    search, run = Trials(asked), PLANNERS["megatron"](asked)
+    usual = Trials(request(TWO))
     assert search.has_heavy_samples and not usual.has_heavy_samples
     assert (search.cost_of_a_glance, usual.cost_of_a_glance) == (RANKING.share / QUICK.share, 1.0)
     for fidelity in (QUICK, RANKING, FINAL):
@@ -62,7 +62,7 @@ def test_the_bound_of_a_run_with_hidden_collectives_is_that_of_its_costs():
     asked = request(TWO, fixed_sizes={"llm": sizes, "vision": sizes}, micro_batch_size=8)
     plain, hidden = (PLANNERS["megatron"](asked.changed(tp_comm_overlap=hides)) for hides in (False, True))
     assert hidden.tp_comm_overlap and hidden.transformer_impl == "local"
-    search = Trials(asked, SearchBudget(1.0), asked.max_actions)
+    search = Trials(asked)
     for run in (plain, hidden):
         assert search.least_step_seconds(run) < predict_run(run, asked).iteration_seconds
     assert search.least_step_seconds(hidden) != search.least_step_seconds(plain)
@@ -72,14 +72,14 @@ def test_what_does_not_fit_is_remembered_as_that():
     asked = request(TWO)
     run = PLANNERS["disttrain"](asked)
     small = with_memory(asked, 0.01)
-    search = Trials(small, SearchBudget(1.0), small.max_actions)
+    search = Trials(small)
     assert search.try_run(run, QUICK) is None and search.fitting(QUICK) == []
 
 
 def test_glances_are_corrected_by_those_of_their_kind_that_were_simulated_more_closely():
     asked = request(TWO)
     apart, chain = (PLANNERS[name](asked) for name in ("disttrain", "megatron-balanced"))
-    search = Trials(asked, SearchBudget(1.0), asked.max_actions)
+    search = Trials(asked)
     assert search.placed(apart) != search.placed(chain)
     prediction = predict_run(apart, asked)
     for run, glance, ranked in ((apart, 3.0, 6.0), (replace(apart, schedule="gpipe"), 3.5, None), (chain, 5.0, None)):
@@ -115,11 +115,10 @@ def test_gradients_are_reduced_between_the_ranks_that_hold_them():
     inside, across = (reduction_seconds(asked, "llm", layout, first_rank=rank) for rank in (4, 3))
     assert inside == reduction_seconds(asked, "llm", layout) < across, "ranks 3 and 4 are on two nodes of 4"
     first = Candidate({"vision": even_layout(VISION, 1, 3, 1), "llm": layout})
-    times = PlanningTimes(asked)
     assert first.first_ranks == {"vision": 0, "llm": 3}
     alone = replace(first, layouts={"llm": layout, "vision": even_layout(VISION, 1, 3, 1)})
     assert alone.first_ranks == {"llm": 0, "vision": 2}
-    assert estimate_seconds(times, first) > estimate_seconds(times, alone)
+    assert estimate_seconds(asked, first) > estimate_seconds(asked, alone)
 
 
 def test_frozen_layers_have_no_trained_weights():
